@@ -1,4 +1,5 @@
-# Everything below needs only Python 3.11 or newer; the first target that needs it makes .venv.
+# Everything below needs only Python 3.11 or newer; the first target that needs it makes .venv: with what the demo needs,
+# and then with what development needs.
 #   make demo PYTHON=python3.12        another interpreter than python3
 #   make demo TORCH_INDEX=URL          torch from another package index than pip's own
 # On Linux the torch of PyPI brings CUDA libraries (about 5 GB installed). PyTorch's index of CPU builds is
@@ -9,6 +10,7 @@ CHECK_PYTHON = import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit("e
 	"%d.%d, and Python 3.11 or newer is needed; run: make PYTHON=python3.12 $(MAKECMDGOALS)" % v)
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO := $(VENV)/.demo
 STAMP := $(VENV)/.installed
 PLUGINS := ./plugins/kubernetes ./plugins/sglang ./plugins/tinker ./plugins/weights
 
@@ -19,14 +21,19 @@ help:  ## Say what each target does
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 # torch goes first, by its pin: anything that depends on it would otherwise bring gigabytes of CUDA packages.
-$(STAMP): pyproject.toml $(wildcard plugins/*/pyproject.toml)
+PIP = $(BIN)/pip install --quiet --disable-pip-version-check
+$(DEMO): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -c '$(CHECK_PYTHON)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' $(PLUGINS:%=-e %)
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
+	$(PIP) -e '.[demo]'
+	touch $(DEMO)
+
+$(STAMP): $(DEMO) $(wildcard plugins/*/pyproject.toml)
+	$(PIP) -e '.[dev]' $(PLUGINS:%=-e %)
 	touch $(STAMP)
 
-demo: $(STAMP)  ## Train a real agent on this machine and measure the gain; MODEL=smollm2-135m: of a pretrained model
+demo: $(DEMO)  ## Train a real agent on this machine and measure the gain; MODEL=smollm2-135m: of a pretrained model
 	$(BIN)/agl demo $(if $(MODEL),--model $(MODEL))
 	@echo 'agl is $(BIN)/agl here: source $(BIN)/activate, and then agl train --help'
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from tests.support.postgres import PostgresCluster
     from tests.support.store_hub import StoreHub
+
+    from agentlightning.store.memory import InMemoryLightningStore
 
 # Two workers with two torch threads each on two cores wait for one another most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -46,6 +48,16 @@ def _leaves_the_checkout_alone() -> Iterator[None]:
     assert _stored() == before, (
         f"this test, or one beside it, has written to {CHECKOUT_STORE}; give it a store or chdir"
     )
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[InMemoryLightningStore]:
+    """A store that is gone with the test. Where what is on disk matters, a folder or file has one of its own."""
+    from agentlightning.store.memory import InMemoryLightningStore
+
+    made = InMemoryLightningStore()
+    yield made
+    await made.close()
 
 
 TEST_PROCESS = "AGL_TEST_PROCESS"

@@ -25,6 +25,7 @@ from agentlightning.demo import recipe
 from agentlightning.demo.agent import TOOLS, calculator, client
 from agentlightning.demo.job import FRESH
 from agentlightning.demo.problems import NUMBER, make_tasks, score
+from agentlightning.evaluation.intervals import Gain
 from agentlightning.models.tiny import make_tiny
 from agentlightning.testing.prompt_server import PromptWorldServer
 from agentlightning.testing.prompt_world import PromptWorld
@@ -150,7 +151,7 @@ def algorithm(arm: str, url: str, steps: int, budget: int, seed: int) -> agl.Alg
         group_size=recipe.GROUP_SIZE,
         minibatches=recipe.MINIBATCHES,
         aggregate="token",
-        optimizer=agl.OptimizerConfig(lr=3e-4, schedule="cosine", warmup_steps=min(2, steps - 1), clip_norm=1.0),
+        optimizer=agl.config.OptimizerConfig(lr=3e-4, schedule="cosine", warmup_steps=min(2, steps - 1), clip_norm=1.0),
     )
     return {"prompts": search, "weights": learn}.get(arm) or agl.Sequential([search, learn])
 
@@ -184,7 +185,7 @@ def run(
         )
 
 
-def shown(gain: agl.Gain) -> str:
+def shown(gain: Gain) -> str:
     low, high = gain.interval
     return f"{gain.before:.3f} -> {gain.after:.3f}, {gain.gain:+.3f} ({low:+.3f} to {high:+.3f})"
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
+from agentlightning.store.types import RolloutRecord
 
 
 class Line:
@@ -100,7 +101,7 @@ def test_calls_and_rewards_carry_the_name_of_their_level(tmp_path: Path) -> None
     low = agl.Level("low", act, Line(), steps=2, credit=lambda step: step.reward)
     high = agl.Level("high", act, low)
 
-    async def play() -> list[agl.RolloutRecord]:
+    async def play() -> list[RolloutRecord]:
         store = agl.LightningStore(tmp_path / "store.db")
         with agl.track_session(store=store):
             agl.emit_reward(await high.run())
@@ -132,16 +133,16 @@ def test_calls_and_rewards_carry_the_name_of_their_level(tmp_path: Path) -> None
 
 
 def test_what_cannot_be_a_level_is_refused_by_name() -> None:
-    with pytest.raises(agl.AgentError, match="'low', steps=0"):
+    with pytest.raises(agl.errors.AgentError, match="'low', steps=0"):
         agl.Level("low", lambda *_: "go", Line(), steps=0)
-    with pytest.raises(agl.AgentError, match=r"'low'.*no reset and step"):
+    with pytest.raises(agl.errors.AgentError, match=r"'low'.*no reset and step"):
         agl.Level("low", lambda *_: "go", "a world")
 
 
 def test_a_level_that_has_ended_or_never_begun_says_so() -> None:
     level = agl.Level("low", lambda *_: "go", Line(end=1))
-    with pytest.raises(agl.AgentError, match="'low' has ended, or was never begun"):
+    with pytest.raises(agl.errors.AgentError, match="'low' has ended, or was never begun"):
         asyncio.run(level.step("on"))
     assert asyncio.run(level.run()) == 1.0
-    with pytest.raises(agl.AgentError, match="call reset first"):
+    with pytest.raises(agl.errors.AgentError, match="call reset first"):
         asyncio.run(level.step("on"))

@@ -33,6 +33,13 @@ def test_torch_comes_from_the_index_that_was_chosen(tmp_path):
     assert "--index-url https://index.example/cpu torch==" in chosen
 
 
+def test_the_demo_installs_nothing_of_development(tmp_path):
+    [demo, dev] = [make(tmp_path, "-n", target).stdout for target in ("demo", "test")]
+    assert "'.[demo]'" in demo
+    assert "dev" not in demo.replace("/dev/", "")
+    assert dev.index("torch==") < dev.index("'.[demo]'") < dev.index("'.[dev]'") < dev.index("pytest")
+
+
 def test_every_page_names_the_pythons_that_the_tests_run_on(tmp_path):
     versions = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
     listed = f"{', '.join(versions[:-1])} and {versions[-1]}"

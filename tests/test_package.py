@@ -20,7 +20,7 @@ def test_configuration_and_what_is_pure_import_no_torch() -> None:
 
 
 def test_the_public_names_are_sorted_and_all_of_them_can_be_had():
-    assert agl.__all__ == sorted(agl.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    assert agl.__all__ == sorted(agl.__all__)
     for name in agl.__all__:
         assert getattr(agl, name) is not None
 
@@ -28,6 +28,13 @@ def test_the_public_names_are_sorted_and_all_of_them_can_be_had():
 def test_importing_the_package_loads_no_heavy_library():
     heavy = ["torch", "transformers", "openai", "matplotlib", "sqlite3", "uvicorn"]
     program = f"import agentlightning, sys; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"
+
+
+def test_a_server_starts_without_what_few_of_them_need():
+    """`agl run -- COMMAND` starts one for each command."""
+    few = ["httpx", "jinja2", "opentelemetry.sdk.trace", "agentlightning.server.joining", "agentlightning.dashboard"]
+    program = f"import agentlightning.server.serve, sys; print([name for name in {few} if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"
 
 
@@ -78,7 +85,7 @@ import agentlightning as agl, os
 os.chdir({str(tmp_path)!r})
 for work in {NEEDING_TRAIN!r}:
     try: eval(work)
-    except agl.AgentLightningError as error: print(type(error).__name__, error)
+    except agl.errors.AgentLightningError as error: print(type(error).__name__, error)
 print(os.listdir())
 """
     *errors, left = run_without_extras(program).strip().splitlines()

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import doctest
 import inspect
 import typing
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
+from tools.reference import python_names
+from tools.reference.python_names import GUIDES, homes
 
 import agentlightning as agl
-from agentlightning.algorithms.sft import SFTConfig
+from agentlightning.compat import MOVED, NAMES
+from agentlightning.config import DPOConfig, LightningRLConfig, SFTConfig
 from agentlightning.errors import AgentLightningError
 
-PUBLIC: dict[str, Any] = {name: getattr(agl, name) for name in agl.__all__}
+FOR_PARTS = {name for names in GUIDES.values() for name in names.split()}
+"""What the guides import for parts of one's own: they show how it is used."""
+PUBLIC: dict[str, Any] = {name: python_names.value(name) for name in homes().keys() - FOR_PARTS}
 ERRORS = {name for name, value in PUBLIC.items() if inspect.isclass(value) and issubclass(value, AgentLightningError)}
 RECEIVED = {
     "ChatFormat",
@@ -88,7 +95,7 @@ def test_every_type_named_in_a_public_signature_is_public() -> None:
     assert not missing
 
 
-WITH_EXAMPLE = [name for name in agl.__all__ if name not in ERRORS | RECEIVED]
+WITH_EXAMPLE = sorted(PUBLIC.keys() - ERRORS - RECEIVED)
 STARTING_PROCESSES = {"evaluate"}
 
 
@@ -117,6 +124,42 @@ def test_every_error_there_is_is_public() -> None:
         for name, value in vars(agl.errors).items()
         if inspect.isclass(value) and issubclass(value, AgentLightningError)
     } == ERRORS
+
+
+def imported(stub: Path) -> dict[str, set[str]]:
+    """Module -> the names that a stub imports from it."""
+    found: dict[str, set[str]] = {}
+    for each in ast.walk(ast.parse(stub.read_text())):
+        if isinstance(each, ast.ImportFrom):
+            found.setdefault(str(each.module).removeprefix("agentlightning."), set()).update(a.name for a in each.names)
+    return found
+
+
+def test_editors_see_the_names_that_there_are_and_where_they_come_from() -> None:
+    package = Path(agl.__file__).parent
+    top, compat = imported(package / "__init__.pyi"), imported(package / "compat" / "__init__.pyi")
+    assert top.pop("agentlightning") == {"compat", "config", "errors"}
+    assert top.pop("compat") == {name for names in NAMES.values() for name in names.split()}
+    assert {name for names in top.values() for name in names} == set(agl.__all__)
+    for module, names in {**compat, **top}.items():
+        for name in names:
+            assert getattr(import_module(f"agentlightning.{module}"), name) is python_names.value(name)
+    assert compat == {module: set(names.split()) for module, names in NAMES.items()}
+
+
+def test_a_name_that_was_at_the_top_says_once_where_it_is_now() -> None:
+    for module, names in MOVED.items():
+        for name in names.split():
+            vars(agl).pop(name, None)
+            with pytest.warns(DeprecationWarning, match=rf"agl\.{name} is agentlightning\.{module}\.{name} now"):
+                found = getattr(agl, name)
+            assert found is python_names.value(name)
+            assert getattr(agl, name) is found
+
+
+def test_the_names_of_0_x_need_no_other_place() -> None:
+    for name in (name for names in NAMES.values() for name in names.split()):
+        assert getattr(agl, name) is getattr(agl.compat, name)
 
 
 def test_the_overview_names_every_public_name_and_stands_first() -> None:
@@ -172,7 +215,7 @@ def test_trainers_and_algorithms_show_what_they_are() -> None:
 
 @pytest.mark.parametrize(
     ("algorithm", "config"),
-    [(agl.LightningRL, agl.LightningRLConfig), (agl.SFTAlgorithm, SFTConfig), (agl.DPO, agl.DPOConfig)],
+    [(agl.LightningRL, LightningRLConfig), (agl.SFTAlgorithm, SFTConfig), (agl.DPO, DPOConfig)],
 )
 def test_editors_complete_every_setting_of_an_algorithm(algorithm: Any, config: Any) -> None:
     parameters = inspect.signature(algorithm).parameters

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +39,6 @@ async def add(store: LightningStoreBase, number: int, *, reward: float | None = 
         await store.add_span(Span(*ids, names.REWARD, 0.0, span_id=new_span_id(), attributes=attributes))
     await store.update_attempt(*ids, status=status, metadata={"output": f"answer {number}"})
     return rollout.rollout_id
-
-
-@pytest.fixture
-async def store() -> AsyncIterator[InMemoryLightningStore]:
-    made = InMemoryLightningStore()
-    yield made
-    await made.close()
 
 
 async def apply(store: LightningStoreBase, function: Any, dry_run: bool = False, **filters: Any) -> Rescoring:

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
+from agentlightning.algorithms.training import Collected
+from agentlightning.training.governance import read_audit
 from agentlightning.training.report.result import as_html, markdown_report
 
 pytestmark = pytest.mark.integration
@@ -88,8 +90,8 @@ class Job:
 
     async def fit(self, algorithm: Publishes, start: str = "{word}, please", **settings: Any) -> agl.TrainingResult:
         config = agl.TrainConfig(
-            evaluation=agl.EvaluationConfig(every=0, modes=("greedy",)),
-            runner=agl.RunnerConfig(hosts=0, max_attempts=1),
+            evaluation=agl.config.EvaluationConfig(every=0, modes=("greedy",)),
+            runner=agl.config.RunnerConfig(hosts=0, max_attempts=1),
             **settings,
         )
         trainer = agl.Trainer(
@@ -124,7 +126,7 @@ async def job(tmp_path: Path) -> AsyncIterator[Job]:
 
 
 async def test_a_planted_regression_is_not_promoted_and_the_store_says_why(job: Job) -> None:
-    result = await job.fit(Publishes(["say {word}, please", "{word}!"]), gate=agl.GateConfig(every=1))
+    result = await job.fit(Publishes(["say {word}, please", "{word}!"]), gate=agl.config.GateConfig(every=1))
     assert job.prompt == "say {word}, please"
     assert (result.gate_rejections, result.best_step) == (1, 1)
     assert result.held_out["greedy"].after == 1.0
@@ -145,31 +147,31 @@ async def test_a_reward_hack_passes_its_own_reward_and_not_that_of_the_gate(job:
     )
     job.reward = lambda answer, number: len(answer) / 100
     hack = Publishes(["{word}, please, and {word}, and {word}, and {word}, and {word}, and {word}"])
-    gate = agl.GateConfig(every=1, reward=f"{tmp_path / 'honest.py'}:short")
+    gate = agl.config.GateConfig(every=1, reward=f"{tmp_path / 'honest.py'}:short")
     result = await job.fit(hack, gate=gate)
     assert result.gate_rejections == 1
     assert job.prompt == "{word}, please"
     job.directory /= "without"
     job.directory.mkdir()
-    blind = await job.fit(hack, gate=agl.GateConfig(every=1))
+    blind = await job.fit(hack, gate=agl.config.GateConfig(every=1))
     assert blind.gate_rejections == 0, "by the reward that it exploits, it is better"
 
 
 async def test_a_gate_can_end_the_run(job: Job) -> None:
-    with pytest.raises(agl.TrainingStopped, match=r'loses to the promoted version(.|\n)*gate.on_loss = "stop"'):
-        await job.fit(Publishes(["{word}!", "{word}, please"]), gate=agl.GateConfig(every=1, on_loss="stop"))
+    with pytest.raises(agl.errors.TrainingStopped, match=r'loses to the promoted version(.|\n)*gate.on_loss = "stop"'):
+        await job.fit(Publishes(["{word}!", "{word}, please"]), gate=agl.config.GateConfig(every=1, on_loss="stop"))
     assert [line["step"] for line in job.metrics] == [1]
 
 
 async def test_a_loss_within_the_margin_is_tolerated(job: Job) -> None:
     job.reward = lambda answer, number: 0.9 if "please" in answer else 0.5
-    result = await job.fit(Publishes(["{word}!"]), gate=agl.GateConfig(every=1, margin=1.0))
+    result = await job.fit(Publishes(["{word}!"]), gate=agl.config.GateConfig(every=1, margin=1.0))
     assert result.gate_rejections == 0
 
 
 async def test_a_version_that_crashes_on_the_guard_set_is_not_promoted(job: Job) -> None:
     job.reward = lambda answer, number: None if "colour" in answer and "!" in answer else 1.0
-    result = await job.fit(Publishes(["{word}!"]), gate=agl.GateConfig(every=1))
+    result = await job.fit(Publishes(["{word}!"]), gate=agl.config.GateConfig(every=1))
     assert result.gate_rejections == 1
 
 
@@ -177,20 +179,20 @@ async def test_many_small_losses_do_not_pass_unseen(job: Job) -> None:
     """Each version loses too little to the one before; the second has lost too much to the first."""
     rewards = {"0": 1.0, "1": 0.8, "2": 0.6, "3": 0.4}
     job.reward = lambda answer, number: rewards[answer[0]]
-    await job.fit(Publishes(["1{word}", "2{word}"]), start="0{word}", gate=agl.GateConfig(every=1, margin=0.25))
+    await job.fit(Publishes(["1{word}", "2{word}"]), start="0{word}", gate=agl.config.GateConfig(every=1, margin=0.25))
     assert [line["gate_promoted"] for line in job.metrics] == [1.0, 0.0]
-    assert "the version that the run started from" in agl.read_audit(job.directory / "run")[-1].reason
+    assert "the version that the run started from" in read_audit(job.directory / "run")[-1].reason
 
 
 async def test_a_guard_set_that_is_trained_on_is_refused_with_its_rows(job: Job, tmp_path: Path) -> None:
     path = tmp_path / "guard.jsonl"
     path.write_text("\n".join(json.dumps(task) for task in [{"word": "new"}, TRAIN[2]]))
-    with pytest.raises(agl.ConfigError, match=r"1 tasks of the guard set .* training tasks, too: rows 2"):
-        await job.fit(Publishes(["{word}"]), gate=agl.GateConfig(tasks=str(path)))
+    with pytest.raises(agl.errors.ConfigError, match=r"1 tasks of the guard set .* training tasks, too: rows 2"):
+        await job.fit(Publishes(["{word}"]), gate=agl.config.GateConfig(tasks=str(path)))
 
 
 async def test_a_resumed_run_keeps_its_promoted_version(job: Job) -> None:
-    await job.fit(Publishes(["say {word}, please"]), gate=agl.GateConfig(every=1))
+    await job.fit(Publishes(["say {word}, please"]), gate=agl.config.GateConfig(every=1))
     again = Publishes(["say {word}, please", "{word}!"])
     async with job.agents():
         result = await agl.Trainer.resume(job.directory / "run", algorithm=again, store=job.store).fit_async()
@@ -205,9 +207,9 @@ async def test_an_algorithm_that_ends_before_its_last_step_is_judged_where_it_en
         async def run(self, training: agl.Training) -> None:
             for template in self.prompts[training.step :]:
                 await training.publish({"prompt": agl.PromptTemplate(template=template)})
-                await training.finish_step(agl.Collected(()), {})
+                await training.finish_step(Collected(()), {})
 
-    result = await job.fit(Ends(["say {word}, please", "{word}!"]), gate=agl.GateConfig(every=10))
+    result = await job.fit(Ends(["say {word}, please", "{word}!"]), gate=agl.config.GateConfig(every=10))
     assert (result.steps, result.gate_rejections) == (2, 1)
     assert job.prompt == "{word}, please", "the start, which was promoted last"
 
@@ -216,8 +218,8 @@ async def test_an_algorithm_that_ends_before_its_last_step_is_judged_where_it_en
 
 
 async def test_the_audit_log_names_what_each_version_was_learned_from(job: Job) -> None:
-    await job.fit(Publishes(["a {word}, please", "b {word}, please"]), gate=agl.GateConfig(every=2))
-    records = agl.read_audit(job.directory / "run")
+    await job.fit(Publishes(["a {word}, please", "b {word}, please"]), gate=agl.config.GateConfig(every=2))
+    records = read_audit(job.directory / "run")
     assert [(each.action, each.step) for each in records] == [
         ("promoted", 0),
         ("learned", 1),
@@ -235,19 +237,19 @@ async def test_the_audit_log_names_what_each_version_was_learned_from(job: Job) 
 
 async def test_runs_without_a_gate_have_an_audit_log_too(job: Job) -> None:
     await job.fit(Publishes(["{word}, please"]))
-    assert [each.action for each in agl.read_audit(job.directory / "run")] == ["learned"]
+    assert [each.action for each in read_audit(job.directory / "run")] == ["learned"]
 
 
 def test_a_directory_without_a_run_has_no_audit_log(tmp_path: Path) -> None:
-    with pytest.raises(agl.ConfigError, match="holds no run"):
-        agl.read_audit(tmp_path)
+    with pytest.raises(agl.errors.ConfigError, match="holds no run"):
+        read_audit(tmp_path)
 
 
 def test_a_damaged_audit_log_is_named_by_its_line(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text("{}")
     (tmp_path / "audit.jsonl").write_text("nonsense\n")
-    with pytest.raises(agl.ConfigError, match=r"line 1 of .*audit\.jsonl"):
-        agl.read_audit(tmp_path)
+    with pytest.raises(agl.errors.ConfigError, match=r"line 1 of .*audit\.jsonl"):
+        read_audit(tmp_path)
 
 
 # -- the reward guard --------------------------------------------------------------------------------------------------
@@ -259,28 +261,28 @@ def warnings(result: agl.TrainingResult) -> set[str]:
 
 async def test_rewards_out_of_range_are_counted_and_warned_of(job: Job) -> None:
     job.reward = lambda answer, number: 7.0
-    result = await job.fit(Publishes(["{word}"]), guard=agl.RewardGuard(low=0, high=1))
+    result = await job.fit(Publishes(["{word}"]), guard=agl.config.RewardGuard(low=0, high=1))
     assert warnings(result) == {"reward_out_of_range"}
     assert job.metrics[0]["guard_out_of_range"] == 12
 
 
 async def test_a_guard_that_stops_the_run_does_so_before_anything_is_learned(job: Job) -> None:
     job.reward = lambda answer, number: 7.0
-    with pytest.raises(agl.TrainingStopped, match=r"step 1: 12 rollouts have a reward out of the range"):
-        await job.fit(Publishes(["{word}"]), guard=agl.RewardGuard(high=1, on_violation="stop"))
+    with pytest.raises(agl.errors.TrainingStopped, match=r"step 1: 12 rollouts have a reward out of the range"):
+        await job.fit(Publishes(["{word}"]), guard=agl.config.RewardGuard(high=1, on_violation="stop"))
     assert job.metrics == []
 
 
 async def test_missing_rewards_are_a_share_of_the_finished_rollouts(job: Job) -> None:
     job.reward = lambda answer, number: None if number % 3 == 0 else 1.0
-    result = await job.fit(Publishes(["{word}"]), guard=agl.RewardGuard())
+    result = await job.fit(Publishes(["{word}"]), guard=agl.config.RewardGuard())
     assert warnings(result) == {"rewards_missing"}
     assert job.metrics[0]["rewards_missing_share"] == pytest.approx(1 / 3)
 
 
 async def test_rewards_that_jump_are_drift(job: Job) -> None:
     job.reward = lambda answer, number: 0.2 if "jump" not in answer else 0.9
-    result = await job.fit(Publishes(["{word}", "{word}", "jump {word}"]), guard=agl.RewardGuard(max_drift=0.6))
+    result = await job.fit(Publishes(["{word}", "{word}", "jump {word}"]), guard=agl.config.RewardGuard(max_drift=0.6))
     assert warnings(result) == {"reward_drift"}
     assert [line.get("reward_drift") for line in job.metrics] == [None, 0.0, 1.0]
 
@@ -288,7 +290,7 @@ async def test_rewards_that_jump_are_drift(job: Job) -> None:
 async def test_two_dimensions_that_prefer_different_rollouts_disagree(job: Job) -> None:
     job.reward = lambda answer, number: {"right": float(number % 2), "liked": float(number % 2 == 0)}
     algorithm = Publishes(["{word}"], {"right": 1.0, "liked": 0.0})
-    result = await job.fit(algorithm, guard=agl.RewardGuard(agree=("right", "liked")))
+    result = await job.fit(algorithm, guard=agl.config.RewardGuard(agree=("right", "liked")))
     assert warnings(result) == {"reward_disagreement"}
     assert job.metrics[0]["reward_disagreement"] == 1.0
 
@@ -298,7 +300,7 @@ async def test_a_second_reward_function_is_compared_with_the_first(job: Job, tmp
         "def opposite(spans):\n    return -float(spans[0].attributes['gen_ai.evaluation.score.value'])\n"
     )
     job.reward = lambda answer, number: float(number % 4)
-    guard = agl.RewardGuard(reward=f"{tmp_path / 'second.py'}:opposite", sample=8)
+    guard = agl.config.RewardGuard(reward=f"{tmp_path / 'second.py'}:opposite", sample=8)
     result = await job.fit(Publishes(["{word}"]), guard=guard)
     assert warnings(result) == {"reward_disagreement"}
 
@@ -308,7 +310,7 @@ async def test_a_second_reward_function_is_compared_with_the_first(job: Job, tmp
 )
 def test_a_guard_that_cannot_be_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
-        agl.RewardGuard(**settings)
+        agl.config.RewardGuard(**settings)
 
 
 # -- rewards of a group ------------------------------------------------------------------------------------------------
@@ -332,7 +334,7 @@ async def test_training_learns_from_the_rewards_of_the_group_and_evaluations_do_
             await training.finish_step(collected, {})
 
     ranks = f"{tmp_path / 'ranks.py'}:by_id"
-    result = await job.fit(Sees(["{word}"]), start="{word}", group_reward=ranks, guard=agl.RewardGuard())
+    result = await job.fit(Sees(["{word}"]), start="{word}", group_reward=ranks, guard=agl.config.RewardGuard())
     assert sorted(seen) == sorted([0.0, 1.0, 2.0] * 3)
     assert (result.held_out["greedy"].after, result.rejected_rollouts) == (1.0, {"missing_reward": 3})
     assert job.metrics[0]["group_rewards_missing"] == 3
@@ -367,10 +369,10 @@ async def test_the_report_says_what_changed_by_how_much_and_shows_it(job: Job) -
     assert page.count("<table>") == page.count("</table>") > 3
     page = await asyncio.to_thread(lambda: result.report(format="html", examples=0))
     assert "Changed behaviour" not in page
-    with pytest.raises(agl.ConfigError, match="markdown, html"):
+    with pytest.raises(agl.errors.ConfigError, match="markdown, html"):
         result.report(format="pdf")  # type: ignore[arg-type]
 
 
 async def test_a_run_that_is_not_finished_has_no_report(tmp_path: Path) -> None:
-    with pytest.raises(agl.ConfigError, match="not finished"):
+    with pytest.raises(agl.errors.ConfigError, match="not finished"):
         await markdown_report(tmp_path, 3)

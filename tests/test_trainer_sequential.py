@@ -19,10 +19,12 @@ from tests.support.scripted_policy import ScriptedPolicy, scripted_weights
 
 import agentlightning as agl
 from agentlightning.algorithms.preference import DPO
+from agentlightning.algorithms.training import Collected
 from agentlightning.attempt_address import attempt_key, attempt_path, attempt_secret
 from agentlightning.policy import open as opening
 from agentlightning.testing.prompt_server import PromptWorldServer
 from agentlightning.testing.prompt_world import PromptWorld
+from agentlightning.training.governance import read_audit
 from agentlightning.training.persistence.run_changes import changed_settings, check_changes
 from agentlightning.training.report import reward_curve
 from agentlightning.training.report.result import as_html, markdown_report
@@ -92,9 +94,9 @@ class Run:
     def trainer(self, algorithm: agl.Algorithm[Any], **settings: Any) -> agl.Trainer:
         config = agl.TrainConfig(
             **{
-                "evaluation": agl.EvaluationConfig(every=0, modes=("greedy",)),
-                "policy": agl.PolicyConfig(model=str(self.directory)),
-                "runner": agl.RunnerConfig(hosts=0, max_attempts=1),
+                "evaluation": agl.config.EvaluationConfig(every=0, modes=("greedy",)),
+                "policy": agl.config.PolicyConfig(model=str(self.directory)),
+                "runner": agl.config.RunnerConfig(hosts=0, max_attempts=1),
                 **settings,
             }
         )
@@ -215,7 +217,7 @@ async def test_the_prompt_that_was_found_reaches_the_rollouts_that_weights_learn
     result = await run.fit(agl.Sequential([run.apo(), learn()]))
     assert run.prompts("-train-") == {BETTER}
     assert run.prompts("-trial-") == {START, BETTER}, "the search had the policy, too"
-    learned = [name for record in agl.read_audit(result.run_dir) for name in record.rollouts]
+    learned = [name for record in read_audit(result.run_dir) for name in record.rollouts]
     assert len(learned) == 16
     assert all("-train-" in name for name in learned), "what a search tried is not learned from"
     nodes = [node for update in run.policy.recorded for sample in update.samples for node in sample.tree.nodes]
@@ -228,7 +230,7 @@ async def test_the_prompt_that_was_found_reaches_the_rollouts_that_weights_learn
 
 
 async def test_a_search_decodes_as_the_result_is_measured(run: Run) -> None:
-    sampled = agl.EvaluationConfig(every=0, modes=("sampled", "greedy"))
+    sampled = agl.config.EvaluationConfig(every=0, modes=("sampled", "greedy"))
     await run.fit(agl.Sequential([run.apo(), learn(1)]), evaluation=sampled)
     rollouts = await run.store.query_rollouts(rollout_id_contains="-trial-")
     update = await run.store.get_resources_by_id(rollouts[0].resources_id or "")
@@ -274,7 +276,7 @@ async def test_weights_that_do_not_change_are_not_saved_again(run: Run, monkeypa
         await save(directory, training_state=training_state)
 
     monkeypatch.setattr(run.policy, "save", counted)
-    config = agl.RunConfig(keep_checkpoints=99)
+    config = agl.config.RunConfig(keep_checkpoints=99)
     result = await run.fit(agl.Sequential([run.apo(), learn(2)]), run=config)
     searched = result.stages[0].steps
     assert searched > 1
@@ -302,7 +304,7 @@ async def test_each_stage_of_weights_leaves_its_best_validated_checkpoint(run: R
     run.policy = ScriptedPolicy(
         lambda messages, updates: f"{worth[updates] + 0.3 * (KIND in messages[-1]['content']):.1f}"
     )
-    evaluation = agl.EvaluationConfig(every=1, modes=("greedy",))
+    evaluation = agl.config.EvaluationConfig(every=1, modes=("greedy",))
     result = await run.fit(agl.Sequential([learn(3), Publishes(BETTER)]), evaluation=evaluation)
     assert [round(stage.held_out["greedy"].after, 2) for stage in result.stages] == [0.5, 0.8]
     assert scripted_weights(result.checkpoint)["updates"] == 2
@@ -311,7 +313,7 @@ async def test_each_stage_of_weights_leaves_its_best_validated_checkpoint(run: R
 
 async def test_no_rollout_of_an_earlier_stage_is_learned_from_in_a_later_one(run: Run) -> None:
     stages = [learn(3), Publishes(f"new {START}"), learn(3)]
-    result = await run.fit(agl.Sequential(stages), run=agl.RunConfig(max_staleness=2))
+    result = await run.fit(agl.Sequential(stages), run=agl.config.RunConfig(max_staleness=2))
     turns = {name.split("-train-")[1][:6]: prompt for name, prompt in run.seen if "-train-" in name}
     assert set(turns) == {f"{turn:06d}" for turn in range(1, 8)}, "as many as steps, none ahead of a stage"
     assert {turns[f"{turn:06d}"] for turn in (4, 5, 6)} == {f"new {START}"}
@@ -341,7 +343,7 @@ async def test_the_gate_stops_a_planted_regression_of_prompts_and_one_of_weights
     """The second prompt is unkind; weights of three updates and more are worse."""
     run.policy = ScriptedPolicy(lambda messages, updates: quality(messages, 2 - updates if updates >= 3 else updates))
     stages = agl.Sequential([Publishes(BETTER, START), learn(4)])
-    result = await run.fit(stages, gate=agl.GateConfig(every=1))
+    result = await run.fit(stages, gate=agl.config.GateConfig(every=1))
     assert [line["gate_promoted"] for line in run.metrics] == [1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
     assert result.gate_rejections == 3
     assert run.prompts("-train-000003") == {BETTER}, "weights begin with the promoted prompt"
@@ -363,7 +365,7 @@ async def test_a_rollback_in_the_second_stage_brings_back_prompts_and_weights(ru
             await super().run(training)
 
     run.policy = ScriptedPolicy(lambda messages, updates: "0.9" if KIND in messages[-1]["content"] else "0.1")
-    result = await run.fit(agl.Sequential([Publishes(BETTER), Both(START)]), gate=agl.GateConfig(every=1))
+    result = await run.fit(agl.Sequential([Publishes(BETTER), Both(START)]), gate=agl.config.GateConfig(every=1))
     assert result.gate_rejections == 1
     assert (run.policy.updates, result.best_prompt.template) == (0, BETTER)
     assert run.prompts("-after-") == {BETTER}
@@ -371,7 +373,7 @@ async def test_a_rollback_in_the_second_stage_brings_back_prompts_and_weights(ru
 
 async def test_prompts_that_the_run_began_with_come_back_too(run: Run) -> None:
     run.policy = ScriptedPolicy(lambda messages, updates: "0.1" if KIND in messages[-1]["content"] else "0.9")
-    result = await run.fit(agl.Sequential([Publishes(BETTER), learn(1)]), gate=agl.GateConfig(every=1))
+    result = await run.fit(agl.Sequential([Publishes(BETTER), learn(1)]), gate=agl.config.GateConfig(every=1))
     assert result.gate_rejections == 1
     assert run.prompts("-train-000002") == {START}
     assert result.diff() == ""
@@ -387,19 +389,19 @@ async def test_the_gate_stops_a_planted_reward_hack_of_prompts_and_one_of_weight
     run.policy = ScriptedPolicy(wordy)
     run.reward = lambda task, answer: len(answer) / 100
     stages = [Publishes(f"Answer at length.\n{START}"), learn(3)]
-    honest = agl.GateConfig(every=1, reward=f"{tmp_path / 'honest.py'}:short")
+    honest = agl.config.GateConfig(every=1, reward=f"{tmp_path / 'honest.py'}:short")
     result = await run.fit(agl.Sequential(stages), gate=honest)
     assert [line["gate_promoted"] for line in run.metrics] == [0.0, 1.0, 0.0, 0.0]
     assert (result.gate_rejections, result.diff()) == (3, "")
     assert scripted_weights(result.checkpoint)["updates"] == 1
     run.directory, run.policy = tmp_path / "blind", ScriptedPolicy(wordy)
-    blind = await run.fit(agl.Sequential(stages), gate=agl.GateConfig(every=1))
+    blind = await run.fit(agl.Sequential(stages), gate=agl.config.GateConfig(every=1))
     assert blind.gate_rejections == 0, "by the reward that they exploit, all are better"
 
 
 async def test_what_a_search_has_found_is_judged_though_it_ends_before_its_last_round(run: Run) -> None:
-    result = await run.fit(agl.Sequential([run.apo(), learn(1)]), gate=agl.GateConfig(every=1000))
-    promoted = [record.step for record in agl.read_audit(result.run_dir) if record.action == "promoted"]
+    result = await run.fit(agl.Sequential([run.apo(), learn(1)]), gate=agl.config.GateConfig(every=1000))
+    promoted = [record.step for record in read_audit(result.run_dir) if record.action == "promoted"]
     assert promoted == [0, result.stages[0].steps, result.steps]
     assert result.best_prompt.template == BETTER
 
@@ -413,7 +415,7 @@ def crash_at(run: Run, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
     finish = TrainingRun.finish_step
 
-    async def crashing(self: TrainingRun, collected: agl.Collected, metrics: Any) -> None:
+    async def crashing(self: TrainingRun, collected: Collected, metrics: Any) -> None:
         if self.state.step + 1 == step:
             monkeypatch.setattr(TrainingRun, "finish_step", finish)
             raise Crash
@@ -458,7 +460,7 @@ async def test_a_crash_between_two_stages_costs_nothing(run: Run, monkeypatch: p
 
     monkeypatch.setattr(Measurements, "measure_stage", crashing)
     with pytest.raises(Crash):
-        await run.fit(agl.Sequential([run.apo(), learn()]), gate=agl.GateConfig(every=3))
+        await run.fit(agl.Sequential([run.apo(), learn()]), gate=agl.config.GateConfig(every=3))
     measured = len(run.seen)
     run.policy = ScriptedPolicy(quality)
     result = await run.resume()
@@ -473,7 +475,7 @@ async def test_a_finished_run_goes_on_with_more_steps_of_its_last_stage(run: Run
     result = await run.resume(**{"algorithm.stages.1.steps": 4})
     assert result.stages[1].steps == 4
     assert result.held_out["greedy"].after == pytest.approx(0.9)
-    with pytest.raises(agl.ConfigError, match=r"algorithm\.stages\.1\.group_size: a resumed run keeps this"):
+    with pytest.raises(agl.errors.ConfigError, match=r"algorithm\.stages\.1\.group_size: a resumed run keeps this"):
         await run.resume(**{"algorithm.stages.1.group_size": 4})
 
 
@@ -486,10 +488,10 @@ async def test_a_change_of_a_stage_that_is_over_is_warned_of(run: Run) -> None:
 
 async def test_a_run_with_stages_of_ones_own_is_resumed_with_the_stages_it_had(run: Run) -> None:
     await run.fit(agl.Sequential([Publishes(BETTER), learn(1)]))
-    with pytest.raises(agl.ResumeError, match=r"algorithms\.sequential:Sequential"):
+    with pytest.raises(agl.errors.ResumeError, match=r"algorithms\.sequential:Sequential"):
         await run.resume()
     run.policy = ScriptedPolicy(quality)
-    with pytest.raises(agl.ResumeError, match="stage 1 of the run was Publishes, not lightning_rl"):
+    with pytest.raises(agl.errors.ResumeError, match="stage 1 of the run was Publishes, not lightning_rl"):
         await run.resume(agl.Sequential([learn(1), Publishes(BETTER)]))
     run.policy = ScriptedPolicy(quality)
     assert (await run.resume(agl.Sequential([Publishes(BETTER), learn(2)]))).steps == 3
@@ -546,31 +548,31 @@ def same() -> list[agl.Algorithm[Any]]:
     ],
 )
 def test_stages_that_cannot_share_a_run_are_refused_by_name(stages: Callable[[], Any], named: str) -> None:
-    with pytest.raises(agl.ConfigError, match=named):
+    with pytest.raises(agl.errors.ConfigError, match=named):
         agl.Sequential(stages())
 
 
 def test_no_round_is_refused() -> None:
-    with pytest.raises(agl.ConfigError, match="rounds=0 runs no stage"):
+    with pytest.raises(agl.errors.ConfigError, match="rounds=0 runs no stage"):
         agl.Sequential([agl.APO()], rounds=0)
 
 
 def test_more_staleness_than_a_stage_has_steps_is_refused() -> None:
     stages = agl.Sequential([agl.APO(), agl.LightningRL(steps=2)])
-    with pytest.raises(agl.ConfigError, match=r"run.max_staleness=3 is more than the 2 steps of stage 2"):
+    with pytest.raises(agl.errors.ConfigError, match=r"run.max_staleness=3 is more than the 2 steps of stage 2"):
         stages.check_staleness(3)
 
 
 def test_recorded_sessions_are_learned_from_by_one_algorithm(tmp_path: Path) -> None:
     stages = agl.Sequential([agl.APO(), agl.LightningRL()])
     trainer = agl.Trainer(store=agl.InMemoryLightningStore(), algorithm=stages, run_dir=tmp_path / "run")
-    with pytest.raises(agl.ConfigError, match="Sequential runs an agent in each of its stages"):
+    with pytest.raises(agl.errors.ConfigError, match="Sequential runs an agent in each of its stages"):
         trainer.train(num_iterations=None)
 
 
 async def test_a_task_in_two_splits_is_refused_where_a_stage_selects_its_result(run: Run) -> None:
     shared = {**TASKS, "held_out_dataset": [{"n": 100}]}
-    with pytest.raises(agl.DatasetError, match="1 held_out tasks are validation tasks, too: rows 1"):
+    with pytest.raises(agl.errors.DatasetError, match="1 held_out tasks are validation tasks, too: rows 1"):
         await run.trainer(agl.Sequential([run.apo(), learn(1)])).fit_async(**shared)
 
 
@@ -608,7 +610,7 @@ def test_stages_are_written_to_toml_and_read_back_exactly(tmp_path: Path) -> Non
 )
 def test_mistakes_in_the_settings_of_stages_are_named(override: str, named: str) -> None:
     both = ['algorithm.type="sequential"', 'algorithm.stages=[{type="apo"}]']
-    with pytest.raises(agl.ConfigError, match=named):
+    with pytest.raises(agl.errors.ConfigError, match=named):
         load_settings(agl.TrainConfig, overrides=[*both, override])
 
 

@@ -33,7 +33,7 @@ def read_problems(path: Path | str) -> list[dict[str, Any]]:
     in the format."""
     path = Path(path)
     if not path.is_file():
-        raise agl.DatasetError(f"there is no file {path}; Calc-X is at https://huggingface.co/MU-NLPC")
+        raise agl.errors.DatasetError(f"there is no file {path}; Calc-X is at https://huggingface.co/MU-NLPC")
     return [_problem(place, record).model_dump() for place, record in _records(path)]
 
 
@@ -47,7 +47,7 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
             try:
                 yield f"{path}:{number}", json.loads(line)
             except ValueError as error:
-                raise agl.DatasetError(f"{path}:{number}: not JSON: {error}") from error
+                raise agl.errors.DatasetError(f"{path}:{number}: not JSON: {error}") from error
 
 
 def _problem(place: str, record: Any) -> Problem:
@@ -55,7 +55,9 @@ def _problem(place: str, record: Any) -> Problem:
         return Problem.model_validate(record)
     except ValidationError as error:
         first = error.errors()[0]
-        raise agl.DatasetError(f"{place}: {'.'.join(map(str, first['loc'])) or 'record'}: {first['msg']}") from error
+        raise agl.errors.DatasetError(
+            f"{place}: {'.'.join(map(str, first['loc'])) or 'record'}: {first['msg']}"
+        ) from error
 
 
 def steps(chain: str) -> list[tuple[str, str]]:

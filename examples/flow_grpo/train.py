@@ -89,5 +89,5 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     try:
         print(json.dumps(train(parse()).as_json()["held_out"], indent=2))
-    except agl.AgentLightningError as error:
+    except agl.errors.AgentLightningError as error:
         sys.exit(str(error))

@@ -23,6 +23,8 @@ from typing import Any
 import httpx
 
 import agentlightning as agl
+from agentlightning.evaluation.intervals import Gain
+from agentlightning.hierarchy import LevelStep
 from agentlightning.models.tiny import make_tiny
 
 SEED = 0
@@ -56,7 +58,7 @@ class Warehouse:
         return self.place, float(self.place == (2 * x, 2 * y)), self.moves == 2, False, {}
 
 
-def went(step: agl.LevelStep, side: str | None) -> float:
+def went(step: LevelStep, side: str | None) -> float:
     """1 if the robot went to that side."""
     if side not in WAYS:
         return 0.0
@@ -111,19 +113,19 @@ def make_speaker(directory: Path) -> Path:
         output=directory / "model",
         steps=200,
         batch_size=len(conversations),
-        optimizer=agl.OptimizerConfig(lr=3e-3),
+        optimizer=agl.config.OptimizerConfig(lr=3e-3),
         seed=SEED,
     ).train()
     return directory / "model"
 
 
-def train(name: str, model: Path, directory: Path, steps: int) -> agl.Gain:
+def train(name: str, model: Path, directory: Path, steps: int) -> Gain:
     """The share of parcels that are found before and after training the levels of a run."""
     learning = RUNS[name]
     trainer = agl.Trainer(
         agl.TrainConfig(
-            policy=agl.PolicyConfig(model=str(model), device="cpu"),
-            evaluation=agl.EvaluationConfig(modes=("sampled",), every=0),
+            policy=agl.config.PolicyConfig(model=str(model), device="cpu"),
+            evaluation=agl.config.EvaluationConfig(modes=("sampled",), every=0),
         ),
         algorithm=agl.LightningRL(
             steps=steps,

@@ -148,5 +148,5 @@ if __name__ == "__main__":
     try:
         chosen = parse()
         print(json.dumps(figures(chosen, train(chosen)), indent=2))
-    except agl.AgentLightningError as error:
+    except agl.errors.AgentLightningError as error:
         sys.exit(str(error))

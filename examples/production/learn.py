@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         result = learn(options, options.runs / time.strftime("%Y%m%d-%H%M%S"))
-    except agl.DatasetError as error:
+    except agl.errors.DatasetError as error:
         print(f"nothing learned: {error}", file=sys.stderr)
         return SAME
     print(json.dumps(result.as_json()))

@@ -77,7 +77,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     try:
         result = train(parse())
-    except agl.AgentLightningError as error:
+    except agl.errors.AgentLightningError as error:
         sys.exit(str(error))
     gain = result.held_out["sampled"]
     print(result.best_prompt.template, result.diff(), sep="\n\n")

@@ -76,7 +76,7 @@ def read_questions(path: Path | str) -> Questions:
         task = {"id": each.id, "question": each.question, "answer": each.answer, "aliases": each.answer_aliases}
         tasks.append({**task, "hops": len(each.question_decomposition)})
     if not tasks:
-        raise agl.DatasetError(f"{path}: no question that can be answered ({unanswerable} cannot)")
+        raise agl.errors.DatasetError(f"{path}: no question that can be answered ({unanswerable} cannot)")
     return Questions(tasks, [{"title": title, "text": text} for title, text in documents], unanswerable)
 
 
@@ -84,13 +84,13 @@ def read_documents(path: Path | str) -> Iterator[dict[str, str]]:
     """The documents of a JSONL file. Raises as `read_questions` does."""
     for number, each in enumerate(_records(Path(path), Document, "one document a line, with title and text"), 1):
         if not each.parts["text"]:
-            raise agl.DatasetError(f"{path}:{number}: text: empty or missing; give title and text, or contents")
+            raise agl.errors.DatasetError(f"{path}:{number}: text: empty or missing; give title and text, or contents")
         yield each.parts
 
 
 def _records(path: Path, kind: type[Record], hint: str) -> Iterator[Record]:
     if not path.is_file():
-        raise agl.DatasetError(f"there is no file {path}; {hint}")
+        raise agl.errors.DatasetError(f"there is no file {path}; {hint}")
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -98,4 +98,4 @@ def _records(path: Path, kind: type[Record], hint: str) -> Iterator[Record]:
             except ValidationError as error:
                 first = error.errors()[0]
                 field = ".".join(map(str, first["loc"])) or "the line"
-                raise agl.DatasetError(f"{path}:{number}: {field}: {first['msg']}") from error
+                raise agl.errors.DatasetError(f"{path}:{number}: {field}: {first['msg']}") from error

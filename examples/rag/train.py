@@ -209,5 +209,5 @@ def parse() -> argparse.Namespace:
 if __name__ == "__main__":
     try:
         print(json.dumps(train(parse()).as_json()["held_out"], indent=2))
-    except (agl.AgentLightningError, OSError, RuntimeError) as error:
+    except (agl.errors.AgentLightningError, OSError, RuntimeError) as error:
         sys.exit(str(error))

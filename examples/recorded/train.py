@@ -76,7 +76,7 @@ def record(model: str, store: Path, seed: int) -> None:
 
 
 def algorithm(name: str, store: agl.LightningStore) -> Any:
-    optimizer = agl.OptimizerConfig(lr=LR[name])
+    optimizer = agl.config.OptimizerConfig(lr=LR[name])
     if name == "sft":
         best = store.get_successful_trajectories(threshold=GOOD, best_of=1)
         return agl.SFTAlgorithm(dataset=best, steps=STEPS, batch_size=BATCH, optimizer=optimizer)

@@ -11,19 +11,22 @@ import numpy as np
 from pydantic import Field
 
 import agentlightning as agl
+from agentlightning.algorithms.training import Collected
 from agentlightning.assemble import token_tree
 from agentlightning.credit import group_trajectories
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.losses import COUNT, FACTOR, MARGIN
+from agentlightning.trajectory import TrainingSample
 
 
-class BestOfNConfig(agl.AlgorithmConfig):
+class BestOfNConfig(agl.config.AlgorithmConfig):
     steps: int = Field(default=12, ge=1)
     """Updates."""
     tasks_per_step: int = Field(default=16, ge=1)
     """Tasks of each."""
     n: int = Field(default=6, ge=2)
     """Answers from each point."""
-    optimizer: agl.OptimizerConfig = Field(default_factory=agl.OptimizerConfig)
+    optimizer: agl.config.OptimizerConfig = Field(default_factory=agl.config.OptimizerConfig)
     """How weights are updated."""
 
 
@@ -45,7 +48,7 @@ class BestOfN(agl.Algorithm[BestOfNConfig]):
             metrics = {"pairs": float(len(pairs)), "reward": mean_reward(collected)}
             if pairs:
                 samples = [as_sample(*pair, share=1 / len(pairs)) for pair in pairs]
-                metrics |= await training.update(samples, agl.UpdateOptions(loss="dpo"))
+                metrics |= await training.update(samples, UpdateOptions(loss="dpo"))
             await training.finish_step(collected, metrics)
 
 
@@ -72,7 +75,7 @@ def best_and_worst(group: list[agl.Trajectory]) -> list[tuple[agl.Transition, ag
     return pairs
 
 
-def as_sample(best: agl.Transition, worst: agl.Transition, share: float) -> agl.TrainingSample:
+def as_sample(best: agl.Transition, worst: agl.Transition, share: float) -> TrainingSample:
     """Both answers below their common prompt, with what a preference loss reads of each token."""
     own = [agl.Trajectory(call.rollout_id, call.attempt_id, (call,)) for call in (best, worst)]
     tree = token_tree(own)
@@ -83,12 +86,12 @@ def as_sample(best: agl.Transition, worst: agl.Transition, share: float) -> agl.
         values = {"weights": share, MARGIN: 0.0, FACTOR: signs.get(node.call or "", 0.0), COUNT: float(tokens)}
         for name, value in values.items():
             columns[name].append(np.full(len(node.token_ids) if node.sampled else 0, value, np.float32))
-    return agl.TrainingSample(tree, columns=columns, share=share)
+    return TrainingSample(tree, columns=columns, share=share)
 
 
 def reward_of(trajectory: agl.Trajectory) -> float:
     return trajectory.reward if isinstance(trajectory.reward, float) else 0.0
 
 
-def mean_reward(collected: agl.Collected) -> float:
+def mean_reward(collected: Collected) -> float:
     return statistics.fmean(map(reward_of, collected.trajectories)) if collected.trajectories else 0.0

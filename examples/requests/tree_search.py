@@ -12,10 +12,12 @@ from collections import Counter
 from pydantic import Field
 
 import agentlightning as agl
+from agentlightning.algorithms.training import Collected
 from agentlightning.credit import group_trajectories, training_samples
+from agentlightning.policy.base import UpdateOptions
 
 
-class TreeSearchConfig(agl.AlgorithmConfig):
+class TreeSearchConfig(agl.config.AlgorithmConfig):
     steps: int = Field(default=12, ge=1)
     """Updates."""
     tasks_per_step: int = Field(default=16, ge=1)
@@ -26,7 +28,7 @@ class TreeSearchConfig(agl.AlgorithmConfig):
     """How often a step branches."""
     branches: int = Field(default=32, ge=1)
     """Rollouts of each round."""
-    optimizer: agl.OptimizerConfig = Field(default_factory=agl.OptimizerConfig)
+    optimizer: agl.config.OptimizerConfig = Field(default_factory=agl.config.OptimizerConfig)
     """How weights are updated."""
 
 
@@ -51,7 +53,7 @@ class TreeSearch(agl.Algorithm[TreeSearchConfig]):
             samples, report = training_samples(groups, aggregate="token", equal_groups="filter")
             metrics = {**report.metrics(), "reward": mean_reward(collected)}
             if samples:
-                metrics |= await training.update(samples, agl.UpdateOptions(loss="ppo"))
+                metrics |= await training.update(samples, UpdateOptions(loss="ppo"))
             await training.finish_step(collected, metrics)
 
 
@@ -68,6 +70,6 @@ def least_sure(
     return sorted(doubts, key=lambda point: -doubts[point])[:count]
 
 
-def mean_reward(collected: agl.Collected) -> float:
+def mean_reward(collected: Collected) -> float:
     rewards = [each.reward for each in collected.trajectories if isinstance(each.reward, float)]
     return statistics.fmean(rewards) if rewards else 0.0

@@ -20,6 +20,7 @@ from typing import Any
 from agent import WORDS, messages
 
 import agentlightning as agl
+from agentlightning.evaluation.intervals import Gain
 from agentlightning.models.tiny import make_tiny
 
 SEED = 0
@@ -62,20 +63,20 @@ def make_speaker(directory: Path, model: str, recipe: Recipe) -> Path:
         output=trained,
         steps=recipe.imitation_steps,
         batch_size=len(conversations),
-        optimizer=agl.OptimizerConfig(lr=recipe.imitation_lr),
+        optimizer=agl.config.OptimizerConfig(lr=recipe.imitation_lr),
         seed=SEED,
     ).train()
     return trained
 
 
-def train(name: str, model: Path, directory: Path, recipe: Recipe) -> agl.Gain:
+def train(name: str, model: Path, directory: Path, recipe: Recipe) -> Gain:
     """The share of doors that are found before and after training the agents of a run."""
     tasks = [{"open": WORDS[number % len(WORDS)]} for number in range(60)]
     random.Random(SEED).shuffle(tasks)
     trainer = agl.Trainer(
         agl.TrainConfig(
-            policy=agl.PolicyConfig(model=str(model), device="cpu"),
-            evaluation=agl.EvaluationConfig(modes=("sampled",), every=0),
+            policy=agl.config.PolicyConfig(model=str(model), device="cpu"),
+            evaluation=agl.config.EvaluationConfig(modes=("sampled",), every=0),
         ),
         algorithm=agl.LightningRL(
             steps=recipe.steps, tasks_per_step=3, group_size=16, agents=RUNS[name], optimizer={"lr": recipe.lr}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import agentlightning as agl
+from agentlightning.algorithms.sft import SFTResult
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -36,7 +37,7 @@ def load(options: argparse.Namespace) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def train(options: argparse.Namespace) -> agl.SFTResult:
+def train(options: argparse.Namespace) -> SFTResult:
     store = agl.LightningStore(options.store)
     dataset = store.get_successful_trajectories(threshold=options.threshold, best_of=options.best_of)
     return agl.SFTAlgorithm(
@@ -75,5 +76,5 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     try:
         print(json.dumps(train(parse()).as_json(), indent=2))
-    except agl.AgentLightningError as error:
+    except agl.errors.AgentLightningError as error:
         sys.exit(str(error))

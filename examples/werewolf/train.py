@@ -134,5 +134,5 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     try:
         print(json.dumps(figures(train(parse())), indent=2))
-    except agl.AgentLightningError as error:
+    except agl.errors.AgentLightningError as error:
         sys.exit(str(error))

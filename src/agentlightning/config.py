@@ -9,18 +9,60 @@ from typing import Annotated, Any, Final, Literal, Self, cast
 
 from pydantic import Field, field_validator, model_validator
 
+from agentlightning.algorithms.apo.config import (
+    APOConfig,
+    BeamSearchConfig,
+    GepaSearchConfig,
+    PromptModel,
+    SearchBudget,
+)
 from agentlightning.algorithms.base import ALGORITHMS, AlgorithmConfig
 from agentlightning.algorithms.credit_assignment import check_value_head
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
+from agentlightning.algorithms.preference import DPOConfig
 from agentlightning.algorithms.recorded.plan import MethodSetting
+from agentlightning.algorithms.sequential import SequentialConfig
+from agentlightning.algorithms.sft import RejectionSamplingConfig, SFTConfig
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.policy.config import OptimizerConfig, PolicyConfig, check_fed
+from agentlightning.policy.config import Lora, OptimizerConfig, PolicyConfig, TinkerConfig, WeightsConfig, check_fed
 from agentlightning.resources import PromptTemplate
 from agentlightning.task import DATASETS, dataset_kind
 from agentlightning.tracing.air import check_rules
 from agentlightning.util.plugins import Registry
 from agentlightning.util.settings import Chosen, Named, Section
+
+__all__ = [
+    "APOConfig",
+    "AlgorithmConfig",
+    "BeamSearchConfig",
+    "Branching",
+    "CurriculumConfig",
+    "DPOConfig",
+    "DataConfig",
+    "EvaluationConfig",
+    "GateConfig",
+    "GatewayConfig",
+    "GepaSearchConfig",
+    "LightningRLConfig",
+    "Lora",
+    "OptimizerConfig",
+    "PolicyConfig",
+    "PromptModel",
+    "RejectionSamplingConfig",
+    "RewardGuard",
+    "RunConfig",
+    "RunnerConfig",
+    "SFTConfig",
+    "SearchBudget",
+    "SequentialConfig",
+    "TinkerConfig",
+    "TrackingConfig",
+    "TrainConfig",
+    "TurnLimit",
+    "WarmStartConfig",
+    "WeightsConfig",
+]
 
 TRACKERS_HOME: Final = "agentlightning.training.tracking.trackers"
 TRACKERS = Registry(
@@ -41,7 +83,7 @@ CALLBACKS = Registry("callbacks", "callback", "agentlightning.training.callbacks
 class DataConfig(Section):
     """Where tasks come from.
 
-    >>> agl.DataConfig(train="train.jsonl").train
+    >>> agl.config.DataConfig(train="train.jsonl").train
     'train.jsonl'
     """
 
@@ -83,7 +125,7 @@ class TurnLimit(Section):
     """A limit on the policy's answers in a training rollout that grows with the steps (ScalingInter-RL, Xi et al. 2025,
     AgentGym-RL, arXiv:2509.08755): short rollouts first, long ones once the policy is good at those.
 
-    >>> limit = agl.TurnLimit(start=3, grow=2, every=10, max=6)
+    >>> limit = agl.config.TurnLimit(start=3, grow=2, every=10, max=6)
     >>> [limit.at(step) for step in (0, 9, 10, 20)]
     [3, 3, 5, 6]
     """
@@ -115,7 +157,7 @@ class Branching(Section):
     """Rollouts that branch off others of their group, where the policy is unsure after a tool's result (ARPO, Dong et
     al. 2025, arXiv:2507.19849). The agent runs anew; the gateway gives it the recorded answers up to the branch.
 
-    >>> agl.Branching(share=0.25).threshold
+    >>> agl.config.Branching(share=0.25).threshold
     0.2
     """
 
@@ -140,7 +182,7 @@ class Branching(Section):
 class CurriculumConfig(Section):
     """Which tasks rollouts are run on, and how long they may be.
 
-    >>> agl.CurriculumConfig(tasks="learnability").staleness_share
+    >>> agl.config.CurriculumConfig(tasks="learnability").staleness_share
     0.1
     """
 
@@ -162,7 +204,7 @@ class CurriculumConfig(Section):
 class WarmStartConfig(Section):
     """Supervised learning on demonstrations before the reinforcement learning.
 
-    >>> agl.WarmStartConfig(dataset="good.jsonl").dataset
+    >>> agl.config.WarmStartConfig(dataset="good.jsonl").dataset
     'good.jsonl'
     """
 
@@ -187,7 +229,7 @@ class WarmStartConfig(Section):
 class RunnerConfig(Section):
     """How agents are run.
 
-    >>> agl.RunnerConfig(concurrency=4).hosts
+    >>> agl.config.RunnerConfig(concurrency=4).hosts
     1
     """
 
@@ -226,7 +268,7 @@ class RunnerConfig(Section):
 class EvaluationConfig(Section):
     """How the result is measured.
 
-    >>> agl.EvaluationConfig(every=5).every
+    >>> agl.config.EvaluationConfig(every=5).every
     5
     """
 
@@ -244,7 +286,7 @@ class RewardGuard(Section):
     """What the rewards of a run must be like: a check of every batch before it is learned from
     (docs/guides/operations/governance.md).
 
-    >>> agl.RewardGuard(low=0, high=1, on_violation="stop").max_missing
+    >>> agl.config.RewardGuard(low=0, high=1, on_violation="stop").max_missing
     0.1
     """
 
@@ -284,7 +326,7 @@ class GateConfig(Section):
     """Which versions of weights and prompts are promoted: those that do not lose on a guard set
     (docs/guides/operations/governance.md).
 
-    >>> agl.GateConfig(every=5).on_loss
+    >>> agl.config.GateConfig(every=5).on_loss
     'rollback'
     """
 
@@ -310,7 +352,7 @@ class GateConfig(Section):
 class RunConfig(Section):
     """The run itself.
 
-    >>> agl.RunConfig(seed=7).seed
+    >>> agl.config.RunConfig(seed=7).seed
     7
     """
 
@@ -356,7 +398,7 @@ class RunConfig(Section):
 class TrackingConfig(Section):
     """Experiment trackers that a run reports to (docs/guides/operations/trackers.md).
 
-    >>> agl.TrackingConfig(trackers=["tensorboard"]).project
+    >>> agl.config.TrackingConfig(trackers=["tensorboard"]).project
     'agentlightning'
     """
 

@@ -20,7 +20,8 @@ from agentlightning.tracing.emit import emit_reward, track_agent
 class LevelStep:
     """What a level did to follow one goal.
 
-    >>> agl.LevelStep("east", observations=["ice", "stone"], actions=["left"], rewards=[0.5]).reward
+    >>> from agentlightning.hierarchy import LevelStep
+    >>> LevelStep("east", observations=["ice", "stone"], actions=["left"], rewards=[0.5]).reward
     0.5
     """
 

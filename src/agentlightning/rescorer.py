@@ -48,7 +48,8 @@ class Selection:
 class Rescoring:
     """What `rescore` did.
 
-    >>> agl.Rescoring(rollouts=3, rescored=2, unchanged=1).failed
+    >>> from agentlightning.rescorer import Rescoring
+    >>> Rescoring(rollouts=3, rescored=2, unchanged=1).failed
     {}
     """
 

@@ -85,7 +85,7 @@ class PromptTemplate(BaseModel):
     'Say hello.'
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     resource_type: Literal["prompt_template"] = "prompt_template"
     """What kind of resource it is."""

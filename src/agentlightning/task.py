@@ -39,7 +39,8 @@ class DatasetKind:
     """A kind of dataset: the address `KIND:NAME?size=500&seed=1` is that many tasks of it. One of your own is named as
     `module:Class?size=500`, or by the name that a distribution announces.
 
-    >>> class Sums(agl.DatasetKind):
+    >>> from agentlightning.task import DatasetKind
+    >>> class Sums(DatasetKind):
     ...     def load(self, address):
     ...         return [{"question": f"{n} + {n}", "answer": 2 * n} for n in range(address.size)]
     """

@@ -22,8 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from agentlightning.algorithms import make_algorithm
-from agentlightning.algorithms.base import Algorithm
+from agentlightning.algorithms.base import Algorithm, make_algorithm
 from agentlightning.algorithms.recorded.plan import MethodSetting
 from agentlightning.compat.algorithm import Baseline, with_adapter
 from agentlightning.compat.runner import Hook, check_tracer, with_hooks

@@ -111,7 +111,8 @@ class Transition:
 class Step:
     """A tool call, or an error: something other than an answered model call.
 
-    >>> agl.Step("tool", "search", span_id="s1", sequence_id=2, result="12 pages").error is None
+    >>> from agentlightning.trajectory import Step
+    >>> Step("tool", "search", span_id="s1", sequence_id=2, result="12 pages").error is None
     True
     """
 
@@ -177,7 +178,8 @@ def _digest(value: Any) -> str:
 class Node:
     """A run of tokens of one kind.
 
-    >>> agl.Node(parent=-1, token_ids=(5, 6), sampled=True, logprobs=(-0.1, -0.2)).sampled
+    >>> from agentlightning.trajectory import Node
+    >>> Node(parent=-1, token_ids=(5, 6), sampled=True, logprobs=(-0.1, -0.2)).sampled
     True
     """
 
@@ -204,7 +206,8 @@ class Node:
 class TokenTree:
     """Every token of a rollout or of a group, each stored once.
 
-    >>> tree = agl.TokenTree((agl.Node(-1, (5, 6)), agl.Node(0, (7,), sampled=True, logprobs=(-0.1,))))
+    >>> from agentlightning.trajectory import Node, TokenTree
+    >>> tree = TokenTree((Node(-1, (5, 6)), Node(0, (7,), sampled=True, logprobs=(-0.1,))))
     >>> [node.parent for node in tree.nodes]
     [-1, 0]
     """
@@ -240,8 +243,9 @@ class TrainingSample:
 
     Pass columns by name, or several in `columns`; values of nodes that are not sampled are ignored.
 
-    >>> tree = agl.TokenTree((agl.Node(-1, (5, 6)), agl.Node(0, (7,), sampled=True, logprobs=(-0.1,))))
-    >>> sample = agl.TrainingSample(tree, advantages=((), (0.5,)), weights=((), (1.0,)))
+    >>> from agentlightning.trajectory import Node, TokenTree, TrainingSample
+    >>> tree = TokenTree((Node(-1, (5, 6)), Node(0, (7,), sampled=True, logprobs=(-0.1,))))
+    >>> sample = TrainingSample(tree, advantages=((), (0.5,)), weights=((), (1.0,)))
     >>> sample.columns["advantages"][1].tolist(), sample.share
     ([0.5], 1.0)
     """

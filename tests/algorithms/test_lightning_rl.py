@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from agentlightning.algorithms import make_algorithm
-from agentlightning.algorithms.base import class_name
+from agentlightning.algorithms.base import class_name, make_algorithm
 from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
 from agentlightning.algorithms.reward_shaping import reward_metrics
 from agentlightning.algorithms.sft import SFTConfig

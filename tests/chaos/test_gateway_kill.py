@@ -9,12 +9,12 @@ from collections import Counter
 
 import httpx
 import pytest
+from tests.support.provider import Reply, ScriptedProvider, chat_answer
 from tests.support.provider_streams import chat_events
 
 from agentlightning import LightningStore, LightningStoreClient
 from agentlightning import span as names
 from agentlightning.attempt_address import attempt_path
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(120)]
 

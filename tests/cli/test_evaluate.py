@@ -10,7 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 import agentlightning as agl
+from agentlightning.algorithms.training import Collected
 from agentlightning.cli.main import build
+from agentlightning.util.progress import Progress
 
 AGENT = """
 def solve(task):
@@ -135,9 +137,9 @@ def test_a_run_whose_agent_was_an_object_asks_for_the_agent_and_not_for_the_run(
         learns_weights = False
 
         async def run(self, training: agl.Training) -> None:
-            await training.finish_step(agl.Collected(()), {})
+            await training.finish_step(Collected(()), {})
 
-    trainer = agl.Trainer(algorithm=Waits(), run_dir="run", progress=agl.Progress(enabled=False))
+    trainer = agl.Trainer(algorithm=Waits(), run_dir="run", progress=Progress(enabled=False))
     trainer.fit(lambda task: task["n"] / 10, [{"n": n} for n in range(10)])
     told = run("--run", "run", status=2)["error"]["message"]
     assert "the agent of run was given as an object" in told

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 import agentlightning as agl
 from agentlightning.cli.main import build
+from agentlightning.util.progress import Progress
 
 pytestmark = pytest.mark.integration
 
@@ -53,9 +54,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
         for name, agent in (("second", "agent.py:solve"), ("first", "agent.py:lower")):
             config = agl.TrainConfig(agent=agent, runner={"max_attempts": 1, "max_failed_share": 1.0})
-            trainer = agl.Trainer(
-                config, algorithm=Measure(), run_dir=f"runs/{name}", progress=agl.Progress(enabled=False)
-            )
+            trainer = agl.Trainer(config, algorithm=Measure(), run_dir=f"runs/{name}", progress=Progress(enabled=False))
             trainer.fit(None, tasks, tasks[4:], held_out_dataset=tasks[:4])
     finally:
         os.chdir(before)

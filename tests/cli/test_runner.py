@@ -6,6 +6,7 @@ import signal
 import time
 
 import pytest
+from tests.support.waiting import until
 
 from agentlightning.rollouts import EnqueueRolloutRequest, RolloutConfig
 from agentlightning.span import REWARD, SCORE_VALUE
@@ -22,14 +23,6 @@ async def server(start):
     client = LightningStoreClient(url)
     yield program, url, client
     await client.close()
-
-
-async def until(holds, seconds: float = 30):
-    """Wait until `holds` answers with something true, which is returned."""
-    async with asyncio.timeout(seconds):
-        while not (found := await holds()):  # noqa: ASYNC110  what is awaited happens in another process
-            await asyncio.sleep(0.02)
-        return found
 
 
 def enqueue(client, *tasks, **options):

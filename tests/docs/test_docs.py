@@ -106,10 +106,11 @@ def test_every_setting_is_explained():
     from pydantic import BaseModel
 
     from agentlightning.config import TrainConfig
+    from agentlightning.util.settings import field_texts
 
     def walk(model: type[BaseModel], path: str) -> None:
         for name, field in model.model_fields.items():
-            assert field.description, f"{path}{name} has no docstring"
+            assert field_texts(model).get(name), f"{path}{name} has no docstring"
             for part in (field.annotation, *get_args(field.annotation)):
                 if isinstance(part, type) and issubclass(part, BaseModel):
                     walk(part, f"{path}{name}.")

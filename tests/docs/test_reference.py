@@ -41,8 +41,18 @@ def test_every_section_of_settings_has_a_page_and_every_setting_a_row() -> None:
 
 def test_every_public_name_is_on_one_page_and_explained() -> None:
     found = [name for names in python_names.groups().values() for name in names]
-    assert sorted(found) == sorted(agl.__all__)
+    assert sorted(found) == sorted(python_names.homes())
+    assert set(agl.__all__) | set(agl.config.__all__) <= set(found)
     assert not [name for name in found if not python_names.describe(name).strip()]
+
+
+def test_guides_import_nothing_that_the_reference_does_not_have() -> None:
+    homes = python_names.homes()
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for module, names in re.findall(r"^from (agentlightning\S*) import (.+)$", page.read_text(), re.MULTILINE):
+            for name in (name for name in re.findall(r"\w+", names) if not name.isupper()):
+                home = homes.get(name, "").replace("agl", "agentlightning")
+                assert home == module, f"{page.name} imports {name} from {module}"
 
 
 def test_every_setting_has_a_meaning() -> None:

@@ -61,7 +61,7 @@ async def run_agents(store: agl.LightningStore) -> None:
 async def main(run_dir: Path) -> None:
     store, algorithm = agl.InMemoryLightningStore(), PromptSelection()
     config = agl.TrainConfig(
-        evaluation=agl.EvaluationConfig(every=1, modes=("greedy",)), runner=agl.RunnerConfig(hosts=0)
+        evaluation=agl.config.EvaluationConfig(every=1, modes=("greedy",)), runner=agl.config.RunnerConfig(hosts=0)
     )
     prompt = agl.PromptTemplate(template="{word}?")
     trainer = agl.Trainer(

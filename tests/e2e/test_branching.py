@@ -69,7 +69,7 @@ def metrics(run_dir):
 @pytest.mark.parametrize(("max_staleness", "credit"), [(0, "state_value"), (1, "value")])
 def test_half_of_a_group_branches_off_the_other_half_and_all_of_it_is_trained(tmp_path, max_staleness, credit):
     run_dir = tmp_path / "run"
-    everywhere = agl.Branching(share=0.5, threshold=-99.0, after="any")
+    everywhere = agl.config.Branching(share=0.5, threshold=-99.0, after="any")
     loss = ["ppo", "value"] if credit == "value" else "ppo"
     algorithm = agl.LightningRL(steps=2, tasks_per_step=2, group_size=4, credit=credit, loss=loss, kl_in_reward=0.01)
     config = settings(everywhere, max_staleness=max_staleness)
@@ -101,7 +101,7 @@ def test_half_of_a_group_branches_off_the_other_half_and_all_of_it_is_trained(tm
 
 
 def test_an_agent_that_does_not_repeat_itself_is_served_as_any_other_and_counted(tmp_path):
-    everywhere = agl.Branching(share=0.5, threshold=-99.0, after="any")
+    everywhere = agl.config.Branching(share=0.5, threshold=-99.0, after="any")
     algorithm = agl.LightningRL(steps=1, tasks_per_step=2, group_size=4)
     agl.Trainer(settings(everywhere), algorithm=algorithm, run_dir=tmp_path / "run").fit(never_the_same, TASKS)
     (line,) = metrics(tmp_path / "run")
@@ -111,7 +111,7 @@ def test_an_agent_that_does_not_repeat_itself_is_served_as_any_other_and_counted
 
 def test_where_nothing_is_uncertain_all_rollouts_are_independent(tmp_path):
     algorithm = agl.LightningRL(steps=1, tasks_per_step=2, group_size=4)
-    config = settings(agl.Branching(threshold=1e9))
+    config = settings(agl.config.Branching(threshold=1e9))
     agl.Trainer(config, algorithm=algorithm, run_dir=tmp_path / "run").fit(uses_a_tool, TASKS)
     (line,) = metrics(tmp_path / "run")
     assert (line["branches"], line["replayed_calls"], line["replay_mismatches"]) == (0, 0, 0)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-import agentlightning as agl
+from agentlightning.training.governance import read_audit
 
 REWARD = """
 def vowels(task, output):
@@ -30,7 +30,7 @@ def test_the_gate_stops_a_policy_that_exploits_the_reward_it_is_trained_on(job):
     assert done.returncode == 0, done.stderr
     report = json.loads((job.directory / "run" / "report.json").read_text())
     assert report["gate_rejections"] >= 1, done.stderr
-    records = agl.read_audit(job.directory / "run")
+    records = read_audit(job.directory / "run")
     assert {record.action for record in records} == {"learned", "promoted", "rejected"}
     rejected = next(record for record in records if record.action == "rejected")
     assert rejected.scores["high"] < 0, "the honest reward of the guard set has fallen, surely"

@@ -75,7 +75,7 @@ def test_a_rollout_whose_sets_are_missing_is_named_and_counted_and_the_others_tr
 
 
 def test_a_run_in_which_every_set_is_too_large_stops_and_says_what_helps(tmp_path):
-    settings = SETTINGS.model_copy(update={"policy": agl.PolicyConfig(max_kept_tokens=2)})
+    settings = SETTINGS.model_copy(update={"policy": agl.config.PolicyConfig(max_kept_tokens=2)})
     trainer = agl.Trainer(settings, algorithm=agl.LightningRL(steps=1, top_k=5, **BATCH), run_dir=tmp_path / "run")
     with pytest.raises(TrainingStopped, match=r"sampled with top_k=5; .*raise that or lower top_k"):
         trainer.fit(agl.rollout(say), TASKS)

@@ -166,19 +166,19 @@ def test_an_edit_that_drops_a_placeholder_is_rejected_and_named(server, tmp_path
 @pytest.mark.slow
 def test_a_critic_that_answers_nonsense_stops_the_run_in_words(server, tmp_path):
     server.overrides["critic"] = lambda text: "?"
-    with pytest.raises(agl.TrainingStopped, match=r"critic_nonsense.*Use another model"):
+    with pytest.raises(agl.errors.TrainingStopped, match=r"critic_nonsense.*Use another model"):
         fit(trainer(server, tmp_path / "run"))
 
 
 @pytest.mark.slow
 def test_a_budget_that_shows_nothing_is_refused_before_the_search(server, tmp_path):
-    with pytest.raises(agl.ConfigError, match="too small to show anything"):
+    with pytest.raises(agl.errors.ConfigError, match="too small to show anything"):
         fit(trainer(server, tmp_path / "run", budget={"calls": 3}))
     assert server.calls["critic"] == 0
 
 
 def test_overlapping_splits_are_refused_with_their_rows(server, tmp_path):
-    with pytest.raises(agl.DatasetError, match=r"4 held_out tasks are train tasks, too: rows 1 \(= 3\)"):
+    with pytest.raises(agl.errors.DatasetError, match=r"4 held_out tasks are train tasks, too: rows 1 \(= 3\)"):
         trainer(server, tmp_path / "run").fit(
             write_report, report_tasks(10), report_tasks(5, 100), held_out_dataset=report_tasks(4, 2)
         )
@@ -196,7 +196,7 @@ def test_overlapping_splits_are_refused_with_their_rows(server, tmp_path):
 def test_templates_that_cannot_be_optimised_are_refused(server, tmp_path, settings, prompts, named):
     made = trainer(server, tmp_path / "run", prompts=prompts, **settings)
     made.reward = lambda output: 0.0
-    with pytest.raises(agl.ConfigError, match=named):
+    with pytest.raises(agl.errors.ConfigError, match=named):
         made.fit(lambda task: "x", report_tasks(10), report_tasks(5, 100), held_out_dataset=report_tasks(4, 200))
 
 
@@ -228,7 +228,7 @@ def test_names_of_0x_work(server, tmp_path):
     result = fit(made)
     assert server.calls["critic"] == server.calls["editor"] == 1
     assert algorithm.get_best_prompt() == result.best_prompt
-    with pytest.raises(agl.ConfigError, match=r"runner\.timeout_seconds"):
+    with pytest.raises(agl.errors.ConfigError, match=r"runner\.timeout_seconds"):
         agl.APO(rollout_batch_timeout=10)
 
 

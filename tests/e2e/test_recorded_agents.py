@@ -8,9 +8,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from tests.support.provider import Reply, ScriptedProvider, chat_answer
 from tests.support.provider_streams import messages_answer
-
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 
 pytestmark = pytest.mark.integration
 

@@ -4,11 +4,11 @@ import asyncio
 import json
 
 import pytest
+from tests.support.provider import Reply, ScriptedProvider, chat_answer
 
 from agentlightning import span as names
 from agentlightning.gateway.upstream.budget import spend_of_spans
 from agentlightning.store import LightningStore
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 
 AGENT = """
 from openai import OpenAI

@@ -8,10 +8,10 @@ from zlib import crc32
 
 import pytest
 
-import agentlightning as agl
 from agentlightning.store import LightningStore
 from agentlightning.testing.prompt_server import PromptWorldServer
 from agentlightning.testing.prompt_world import PromptWorld
+from agentlightning.training.governance import read_audit
 
 STEPS = 4
 AGENT = """
@@ -136,7 +136,7 @@ def test_a_run_killed_in_each_stage_counts_everything_once(job, server):
     assert held_out[0]["after"] == held_out[1]["before"]
     whole = result["held_out"]["greedy"]
     assert (held_out[0]["before"], held_out[1]["after"]) == (whole["before"], whole["after"])
-    judged = [record.step for record in agl.read_audit(run_dir) if record.action != "learned"]
+    judged = [record.step for record in read_audit(run_dir) if record.action != "learned"]
     assert {search["steps"], result["steps"]} <= set(judged), "the end of each stage"
     text = job.run([agl_program, "train", "--resume", "run"]).stdout
     assert "stage 1, apo, greedy" in text

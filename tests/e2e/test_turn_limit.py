@@ -41,7 +41,7 @@ def metrics(run_dir):
 def test_rollouts_end_at_the_limit_of_their_step_which_a_resumed_run_goes_on_with(tmp_path):
     run_dir = tmp_path / "run"
     settings = TrainConfig(
-        curriculum=CurriculumConfig(turns=agl.TurnLimit(start=2, grow=2, every=1, reward=-1.0)),
+        curriculum=CurriculumConfig(turns=agl.config.TurnLimit(start=2, grow=2, every=1, reward=-1.0)),
         evaluation=EvaluationConfig(every=0, modes=("greedy",)),
         runner=RunnerConfig(concurrency=8),
     )
@@ -65,7 +65,7 @@ def test_rollouts_end_at_the_limit_of_their_step_which_a_resumed_run_goes_on_wit
 @pytest.mark.slow
 def test_a_limit_on_the_calls_of_a_rollout_ends_loops_in_training_and_in_evaluations(tmp_path):
     settings = TrainConfig(
-        curriculum=CurriculumConfig(turns=agl.TurnLimit(start=2, grow=9, every=1, reward=-1.0)),
+        curriculum=CurriculumConfig(turns=agl.config.TurnLimit(start=2, grow=9, every=1, reward=-1.0)),
         evaluation=EvaluationConfig(every=0, modes=("greedy",)),
         runner=RunnerConfig(concurrency=8, max_calls=4),
     )
@@ -109,4 +109,4 @@ def test_the_limit_is_a_table_of_settings(tmp_path):
 
 def test_a_limit_that_would_shrink_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"max=2 is less than start=3; use at least 3"):
-        agl.TurnLimit(start=3, max=2)
+        agl.config.TurnLimit(start=3, max=2)

@@ -7,9 +7,8 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from tests.support.threads import in_thread
 
 import agentlightning as agl
 from agentlightning.assemble import trajectory
@@ -35,24 +35,18 @@ TOKEN = "the-token"
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[str, agl.LightningStore]]:
     """URL and store of a model server, in a thread: the service waits for it."""
-    started: Future[tuple[str, agl.LightningStore, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
-    async def serve() -> None:
-        store, stop = agl.LightningStore(tmp_path / "served.db"), asyncio.Event()
-        secret = attempt_secret(TOKEN)
+    @asynccontextmanager
+    async def serve() -> AsyncIterator[tuple[str, agl.LightningStore]]:
+        store, secret = agl.LightningStore(tmp_path / "served.db"), attempt_secret(TOKEN)
         engine = ScriptedEngine(lambda messages: "billing" if "invoice" in messages[-1]["content"] else "shipping")
         gateway = Gateway(store, {"support": engine}, secret=secret, default_model="support")
         async with Server(store, gateway, secret=secret, token=TOKEN) as running:
-            started.set_result((running.url, store, asyncio.get_running_loop(), stop))
-            await stop.wait()
+            yield running.url, store
         await store.close()
 
-    thread = threading.Thread(target=asyncio.run, args=[serve()])
-    thread.start()
-    url, store, loop, stop = started.result(60)
-    yield url, store
-    loop.call_soon_threadsafe(stop.set)
-    thread.join()
+    with in_thread(serve) as served:
+        yield served
 
 
 @pytest.fixture

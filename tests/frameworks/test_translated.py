@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.provider import Reply, ScriptedProvider, Seen, chat_answer
 from tests.support.provider_streams import (
     chat_events,
     messages_answer,
@@ -18,7 +19,6 @@ from tests.support.provider_streams import (
 
 from agentlightning import span as names
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.testing.provider import Reply, ScriptedProvider, Seen, chat_answer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -8,6 +8,7 @@ import httpx
 import httpx2
 import pytest
 from openai import AsyncOpenAI
+from tests.support.provider import ScriptedProvider
 from tests.support.tokenizer import tiny_tokenizer
 
 from agentlightning.attempt_address import attempt_key, attempt_path
@@ -17,10 +18,8 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.rollouts import AttemptedRollout
 from agentlightning.server.app import Server
-from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.testing import ScriptedEngine
-from agentlightning.testing.provider import ScriptedProvider
 
 SECRET = "a-secret-nobody-prints"
 
@@ -32,13 +31,6 @@ NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 def bpe_chat():
     """ChatML and Hermes over a byte-level BPE."""
     return HFChatFormat(tiny_tokenizer())
-
-
-@pytest.fixture
-async def store():
-    store = InMemoryLightningStore()
-    yield store
-    await store.close()
 
 
 @dataclass

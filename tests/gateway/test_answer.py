@@ -7,6 +7,7 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.provider import chat_answer
 from tests.support.provider_streams import (
     chat_events,
     messages_answer,
@@ -20,7 +21,6 @@ from agentlightning.gateway.dialects.base import ReplyMetadata
 from agentlightning.gateway.dialects.registry import DIALECTS
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.sse import event_data
-from agentlightning.testing.provider import chat_answer
 
 CHAT, MESSAGES = "chat/completions", "messages"
 HI = [{"role": "user", "content": "hi"}]

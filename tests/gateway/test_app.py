@@ -7,6 +7,7 @@ import logging
 import openai
 import pytest
 from openai import OpenAI
+from tests.support.waiting import until
 
 from agentlightning import span as names
 from agentlightning.assemble import transitions
@@ -19,14 +20,6 @@ from agentlightning.testing import ByteChatFormat, ScriptedEngine
 
 TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression":  "6*7"}}\n</tool_call>'
-
-
-async def until(condition):
-    for _ in range(10_000):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("it never came true")
 
 
 # -- an answer and its span ------------------------------------------------------------------------------------------

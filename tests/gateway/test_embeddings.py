@@ -5,12 +5,12 @@ import base64
 import openai
 import orjson
 import pytest
+from tests.support.provider import Reply, ScriptedProvider, chat_answer
 from tests.support.provider_streams import messages_answer
 
 from agentlightning import span as names
 from agentlightning.assemble import calls
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 
 VECTORS = {
     "object": "list",

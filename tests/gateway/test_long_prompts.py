@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 import openai
 import orjson
 import pytest
+from tests.support.provider import Reply, ScriptedProvider, chat_answer
 from tests.support.provider_streams import chat_events
 
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.http import MAX_CHUNK_BYTES, parse
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 
 TEXT = "".join(chr(97 + place * place % 26) + " " * (place % 7 == 0) for place in range(150_000))
 

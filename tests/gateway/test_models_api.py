@@ -7,6 +7,7 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.provider import Reply, ScriptedProvider
 
 from agentlightning.attempt_address import attempt_key, attempt_secret
 from agentlightning.cli.runner import has_model
@@ -23,7 +24,6 @@ from agentlightning.gateway.models_api import read_models as read
 from agentlightning.gateway.upstream.provider import Provider
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.server.app import Server
-from agentlightning.testing.provider import Reply, ScriptedProvider
 from agentlightning.transport import open_transport
 
 GPTS = [

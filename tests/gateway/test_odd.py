@@ -4,13 +4,13 @@ import random
 
 import aiohttp
 import pytest
+from tests.support.provider import Reply, ScriptedProvider
 
 from agentlightning import InMemoryLightningStore
 from agentlightning.attempt_variables import attempt_environment
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.server.app import Server
-from agentlightning.testing.provider import Reply, ScriptedProvider
 from agentlightning.testing.scripted_engine import ScriptedEngine
 
 FIELDS = {

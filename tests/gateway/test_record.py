@@ -5,12 +5,12 @@ import logging
 import anthropic
 import openai
 import pytest
+from tests.support.provider import Reply, ScriptedProvider, chat_answer
 
 from agentlightning import span as names
 from agentlightning.attempt_address import attempt_key
 from agentlightning.attempt_variables import attempt_environment
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 
 HI = [{"role": "user", "content": "hi"}]
 LONG = [{"role": "user", "content": "hi " * 200}]

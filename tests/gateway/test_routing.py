@@ -6,6 +6,7 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.provider import Reply, ScriptedProvider, chat_answer
 from tests.support.provider_streams import messages_answer
 
 from agentlightning.engine.adapter_view import AdapterTable, AdapterView, AgentEngines
@@ -17,7 +18,6 @@ from agentlightning.gateway.routing import Router
 from agentlightning.gateway.upstream.provider import Price, Provider
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.testing import ScriptedEngine
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 from agentlightning.transport import open_transport
 from agentlightning.util.settings import load_settings
 

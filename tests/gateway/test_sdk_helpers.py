@@ -5,6 +5,7 @@ import json
 
 import pytest
 from pydantic import BaseModel
+from tests.support.provider import Reply, ScriptedProvider, chat_answer
 from tests.support.provider_streams import (
     chat_events,
     messages_answer,
@@ -14,7 +15,6 @@ from tests.support.provider_streams import (
 )
 
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 
 pytestmark = pytest.mark.slow
 

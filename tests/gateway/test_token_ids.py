@@ -4,17 +4,9 @@ its caller hangs up."""
 import asyncio
 
 import pytest
+from tests.support.waiting import until
 
 from agentlightning import span as names
-
-
-async def until(condition):
-    for _ in range(10_000):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("it never came true")
-
 
 HI = [{"role": "user", "content": "hi"}]
 

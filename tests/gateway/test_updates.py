@@ -13,6 +13,8 @@ import httpx
 import pytest
 import torch
 from tests.support.models import tiny_checkpoint
+from tests.support.provider import Reply, ScriptedProvider, chat_answer
+from tests.support.waiting import until
 
 from agentlightning import span as names
 from agentlightning.assemble import trajectory
@@ -26,17 +28,10 @@ from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.testing import ScriptedEngine
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 from agentlightning.training.learner import staleness
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 pytestmark = pytest.mark.integration
-
-
-async def until(condition, seconds=10.0):
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110  Conditions of several parts.
-            await asyncio.sleep(0.002)
 
 
 # -- a policy that learns while it is asked ----------------------------------------------------------------------------

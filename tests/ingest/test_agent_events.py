@@ -9,17 +9,9 @@ from agentlightning.attempt_address import attempt_key
 from agentlightning.attempt_variables import attempt_environment
 from agentlightning.gateway.upstream.budget import Account, spend_of_spans
 from agentlightning.server.app import Server
-from agentlightning.store import InMemoryLightningStore
 from agentlightning.tracing.rewards import find_final_reward
 
 SECRET = "a-secret"
-
-
-@pytest.fixture
-async def store():
-    store = InMemoryLightningStore()
-    yield store
-    await store.close()
 
 
 @pytest.fixture

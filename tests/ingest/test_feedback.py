@@ -21,13 +21,6 @@ TOKEN = "the-token"
 
 
 @pytest.fixture
-async def store() -> AsyncIterator[agl.LightningStore]:
-    store = agl.InMemoryLightningStore()
-    yield store
-    await store.close()
-
-
-@pytest.fixture
 async def server(store: agl.LightningStore) -> AsyncIterator[Server]:
     async with Server(store, secret=attempt_secret(TOKEN), token=TOKEN) as server:
         yield server
@@ -208,7 +201,7 @@ def test_a_link_says_what_was_signed(rollout_id: str, expiry: float, nonce: str)
     ],
 )
 def test_values_that_make_no_link_are_refused_by_name(wrong: Any, words: str) -> None:
-    with pytest.raises(agl.ConfigError, match=words):
+    with pytest.raises(agl.errors.ConfigError, match=words):
         agl.feedback_link(**({"rollout_id": "ro-1", "server": "http://127.0.0.1:1"} | wrong))
 
 
@@ -216,5 +209,5 @@ def test_the_server_of_a_link_is_by_default_that_of_the_store(monkeypatch: pytes
     monkeypatch.setenv("AGL_STORE", "http://hub:4747/")
     assert agl.feedback_link("ro-1").startswith("http://hub:4747/feedback/")
     monkeypatch.delenv("AGL_STORE")
-    with pytest.raises(agl.ConfigError, match="server='http://host:4747'"):
+    with pytest.raises(agl.errors.ConfigError, match="server='http://host:4747'"):
         agl.feedback_link("ro-1")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from agentlightning.ingest import unknown_traces
 from agentlightning.ingest.otlp import OtlpReceiver
 from agentlightning.ingest.unknown_traces import QUEUE, UnknownTraces, ids_of_trace
 from agentlightning.rollouts import Rollout
-from agentlightning.store import InMemoryLightningStore, LightningStore, LightningStoreBase
+from agentlightning.store import LightningStore, LightningStoreBase
 from agentlightning.tracing.otlp.decode import Decoded, Request
 
 TRACE, OTHER = "0af7651916cd43dd8448eb211c80319c", "1" * 32
@@ -25,13 +24,6 @@ def span(span_id: str, parent_id: str | None = None, trace_id: str = TRACE, **fi
     status = fields.pop("status", "UNSET")
     resource = {"service.name": "shop"}
     return Decoded("work", 1.0, 2.0, 0, trace_id, span_id, parent_id, status, None, attributes, (), resource)
-
-
-@pytest.fixture
-async def store() -> AsyncIterator[LightningStoreBase]:
-    store = InMemoryLightningStore()
-    yield store
-    await store.close()
 
 
 def receiver(store: LightningStoreBase) -> OtlpReceiver:

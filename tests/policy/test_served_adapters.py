@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.model_server import END, ScriptedModelServer, logprob_of, next_token
+from tests.support.waiting import until
 
 from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import Sample, SamplingParams
@@ -105,12 +106,6 @@ def quick_health_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 async def server() -> AsyncIterator[ScriptedModelServer]:
     async with ScriptedModelServer() as server:
         yield server
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def loaded(server: ScriptedModelServer) -> list[str]:

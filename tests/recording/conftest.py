@@ -9,6 +9,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.recording import recorder
+from agentlightning.store.types import RolloutRecord
 from agentlightning.tracing import outbox
 
 
@@ -28,17 +29,17 @@ def _own_counters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 @pytest.fixture
-def recorded(tmp_path: Path) -> Callable[[], list[agl.RolloutRecord]]:
+def recorded(tmp_path: Path) -> Callable[[], list[RolloutRecord]]:
     """What the store in this directory holds, once everything is written."""
 
-    def read(place: str | Path | agl.LightningStore | None = None) -> list[agl.RolloutRecord]:
+    def read(place: str | Path | agl.LightningStore | None = None) -> list[RolloutRecord]:
         assert agl.flush_recording()
         return asyncio.run(records(place))
 
     return read
 
 
-async def records(place: str | Path | agl.LightningStore | None = None) -> list[agl.RolloutRecord]:
+async def records(place: str | Path | agl.LightningStore | None = None) -> list[RolloutRecord]:
     store = place if isinstance(place, agl.LightningStore) else agl.LightningStore(place)
     try:
         return await store.read_records([rollout.rollout_id for rollout in await store.query_rollouts()])

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
+from agentlightning.store.types import RolloutRecord
 from agentlightning.tracing.tracer import tracer
 
-Read = Callable[..., list[agl.RolloutRecord]]
+Read = Callable[..., list[RolloutRecord]]
 
 
-def messages(record: agl.RolloutRecord) -> list[str]:
+def messages(record: RolloutRecord) -> list[str]:
     return [s.attributes["agentlightning.message.body"] for s in record.spans if s.name == "agentlightning.message"]
 
 

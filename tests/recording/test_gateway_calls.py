@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+from tests.support.threads import in_thread
 
 import agentlightning as agl
 from agentlightning.assemble import trajectory
 from agentlightning.attempt_address import attempt_secret
 from agentlightning.gateway.app import Gateway
+from agentlightning.recording.session import Session
 from agentlightning.server.app import Server
 from agentlightning.testing import ScriptedEngine
 
@@ -24,23 +25,17 @@ TOKEN = "the-token"
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[str, agl.LightningStore]]:
     """The URL and the store of a server with a gateway, in a thread of its own."""
-    started: Future[tuple[str, agl.LightningStore, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
-    async def serve() -> None:
-        store, stop = agl.LightningStore(tmp_path / "served.db"), asyncio.Event()
-        secret = attempt_secret(TOKEN)
+    @asynccontextmanager
+    async def serve() -> AsyncIterator[tuple[str, agl.LightningStore]]:
+        store, secret = agl.LightningStore(tmp_path / "served.db"), attempt_secret(TOKEN)
         gateway = Gateway(store, {"scripted": ScriptedEngine(["42", "43", "44", "45"])}, secret=secret)
         async with Server(store, gateway, secret=secret, token=TOKEN) as server:
-            started.set_result((server.url, store, asyncio.get_running_loop(), stop))
-            await stop.wait()
+            yield server.url, store
         await store.close()
 
-    thread = threading.Thread(target=asyncio.run, args=[serve()])
-    thread.start()
-    url, store, loop, stop = started.result(30)
-    yield url, store
-    loop.call_soon_threadsafe(stop.set)
-    thread.join()
+    with in_thread(serve) as served:
+        yield served
 
 
 BODY = {"model": "scripted", "messages": [{"role": "user", "content": "6 x 7?"}]}
@@ -52,7 +47,7 @@ def test_they_are_calls_of_the_session_with_their_tokens(
     url, store = server
     monkeypatch.setenv("AGL_STORE", url)
     monkeypatch.setenv("AGL_TOKEN", TOKEN)
-    sessions: list[agl.Session] = []
+    sessions: list[Session] = []
     with httpx.Client() as client:
         for reward in (1.0, 0.0):
             with agl.track_session("6 x 7?") as session, agl.track_agent("writer"):

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
+from agentlightning.store.types import RolloutRecord
 
 pytestmark = pytest.mark.integration
 
-Read = Callable[..., list[agl.RolloutRecord]]
+Read = Callable[..., list[RolloutRecord]]
 
 
 def ask(question: str, answer: str, reward: float) -> None:

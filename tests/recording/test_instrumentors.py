@@ -14,8 +14,9 @@ from opentelemetry.util._once import Once
 
 import agentlightning as agl
 from agentlightning.recording import instrumentors
+from agentlightning.store.types import RolloutRecord
 
-Read = Callable[..., list[agl.RolloutRecord]]
+Read = Callable[..., list[RolloutRecord]]
 
 MODULE = '''
 class Instrumentor:
@@ -137,7 +138,7 @@ def test_one_library_is_recorded_once_and_infrastructure_by_name_alone(packages:
         assert instrumentation.switched_on == ("requests",)
     with agl.track_all(exclude=["fakelib"]) as instrumentation:
         assert "fakelib" not in instrumentation.switched_on
-    with pytest.raises(agl.ConfigError, match=r"only='nothing'.*fakelib"):
+    with pytest.raises(agl.errors.ConfigError, match=r"only='nothing'.*fakelib"):
         agl.track_all(only=["nothing"])
 
 
@@ -168,5 +169,5 @@ def test_where_nothing_is_installed_it_says_what_to_install(
         assert instrumentation.switched_on == ()
     assert "records nothing" in caplog.text
     assert "pip install openinference-instrumentation-openai" in caplog.text
-    with pytest.raises(agl.ConfigError, match=r"installed: none\. pip install openinference"):
+    with pytest.raises(agl.errors.ConfigError, match=r"installed: none\. pip install openinference"):
         agl.track_all(only=["openai"])

@@ -11,22 +11,22 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.support.threads import in_thread
+from tests.support.waiting import wait_until
 
 import agentlightning as agl
 from agentlightning.recording import recorder as module
 from agentlightning.server.app import Server
+from agentlightning.store.types import RolloutRecord
 
 pytestmark = pytest.mark.integration
 
-Read = Callable[..., list[agl.RolloutRecord]]
+Read = Callable[..., list[RolloutRecord]]
 
 
 def run(script: str, directory: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -123,7 +123,7 @@ def test_a_dead_server_costs_nothing_but_a_warning_and_gets_everything_when_it_i
         assert not agl.flush_recording(0.3)
         assert agl.recording_status().waiting
         assert len([r for r in caplog.records if "cannot be recorded" in r.message]) == 1
-        with served(tmp_path / "served.db", port):
+        with in_thread(lambda: served(tmp_path / "served.db", port)):
             assert agl.flush_recording(30)
             module.recorder_of(place).close()
     store = agl.LightningStore(tmp_path / "served.db")
@@ -132,29 +132,13 @@ def test_a_dead_server_costs_nothing_but_a_warning_and_gets_everything_when_it_i
     asyncio.run(store.close())
 
 
-@contextmanager
-def served(path: Path, port: int) -> Iterator[None]:
-    """A server of a store on this port, in a thread of its own."""
-    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
-
-    async def serve() -> None:
-        store, stop = agl.LightningStore(path), asyncio.Event()
-        try:
-            async with Server(store, secret="s", port=port):
-                started.set_result((asyncio.get_running_loop(), stop))
-                await stop.wait()
-        except Exception as error:
-            started.set_exception(error)
-        await store.close()
-
-    thread = threading.Thread(target=asyncio.run, args=[serve()])
-    thread.start()
-    loop, stop = started.result(30)
-    try:
+@asynccontextmanager
+async def served(path: Path, port: int) -> AsyncIterator[None]:
+    """A server of a store on this port."""
+    store = agl.LightningStore(path)
+    async with Server(store, secret="s", port=port):
         yield
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join()
+    await store.close()
 
 
 def test_a_store_that_cannot_be_opened_does_not_disturb_the_program(
@@ -201,7 +185,7 @@ def test_what_waits_is_limited_by_its_size_too(tmp_path: Path, monkeypatch: pyte
     assert len(record.spans) == 4
 
 
-async def read_all() -> list[agl.RolloutRecord]:
+async def read_all() -> list[RolloutRecord]:
     store = agl.LightningStore()
     try:
         return await store.read_records([rollout.rollout_id for rollout in await store.query_rollouts()])
@@ -347,13 +331,6 @@ def test_a_session_that_goes_on_gives_signs_of_life(recorded: Read, monkeypatch:
     with agl.track_session():
         first = recorded()[0].attempts[0].last_heartbeat_time or 0.0
         wait_until(lambda: (recorded()[0].attempts[0].last_heartbeat_time or 0.0) > first)
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @contextmanager

@@ -16,13 +16,14 @@ import agentlightning as agl
 from agentlightning.observability.metrics import Metrics
 from agentlightning.recording.recorder import SESSION_QUEUE
 from agentlightning.store.instrumented import instrument
+from agentlightning.store.types import RolloutRecord
 from agentlightning.tracing.otlp.exporter import OtlpExporter
 from agentlightning.tracing.scope import scope
 
-Read = Callable[..., list[agl.RolloutRecord]]
+Read = Callable[..., list[RolloutRecord]]
 
 
-def messages(record: agl.RolloutRecord) -> list[str]:
+def messages(record: RolloutRecord) -> list[str]:
     return [s.attributes["agentlightning.message.body"] for s in record.spans if s.name == "agentlightning.message"]
 
 
@@ -175,20 +176,20 @@ def test_what_is_emitted_after_the_end_is_not_recorded(recorded: Read, caplog: p
 def test_arguments_of_the_wrong_kind_are_refused_by_name() -> None:
     wrong: Any
     for wrong, word in (({"store": 3}, "store=3"), ({"metadata": "x"}, "metadata='x'"), ({"name": 1}, "name=1")):
-        with pytest.raises(agl.ConfigError, match=word):
+        with pytest.raises(agl.errors.ConfigError, match=word):
             agl.track_session(**wrong)
-    with pytest.raises(agl.ConfigError, match="mode='live'"):
+    with pytest.raises(agl.errors.ConfigError, match="mode='live'"):
         agl.track_session(mode="live")  # pyright: ignore
-    with pytest.raises(agl.ConfigError, match="has not begun"):
+    with pytest.raises(agl.errors.ConfigError, match="has not begun"):
         _ = agl.track_session().rollout_id
     session = agl.track_session()
-    with session, pytest.raises(agl.ConfigError, match="used once"):
+    with session, pytest.raises(agl.errors.ConfigError, match="used once"):
         session.__enter__()
 
     def stream() -> Any:
         yield 1
 
-    with pytest.raises(agl.ConfigError, match=r"generator .*stream.*loop that consumes it"):
+    with pytest.raises(agl.errors.ConfigError, match=r"generator .*stream.*loop that consumes it"):
         agl.track_session(stream)
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
+from agentlightning.store.types import RolloutRecord
 from agentlightning.tracing.tracer import tracer
 
-Read = Callable[..., list[agl.RolloutRecord]]
+Read = Callable[..., list[RolloutRecord]]
 
 
 def test_sessions_are_sampled_as_wholes_and_the_kept_ones_hold_their_rate(recorded: Read) -> None:
@@ -153,5 +154,5 @@ def test_the_store_that_is_configured_is_the_default(recorded: Read, tmp_path: P
     ],
 )
 def test_values_that_cannot_be_are_refused_by_name(wrong: Any, word: str) -> None:
-    with pytest.raises(agl.ConfigError, match=word):
+    with pytest.raises(agl.errors.ConfigError, match=word):
         agl.configure_recording(**wrong)

@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import agentlightning as agl
-from agentlightning.rewards.judges import MOST_CHARACTERS, last_object, orders_of, read_ranking, scores_of, shown
+from agentlightning.rewards.judges import (
+    MOST_CHARACTERS,
+    JudgedRollout,
+    last_object,
+    orders_of,
+    read_ranking,
+    scores_of,
+    shown,
+)
 
 
 def chat(text: str) -> dict[str, Any]:
@@ -52,7 +60,7 @@ async def test_an_answer_without_a_score_in_range_is_asked_for_again_and_then_mi
     service: Any, answer: str
 ) -> None:
     service.answers = [lambda body: chat(answer)]
-    with pytest.raises(agl.MissingRewardError, match=r"no score from 0 to 10 in 2 answers"):
+    with pytest.raises(agl.errors.MissingRewardError, match=r"no score from 0 to 10 in 2 answers"):
         await judge(service, high=10, retries=1)("t", "o")
     assert len(service.seen) == 2
     service.answers = [lambda body: chat(answer), lambda body: chat('{"score": 3}')]
@@ -61,13 +69,13 @@ async def test_an_answer_without_a_score_in_range_is_asked_for_again_and_then_mi
 
 async def test_a_judge_that_times_out_leaves_the_reward_missing(service: Any) -> None:
     service.answers = [lambda body: 0.5]
-    with pytest.raises(agl.MissingRewardError, match="did not answer within"):
+    with pytest.raises(agl.errors.MissingRewardError, match="did not answer within"):
         await judge(service, timeout=0.05, retries=0)("t", "o")
 
 
 async def test_an_endpoint_that_is_no_model_is_an_error(service: Any) -> None:
     service.answers = [lambda body: {"error": "nothing here"}]
-    with pytest.raises(agl.RewardServiceError, match="no chat completion"):
+    with pytest.raises(agl.errors.RewardServiceError, match="no chat completion"):
         await judge(service)("t", "o")
 
 
@@ -107,7 +115,7 @@ def test_a_judge_travels_to_the_process_of_a_runner() -> None:
     [{"low": 1.0, "high": 0.0}, {"base_url": "nowhere"}, {"timeout": 0}, {"concurrency": 0}, {"rubric": " "}],
 )
 def test_a_judge_that_cannot_work_is_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(agl.ConfigError, match=next(iter(given)).removesuffix("_url")):
+    with pytest.raises(agl.errors.ConfigError, match=next(iter(given)).removesuffix("_url")):
         agl.LLMJudge(**{"model": "m", "rubric": "r", **given})
 
 
@@ -128,8 +136,8 @@ def test_long_texts_are_shortened_in_the_middle() -> None:
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
-def group(*outputs: str) -> list[agl.JudgedRollout]:
-    return [agl.JudgedRollout(f"ro-{place}", "say it", output) for place, output in enumerate(outputs)]
+def group(*outputs: str) -> list[JudgedRollout]:
+    return [JudgedRollout(f"ro-{place}", "say it", output) for place, output in enumerate(outputs)]
 
 
 def ranking(service: Any, **given: Any) -> agl.RankingJudge:
@@ -171,21 +179,21 @@ async def test_a_judge_that_prefers_what_it_reads_first_gives_everyone_the_same(
 )
 async def test_a_ranking_of_something_else_is_missing(service: Any, answer: str) -> None:
     service.answers = [lambda body: chat(answer)]
-    with pytest.raises(agl.MissingRewardError, match="no ranking of all of A, B, C"):
+    with pytest.raises(agl.errors.MissingRewardError, match="no ranking of all of A, B, C"):
         await ranking(service, retries=0)(group("x", "y", "z"))
 
 
 async def test_transcripts_are_shown_where_they_are_asked_for(service: Any) -> None:
     service.answers = [lambda body: chat('{"ranking": ["A", "B"]}')]
     said = {"role": "user", "parts": [{"type": "text", "content": "the question"}]}
-    pair = [agl.JudgedRollout("ro-1", "t", "o", (said,)), agl.JudgedRollout("ro-2", "t", "p", (said,))]
+    pair = [JudgedRollout("ro-1", "t", "o", (said,)), JudgedRollout("ro-2", "t", "p", (said,))]
     await ranking(service, orders=1)(pair)
     await ranking(service, orders=1, transcripts=True)(pair)
     assert ["the question" in body["messages"][1]["content"] for body in service.seen] == [False, True]
 
 
 async def test_one_rollout_cannot_be_ranked(service: Any) -> None:
-    with pytest.raises(agl.MissingRewardError, match="1 rollouts"):
+    with pytest.raises(agl.errors.MissingRewardError, match="1 rollouts"):
         await ranking(service)(group("x"))
 
 

@@ -69,13 +69,13 @@ async def test_named_dimensions_come_back_as_they_are(service: Any) -> None:
 
 async def test_no_reward_is_missing_and_not_zero(service: Any) -> None:
     service.answers = [lambda body: {"rewards": [None]}]
-    with pytest.raises(agl.MissingRewardError, match="null"):
+    with pytest.raises(agl.errors.MissingRewardError, match="null"):
         await remote(service)("t", "o")
 
 
 async def test_a_service_that_times_out_leaves_the_reward_missing(service: Any) -> None:
     service.answers = [lambda body: 0.5]
-    with pytest.raises(agl.MissingRewardError, match=r"did not answer within 0.05 s, 2 times"):
+    with pytest.raises(agl.errors.MissingRewardError, match=r"did not answer within 0.05 s, 2 times"):
         await remote(service, timeout=0.05, retries=1)("t", "o")
 
 
@@ -91,14 +91,14 @@ async def test_a_service_that_times_out_leaves_the_reward_missing(service: Any) 
 )
 async def test_what_is_no_reward_is_an_error_that_shows_it(service: Any, answer: Any, says: str) -> None:
     service.answers = [lambda body: answer]
-    with pytest.raises(agl.RewardServiceError, match=says):
+    with pytest.raises(agl.errors.RewardServiceError, match=says):
         await remote(service)("t", "o")
     assert len(service.seen) == 1, "asking again would not help"
 
 
 async def test_a_service_that_is_not_there_is_named(service: Any) -> None:
     service.server.server_close()
-    with pytest.raises(agl.RewardServiceError, match="cannot be reached"):
+    with pytest.raises(agl.errors.RewardServiceError, match="cannot be reached"):
         await remote(service, retries=1)("t", "o")
 
 
@@ -122,13 +122,13 @@ async def test_it_travels_to_the_process_of_a_runner(service: Any) -> None:
     "settings", [{"batch_size": 0}, {"timeout": 0}, {"retries": -1}, {"backoff": -1.0}, {"cache_size": -1}]
 )
 def test_settings_that_cannot_work_are_refused_by_name(settings: dict[str, Any]) -> None:
-    with pytest.raises(agl.ConfigError, match=next(iter(settings))):
+    with pytest.raises(agl.errors.ConfigError, match=next(iter(settings))):
         agl.RemoteReward("http://127.0.0.1:1", **settings)
 
 
 @pytest.mark.parametrize("url", ["localhost:1", "ftp://host/x", "", "http://"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(agl.ConfigError, match="url="):
+    with pytest.raises(agl.errors.ConfigError, match="url="):
         agl.RemoteReward(url)
 
 
@@ -153,7 +153,7 @@ async def test_whatever_a_service_answers_every_rollout_of_the_batch_hears_of_it
     reward = remote(service, retries=0, batch_seconds=0.05)
     async with asyncio.timeout(30):
         found = await asyncio.gather(reward("t", "a"), reward("t", "bb"), return_exceptions=True)
-        assert [type(each) for each in found] == [agl.RewardServiceError] * 2
+        assert [type(each) for each in found] == [agl.errors.RewardServiceError] * 2
         assert await reward("t", "ccc") == 3, "the next one is asked for as usual"
 
 
@@ -161,7 +161,7 @@ async def test_a_compressed_answer_costs_no_more_than_an_answer_may(service: Any
     answer = Raw([bomb(256 << 20)], {"Content-Encoding": "gzip"})
     service.answers = [lambda body: answer]
     tracemalloc.start()
-    with pytest.raises(agl.RewardServiceError, match="has more than 16777216 bytes"):
+    with pytest.raises(agl.errors.RewardServiceError, match="has more than 16777216 bytes"):
         await remote(service, retries=0)("t", "a")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -171,7 +171,7 @@ async def test_a_compressed_answer_costs_no_more_than_an_answer_may(service: Any
 async def test_the_timeout_is_of_the_whole_answer(service: Any) -> None:
     slow = Raw([b" "] * 200, pause=0.05)
     service.answers = [lambda body: slow]
-    with pytest.raises(agl.MissingRewardError, match=r"did not answer within 0\.3 s"):
+    with pytest.raises(agl.errors.MissingRewardError, match=r"did not answer within 0\.3 s"):
         await remote(service, retries=0, timeout=0.3)("t", "a")
 
 
@@ -184,8 +184,8 @@ async def test_a_compressed_answer_is_read(service: Any) -> None:
 async def test_a_judge_that_nests_without_end_gives_no_reward(service: Any) -> None:
     service.answers = [lambda body: Raw([b"[" * 200_000])]
     judge = agl.LLMJudge(model="j", rubric="r", base_url=service.url, retries=0)
-    with pytest.raises(agl.RewardServiceError, match="answered no JSON"):
+    with pytest.raises(agl.errors.RewardServiceError, match="answered no JSON"):
         await judge("t", "a")
     service.answers = [lambda body: chat('{"score":' * 50_000)]
-    with pytest.raises(agl.MissingRewardError):
+    with pytest.raises(agl.errors.MissingRewardError):
         await judge("t", "a")

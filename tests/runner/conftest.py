@@ -19,18 +19,11 @@ from agentlightning.rollouts import Attempt, AttemptedRollout, EnqueueRolloutReq
 from agentlightning.runner.agents.arguments import Invocation
 from agentlightning.runner.runner import Runner
 from agentlightning.span import REWARD, SCORE_VALUE, Span, new_span_id
-from agentlightning.store import InMemoryLightningStore, LightningStoreBase
+from agentlightning.store import LightningStoreBase
 
 SECRET = "a secret"
 SERVER = "http://127.0.0.1:9"
 """Nobody listens there."""
-
-
-@pytest.fixture
-async def store() -> AsyncIterator[LightningStoreBase]:
-    store = InMemoryLightningStore()
-    yield store
-    await store.close()
 
 
 @pytest.fixture

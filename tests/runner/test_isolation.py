@@ -6,12 +6,12 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from tests.support.waiting import until
 
 from agentlightning.runner.hosts.agent_log import AgentLog
 from agentlightning.span import MESSAGE_BODY
@@ -64,11 +64,6 @@ def code(tmp_path: Path) -> Path:
     path = tmp_path / "isolated.py"
     path.write_text(CODE)
     return path
-
-
-async def until(met: Callable[[], bool]) -> None:
-    while not met():  # noqa: ASYNC110  of another process
-        await asyncio.sleep(0.02)
 
 
 def is_gone(pid: int) -> bool:

@@ -15,6 +15,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
+from tests.support.waiting import until
 
 from agentlightning.errors import AgentError, ConfigError, StoreAuthError, StoreError, StoreServerError
 from agentlightning.observability.logs import JsonFormatter
@@ -70,12 +71,6 @@ class Proxy:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
-
-
-async def until(holds: Any, seconds: float = 20) -> None:
-    async with asyncio.timeout(seconds):
-        while not (await holds() if asyncio.iscoroutinefunction(holds) else holds()):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def test_a_runner_is_registered_before_it_claims_and_signs_off_when_it_stops(store: Any) -> None:

@@ -8,13 +8,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import opentelemetry.trace
 import pytest
 from tests.support import agents
+from tests.support.waiting import until
 
 from agentlightning.attempt_address import attempt_key
 from agentlightning.errors import AgentError, ConfigError, StoreFullError
@@ -40,11 +40,6 @@ class Proxy:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():  # noqa: ASYNC110  what is awaited sets no event
-        await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("name", ["reward_of_task", "reward_of_task_async", "decorated", "Sync"])

@@ -20,18 +20,10 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.server import app
 from agentlightning.server.app import Server
 from agentlightning.server.http_protocol import BoundedHttpProtocol
-from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.instrumented import instrument
 from agentlightning.testing import ScriptedEngine
 
 SECRET = "a-secret"
-
-
-@pytest.fixture
-async def store():
-    store = InMemoryLightningStore()
-    yield store
-    await store.close()
 
 
 @pytest.fixture

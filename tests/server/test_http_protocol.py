@@ -8,24 +8,17 @@ import zlib
 from contextlib import asynccontextmanager
 
 import pytest
+from tests.support.waiting import until
 
 from agentlightning.attempt_address import attempt_path
 from agentlightning.gateway.app import Gateway
 from agentlightning.observability.metrics import Metrics
 from agentlightning.server.app import Server
 from agentlightning.server.http_protocol import MAX_HEAD_BYTES
-from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import ScriptedEngine
 
 MEGABYTE = 1024 * 1024
 BODY = json.dumps({"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}).encode()
-
-
-@pytest.fixture
-async def store():
-    store = InMemoryLightningStore()
-    yield store
-    await store.close()
 
 
 @pytest.fixture
@@ -45,14 +38,6 @@ async def serve(store):
     yield start
     for server in started:
         await server.stop()
-
-
-async def until(true):
-    for _ in range(500):
-        if true():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not come true")
 
 
 class Line:

@@ -1,23 +1,14 @@
 """Health checks for orchestrators: what `/livez` and `/readyz` say, and how a draining server lets clients go."""
 
 import httpx
-import pytest
 from openai import AsyncOpenAI
 
 from agentlightning.attempt_variables import attempt_environment
 from agentlightning.gateway.app import Gateway
 from agentlightning.server.app import Server
-from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import ScriptedEngine
 
 SECRET = "a-secret"
-
-
-@pytest.fixture
-async def store():
-    store = InMemoryLightningStore()
-    yield store
-    await store.close()
 
 
 async def test_a_server_is_not_ready_before_its_store_has_answered_and_is_alive_all_the_same(store):

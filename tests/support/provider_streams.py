@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import orjson
-
-from agentlightning.testing.provider import Json, chat_usage
+from tests.support.provider import Json, chat_usage
 
 
 def chat_events(

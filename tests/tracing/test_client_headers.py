@@ -10,7 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from agentlightning.attempt_address import root_span_id_of, trace_id_of
-from agentlightning.tracing import client_headers, track_agent
+from agentlightning.tracing import client_headers
+from agentlightning.tracing.emit import track_agent
 from agentlightning.tracing.scope import scope
 from agentlightning.tracing.tracer import tracer
 

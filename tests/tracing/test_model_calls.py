@@ -138,9 +138,9 @@ def test_a_tool_call_is_a_step_of_the_trajectory(recorded: Any) -> None:
         ("tool", "times", '{"a": 6}', "42", None),
     ]
     assert recorded[2].attributes["gen_ai.tool.call.id"] == "c1"
-    with pytest.raises(agl.ConfigError, match="give the name of the tool"):
+    with pytest.raises(agl.errors.ConfigError, match="give the name of the tool"):
         agl.emit_tool_call(7)
-    with pytest.raises(agl.ConfigError, match="names no tool"):
+    with pytest.raises(agl.errors.ConfigError, match="names no tool"):
         agl.emit_tool_call("")
 
 

@@ -15,7 +15,6 @@ import pytest
 from agentlightning.attempt_variables import attempt_environment
 from agentlightning.server.app import Server
 from agentlightning.span import AGENT_NAME, MESSAGE, OPERATION, REWARD, Span
-from agentlightning.store import InMemoryLightningStore
 from agentlightning.tracing.posting_sink import PostingSink
 from agentlightning.tracing.rewards import find_final_reward
 from agentlightning.tracing.scope import process_scope
@@ -38,13 +37,6 @@ child.start()
 child.join()
 agl.emit_reward({"correctness": 1.0, "format": 0.5})
 """
-
-
-@pytest.fixture
-async def store() -> AsyncIterator[Any]:
-    store = InMemoryLightningStore()
-    yield store
-    await store.close()
 
 
 @pytest.fixture

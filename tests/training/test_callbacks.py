@@ -15,7 +15,8 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.errors import ConfigError, ExtensionError, ResumeError, TrainingStopped
-from agentlightning.training.callbacks import restore, saved
+from agentlightning.training.callbacks import FinishedStep, restore, saved
+from agentlightning.util.progress import Progress
 
 pytestmark = pytest.mark.integration
 
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field
 
 import agentlightning as agl
 
-class MeasureConfig(agl.AlgorithmConfig):
+class MeasureConfig(agl.config.AlgorithmConfig):
     steps: int = 4
 
 class Measure(agl.Algorithm[MeasureConfig]):
@@ -169,7 +170,7 @@ def fit(folder: Path, callbacks: Sequence[Any], steps: int = 1, **run: Any) -> a
     config = agl.TrainConfig(evaluation={"every": 0}, run=run)
     made: Any = Measure(steps=steps)
     trainer = agl.Trainer(
-        config, algorithm=made, run_dir=folder / "run", callbacks=callbacks, progress=agl.Progress(enabled=False)
+        config, algorithm=made, run_dir=folder / "run", callbacks=callbacks, progress=Progress(enabled=False)
     )
     return trainer.fit(agent, [{"n": n} for n in range(9)])
 
@@ -227,7 +228,7 @@ def test_a_state_of_another_form_is_named(folder: Path) -> None:
 @pytest.mark.parametrize("saves", [True, False])
 def test_it_may_have_a_checkpoint_written_when_none_is_due(folder: Path, saves: bool) -> None:
     class Stops(agl.Callback[Any]):
-        async def on_step(self, step: agl.FinishedStep) -> None:
+        async def on_step(self, step: FinishedStep) -> None:
             if step.line["step"] == 2:
                 step.saves, step.stop = saves, "enough"
 

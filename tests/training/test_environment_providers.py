@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.provider import Reply, ScriptedProvider, chat_answer
+from tests.support.threads import in_thread
 
 import agentlightning as agl
 from agentlightning.config import TrainConfig
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 from agentlightning.training.environment_providers import with_own_providers
 
 pytestmark = pytest.mark.integration
@@ -36,23 +36,10 @@ def provider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Script
         monkeypatch.delenv(name, raising=False)
     Path("agent.py").write_text(AGENT)
     made = ScriptedProvider(lambda seen: Reply(chat_answer("Hello.")))
-    ready, loop = threading.Event(), asyncio.new_event_loop()
-
-    async def serve(done: asyncio.Event) -> None:
-        async with made:
-            ready.set()
-            await done.wait()
-
-    done = asyncio.Event()
-    thread = threading.Thread(target=loop.run_until_complete, args=[serve(done)])
-    thread.start()
-    ready.wait(10)
-    monkeypatch.setenv("OPENAI_BASE_URL", made.url + "/v1")
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-the-users-own")
-    yield made
-    loop.call_soon_threadsafe(done.set)
-    thread.join()
-    loop.close()
+    with in_thread(lambda: made):
+        monkeypatch.setenv("OPENAI_BASE_URL", made.url + "/v1")
+        monkeypatch.setenv("OPENAI_API_KEY", "sk-the-users-own")
+        yield made
 
 
 def test_the_calls_of_an_agent_are_recorded_and_reach_its_provider_with_its_key(provider: ScriptedProvider) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning.algorithms import make_algorithm
+from agentlightning.algorithms.base import make_algorithm
 from agentlightning.compat.runner import HookedAgent, with_hooks
 from agentlightning.config import TrainConfig
 from agentlightning.engine.servers.config import ENGINES
@@ -27,6 +27,7 @@ from agentlightning.util.settings import dump_toml, load_settings
 CODE = """
 import agentlightning as agl
 from agentlightning.engine.servers.clients.vllm import VllmServer
+from agentlightning.task import DatasetKind
 from agentlightning.training.tracking.trackers import Tracker
 
 class Lines(Tracker):
@@ -43,12 +44,12 @@ class Before(agl.Hook):
     async def on_rollout_start(self, *, agent, runner, rollout):
         print("before")
 
-class Sums(agl.DatasetKind):
+class Sums(DatasetKind):
     agent, reward = "own_parts:solve", "own_parts:score"
     def load(self, address):
         return [{"n": n, "level": address.name, **address.options} for n in range(address.size)]
 
-class Fails(agl.DatasetKind):
+class Fails(DatasetKind):
     def load(self, address):
         raise KeyError("no such level")
 
@@ -60,7 +61,7 @@ class Logged:
     async def open(cls, config, settings):
         return config, settings
 
-class MeasureConfig(agl.AlgorithmConfig):
+class MeasureConfig(agl.config.AlgorithmConfig):
     steps: int = 2
 
 class Measure(agl.Algorithm[MeasureConfig]):

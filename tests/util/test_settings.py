@@ -19,7 +19,7 @@ from agentlightning.util.settings import dump_toml, load_settings
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True)
 
 
 class Adam(Section):

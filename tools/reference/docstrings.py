@@ -7,7 +7,6 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
-from functools import cache
 from itertools import pairwise
 from types import ModuleType
 
@@ -36,18 +35,6 @@ def cell(text: str) -> str:
 def code(text: str) -> str:
     """Code for a cell of a table; empty for no text."""
     return f"`{cell(text)}`" if text else ""
-
-
-@cache
-def attribute_docstrings(kind: type) -> dict[str, str]:
-    """Of a class and its bases: the text below each field."""
-    found: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        if base.__module__.startswith("agentlightning"):
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-            assert isinstance(tree, ast.ClassDef)
-            found |= dict(documented(tree.body))
-    return found
 
 
 def module_constants(module: ModuleType) -> dict[str, tuple[object, str]]:

@@ -1,4 +1,4 @@
-"""The pages of the public names: one for each group in the docstring of the package."""
+"""The pages of the public names: one for each group in the docstring of the package, and one for each other place."""
 
 from __future__ import annotations
 
@@ -7,31 +7,51 @@ import inspect
 import re
 import types
 from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 import msgspec
 from pydantic import BaseModel
 
 import agentlightning as agl
-from agentlightning.util.settings import Section
-from tools.reference.docstrings import attribute_docstrings, cell, code, markdown
+from agentlightning.compat import MOVED, NAMES
+from agentlightning.util.settings import Section, field_texts
+from tools.reference.docstrings import cell, code, markdown
 
-GROUP = re.compile(r"^([A-Z][\w .,]*?): (.+?)(?=^[A-Z][\w .,]*?: |^A first agent|\Z)", re.MULTILINE | re.DOTALL)
+GROUP = re.compile(r"^([A-Z][\w .,]*?): (.+?)(?=^[A-Z][\w .,]*?: |^The rest|\Z)", re.MULTILINE | re.DOTALL)
 NAME = re.compile(r"\b[A-Za-z]\w+\b(?= \(|,|\.$|$)")
 PAGES = {
     "Agents": "agents",
     "Training": "training",
     "Rewards": "rewards",
-    "Settings": "settings",
     "What an agent says": "emit",
     "Recording": "recording",
     "The store": "store",
-    "Names of 0.x": "compat",
     "Data": "data",
-    "Errors, all of them AgentLightningError": "errors",
+    "Classes of settings": "settings",
+    "Errors": "errors",
+    "Names of 0.x": "compat",
+    "Other modules": "modules",
 }
-TITLES = {"Settings": "Classes of settings", "The store": "Stores", "Recording": "Recording sessions"}
+TITLES = {"The store": "Stores", "Recording": "Recording sessions"}
 """Where the heading alone would be taken for another page."""
+GUIDES = {
+    "assemble": "token_tree",
+    "attempt_address": "attempt_secret",
+    "attempt_variables": "attempt_environment",
+    "credit": "CreditRule group_trajectories training_samples",
+    "engine.servers.clients.vllm": "VllmServer",
+    "integrations.ray": "RayRunners",
+    "integrations.text_gym": "gym_agent",
+    "policy.config": "default_lr",
+    "policy.losses": "LossValue TokenBatch TokenLoss",
+    "policy.open": "open_policy",
+    "testing.prompt_server": "PromptWorldServer",
+    "testing.prompt_world": "PromptWorld grade report_tasks",
+    "training.tracking.trackers": "Tracker",
+}
+"""Module -> what the guides import from it beside the names that were at the top once."""
 SPLIT = {
     "LightningRL": "Algorithms",
     "Algorithm": "Algorithms of your own",
@@ -41,9 +61,30 @@ SPLIT = {
 MADE = "<!-- made from the code (tools/reference): change its docstrings -->\n"
 
 
+@cache
+def homes() -> dict[str, str]:
+    """Every public name -> where it is imported from."""
+    others = {module: names for module, names in MOVED.items() if module not in ("config", "errors")}
+    found = {
+        name: f"agentlightning.{module}"
+        for table in (others, GUIDES)
+        for module, names in table.items()
+        for name in names.split()
+    }
+    found |= {name: "agl.compat" for names in NAMES.values() for name in names.split()}
+    for module in ("config", "errors"):
+        found |= dict.fromkeys(MOVED[module].split(), f"agl.{module}")
+    return found | dict.fromkeys(agl.__all__, "agl")
+
+
+def value(name: str) -> Any:
+    """What a public name is."""
+    return getattr(import_module(homes()[name].replace("agl", "agentlightning", 1)), name)
+
+
 def groups() -> dict[str, list[str]]:
-    """Heading of each group in the docstring of the package -> its names, in order. A name is in the first group that
-    has it."""
+    """Heading of each group in the docstring of the package, and of each other place -> its names, in order. A name is
+    in the first group that has it."""
     found: dict[str, list[str]] = {}
     seen: set[str] = set()
     for heading, text in GROUP.findall(inspect.cleandoc(agl.__doc__ or "")):
@@ -52,7 +93,10 @@ def groups() -> dict[str, list[str]]:
         seen.update(names)
         if heading in PAGES:
             found |= _split(heading, names)
-    return found
+    places = {"Classes of settings": "agl.config", "Errors": "agl.errors", "Names of 0.x": "agl.compat"}
+    rest = {name: home for name, home in homes().items() if home != "agl"}
+    found |= {heading: [name for name, home in rest.items() if home == place] for heading, place in places.items()}
+    return found | {"Other modules": [name for name, home in rest.items() if not home.startswith("agl.")]}
 
 
 def _split(heading: str, names: list[str]) -> dict[str, list[str]]:
@@ -79,13 +123,14 @@ def _index() -> str:
         "# Python",
         "",
         MADE,
-        "`import agentlightning as agl` loads a name when it is first used, and never torch. Every public name:",
+        "`import agentlightning as agl` loads a name when it is first used, and never torch. Every public name,"
+        " `agl.NAME` where no other place is given:",
         "",
     ]
     for heading, names in groups().items():
         page = _file(heading)
         lines += [f"## {_title(heading)}", "", "| name | |", "| --- | --- |"]
-        lines += [f"| [`{name}`]({page}#{name.lower()}) | {cell(summary(name))} |" for name in names]
+        lines += [f"| [`{_listed(name)}`]({page}#{name.lower()}) | {cell(summary(name))} |" for name in names]
         lines.append("")
     return "\n".join(lines)
 
@@ -98,9 +143,21 @@ def _page(heading: str, names: list[str]) -> str:
     return f"# {_title(heading)}\n\n{MADE}\n" + "\n".join(entry(name) for name in names)
 
 
+def _listed(name: str) -> str:
+    """A name, with its place where it is not at the top."""
+    home = homes()[name]
+    return name if home in ("agl", "agl.compat") else f"{home.removeprefix('agentlightning.')}.{name}"
+
+
+def _shown(name: str) -> str:
+    """A name as one writes it."""
+    home = homes()[name]
+    return name if home.startswith("agentlightning") else f"{home.removesuffix('.compat')}.{name}"
+
+
 def describe(name: str) -> str:
     """The docstring of a public name; "" if it has none of its own."""
-    found = getattr(agl, name)
+    found = value(name)
     if get_origin(found) is not None:
         return f"The type `{_plain(str(found))}`."
     return inspect.getdoc(found) or ""
@@ -114,12 +171,13 @@ def summary(name: str) -> str:
 
 def entry(name: str) -> str:
     """The section of one public name."""
-    found = getattr(agl, name)
-    parts = [f"## {name}\n", markdown(describe(name)) + "\n"]
+    found, home = value(name), homes()[name]
+    where = f"`from {home} import {name}`\n\n" if home.startswith("agentlightning") else ""
+    parts = [f"## {name}\n", where + markdown(describe(name)) + "\n"]
     if isinstance(found, type):
         parts += _class(found, name)
     elif callable(found) and get_origin(found) is None:
-        parts.insert(1, _code(f"agl.{name}{_signature(found)}"))
+        parts.insert(1, _code(f"{_shown(name)}{_signature(found)}"))
     return "\n".join(parts)
 
 
@@ -134,23 +192,23 @@ def _class(kind: type, name: str) -> Iterator[str]:
         yield "| field | type | default | |\n| --- | --- | --- | --- |"
         yield "\n".join(f"| `{row[0]}` | {code(row[1])} | {code(row[2])} | {cell(row[3])} |" for row in fields) + "\n"
     elif not getattr(kind, "_is_protocol", False) and "__init__" in vars(kind):
-        yield _code(f"agl.{name}{_signature(kind.__init__, skip_self=True)}")
-    bases = [base.__name__ for base in kind.__mro__[1:] if base.__name__ in agl.__all__]
+        yield _code(f"{_shown(name)}{_signature(kind.__init__, skip_self=True)}")
+    bases = [base.__name__ for base in kind.__mro__[1:] if base.__name__ in homes()]
     if bases:
         yield "Also has what these have: " + ", ".join(f"`{base}`" for base in bases) + ".\n"
-    known = {method for base in kind.__mro__[1:] if base.__name__ in agl.__all__ for method in dir(base)}
+    known = {method for base in kind.__mro__[1:] if base.__name__ in homes() for method in dir(base)}
     yield from (_member(method, found) for method, found in members(kind) if method not in known)
 
 
 def field_rows(kind: type) -> Iterator[tuple[str, str, str, str]]:
     """Name, type, default and meaning of each public field of a model, a dataclass or a struct."""
-    texts = attribute_docstrings(kind)
+    texts = field_texts(kind)
     if issubclass(kind, BaseModel):
         for name, model_field in kind.model_fields.items():
             default = "" if model_field.is_required() else _default(model_field.get_default(call_default_factory=False))
             if model_field.default_factory is not None:
                 default = _default(model_field.get_default(call_default_factory=True, validated_data={}))
-            yield name, type_text(model_field.annotation), default, model_field.description or texts.get(name, "")
+            yield name, type_text(model_field.annotation), default, texts.get(name, "")
     elif issubclass(kind, msgspec.Struct):
         for field in msgspec.structs.fields(kind):
             factory = field.default_factory

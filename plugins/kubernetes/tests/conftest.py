@@ -1,5 +1,5 @@
 """Runners with a real store, as the runner's own tests have them."""
 
-from tests.runner.conftest import attempt_of, rewards_of, roll, start, store
+from tests.runner.conftest import attempt_of, rewards_of, roll, start
 
-__all__ = ["attempt_of", "rewards_of", "roll", "start", "store"]
+__all__ = ["attempt_of", "rewards_of", "roll", "start"]

@@ -11,7 +11,7 @@ from tests.cli.conftest import invoke, start
 import agentlightning as agl
 from agentlightning.errors import MissingExtraError
 from agentlightning.rollouts import EnqueueRolloutRequest
-from agentlightning.runner import Runner
+from agentlightning.runner import JobTemplate, Runner
 from agentlightning.store.http.client import LightningStoreClient
 from agentlightning.util import plugins
 
@@ -69,4 +69,4 @@ def test_without_the_plugin_the_error_says_what_to_install(invoke, tmp_path, mon
     result = invoke("runner", "--server", "http://127.0.0.1:9", "--job", "job.yaml")
     assert (result.exit_code, "pip install ./plugins/kubernetes" in result.stderr) == (2, True), result.output
     with pytest.raises(MissingExtraError, match=r"pip install \./plugins/kubernetes"):
-        Runner(agl.InMemoryLightningStore(), agl.JobTemplate(json.dumps(JOB).encode()), secret="s")
+        Runner(agl.InMemoryLightningStore(), JobTemplate(json.dumps(JOB).encode()), secret="s")

@@ -8,6 +8,7 @@ import sys
 import pytest
 from plugins.kubernetes.tests.cluster import Cluster
 from tests.deploy.kubernetes import errors
+from tests.support.waiting import until
 
 from agentlightning.attempt_address import attempt_secret
 from agentlightning.errors import ConfigError
@@ -65,12 +66,6 @@ def template(tmp_path, cluster):
         return read_template(tmp_path / "job.json", (sys.executable, "-c", program), cluster.url, start_seconds)
 
     return template
-
-
-async def until(condition):
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
 
 
 async def test_each_attempt_runs_in_a_job_of_its_own_and_leaves_nothing_behind(

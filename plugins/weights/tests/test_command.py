@@ -69,7 +69,7 @@ def test_a_bucket_that_cannot_be_written_ends_the_run_before_it_trains(tmp_path:
         algorithm={"type": "lightning_rl", "steps": 1, "tasks_per_step": 2, "group_size": 2},
         evaluation=EvaluationConfig(every=0, modes=("greedy",)),
     )
-    with pytest.raises(agl.PolicyError, match=r"cannot .* at file://"):
+    with pytest.raises(agl.errors.PolicyError, match=r"cannot .* at file://"):
         agl.Trainer(settings, run_dir=tmp_path / "run").fit(agl.rollout(say), TASKS)
 
 

@@ -29,7 +29,7 @@ C = TypeVar("C", bound=BaseModel)
 class AlgorithmConfig(Part):
     """The base of the settings of an algorithm of one's own, which `Algorithm.config_class` names.
 
-    >>> class MeasureConfig(agl.AlgorithmConfig):
+    >>> class MeasureConfig(agl.config.AlgorithmConfig):
     ...     steps: int = 1
     >>> MeasureConfig(steps=2).steps
     2
@@ -197,9 +197,20 @@ class RolloutsAlgorithm(Algorithm[R]):
         )
 
 
-ALGORITHMS = Registry("algorithms", "algorithm", Algorithm)
+ALGORITHMS = Registry(
+    "algorithms",
+    "algorithm",
+    Algorithm,
+    {
+        "apo": "agentlightning.algorithms.apo.algorithm:APO",
+        "dpo": "agentlightning.algorithms.preference:DPO",
+        "lightning_rl": "agentlightning.algorithms.lightning_rl:LightningRL",
+        "rejection": "agentlightning.algorithms.sft:RejectionSampling",
+        "sequential": "agentlightning.algorithms.sequential:Sequential",
+        "sft": "agentlightning.algorithms.sft:SFTAlgorithm",
+    },
+)
 """By `name`, which is the `type` in their settings."""
-register = ALGORITHMS.register
 
 
 def make_algorithm(config: object) -> Algorithm[Any]:

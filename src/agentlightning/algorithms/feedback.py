@@ -31,7 +31,7 @@ CallKey = tuple[str, str]
 class Feedback(BaseModel):
     """What the policy is shown when it judges its own answers."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     errors: bool = True
     """The errors of tools, for the calls that led to them."""

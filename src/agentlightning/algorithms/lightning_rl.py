@@ -25,7 +25,7 @@ from pydantic import Field, field_validator, model_validator
 
 from agentlightning.algorithms import presets
 from agentlightning.algorithms.agents import AgentRoles, without_calls, without_target
-from agentlightning.algorithms.base import RolloutsAlgorithm, RolloutsConfig, register
+from agentlightning.algorithms.base import RolloutsAlgorithm, RolloutsConfig
 from agentlightning.algorithms.columns import Models, needed_columns, with_columns
 from agentlightning.algorithms.credit_assignment import (
     CreditAssigner,
@@ -73,7 +73,7 @@ from agentlightning.util.settings import SettingsSignature
 class LightningRLConfig(RolloutsConfig):
     """The settings of LightningRL.
 
-    >>> agl.LightningRLConfig(steps=50, group_size=4).tasks_per_step
+    >>> agl.config.LightningRLConfig(steps=50, group_size=4).tasks_per_step
     16
     """
 
@@ -244,7 +244,6 @@ def assignment_of(config: LightningRLConfig) -> Assignment:
     return replace(made, uses_rewards=config.reads_advantages)
 
 
-@register
 class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
     """Reinforcement learning with a credit rule for the episode and a loss for the token.
 

@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from agentlightning.algorithms.agents import unusable
-from agentlightning.algorithms.base import RolloutsAlgorithm, RolloutsConfig, register
+from agentlightning.algorithms.base import RolloutsAlgorithm, RolloutsConfig
 from agentlightning.algorithms.columns import Models, learner_of, scores
 from agentlightning.algorithms.recorded.preference_records import PairsOf, Preference, preference_pairs
 from agentlightning.algorithms.recorded.sessions import without_probabilities
@@ -41,7 +41,7 @@ from agentlightning.util.settings import SettingsSignature
 class DPOConfig(RolloutsConfig):
     """The settings of preference learning.
 
-    >>> agl.DPOConfig(loss="simpo").loss.gamma
+    >>> agl.config.DPOConfig(loss="simpo").loss.gamma
     1.0
     """
 
@@ -73,7 +73,6 @@ class DPOConfig(RolloutsConfig):
         return loss
 
 
-@register
 class DPO(RolloutsAlgorithm[DPOConfig]):
     """Learns from preferences: between sessions of one task, recorded or new, or pairs of `data`.
 

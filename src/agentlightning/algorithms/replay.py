@@ -31,7 +31,7 @@ SIZE: Final = "replay_size"
 class Replay(BaseModel):
     """Which successful rollouts are kept, for how long, and how many of them join a group without success."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     capacity: int = Field(default=64, ge=1)
     """Rollouts that are kept, of all tasks together; the oldest are forgotten first."""

@@ -92,7 +92,7 @@ def groups_with_spread(trajectories: Sequence[Trajectory], weights: Mapping[str,
 class OverlongPenalty(BaseModel):
     """A penalty for rollouts with too many sampled tokens, which grows from 0 over the last `buffer` tokens."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_tokens: int = Field(ge=1)
     """Sampled tokens of a rollout from which the whole penalty applies."""

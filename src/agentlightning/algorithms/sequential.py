@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import Field, field_validator
 
-from agentlightning.algorithms.base import ALGORITHMS, Algorithm, AlgorithmConfig, make_algorithm, register
+from agentlightning.algorithms.base import ALGORITHMS, Algorithm, AlgorithmConfig, make_algorithm
 from agentlightning.algorithms.training import Stage, Training
 from agentlightning.errors import ConfigError
 from agentlightning.policy.config import SUPERVISED_FACTOR
@@ -26,7 +26,7 @@ from agentlightning.util.settings import Chosen
 class SequentialConfig(AlgorithmConfig):
     """The settings of Sequential.
 
-    >>> agl.SequentialConfig(stages=[agl.APOConfig(), agl.LightningRLConfig(steps=50)]).rounds
+    >>> agl.config.SequentialConfig(stages=[agl.config.APOConfig(), agl.config.LightningRLConfig(steps=50)]).rounds
     1
     """
 
@@ -47,7 +47,6 @@ class SequentialConfig(AlgorithmConfig):
         return stages
 
 
-@register
 class Sequential(Algorithm[SequentialConfig]):
     """Runs algorithms one after the other in one run; with `rounds`, the whole list several times.
 

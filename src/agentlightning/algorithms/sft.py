@@ -26,7 +26,7 @@ from typing import Any
 from pydantic import Field
 
 from agentlightning.algorithms.agents import of_target
-from agentlightning.algorithms.base import Algorithm, AlgorithmConfig, RolloutsAlgorithm, RolloutsConfig, register
+from agentlightning.algorithms.base import Algorithm, AlgorithmConfig, RolloutsAlgorithm, RolloutsConfig
 from agentlightning.algorithms.columns import learner_of
 from agentlightning.algorithms.recorded.filters import Demonstrations, load_demonstrations, to_examples
 from agentlightning.algorithms.recorded.sessions import Tokenizer
@@ -51,7 +51,7 @@ OnStep = Callable[[int, Mapping[str, float]], None]
 class SFTConfig(AlgorithmConfig):
     """The settings of supervised learning.
 
-    >>> agl.SFTConfig(epochs=2).shuffle
+    >>> agl.config.SFTConfig(epochs=2).shuffle
     True
     """
 
@@ -130,7 +130,6 @@ class SFTResult:
         }
 
 
-@register
 class SFTAlgorithm(Algorithm[SFTConfig]):
     """Supervised learning of `model` on `dataset`: by itself (`train`), or as the algorithm of a `Trainer`, which
     measures an agent before and after, validates and keeps checkpoints.
@@ -373,7 +372,7 @@ def to_sample(trajectories: Sequence[Trajectory]) -> TrainingSample:
 class RejectionSamplingConfig(RolloutsConfig):
     """The settings of rejection sampling fine-tuning.
 
-    >>> agl.RejectionSamplingConfig(success_threshold=0.9).tasks_per_step
+    >>> agl.config.RejectionSamplingConfig(success_threshold=0.9).tasks_per_step
     16
     """
 
@@ -383,7 +382,6 @@ class RejectionSamplingConfig(RolloutsConfig):
     """The reward from which on a rollout is imitated."""
 
 
-@register
 class RejectionSampling(RolloutsAlgorithm[RejectionSamplingConfig]):
     """Rejection sampling fine-tuning (Yuan et al. 2023, arXiv:2308.01825): imitates the rollouts, new or recorded, that
     earned enough. Of a recorded session with several rewards, it imitates the parts that did.

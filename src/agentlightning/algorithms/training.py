@@ -73,7 +73,8 @@ class Want:
 class RolloutRequest:
     """The rollouts that an algorithm wants next.
 
-    >>> agl.RolloutRequest([agl.Want(n=8)] * 16).temperature
+    >>> from agentlightning.algorithms.training import RolloutRequest
+    >>> RolloutRequest([agl.Want(n=8)] * 16).temperature
     1.0
     """
 
@@ -116,7 +117,8 @@ class RolloutRequest:
 class Collected:
     """One batch of rollouts.
 
-    >>> agl.Collected(trajectories=()).failed
+    >>> from agentlightning.algorithms.training import Collected
+    >>> Collected(trajectories=()).failed
     ()
     """
 
@@ -168,7 +170,8 @@ class Collected:
 class RolloutReport:
     """A finished rollout as an algorithm reads it that learns from text.
 
-    >>> agl.RolloutReport("ro-1", score=1.0).failure is None
+    >>> from agentlightning.algorithms.training import RolloutReport
+    >>> RolloutReport("ro-1", score=1.0).failure is None
     True
     """
 
@@ -187,7 +190,8 @@ class RolloutReport:
 class Stage:
     """One algorithm of several in a run, as the run needs to know it.
 
-    >>> agl.Stage(0, of=2, name="apo", steps=30).number
+    >>> from agentlightning.algorithms.training import Stage
+    >>> Stage(0, of=2, name="apo", steps=30).number
     1
     """
 

@@ -4,7 +4,7 @@ Pure functions over spans that were already read; they do no I/O and know no sto
 for every rollout and hand groups of them to `agentlightning.credit`, which calls `token_tree`.
 """
 
-from agentlightning.assemble.model_calls import calls, transitions, untrainable_calls, void_calls
+from agentlightning.assemble.model_calls import calls, transitions, untrainable_calls
 from agentlightning.assemble.trajectories import (
     AUTOMATIC_REWARDS,
     OTHER_MODELS,
@@ -14,13 +14,10 @@ from agentlightning.assemble.trajectories import (
     SEEDED_CALLS,
     TURN_LIMIT,
     TURN_LIMIT_REACHED,
-    UNLINKED_REWARDS,
     UNTRAINABLE_CALLS,
     VOID_CALLS,
     VOID_REASON,
-    RewardLinks,
     link_rewards,
-    read_reward,
     scalar_reward,
     steps,
     trajectory,
@@ -36,14 +33,11 @@ __all__ = [
     "SEEDED_CALLS",
     "TURN_LIMIT",
     "TURN_LIMIT_REACHED",
-    "UNLINKED_REWARDS",
     "UNTRAINABLE_CALLS",
     "VOID_CALLS",
     "VOID_REASON",
-    "RewardLinks",
     "calls",
     "link_rewards",
-    "read_reward",
     "scalar_reward",
     "shared_calls",
     "steps",
@@ -51,5 +45,4 @@ __all__ = [
     "trajectory",
     "transitions",
     "untrainable_calls",
-    "void_calls",
 ]

@@ -60,7 +60,7 @@ def sft(
 ) -> None:
     """Supervised learning on conversations, or on the successful sessions of a store.
 
-    Settings are those of agl.SFTConfig, for example epochs=2, optimizer.lr=1e-5 or lora.r=16.
+    Settings are those of agl.config.SFTConfig, for example epochs=2, optimizer.lr=1e-5 or lora.r=16.
 
     \b
     Examples:
@@ -114,7 +114,7 @@ def dpo(
 ) -> None:
     """Learn from preferences between recorded sessions of a task, or from pairs in a file: DPO, IPO, KTO or SimPO.
 
-    Settings are those of agl.DPOConfig, for example loss=ipo, pairs=branches, steps=50 or optimizer.lr=1e-6.
+    Settings are those of agl.config.DPOConfig, for example loss=ipo, pairs=branches, steps=50 or optimizer.lr=1e-6.
 
     \b
     Examples:

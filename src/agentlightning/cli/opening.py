@@ -81,7 +81,7 @@ def open_store(db: str | None) -> SqlStore:
 def weights_of(text: str | None, place: str | Path | None) -> dict[str, float] | None:
     """The weights of the dimensions of a reward: those of the option, else those of the run whose directory or store is
     `place`. None: there are none. Raises ConfigError for a text that is no table of numbers."""
-    from agentlightning.algorithms import make_algorithm
+    from agentlightning.algorithms.base import make_algorithm
     from agentlightning.algorithms.lightning_rl import LightningRLConfig
     from agentlightning.training.persistence.run_changes import settings_of_run
     from agentlightning.util.settings import load_settings

@@ -34,7 +34,7 @@ from agentlightning.cli.options import Models, Routes, Store, Token
 from agentlightning.cli.output import agl, open_output
 from agentlightning.cli.process.access_token import hide_token
 from agentlightning.cli.process.child_process import ChildProcess
-from agentlightning.errors import AgentError, ConfigError
+from agentlightning.errors import AgentError, AgentTimeoutError, ConfigError, Failure, RewardError, StoreError
 from agentlightning.util.json_values import dumps, loads
 
 if TYPE_CHECKING:
@@ -278,8 +278,6 @@ async def _start_heartbeat(store: LightningStoreBase, worker_id: str, stack: Asy
     import asyncio
 
     async def send_heartbeats() -> None:
-        from agentlightning.errors import StoreError
-
         while True:
             with suppress(StoreError):  # the server may be away for as long as the lease
                 await store.update_worker(worker_id, lease_seconds=LEASE_SECONDS)
@@ -291,8 +289,6 @@ async def _start_heartbeat(store: LightningStoreBase, worker_id: str, stack: Asy
 
 
 async def _execute(options: Options, target: RecordingTarget, started: AttemptedRollout, worker_id: str) -> Summary:
-    from agentlightning.errors import Failure
-
     ids = started.rollout_id, started.attempt.attempt_id
     started_at = time.monotonic()
     child = ChildProcess(
@@ -321,13 +317,14 @@ async def _execute(options: Options, target: RecordingTarget, started: Attempted
 
 
 def _failure(options: Options, child: ChildProcess) -> AgentError | None:
-    from agentlightning.errors import AgentTimeoutError
-    from agentlightning.runner.agents.command import describe_exit
-
     name = options.command[0]
     if child.timed_out:
         return AgentTimeoutError(f"{name} did not end within its {options.timeout:g} s and was stopped")
-    return AgentError(f"{name} {describe_exit(child.returncode)}") if child.returncode else None
+    if not child.returncode:
+        return None
+    from agentlightning.runner.agents.command import describe_exit
+
+    return AgentError(f"{name} {describe_exit(child.returncode)}")
 
 
 async def _record_reward(
@@ -339,17 +336,16 @@ async def _record_reward(
 ) -> AgentError | None:
     """Record the reward of --reward. A command that failed has none, unless --reward is a number. Returns the error if
     there is no reward."""
+    reward = options.reward
+    if reward is None or (error is not None and not isinstance(reward, float | int)):
+        return None
     import asyncio
     import inspect
 
-    from agentlightning.errors import RewardError
     from agentlightning.ingest.agent_events import read_event
     from agentlightning.runner.agents.arguments import Invocation
     from agentlightning.runner.agents.reward import check_reward
 
-    reward = options.reward
-    if reward is None or (error is not None and not isinstance(reward, float | int)):
-        return None
     if isinstance(reward, float | int):
         value: RewardValue = reward
     else:

@@ -1,1 +1,90 @@
-"""Names of the 0.x API whose work other parts do here: adapters, hooks, a store server, a runner, algorithms."""
+"""Names of the 0.x API whose work other parts do here: adapters, hooks, a store server, a runner, algorithms.
+
+`agl.NAME` finds them, too, and names that were at the top of the package before.
+"""
+
+from __future__ import annotations
+
+import warnings
+from importlib import import_module
+
+NAMES = {
+    "compat.adapters": "TraceToMessages TracerTraceToTriplet Triplet",
+    "compat.algorithm": "FunctionalAlgorithm algo",
+    "compat.logging": "setup_logging",
+    "compat.runner": "AgentOpsTracer Hook LitAgentRunner OtelTracer",
+    "compat.store_server": "LightningStoreServer",
+    "resources": "ProxyLLM ResourcesUpdate",
+    "rollouts": "AttemptedRollout EnqueueRolloutRequest RolloutConfig",
+    "runner.agents.litagent": "FunctionAgent",
+    "span": "SpanEvent",
+    "store.types": "Worker",
+    "tracing.rewards": "find_reward_spans get_reward_value",
+}
+"""Module -> the names of 0.x that it defines, beside those at the top. `__init__.pyi` has them, too."""
+MOVED = {
+    "algorithms.sft": "SFTResult",
+    "algorithms.training": "Collected Learner RolloutReport RolloutRequest RolloutSource Stage",
+    "chat.base": "ChatFormat",
+    "config": (
+        "APOConfig AlgorithmConfig BeamSearchConfig Branching CurriculumConfig DPOConfig DataConfig EvaluationConfig "
+        "GateConfig GatewayConfig GepaSearchConfig LightningRLConfig OptimizerConfig PolicyConfig PromptModel "
+        "RejectionSamplingConfig RewardGuard RunConfig RunnerConfig SFTConfig SearchBudget SequentialConfig "
+        "TinkerConfig TrackingConfig TurnLimit WarmStartConfig WeightsConfig"
+    ),
+    "credit.rejection": "Rejection",
+    "errors": (
+        "AgentError AgentLightningError AgentTimeoutError ConfigError ConflictError ContextLengthError DatasetError "
+        "ExtensionError MissingExtraError MissingRewardError ModelNotFoundError NotFoundError PolicyError RankError "
+        "ResumeError RewardError RewardServiceError RolloutRejectedError ServerError StoreAuthError StoreClosedError "
+        "StoreError StoreFullError StoreLostError StoreServerError TrainingStopped UnfaithfulSampleError "
+        "UnknownTokensError"
+    ),
+    "evaluation.comparison": "Comparison",
+    "evaluation.intervals": "Gain",
+    "evaluation.sequential": "NullTest PairedSequentialTest",
+    "hierarchy": "LevelStep",
+    "policy.base": "Capabilities Policy UpdateOptions",
+    "policy.losses": "NLLLoss PPOLoss",
+    "recording.instrumentors": "Instrumentation",
+    "recording.session": "CriticalPath Session",
+    "rescorer": "Rescoring",
+    "rewards.judges": "JudgedRollout",
+    "runner": "JobTemplate RunnerStatistics",
+    "store.trajectory_query": "TrajectoryQuery",
+    "store.types": "Pruned Queue RolloutRecord UNSET Unset",
+    "task": "DatasetKind",
+    "tracing.air": "air_rule",
+    "tracing.outbox": "RecordingStatus",
+    "training.callbacks": "FinishedStep",
+    "training.dry_run": "DryRun DryRunCheck DryRunRollout",
+    "training.governance": "AuditRecord read_audit",
+    "training.report.result": "Cost RecordedResult StageResult",
+    "trajectory": "Node Step TokenTree TrainingSample",
+    "util.kept_sets": "KeptSets",
+    "util.progress": "Progress RolloutCounts",
+}
+"""Module -> the names of it that were at the top."""
+
+
+def module_of(name: str, table: dict[str, str]) -> str | None:
+    """The module that `table` has a name in, of this package."""
+    return next((module for module, names in table.items() if name in names.split()), None)
+
+
+def __getattr__(name: str) -> object:
+    module = module_of(name, NAMES)
+    if module is None:
+        raise AttributeError(f"module 'agentlightning.compat' has no attribute {name!r}")
+    return getattr(import_module(f"agentlightning.{module}"), name)
+
+
+def find(name: str) -> object:
+    """What `agl.NAME` was. Raises AttributeError for what it never was."""
+    if module_of(name, NAMES):
+        return __getattr__(name)
+    module = module_of(name, MOVED)
+    if module is None:
+        raise AttributeError(f"module 'agentlightning' has no attribute {name!r}")
+    warnings.warn(f"agl.{name} is agentlightning.{module}.{name} now", DeprecationWarning, stacklevel=3)
+    return getattr(import_module(f"agentlightning.{module}"), name)

@@ -6,15 +6,12 @@ The modules are made when they are first imported, and have every public name: 0
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, Final
 
-PACKAGE: Final = "agentlightning"
-PATHS: Final = frozenset(
+PACKAGE = "agentlightning"
+PATHS = frozenset(
     {
         "adapter",
         "algorithm",
@@ -28,7 +25,7 @@ PATHS: Final = frozenset(
         "types",
     }
 )
-GONE: Final = {
+GONE = {
     "reward": "a function that scores is an ordinary one here; leave the decorator out",
     "MongoLightningStore": 'agl.LightningStore("postgresql://...") is the store for many machines',
     "WeaveTracer": "attempts are traced with OpenTelemetry, and the gateway records model calls; leave it out",
@@ -38,20 +35,21 @@ GONE: Final = {
 """Names of 0.x without a place here, and the way out."""
 
 
-class OldModules(MetaPathFinder, Loader):
-    """Finds the module paths of 0.x."""
+class OldModules:
+    """Finds and loads the module paths of 0.x."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
         package, _, rest = fullname.partition(".")
-        return ModuleSpec(fullname, self, is_package=True) if package == PACKAGE and rest in PATHS else None
+        if package != PACKAGE or rest not in PATHS:
+            return None
+        # The base class would take longer to import than the package.
+        return ModuleSpec(fullname, self, is_package=True)  # pyright: ignore[reportArgumentType]
 
     def create_module(self, spec: ModuleSpec) -> None:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        def find(name: str) -> Any:
+        def find(name: str) -> object:
             if name in GONE:
                 raise ImportError(f"agentlightning has no {name}: {GONE[name]}")
             return getattr(import_module(PACKAGE), name)

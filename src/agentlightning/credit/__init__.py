@@ -1,7 +1,7 @@
 """Credit assignment: how much better than expected each call of a rollout was."""
 
 from agentlightning.credit.agent_rewards import AgentRewards
-from agentlightning.credit.assignment import Assignment, GroupCredit
+from agentlightning.credit.assignment import Assignment
 from agentlightning.credit.base import (
     Credit,
     CreditContext,
@@ -14,14 +14,10 @@ from agentlightning.credit.base import (
 from agentlightning.credit.normalization import Aggregate, ConstantNormalizer, Normalization, normalization
 from agentlightning.credit.rules import (
     DiscountedCredit,
-    GraphCredit,
     GroupRelativeCredit,
-    GroupStepCredit,
     HierarchicalCredit,
     InformationGainCredit,
-    IntermediateCredit,
     JudgeCredit,
-    LeaveOneOutCredit,
     ReinforceCredit,
     StateValueCredit,
     ValueCredit,
@@ -45,15 +41,10 @@ __all__ = [
     "CreditReport",
     "CreditRule",
     "DiscountedCredit",
-    "GraphCredit",
-    "GroupCredit",
     "GroupRelativeCredit",
-    "GroupStepCredit",
     "HierarchicalCredit",
     "InformationGainCredit",
-    "IntermediateCredit",
     "JudgeCredit",
-    "LeaveOneOutCredit",
     "Normalization",
     "ReinforceCredit",
     "StateValueCredit",

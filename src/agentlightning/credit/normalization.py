@@ -34,7 +34,7 @@ class ConstantNormalizer(BaseModel):
     """Every token has the share 1 / (rollouts x length), whatever the length of its rollout: the loss of Dr. GRPO (Liu
     et al. 2025, arXiv:2503.20783, section 3.2)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["constant"] = "constant"
     """Which normalizer this is."""
@@ -96,7 +96,7 @@ class Normalization(BaseModel):
     'batch'
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["rule", "none", "group", "batch", "agent", "max_rl", "gdpo"] = "rule"
     """rule: as the formula of the rule says; group, batch or agent: the standard deviation within it; max_rl: the

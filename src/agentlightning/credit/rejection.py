@@ -36,7 +36,8 @@ NO_TARGET_CALLS: Final = "no_target_calls"
 class Rejection:
     """One rollout that was excluded.
 
-    >>> agl.Rejection("ro-1", reason="missing_reward", message="it emitted none").reason
+    >>> from agentlightning.credit.rejection import Rejection
+    >>> Rejection("ro-1", reason="missing_reward", message="it emitted none").reason
     'missing_reward'
     """
 

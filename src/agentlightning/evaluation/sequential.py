@@ -46,7 +46,8 @@ class PairedSequentialTest:
     possible. `max_pairs`: after so many the test ends; the more there may be, the more an early decision needs. Raises
     ConfigError for a maximum that can show nothing.
 
-        >>> test = agl.PairedSequentialTest(max_pairs=60)
+        >>> from agentlightning.evaluation.sequential import PairedSequentialTest
+        >>> test = PairedSequentialTest(max_pairs=60)
         >>> while test.update(1.0) == "continue":
         ...     pass
         >>> test.decision, test.pairs

@@ -16,7 +16,7 @@ from agentlightning.gateway.callers.agents import AgentRule
 from agentlightning.gateway.upstream.budget import BudgetConfig
 from agentlightning.gateway.upstream.provider import Price, Provider
 
-_SECTION: Final = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True)
+_SECTION: Final = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 """Errors hide their input: it may contain a provider's key."""
 
 
@@ -63,7 +63,7 @@ class RouteRule(BaseModel):
 class GatewayConfig(BaseModel):
     """Where model calls go.
 
-    >>> agl.GatewayConfig(default_model="policy").routes
+    >>> agl.config.GatewayConfig(default_model="policy").routes
     ()
     """
 

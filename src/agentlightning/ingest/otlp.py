@@ -43,8 +43,14 @@ from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.encoding import MAX_BODY_BYTES
 from agentlightning.tracing.agent_spans import agent_attributes, late_mark
-from agentlightning.tracing.otlp.decode import Decoded, Request, decode_json, decode_protobuf
-from agentlightning.tracing.otlp.exporter import EXPORTER_HEADER, PROCESS_ID
+from agentlightning.tracing.otlp.decode import (
+    EXPORTER_HEADER,
+    PROCESS_ID,
+    Decoded,
+    Request,
+    decode_json,
+    decode_protobuf,
+)
 from agentlightning.util.api_key import api_key
 from agentlightning.util.decompression import CodingError, decompress, decompress_now
 

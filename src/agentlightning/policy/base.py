@@ -25,7 +25,8 @@ Columns: TypeAlias = Mapping[str, Sequence[tuple[FloatArray, ...]]]
 class UpdateOptions:
     """How an update trains on its samples. Raises ConfigError for impossible ones.
 
-    >>> agl.UpdateOptions(loss="cispo", minibatches=2).token_budget is None
+    >>> from agentlightning.policy.base import UpdateOptions
+    >>> UpdateOptions(loss="cispo", minibatches=2).token_budget is None
     True
     """
 
@@ -57,7 +58,8 @@ UPDATE: Final = UpdateOptions()
 class Capabilities:
     """What a policy can do beside what every one must. It declares them; what it leaves out it lacks.
 
-    >>> agl.Capabilities(in_flight=True).separate
+    >>> from agentlightning.policy.base import Capabilities
+    >>> Capabilities(in_flight=True).separate
     False
     """
 

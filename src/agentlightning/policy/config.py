@@ -43,7 +43,7 @@ Objective = Literal["reinforcement", "supervised"]
 class OptimizerConfig(Section):
     """How gradients update weights.
 
-    >>> agl.OptimizerConfig(lr=1e-5, schedule="cosine", total_steps=100).clip_norm
+    >>> agl.config.OptimizerConfig(lr=1e-5, schedule="cosine", total_steps=100).clip_norm
     1.0
     """
 
@@ -323,7 +323,7 @@ class LocalPolicyConfig(ModelSettings):
 class TinkerConfig(Section):
     """The server of the Tinker API that trains a policy, and what it trains.
 
-    >>> agl.TinkerConfig(url="http://trainer.example:4747", base_model="Qwen/Qwen3-8B").key_env
+    >>> agl.config.TinkerConfig(url="http://trainer.example:4747", base_model="Qwen/Qwen3-8B").key_env
     'TINKER_API_KEY'
     """
 
@@ -350,7 +350,7 @@ class TinkerConfig(Section):
 class WeightsConfig(Section):
     """Where each version of the weights of a run is published, for hosts that pull it (`agl weights pull`).
 
-    >>> agl.WeightsConfig(url="s3://bucket/run-7").full_every
+    >>> agl.config.WeightsConfig(url="s3://bucket/run-7").full_every
     20
     """
 
@@ -365,7 +365,7 @@ class WeightsConfig(Section):
 class PolicyConfig(ModelSettings):
     """The model that learns, and what samples from it.
 
-    >>> agl.PolicyConfig(model="path/to/model").model
+    >>> agl.config.PolicyConfig(model="path/to/model").model
     'path/to/model'
     """
 

@@ -260,7 +260,8 @@ class PPOLoss(ClippedLoss):
     2017, arXiv:1707.06347, equation 7; separate bounds from DAPO, Yu et al. 2025, arXiv:2503.14476. With group-relative
     advantages this is the loss of GRPO without its KL term.
 
-    >>> agl.PPOLoss().type
+    >>> from agentlightning.policy.losses import PPOLoss
+    >>> PPOLoss().type
     'ppo'
     """
 
@@ -497,7 +498,8 @@ class NLLLoss(TokenLoss):
 
     Supervised learning: loss_t = -log p(token).
 
-    >>> agl.NLLLoss().type
+    >>> from agentlightning.policy.losses import NLLLoss
+    >>> NLLLoss().type
     'nll'
     """
 

@@ -214,7 +214,8 @@ best to worst, tied ones in one list, every attempt once, for example
 class JudgedRollout:
     """What a group reward is given of each rollout.
 
-    >>> agl.JudgedRollout("ro-1", task="6 x 7", output="42").transcript
+    >>> from agentlightning.rewards.judges import JudgedRollout
+    >>> JudgedRollout("ro-1", task="6 x 7", output="42").transcript
     ()
     """
 

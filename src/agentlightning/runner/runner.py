@@ -123,7 +123,8 @@ SIGN_OFF_SECONDS = 10.0
 class RunnerStatistics:
     """Numbers of attempts since the runner was created.
 
-    >>> agl.RunnerStatistics(claimed=2, succeeded=1).succeeded
+    >>> from agentlightning.runner import RunnerStatistics
+    >>> RunnerStatistics(claimed=2, succeeded=1).succeeded
     1
     """
 

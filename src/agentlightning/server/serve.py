@@ -9,7 +9,7 @@ import socket
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from starlette.routing import BaseRoute
 
@@ -19,8 +19,10 @@ from agentlightning.gateway.config import GatewayConfig
 from agentlightning.observability.logs import SlowLog
 from agentlightning.observability.metrics import Metrics
 from agentlightning.server.app import Server
-from agentlightning.server.joining import JoinedPolicies
 from agentlightning.store.base import LightningStoreBase
+
+if TYPE_CHECKING:
+    from agentlightning.server.joining import JoinedPolicies
 
 
 class ServerOptions(TypedDict, total=False):

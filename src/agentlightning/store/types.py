@@ -16,7 +16,8 @@ WorkerStatus = Literal["idle", "busy", "lost"]
 class Unset:
     """The type of UNSET: the default of an argument for which None is a value.
 
-    >>> isinstance(agl.UNSET, agl.Unset)
+    >>> from agentlightning.store.types import UNSET, Unset
+    >>> isinstance(UNSET, Unset)
     True
     """
 
@@ -55,7 +56,8 @@ class Worker:
 class Queue:
     """A queue of rollouts. It exists once a rollout or a limit has named it.
 
-    >>> agl.Queue("train", limit=8).waiting
+    >>> from agentlightning.store.types import Queue
+    >>> Queue("train", limit=8).waiting
     0
     """
 
@@ -89,7 +91,8 @@ class Retention:
 class Pruned:
     """What `prune` removed, or would remove in a dry run.
 
-    >>> agl.Pruned(rollouts=1, spans=2, bytes=300).spans
+    >>> from agentlightning.store.types import Pruned
+    >>> Pruned(rollouts=1, spans=2, bytes=300).spans
     2
     """
 
@@ -102,7 +105,8 @@ class Pruned:
 class RolloutRecord:
     """A rollout with its attempts and spans, as exported and imported.
 
-    >>> agl.RolloutRecord(agl.Rollout("ro-1", "a task", start_time=0.0)).attempts
+    >>> from agentlightning.store.types import RolloutRecord
+    >>> RolloutRecord(agl.Rollout("ro-1", "a task", start_time=0.0)).attempts
     ()
     """
 

@@ -41,7 +41,8 @@ _RULES: dict[str, Rule] = {}
 def air_rule(function: R) -> R:
     """Make a rule known by the name of the function; a decorator.
 
-    >>> @agl.air_rule
+    >>> from agentlightning.tracing.air import air_rule
+    >>> @air_rule
     ... def short_answer(span):
     ...     tokens = span.attributes.get("gen_ai.usage.output_tokens")
     ...     return None if tokens is None else tokens < 200

@@ -402,7 +402,8 @@ if hasattr(os, "register_at_fork"):
 class RecordingStatus:
     """What this process has recorded so far.
 
-    >>> agl.RecordingStatus().spans_dropped
+    >>> from agentlightning.tracing.outbox import RecordingStatus
+    >>> RecordingStatus().spans_dropped
     0
     """
 

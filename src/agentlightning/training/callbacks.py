@@ -37,7 +37,9 @@ class NoState:
 class FinishedStep:
     """A step whose algorithm is done with it.
 
-    >>> agl.FinishedStep(agl.Collected(()), {"step": 3, "reward": 0.5}).line["reward"]
+    >>> from agentlightning.algorithms.training import Collected
+    >>> from agentlightning.training.callbacks import FinishedStep
+    >>> FinishedStep(Collected(()), {"step": 3, "reward": 0.5}).line["reward"]
     0.5
     """
 
@@ -66,7 +68,7 @@ class Callback(Generic[S]):
     `run` is the training run, as an algorithm sees it. What is to survive a resume is in `state`, an object of
     `state_class` (a dataclass whose fields have defaults, of what JSON holds): it is saved with each checkpoint, so
     that a step which a crash has undone is undone here, too. What a method raises ends the run, which can be resumed;
-    `agl.TrainingStopped` does so without blame.
+    `agl.errors.TrainingStopped` does so without blame.
 
         >>> from dataclasses import make_dataclass
         >>> Best = make_dataclass("Best", [("reward", float, 0.0)])

@@ -338,7 +338,8 @@ Action = Literal["learned", "promoted", "rejected"]
 class AuditRecord:
     """One event in the life of a version.
 
-    >>> agl.AuditRecord("learned", step=3, version=3, algorithm="lightning_rl", time=0.0).rollouts
+    >>> from agentlightning.training.governance import AuditRecord
+    >>> AuditRecord("learned", step=3, version=3, algorithm="lightning_rl", time=0.0).rollouts
     ()
     """
 
@@ -417,7 +418,8 @@ def read_audit(run_dir: str | Path) -> list[AuditRecord]:
 
     Raises ConfigError where there is no run, or its log cannot be read.
 
-        >>> agl.read_audit("runs/first")[-1].action  # doctest: +SKIP
+        >>> from agentlightning.training.governance import read_audit
+        >>> read_audit("runs/first")[-1].action  # doctest: +SKIP
         'promoted'
     """
     check_run(Path(run_dir))

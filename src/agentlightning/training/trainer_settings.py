@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from agentlightning.algorithms import class_name, make_algorithm
-from agentlightning.algorithms.base import ALGORITHMS, Algorithm
+from agentlightning.algorithms.base import ALGORITHMS, Algorithm, class_name, make_algorithm
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.algorithms.sequential import SequentialConfig
 from agentlightning.config import EvaluationConfig, RunConfig, RunnerConfig, TrainConfig

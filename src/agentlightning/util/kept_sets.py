@@ -37,7 +37,8 @@ _INT: Final = "<i4"
 class KeptSets:
     """A set of token ids for each token of an answer.
 
-    >>> agl.KeptSets.of([(4, 9), (7,), ()]).part(1, 3).lists()
+    >>> from agentlightning.util.kept_sets import KeptSets
+    >>> KeptSets.of([(4, 9), (7,), ()]).part(1, 3).lists()
     [[7], []]
     """
 

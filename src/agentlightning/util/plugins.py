@@ -9,7 +9,7 @@ A `Registry` holds the parts of one kind. Whatever it holds is named in the same
 The kinds that have a registry are `losses`, `credit_rules`, `algorithms`, `rewards`, `trackers`, `hooks`, `datasets`,
 `engines` and `backends`; docs/guides/extend.md shows each. Four more are found by their entry points alone:
 
-    agents          a kind of agent: `kubernetes`, for `agl.JobTemplate` and `agl runner --job`
+    agents          a kind of agent: `kubernetes`, for `JobTemplate` and `agl runner --job`
     publishers      a class that publishes each version of the weights of a run: `policy.weights`
     server_routes   a function that opens routes of `agl serve` for models of this machine
     commands        a function that adds a verb to the `agl` program

@@ -98,7 +98,8 @@ class Progress:
 
     Writes to `console`, stderr by default; with `enabled=False`, nowhere. It is reentrant.
 
-        >>> trainer = agl.Trainer(progress=agl.Progress(enabled=False))
+        >>> from agentlightning.util.progress import Progress
+        >>> trainer = agl.Trainer(progress=Progress(enabled=False))
     """
 
     def __init__(

@@ -6,13 +6,18 @@ no null: the text "none" stands for it in optional settings.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
+import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, time
 from difflib import SequenceMatcher
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeAlias, TypeVar, Union, cast, get_args, get_origin
@@ -37,7 +42,7 @@ _ITEM = "*"
 class Section(BaseModel):
     """The base of sections of settings: unknown keys are refused, values do not change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def by_type(value: Any) -> Any:
@@ -79,10 +84,9 @@ class Chosen:
         return made if getattr(made, "type", name) == name else made.model_copy(update={"type": name})
 
     def classes(self) -> Iterator[type[BaseModel]]:
-        """The settings of all that were imported."""
-        for found in {**self.registry, **self.registry.found}.values():
-            if isinstance(found, type):
-                yield _settings_class(found)
+        """The settings of all that are ours, and of those of others that were imported."""
+        ours = {name: self.registry.find(name) for name in self.registry}
+        yield from map(_settings_class, {**ours, **self.registry.found}.values())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -529,13 +533,14 @@ def dump_toml(settings: BaseModel) -> str:
 def _lines(settings: BaseModel, values: Mapping[str, Any], prefix: str) -> Iterator[str]:
     fields = type(settings).model_fields
     sections = {name: getattr(settings, name) for name in fields if isinstance(getattr(settings, name), BaseModel)}
-    for name, field in fields.items():
+    texts = field_texts(type(settings))
+    for name in fields:
         if name not in sections:
-            yield from _comment(field)
+            yield from _comment(texts, name)
             yield f"{name} = {_value(_plain(getattr(settings, name), values[name]), prefix + name)}"
     for name, section in sections.items():
         yield ""
-        yield from _comment(fields[name])
+        yield from _comment(texts, name)
         yield f"[{prefix}{name}]"
         yield from _lines(section, values[name], f"{prefix}{name}.")
 
@@ -562,9 +567,27 @@ def _set_fields(model: BaseModel) -> dict[str, Any]:
     return found
 
 
-def _comment(field: FieldInfo) -> Iterator[str]:
-    for line in (field.description or "").strip().splitlines():
-        yield f"# {line.strip()}".rstrip()
+def _comment(texts: Mapping[str, str], name: str) -> Iterator[str]:
+    for line in texts.get(name, "").splitlines():
+        yield f"# {line}".rstrip()
+
+
+@cache
+def field_texts(kind: type) -> dict[str, str]:
+    """The text below each field of a class and its bases, as far as their source is at hand. Reading that takes longer
+    than the rest of an import, which is why pydantic does not."""
+    found: dict[str, str] = {}
+    for base in (each for each in reversed(kind.__mro__) if each is not BaseModel):
+        with suppress(OSError, TypeError):
+            [tree] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+            for field, text in pairwise(cast(ast.ClassDef, tree).body):
+                if (
+                    isinstance(field, ast.AnnAssign)
+                    and isinstance(text, ast.Expr)
+                    and isinstance(text.value, ast.Constant)
+                ):
+                    found[ast.unparse(field.target)] = inspect.cleandoc(str(text.value.value))
+    return found
 
 
 def _value(value: Any, name: str) -> str:

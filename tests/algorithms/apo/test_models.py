@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import orjson
 import pytest
+from tests.support.provider import Reply, ScriptedProvider, Seen
 
 from agentlightning.algorithms.apo import models
 from agentlightning.algorithms.apo.config import PromptModel, SearchBudget, Spending
@@ -15,7 +16,6 @@ from agentlightning.algorithms.apo.models import ModelError, open_model
 from agentlightning.algorithms.apo.search import MAX_CRITIQUE_CHARS, MAX_SKIPS, Outcome, Writer
 from agentlightning.errors import ConfigError, TrainingStopped
 from agentlightning.testing.prompt_world import START, PromptWorld
-from agentlightning.testing.provider import Reply, ScriptedProvider, Seen
 
 TEXTS = {"prompt": "Say {word}.", "book": "- Be kind."}
 FAILED = [Outcome(0, 0.25, "Task: red\n" + "x" * 500), Outcome(1, None, "Failure: it broke")]

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import agentlightning as agl
 from agentlightning.cli.main import build
+from agentlightning.util.progress import Progress
 
 
 class Measure(agl.Algorithm):
@@ -35,7 +36,7 @@ async def agent(task: dict) -> float:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     settings = agl.TrainConfig(runner={"max_attempts": 1, "max_failed_share": 1.0}, evaluation={"every": 1})
-    trainer = agl.Trainer(settings, algorithm=Measure(), run_dir=tmp_path / "run", progress=agl.Progress(enabled=False))
+    trainer = agl.Trainer(settings, algorithm=Measure(), run_dir=tmp_path / "run", progress=Progress(enabled=False))
     tasks = [{"number": number} for number in range(8)]
     trainer.fit(agent, tasks, tasks[4:], held_out_dataset=tasks[:4])
     return tmp_path / "run"

@@ -49,7 +49,7 @@ def test_an_adapter_can_be_called_and_selects_agents() -> None:
 
 
 def test_arguments_without_a_place_say_what_is_done_instead() -> None:
-    with pytest.raises(agl.ConfigError, match="found by their attributes"):
+    with pytest.raises(agl.errors.ConfigError, match="found by their attributes"):
         agl.TracerTraceToTriplet(llm_call_match="openai")
     with pytest.raises(TypeError, match="nonsense"):
         agl.TracerTraceToTriplet(nonsense=1)

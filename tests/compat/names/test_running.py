@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +45,6 @@ class Notes(agl.Hook):
         self.note(f"end {[span.name.rpartition('.')[2] for span in spans]}")
 
 
-@pytest.fixture
-async def store() -> AsyncIterator[agl.LightningStore]:
-    made = agl.InMemoryLightningStore()
-    yield made
-    await made.close()
-
-
 async def test_a_runner_steps_through_a_task_with_hooks(store: Any, tmp_path: Path) -> None:
     runner = agl.LitAgentRunner()
     runner.init(agent, hooks=[Notes(str(tmp_path / "notes"))])
@@ -63,7 +55,7 @@ async def test_a_runner_steps_through_a_task_with_hooks(store: Any, tmp_path: Pa
     assert notes == ["start red True", "trace 2", "end ['annotation', 'message']"]
     spans = await store.query_spans(rollout.rollout_id)
     assert [span.name.rpartition(".")[2] for span in spans] == ["annotation", "message", "result"]
-    with pytest.raises(agl.AgentError, match="no such colour"):
+    with pytest.raises(agl.errors.AgentError, match="no such colour"):
         await runner.step({"word": "bad"})
     assert (tmp_path / "notes").read_text().splitlines()[-1].startswith("end"), "also where the agent has failed"
 
@@ -73,7 +65,7 @@ async def test_a_runner_takes_what_is_queued_until_its_limit(store: Any) -> None
         await store.enqueue_rollout(task)
     runner = agl.LitAgentRunner(max_rollouts=2, poll_interval=0.05)
     runner.init(agent)
-    with pytest.raises(agl.ConfigError, match="init_worker"):
+    with pytest.raises(agl.errors.ConfigError, match="init_worker"):
         await runner.iter()
     runner.init_worker(0, store)
     await runner.iter()
@@ -97,7 +89,7 @@ def test_dev_runs_the_agent_once_on_each_task_and_trains_nothing(tmp_path: Path)
     assert (result.rollouts, result.failed_rollouts) == (3, 0)
     assert result.held_out["greedy"].after == 1.0
     assert sum(line.startswith("start") for line in (tmp_path / "notes").read_text().splitlines()) == 9
-    with pytest.raises(agl.ConfigError, match="LightningRL trains a model"):
+    with pytest.raises(agl.errors.ConfigError, match="LightningRL trains a model"):
         agl.Trainer(algorithm=agl.LightningRL()).dev(agent, TASKS)
 
 
@@ -118,7 +110,7 @@ def test_a_function_is_an_algorithm_whose_last_resources_are_the_result(tmp_path
         return float("Please" in prompt_template.format(**task))
 
     trainer = agl.Trainer(
-        agl.TrainConfig(evaluation=agl.EvaluationConfig(every=0, modes=("greedy",))),
+        agl.TrainConfig(evaluation=agl.config.EvaluationConfig(every=0, modes=("greedy",))),
         algorithm=better_prompt,
         run_dir=tmp_path / "run",
         initial_resources={"prompt": agl.PromptTemplate(template="{word}")},
@@ -130,16 +122,16 @@ def test_a_function_is_an_algorithm_whose_last_resources_are_the_result(tmp_path
 
 
 def test_arguments_without_a_place_say_what_to_use_instead(tmp_path: Path) -> None:
-    with pytest.raises(agl.ConfigError, match="traced with OpenTelemetry"):
+    with pytest.raises(agl.errors.ConfigError, match="traced with OpenTelemetry"):
         agl.Trainer(tracer=object())
-    with pytest.raises(agl.ConfigError, match="token trees"):
+    with pytest.raises(agl.errors.ConfigError, match="token trees"):
         agl.Trainer(adapter=agl.TracerTraceToTriplet())
-    with pytest.raises(agl.ConfigError, match="'llm_proxy'"):
+    with pytest.raises(agl.errors.ConfigError, match="'llm_proxy'"):
         agl.algo(lambda store, llm_proxy: None)
     runner = agl.LitAgentRunner()
-    with pytest.raises(agl.ConfigError, match="is a command"):
+    with pytest.raises(agl.errors.ConfigError, match="is a command"):
         runner.init(["node", "agent.js"], hooks=agl.Hook())
-    with pytest.raises(agl.ConfigError, match="is no hook"):
+    with pytest.raises(agl.errors.ConfigError, match="is no hook"):
         runner.init(agent, hooks=[os])  # type: ignore[list-item]
 
 

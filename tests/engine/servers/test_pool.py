@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.model_server import END, ScriptedModelServer, logprob_of, next_token
+from tests.support.waiting import until
 
 from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.servers.clients.vllm import VllmServer
@@ -67,12 +68,6 @@ def counted(start: int, count: int) -> tuple[int, ...]:
     for _ in range(count):
         tokens.append(next_token(tokens[-1]))
     return tuple(tokens[1:])
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110  the server's state has no event
-            await asyncio.sleep(0.005)
 
 
 def label_of(engine: ReplicaPool, version: int) -> str:

@@ -3,21 +3,14 @@
 import asyncio
 
 import pytest
+from tests.support.provider import Reply, ScriptedProvider, chat_answer
 from tests.support.provider_streams import chat_events
+from tests.support.waiting import until
 
 from agentlightning import span as names
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 
 pytestmark = pytest.mark.integration
-
-
-async def until(true):
-    for _ in range(1000):
-        if true():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not come true")
 
 
 def answer(seen):

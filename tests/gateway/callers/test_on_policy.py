@@ -4,13 +4,13 @@ import json
 import logging
 
 import pytest
+from tests.support.provider import Reply, ScriptedProvider, chat_answer
 
 from agentlightning import LLM
 from agentlightning import span as names
 from agentlightning.assemble import OVERRIDDEN_CALLS, trajectory
 from agentlightning.attempt_variables import attempt_environment
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 from agentlightning.tracing.otlp.encode import encode
 
 WANTED = {"seed": 7, "top_p": 0.9, "presence_penalty": 0.5, "logit_bias": {"65": 5}, "temperature": 0.0}

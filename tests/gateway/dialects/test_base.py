@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from tests.support.waiting import until
 
 from agentlightning import span as names
 
@@ -17,14 +18,6 @@ BODIES = {
 
 def url(service, path):
     return service.environment["ANTHROPIC_BASE_URL"] + path
-
-
-async def until(condition):
-    for _ in range(10_000):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("it never came true")
 
 
 @pytest.mark.parametrize("streams", [False, True])

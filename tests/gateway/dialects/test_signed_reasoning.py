@@ -5,12 +5,12 @@ import base64
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.provider import Reply
 from tests.support.provider_streams import messages_answer, messages_events
 
 from agentlightning.gateway.answer import decode_signed_reasoning, encode_signed_reasoning
 from agentlightning.gateway.dialects.message_digest import turn_key
 from agentlightning.gateway.dialects.response_store import ResponseStore
-from agentlightning.testing.provider import Reply
 
 THOUGHT = {"type": "thinking", "thinking": "Add them.", "signature": "c2lnbmVk"}
 HIDDEN = {"type": "redacted_thinking", "data": "aGlkZGVu"}

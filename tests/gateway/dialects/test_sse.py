@@ -11,10 +11,10 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.provider import Reply, chat_answer
 from tests.support.provider_streams import chat_events
 
 from agentlightning.gateway.dialects.sse import MAX_EVENT_BYTES, EventTooLongError, SSEDecoder
-from agentlightning.testing.provider import Reply, chat_answer
 
 HI = [{"role": "user", "content": "hi"}]
 

@@ -6,6 +6,7 @@ import operator
 
 import orjson
 import pytest
+from tests.support.provider import Reply, chat_answer
 from tests.support.provider_streams import response_answer, response_events
 
 from agentlightning import span as names
@@ -15,7 +16,6 @@ from agentlightning.gateway.dialects.registry import DIALECTS
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.responses import RESPONSES
 from agentlightning.gateway.record import output_messages
-from agentlightning.testing.provider import Reply, chat_answer
 
 PARIS, ROME = '{"city":"Paris"}', '{"city":"Rome"}'
 BOTH = [("f", {"city": "Paris"}), ("f", {"city": "Rome"})]

@@ -7,12 +7,12 @@ from contextlib import suppress
 import httpx
 import openai
 import pytest
+from tests.support.provider import Reply
 from tests.support.provider_streams import response_answer, response_events
 
 from agentlightning import span as names
 from agentlightning.assemble.model_calls import calls
 from agentlightning.errors import StoreFullError
-from agentlightning.testing.provider import Reply
 
 pytestmark = pytest.mark.integration
 

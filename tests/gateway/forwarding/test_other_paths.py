@@ -6,12 +6,12 @@ import httpx
 import openai
 import orjson
 import pytest
+from tests.support.provider import Reply, ScriptedProvider
 from tests.support.provider_streams import messages_answer
 
 from agentlightning import span as names
 from agentlightning.assemble import calls
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.testing.provider import Reply, ScriptedProvider
 
 pytestmark = pytest.mark.integration
 

@@ -6,7 +6,9 @@ import json
 import anthropic
 import openai
 import pytest
+from tests.support.provider import Reply, ScriptedProvider, chat_answer
 from tests.support.provider_streams import chat_events, messages_answer, messages_events
+from tests.support.waiting import until
 
 from agentlightning import span as names
 from agentlightning.assemble import transitions
@@ -14,7 +16,6 @@ from agentlightning.errors import StoreFullError
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.resources import LLM
 from agentlightning.store.sql.store import SqlStore
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 
 HI = [{"role": "user", "content": "hi"}]
 KEY = "sk-theirs-0123456789"
@@ -46,14 +47,6 @@ async def ask(serve):
 async def one_span(service):
     (span,) = await service.spans()
     return span
-
-
-async def until(true):
-    for _ in range(250):
-        if true():
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError("it did not come true")
 
 
 def messages_of(span, name):

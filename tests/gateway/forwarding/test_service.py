@@ -7,14 +7,15 @@ import random
 import httpx
 import openai
 import pytest
+from tests.support.provider import Reply, ScriptedProvider, chat_answer
 from tests.support.provider_streams import response_answer
+from tests.support.waiting import until
 
 from agentlightning import span as names
 from agentlightning.attempt_address import attempt_key
 from agentlightning.errors import StoreFullError
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.store.sql.store import SqlStore
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 from agentlightning.transport import connection
 
 pytestmark = pytest.mark.integration
@@ -58,14 +59,6 @@ async def ask(serve, durable):
 async def call(service, http, **more):
     headers = {"authorization": f"Bearer {service.key}"} | more.pop("headers", {})
     return await http.post(f"{service.base_url}/chat/completions", json=BODY | more, headers=headers)
-
-
-async def until(true):
-    for _ in range(500):
-        if true():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not come true")
 
 
 def said(reply):

@@ -8,6 +8,7 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.provider import Reply, chat_answer
 from tests.support.provider_streams import chat_events, messages_answer, messages_events, response_answer
 
 from agentlightning import span as names
@@ -15,7 +16,6 @@ from agentlightning.assemble import transitions
 from agentlightning.gateway.dialects.chat import CHAT
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.translation.common import as_chat
-from agentlightning.testing.provider import Reply, chat_answer
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 6, "b": 7}'}}
 USE = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 6, "b": 7}}

@@ -4,10 +4,10 @@ import json
 
 import openai
 import pytest
+from tests.support.provider import Reply, chat_answer
 from tests.support.provider_streams import chat_events, messages_answer
 
 from agentlightning import span as names
-from agentlightning.testing.provider import Reply, chat_answer
 
 pytestmark = pytest.mark.integration
 

@@ -2,10 +2,10 @@
 
 import orjson
 import pytest
+from tests.support.provider import Reply, chat_answer
 from tests.support.provider_streams import chat_events
 
 from agentlightning.gateway.answer import CHAT_TURN, encode_signed_reasoning
-from agentlightning.testing.provider import Reply, chat_answer
 
 pytestmark = pytest.mark.integration
 

@@ -2,9 +2,8 @@
 
 import json
 
+from tests.support.provider import Reply, chat_answer
 from tests.support.provider_streams import chat_events, messages_events
-
-from agentlightning.testing.provider import Reply, chat_answer
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 6, "b": 7}'}}
 USE = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 6, "b": 7}}

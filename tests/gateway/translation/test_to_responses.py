@@ -4,10 +4,10 @@ import json
 
 import openai
 import pytest
+from tests.support.provider import Reply
 from tests.support.provider_streams import response_answer, response_events
 
 from agentlightning import span as names
-from agentlightning.testing.provider import Reply
 
 THOUGHT = {
     **{"id": "rs_1", "type": "reasoning", "encrypted_content": "gAAA"},

@@ -5,11 +5,11 @@ import json
 import anthropic
 import openai
 import pytest
+from tests.support.provider import Reply, chat_answer
 from tests.support.provider_streams import chat_events, messages_answer, response_answer
 
 from agentlightning import span as names
 from agentlightning.assemble.model_calls import calls
-from agentlightning.testing.provider import Reply, chat_answer
 
 pytestmark = pytest.mark.integration
 

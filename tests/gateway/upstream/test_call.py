@@ -13,7 +13,9 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.provider import Reply, ScriptedProvider, chat_answer
 from tests.support.provider_streams import chat_events
+from tests.support.waiting import until
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
@@ -26,7 +28,6 @@ from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest
 from agentlightning.gateway.upstream.provider import Price, Provider
 from agentlightning.gateway.upstream.servers import RETRY_FLOOR, ServerPool
 from agentlightning.store import LightningStore
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 from agentlightning.transport import open_transport
 
 pytestmark = pytest.mark.integration
@@ -58,14 +59,6 @@ async def call(pool, affinity="", body=b"{}", **options):
     async with UpstreamCall(pool, UpstreamRequest("chat/completions", body, affinity=affinity, **options)) as asked:
         asked.settle(Usage(10, 5))
         return asked
-
-
-async def until(condition):
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it never came true")
 
 
 # -- which server -----------------------------------------------------------------------------------------------------

@@ -8,10 +8,10 @@ import anthropic
 import openai
 import orjson
 import pytest
+from tests.support.provider import Reply
 
 from agentlightning import span as names
 from agentlightning.gateway.upstream.failures import retry_after
-from agentlightning.testing.provider import Reply
 
 HI = [{"role": "user", "content": "hi"}]
 KEY = "sk-theirs-0123456789"

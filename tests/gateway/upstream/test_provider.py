@@ -9,12 +9,12 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.provider import Reply, ScriptedProvider, chat_answer
 from tests.support.proxy import LocalProxy
 
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.upstream.provider import Provider, visible_headers
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 from agentlightning.util.settings import dump_toml, load_settings
 
 SEEN = [

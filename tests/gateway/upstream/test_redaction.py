@@ -5,6 +5,7 @@ import json
 import orjson
 import pytest
 from pydantic import SecretStr
+from tests.support.provider import Reply, chat_answer
 from tests.support.provider_streams import (
     chat_events,
     messages_answer,
@@ -15,7 +16,6 @@ from tests.support.provider_streams import (
 
 from agentlightning.gateway.upstream.provider import Provider
 from agentlightning.gateway.upstream.servers import Redactor, redact_text
-from agentlightning.testing.provider import Reply, chat_answer
 
 KEY = "sk-theirs-0123456789"
 BASIC = "user:a password/of 20 letters"

@@ -15,21 +15,21 @@ from agentlightning.policy.open import policy_config
 @pytest.mark.parametrize("setting", [{"processes": 2}, {"rank_timeout_seconds": 5}])
 def test_a_setting_of_several_processes_is_refused_where_one_trains(setting: Any) -> None:
     with pytest.raises(ValidationError, match=r'set policy.kind = "fsdp"'):
-        agl.PolicyConfig(**setting)
+        agl.config.PolicyConfig(**setting)
 
 
 def test_more_processes_than_the_trees_of_an_update_are_refused() -> None:
     policy: Any = {"kind": "fsdp", "processes": 4}
     with pytest.raises(ValidationError, match=r"policy.processes=4: an update has 3 trees at most"):
-        agl.TrainConfig(policy=policy, algorithm=agl.LightningRLConfig(tasks_per_step=7, minibatches=2))
-    assert agl.TrainConfig(policy=policy, algorithm=agl.LightningRLConfig(tasks_per_step=8, minibatches=2))
+        agl.TrainConfig(policy=policy, algorithm=agl.config.LightningRLConfig(tasks_per_step=7, minibatches=2))
+    assert agl.TrainConfig(policy=policy, algorithm=agl.config.LightningRLConfig(tasks_per_step=8, minibatches=2))
 
 
 def test_more_processes_than_a_batch_of_the_warm_start_are_refused() -> None:
     with pytest.raises(ValidationError, match=r"warm_start.batch_size=2"):
         agl.TrainConfig(
-            policy=agl.PolicyConfig(kind="fsdp", processes=4),
-            warm_start=agl.WarmStartConfig(dataset="a.jsonl", batch_size=2),
+            policy=agl.config.PolicyConfig(kind="fsdp", processes=4),
+            warm_start=agl.config.WarmStartConfig(dataset="a.jsonl", batch_size=2),
         )
 
 

@@ -125,10 +125,10 @@ def test_a_server_of_another_protocol_version_says_so(hub: Hub) -> None:
         ({"policy": PolicyConfig()}, "the gateways sample from model servers"),
         ({"policy": PolicyConfig(engine="vllm")}, "running model servers"),
         (
-            {"gateway": agl.GatewayConfig(models={"judge": "dir"})},
+            {"gateway": agl.config.GatewayConfig(models={"judge": "dir"})},
             r"gateway.models is for all callers .*agl serve --routes",
         ),
-        ({"gateway": agl.GatewayConfig(accept_any_model=True)}, "gateway.accept_any_model is not needed"),
+        ({"gateway": agl.config.GatewayConfig(accept_any_model=True)}, "gateway.accept_any_model is not needed"),
     ],
 )
 async def test_settings_that_a_server_cannot_serve_are_refused(

@@ -38,13 +38,6 @@ TOKENS[KEPT_SETS] = KeptSets.of([(7, 9), (8,)]).to_text()
 
 
 @pytest.fixture
-async def store() -> AsyncIterator[LightningStoreBase]:
-    store = InMemoryLightningStore()
-    yield store
-    await store.close()
-
-
-@pytest.fixture
 async def other() -> AsyncIterator[LightningStoreBase]:
     store = InMemoryLightningStore()
     yield store

@@ -26,7 +26,7 @@ from agentlightning.resources import PromptTemplate
 from agentlightning.rollouts import AttemptedRollout, EnqueueRolloutRequest, RolloutConfig
 from agentlightning.server.app import Server
 from agentlightning.span import Span
-from agentlightning.store import InMemoryLightningStore, LightningStore, LightningStoreBase, paging
+from agentlightning.store import LightningStore, LightningStoreBase, paging
 from agentlightning.store.http import client as client_module
 from agentlightning.store.http import transport
 
@@ -78,13 +78,6 @@ class LossyProxy:
         except OSError:
             pass
         writer.close()
-
-
-@pytest.fixture
-async def store() -> AsyncIterator[Store]:
-    store = InMemoryLightningStore()
-    yield store
-    await store.close()
 
 
 @pytest.fixture

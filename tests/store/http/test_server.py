@@ -16,7 +16,7 @@ from tests.support.store_hub import StoreHub
 from agentlightning.rollouts import AttemptedRollout, EnqueueRolloutRequest
 from agentlightning.server.app import Server
 from agentlightning.span import Span
-from agentlightning.store import InMemoryLightningStore, LightningStoreBase
+from agentlightning.store import LightningStoreBase
 from agentlightning.store.http.operations import OPERATIONS
 from agentlightning.store.instrumented import instrument
 from agentlightning.store.paging import PAGE
@@ -26,13 +26,6 @@ pytestmark = pytest.mark.integration
 Store = LightningStoreBase
 BASE = "/v1/agl"
 JSON = {"content-type": "application/json"}
-
-
-@pytest.fixture
-async def store() -> AsyncIterator[Store]:
-    store = InMemoryLightningStore()
-    yield store
-    await store.close()
 
 
 @pytest.fixture

@@ -5,8 +5,7 @@ from __future__ import annotations
 import gzip
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -18,6 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
+from tests.support.waiting import wait_until
 
 from agentlightning.attempt_address import trace_id_of
 from agentlightning.errors import ConfigError
@@ -87,13 +87,6 @@ def span(number: int = 1, **fields: Any) -> Span:
     return Span("ro-1", ATTEMPT, "work", 1.5, 2.5, sequence_id=number, span_id=f"{number:016x}", **fields)
 
 
-def eventually(done: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 # -- arriving --------------------------------------------------------------------------------------------------------
 
 
@@ -122,7 +115,7 @@ async def test_every_span_a_store_keeps_is_sent_on(endpoint: Endpoint) -> None:
 def test_a_full_batch_leaves_at_once_and_a_lonely_span_soon(endpoint: Endpoint) -> None:
     exporter = OtlpExporter(endpoint.url, batch_size=2, delay_seconds=0.05)
     exporter.put([span(1), span(2), span(3)])
-    eventually(lambda: len(endpoint.spans()) == 3)
+    wait_until(lambda: len(endpoint.spans()) == 3)
     assert [len(spans_of(taken)) for taken in endpoint.taken] == [2, 1]
     assert exporter.close()
 
@@ -172,9 +165,9 @@ def test_one_span_that_cannot_be_sent_holds_up_no_other(endpoint: Endpoint) -> N
     exporter = OtlpExporter(endpoint.url, delay_seconds=0.01)
     far = Span("ro-1", ATTEMPT, "far", 1e308, 1e308, span_id=f"{7:016x}")
     exporter.put([span(1), far, replace(span(2), name="half a character: \ud800"), span(3)])
-    eventually(lambda: exporter.counts.sent + exporter.counts.dropped == 4)
+    wait_until(lambda: exporter.counts.sent + exporter.counts.dropped == 4)
     exporter.put([span(4)])
-    eventually(lambda: len(endpoint.spans()) == 4)
+    wait_until(lambda: len(endpoint.spans()) == 4)
     assert exporter.close()
     assert (exporter.counts.sent, exporter.counts.dropped) == (4, 1)
     assert max(sent.start_time_unix_nano for sent in endpoint.spans()) == 2**64 - 1
@@ -266,7 +259,7 @@ def test_an_endpoint_that_is_gone_costs_the_writer_nothing(caplog: pytest.LogCap
         for number in range(1, 501):
             exporter.put([span(number)])
         assert not exporter.close(timeout=0.1)
-    eventually(lambda: exporter.counts.dropped == 500)  # the batch that was under way is given up last
+    wait_until(lambda: exporter.counts.dropped == 500)  # the batch that was under way is given up last
     assert exporter.counts.sent == 0
     assert len([record for record in caplog.records if record.name.startswith("agentlightning.")]) == 1
     exporter.put([span()])
@@ -277,7 +270,7 @@ def test_what_was_not_delivered_in_time_is_given_up(endpoint: Endpoint) -> None:
     endpoint.answers = [(503, {}, b"")]
     exporter = OtlpExporter(endpoint.url, patience=0.0, delay_seconds=0.01)
     exporter.put([span(1)])
-    eventually(lambda: len(endpoint.requests) == 1)
+    wait_until(lambda: len(endpoint.requests) == 1)
     exporter.put([span(2)])
     assert exporter.close()
     assert (exporter.counts.sent, exporter.counts.dropped) == (1, 1)

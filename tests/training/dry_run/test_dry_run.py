@@ -14,6 +14,7 @@ from tests.support.tokenizer import tiny_tokenizer
 import agentlightning as agl
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.training.dry_run import DryRun, check_tool_format
+from agentlightning.util.progress import Progress
 
 pytest.importorskip("torch")
 TASKS = [{"word": f"word {number}"} for number in range(12)]
@@ -61,8 +62,10 @@ async def has_a_broken_tool(word: str) -> str:
 
 
 def dry_run(agent: Any, tmp_path: Any, reward: Any = length, **settings: Any) -> DryRun:
-    config = agl.TrainConfig(runner=agl.RunnerConfig(concurrency=8, timeout_seconds=20), policy={"model": "tiny"})
-    trainer = agl.Trainer(config, reward=reward, run_dir=tmp_path / "run", progress=agl.Progress(enabled=False))
+    config = agl.TrainConfig(
+        runner=agl.config.RunnerConfig(concurrency=8, timeout_seconds=20), policy={"model": "tiny"}
+    )
+    trainer = agl.Trainer(config, reward=reward, run_dir=tmp_path / "run", progress=Progress(enabled=False))
     found = trainer.dry_run(agent, TASKS)
     assert not (tmp_path / "run").exists(), "a dry run leaves nothing"
     return found
@@ -78,11 +81,11 @@ def test_its_rollouts_are_those_of_the_policy_after_its_warm_start(tmp_path):
     optimizer = {"type": "muon", "muon_lr": 0.02, "lr": 6e-3}
     warm_start = {"dataset": str(tmp_path / "demonstrations.jsonl"), "steps": 24, "batch_size": 16}
     config = agl.TrainConfig(
-        runner=agl.RunnerConfig(concurrency=8, timeout_seconds=20),
+        runner=agl.config.RunnerConfig(concurrency=8, timeout_seconds=20),
         policy={"model": "tiny"},
         warm_start={**warm_start, "optimizer": optimizer},
     )
-    progress = agl.Progress(enabled=False)
+    progress = Progress(enabled=False)
     trainer = agl.Trainer(config, reward=says_yes, run_dir=tmp_path / "run", progress=progress)
     found = trainer.dry_run(good, TASKS)
     model = check(found, "model")

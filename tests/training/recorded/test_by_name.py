@@ -106,8 +106,8 @@ def test_the_trainer_takes_an_algorithm_by_its_name(store: Any, fill: Any, tiny:
         (
             "rejection",
             agl.RejectionSampling(steps=1, tasks_per_step=2),
-            agl.SFTConfig(steps=1),
-            agl.DPOConfig(steps=1, data=str(pairs)),
+            agl.config.SFTConfig(steps=1),
+            agl.config.DPOConfig(steps=1, data=str(pairs)),
         )
     ):
         made = agl.Trainer(algorithm=algorithm, model=tiny, store=store, run_dir=tmp_path / str(place))  # pyright: ignore[reportArgumentType]

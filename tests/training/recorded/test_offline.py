@@ -17,6 +17,7 @@ import agentlightning as agl
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.policy.config import OptimizerConfig
+from agentlightning.training.report.result import RecordedResult
 
 pytestmark = pytest.mark.integration
 
@@ -43,7 +44,7 @@ def trainer(store: Any, tiny: Path, tmp_path: Path, **settings: Any) -> agl.Trai
 
 
 def offline(result: agl.TrainingResult) -> Any:
-    assert isinstance(result.recorded, agl.RecordedResult)
+    assert isinstance(result.recorded, RecordedResult)
     return result
 
 

@@ -82,7 +82,7 @@ def test_an_interrupted_run_ends_with_the_weights_of_one_that_was_not(
     kind: str, kill: Any, store: Any, fill: Any, add: Any, tiny: Path, tmp_path: Path
 ) -> None:
     fill(store, tokens=True)
-    config = agl.TrainConfig(run=agl.RunConfig(checkpoint_every=2))
+    config = agl.TrainConfig(run=agl.config.RunConfig(checkpoint_every=2))
     made: dict[str, Any] = {"model": tiny, "store": store}
 
     def trainer(name: str) -> agl.Trainer:
@@ -207,7 +207,7 @@ def test_an_interrupted_run_that_follows_learns_from_no_session_twice(
 ) -> None:
     fill(store, 2, tokens=True)
     learning = agl.LightningRL(tasks_per_step=1, group_size=2, optimizer=FAST)
-    config = agl.TrainConfig(run=agl.RunConfig(checkpoint_every=1))
+    config = agl.TrainConfig(run=agl.config.RunConfig(checkpoint_every=1))
     kill(1)
     with pytest.raises(Killed):
         agl.Trainer(config, store=store, algorithm=learning, model=tiny, run_dir=tmp_path / "run").train(
@@ -249,7 +249,9 @@ def test_a_run_whose_options_were_not_yet_in_config_toml_goes_on(
         made.train(3, method="awr", held_out_dataset=held_out, eval_agent="tests.support.agents:reward_of_task")
     kept = settings_of_run(run_dir)
     assert (kept.algorithm.steps, kept.data.method, kept.data.sessions) == (3, "awr", str(tmp_path / "sessions.db"))
-    before = kept.model_copy(update={"data": agl.DataConfig(), "agent": None, "algorithm": made.config.algorithm})
+    before = kept.model_copy(
+        update={"data": agl.config.DataConfig(), "agent": None, "algorithm": made.config.algorithm}
+    )
     (run_dir / "config.toml").write_text(dump_toml(before))
     state = json.loads((run_dir / "state.json").read_text())
     options = {"num_iterations": 3, "target_agent": None, "method": "awr", "success_threshold": 0.5, "follow": False}
@@ -281,7 +283,7 @@ def test_an_interrupted_run_measures_the_weights_that_it_began_with_once(
 ) -> None:
     fill(store)
     kill(1)
-    config = agl.TrainConfig(run=agl.RunConfig(checkpoint_every=1))
+    config = agl.TrainConfig(run=agl.config.RunConfig(checkpoint_every=1))
     algorithm, run_dir = algorithm_of("rl", tmp_path), tmp_path / "run"
     made = agl.Trainer(config, store=store, algorithm=algorithm, model=tiny, run_dir=run_dir)
     with pytest.raises(Killed):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -22,13 +22,6 @@ from agentlightning.span import (
 from agentlightning.store import InMemoryLightningStore
 
 Finish = Callable[..., Awaitable[None]]
-
-
-@pytest.fixture
-async def store() -> AsyncIterator[InMemoryLightningStore]:
-    made = InMemoryLightningStore()
-    yield made
-    await made.close()
 
 
 @pytest.fixture

@@ -21,19 +21,11 @@ from agentlightning.span import (
     Span,
     new_span_id,
 )
-from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.types import Retention
 from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan
 from agentlightning.training.sources.reader import TrajectoryReader
 
 PLANS = [RolloutPlan(f"run-{index}", {"n": index}, group=f"g{index // 2}") for index in range(4)]
-
-
-@pytest.fixture
-async def store():
-    made = InMemoryLightningStore()
-    yield made
-    await made.close()
 
 
 @contextlib.asynccontextmanager

@@ -12,6 +12,7 @@ import pytest
 import agentlightning as agl
 from agentlightning.training.tracking import tracking as module
 from agentlightning.training.tracking.trackers import TrackedRun, Transcript
+from agentlightning.util.progress import Progress
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +70,7 @@ def test_a_resumed_run_continues_the_same_run_of_its_tracker(tmp_path: Path, mon
     tasks = [{"number": number} for number in range(6)]
     broken = Measure()
     broken.fails_after = 2
-    options: dict[str, Any] = {"progress": agl.Progress(enabled=False)}
+    options: dict[str, Any] = {"progress": Progress(enabled=False)}
     first = agl.Trainer(settings, algorithm=broken, run_dir=tmp_path / "run", **options)
     with pytest.raises(RuntimeError, match="went away"):
         first.fit(agent, tasks[:2], tasks[2:4], held_out_dataset=tasks[4:])

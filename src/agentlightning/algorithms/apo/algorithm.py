@@ -26,7 +26,7 @@ from agentlightning.algorithms.apo.models import open_model
 from agentlightning.algorithms.apo.reflective import ReflectiveSearch
 from agentlightning.algorithms.apo.search import RunEvaluator, Search, SearchContext, Writer, templates
 from agentlightning.algorithms.apo.text import placeholders
-from agentlightning.algorithms.base import Algorithm, register
+from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate, prompts_in
@@ -44,7 +44,6 @@ GONE: Final = {
 """Arguments of 0.x without a place here, and why."""
 
 
-@register
 class APO(Algorithm[APOConfig]):
     """Prompt optimisation.
 

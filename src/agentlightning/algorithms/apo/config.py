@@ -20,7 +20,7 @@ SearchName = Literal["reflective", "gepa", "beam"]
 class PromptModel(Section):
     """A model that writes: the critic, or the editor. Any OpenAI-compatible endpoint, or a local model.
 
-    >>> agl.PromptModel(model="gpt-5-mini").api_key_env
+    >>> agl.config.PromptModel(model="gpt-5-mini").api_key_env
     'OPENAI_API_KEY'
     """
 
@@ -47,7 +47,7 @@ class PromptModel(Section):
 class SearchBudget(Section):
     """What the search may spend; the first limit reached ends it. None: no limit.
 
-    >>> agl.SearchBudget(calls=100).calls
+    >>> agl.config.SearchBudget(calls=100).calls
     100
     """
 
@@ -69,7 +69,7 @@ class SearchBudget(Section):
 class BeamSearchConfig(Section):
     """Search "beam": textual gradients with a beam of prompts (ProTeGi, arXiv:2305.03495).
 
-    >>> agl.BeamSearchConfig(beam_width=2).branch_factor
+    >>> agl.config.BeamSearchConfig(beam_width=2).branch_factor
     4
     """
 
@@ -90,7 +90,7 @@ class BeamSearchConfig(Section):
 class GepaSearchConfig(Section):
     """Search "gepa": the package `gepa` (GEPA, arXiv:2507.19457), which the extra of that name installs.
 
-    >>> agl.GepaSearchConfig().minibatch
+    >>> agl.config.GepaSearchConfig().minibatch
     3
     """
 
@@ -107,7 +107,7 @@ class GepaSearchConfig(Section):
 class APOConfig(AlgorithmConfig):
     """The settings of APO.
 
-    >>> agl.APOConfig(search="beam").beam.beam_width
+    >>> agl.config.APOConfig(search="beam").beam.beam_width
     4
     """
 

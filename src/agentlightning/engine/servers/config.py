@@ -55,7 +55,7 @@ def smallest_lora_rank(rank: int) -> int:
 class ServersConfig(BaseModel):
     """The servers that sample from the policy."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     urls: tuple[str, ...] = ()
     """Running servers to join. Empty: vLLM servers are started on this machine."""
@@ -146,7 +146,7 @@ class ServersConfig(BaseModel):
 class ServedModel(BaseModel):
     """A model that servers sample from and that is not trained here."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str
     """The model's directory, or its name on the hub: its tokenizer renders the conversations, and started servers load

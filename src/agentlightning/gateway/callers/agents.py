@@ -32,7 +32,7 @@ class AgentRule(BaseModel):
     A rule without a `name` takes it from the group `agent` of `matches`.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str | None = Field(default=None, min_length=1, max_length=MAX_NAME_CHARACTERS)
     """The name of the agent on spans."""

@@ -28,7 +28,7 @@ _DEFAULT_PATHS: Final[dict[str, tuple[ApiPath, ...]]] = {
 }
 """Paths that every server of a dialect serves."""
 _NEW_LIMIT_HOSTS: Final = ("api.openai.com", ".openai.azure.com")
-CONFIG: Final = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True)
+CONFIG: Final = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 """Inputs are hidden in errors, since they may contain a key."""
 _VISIBLE_HEADERS: Final = frozenset(
     {

@@ -69,7 +69,8 @@ class CommandLine(Struct, frozen=True, tag=True):
 class JobTemplate(Struct, frozen=True, tag=True):
     """An agent whose attempts run in Kubernetes Jobs: `agl runner --job` from Python. Needs `plugins/kubernetes`.
 
-    >>> str(agl.JobTemplate(b'{"apiVersion": "batch/v1", "kind": "Job"}', ("python", "agent.py")))
+    >>> from agentlightning.runner import JobTemplate
+    >>> str(JobTemplate(b'{"apiVersion": "batch/v1", "kind": "Job"}', ("python", "agent.py")))
     'a Kubernetes Job running python agent.py'
     """
 

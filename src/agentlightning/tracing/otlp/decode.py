@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import re
+import secrets
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -31,6 +32,9 @@ from agentlightning.util.json_values import loads
 SEQUENCE_ID: Final = "agentlightning.span_sequence_id"
 """Attribute with the sequence number of a span that its writer got from the store (as 0.x clients do)."""
 
+EXPORTER_HEADER: Final = "agentlightning-exporter"
+"""Request header with the id of the exporting process."""
+PROCESS_ID: Final = secrets.token_hex(8)
 KINDS: Final = ("unspecified", "internal", "server", "client", "producer", "consumer")
 STATUS: Final = ("UNSET", "OK", "ERROR")
 MAX_DEPTH: Final = 64

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gzip
 import os
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
@@ -26,14 +25,12 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from agentlightning.errors import ConfigError
 from agentlightning.span import Span
+from agentlightning.tracing.otlp.decode import EXPORTER_HEADER, PROCESS_ID
 from agentlightning.tracing.otlp.encode import encode
 from agentlightning.tracing.outbox import Outbox, Unavailable
 
 RETRYABLE_STATUSES: Final = frozenset({429, 502, 503, 504})
 """Statuses that the OTLP specification calls retryable."""
-EXPORTER_HEADER: Final = "agentlightning-exporter"
-"""Request header with the id of the exporting process."""
-PROCESS_ID: Final = secrets.token_hex(8)
 HEADERS: Final = ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
 _OWN_HEADERS: Final = {
     "content-type": "application/x-protobuf",

@@ -9,13 +9,15 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.trace import Link, SpanKind, format_span_id, format_trace_id
 
 from agentlightning.span import REWARD_VALUES, Span, SpanEvent
 from agentlightning.tracing import conventions
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import Event, ReadableSpan
 
 INSTRUMENTATION: Final = "agentlightning"
 """Instrumentation scope of our own spans."""

@@ -33,7 +33,8 @@ CHUNK: Final = 256
 class Cost:
     """What a run, or a stage of it, has used.
 
-    >>> agl.Cost(search_tokens=1200).search_money is None
+    >>> from agentlightning.training.report.result import Cost
+    >>> Cost(search_tokens=1200).search_money is None
     True
     """
 
@@ -103,7 +104,8 @@ async def with_providers(cost: Cost, store: LightningStoreBase, run_id: str) -> 
 class StageResult:
     """What a stage has gained.
 
-    >>> agl.StageResult("apo", first_step=0, steps=30, rollouts=200).cost.search_tokens
+    >>> from agentlightning.training.report.result import StageResult
+    >>> StageResult("apo", first_step=0, steps=30, rollouts=200).cost.search_tokens
     0
     """
 
@@ -169,7 +171,8 @@ def prompt_diff(before: Mapping[str, PromptTemplate], after: Mapping[str, Prompt
 class RecordedResult:
     """What a run on recorded data learned from, and what it could not use.
 
-    >>> agl.RecordedResult("lightning_rl", method="awr", sessions=12).left_out
+    >>> from agentlightning.training.report.result import RecordedResult
+    >>> RecordedResult("lightning_rl", method="awr", sessions=12).left_out
     {}
     """
 
