@@ -98,7 +98,7 @@ def pack(spans: Sequence[Span]) -> SpanPack:
         before = span.resource
     requested_ids = [span.span_id for span in spans]
     sequence_ids = [span.sequence_id for span in spans]
-    texts = [text for row in rows for text in (row[0], row[3], row[4] or "")]
+    texts: list[Any] = [text for row in rows for text in (row[0], row[3], row[4] or "")]
     generated = b"" if any(requested_ids) else b"\0" + random_bytes(8 * len(requested_ids))
     span_ids = split_ids(generated) if generated else tuple([span_id or new_span_id() for span_id in requested_ids])
     _check_text(spans, span_ids, texts)
