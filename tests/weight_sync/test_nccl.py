@@ -388,11 +388,11 @@ async def test_impossible_transports_are_rejected_before_servers_start(tmp_path:
 async def test_started_servers_get_transfer_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: Library):
     launches: list[LaunchOptions] = []
 
-    async def start(launch: LaunchOptions, transport: Any) -> None:
-        launches.append(launch)
+    async def restart(process: VllmProcess, directory: Path | None) -> None:
+        launches.append(process._options)
         raise ServerError("as far as this test goes")
 
-    monkeypatch.setattr(VllmProcess, "start", start)
+    monkeypatch.setattr(VllmProcess, "restart", restart)
     for transfer in ("disk", "nccl", "ipc"):
         with pytest.raises(ServerError):
             await open_servers(ServersConfig(command="env"), Chat(), model=tmp_path, transfer=transfer)

@@ -6,7 +6,7 @@ another, directly or not, have the same `root`, so that one query finds all that
 
     first call    [5, 6, 7]         base None, keep 0, ids [5, 6, 7]
     second call   [5, 6, 7, 8, 9]   base first, keep 3, ids [8, 9]
-    a branch      [5, 6, 4]         base second, keep 2, ids [4]
+    a branch      [5, 6, 4]         base first, keep 2, ids [4]
 
 The place of a prompt follows from its pack and its index there. Tokens are int32, little endian.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from agentlightning.store.sql.pack import LONG_PROMPT
 from agentlightning.store.sql.schema import MAX_PACK
@@ -95,12 +95,23 @@ class PromptReader:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-class _Leaf(NamedTuple):
-    """A prompt that no later one has continued."""
+class _Leaf:
+    """A prompt that no later one has continued, and those that it continues."""
 
-    place: int
-    root: int
-    ids: bytes
+    __slots__ = ("ids", "path", "root")
+
+    def __init__(self, root: int, ids: bytes, path: list[tuple[int, int]]) -> None:
+        self.root = root
+        self.ids = ids
+        self.path = path
+        """(place, bytes that it shares with the one before), the root first."""
+
+    def find_base(self, shared: int) -> tuple[int, int]:
+        """(how many there are, place) of the prompts on the path up to the first that has the first `shared` bytes."""
+        count = len(self.path)
+        while count > 1 and self.path[count - 1][1] >= shared:
+            count -= 1
+        return count, self.path[count - 1][0]
 
 
 class PromptCache:
@@ -131,14 +142,18 @@ class PromptCache:
             common = common_prefix_length(leaf.ids, ids) // TOKEN_BYTES * TOKEN_BYTES
             if common > shared:
                 best, shared = leaf, common
-        root, base, keep = (place, None, 0) if best is None else (best.root, best.place, shared)
-        if best is not None and shared == len(best.ids):  # it continues this one
-            leaves.remove(best)
-            self._bytes -= len(best.ids)
-        leaves.append(_Leaf(place, root, ids))
+        if best is None:
+            new, base, shared = _Leaf(place, ids, [(place, 0)]), None, 0
+        else:
+            count, base = best.find_base(shared)
+            new = _Leaf(best.root, ids, [*best.path[:count], (place, shared)])
+            if shared == len(best.ids):  # it continues this one
+                leaves.remove(best)
+                self._bytes -= len(best.ids)
+        leaves.append(new)
         self._bytes += len(ids)
         self._evict(leaves)
-        return place, attempt_key, root, base, keep, ids[keep:]
+        return place, attempt_key, new.root, base, shared, ids[shared:]
 
     def _evict(self, leaves: list[_Leaf]) -> None:
         if len(leaves) > LEAVES:
@@ -160,4 +175,4 @@ class PromptCache:
             return []
         ((root,),) = self._connection.all(_ROOT_OF, place)
         self._bytes += len(ids)
-        return [_Leaf(place, root, ids)]
+        return [_Leaf(root, ids, [(place, 0)])]
