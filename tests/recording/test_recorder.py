@@ -164,10 +164,12 @@ def test_beyond_what_can_wait_is_dropped_and_counted(
     with agl.track_session("second"):
         agl.emit_message("nothing of it is kept")
     status = agl.recording_status()
-    assert (status.spans_dropped, status.sessions_lost) == (8, 1)
+    assert status.sessions_lost == 1
     assert agl.flush_recording()
     (record,) = asyncio.run(read_all())
-    assert (record.rollout.status, len(record.spans)) == ("succeeded", 2)
+    assert record.rollout.status == "succeeded"
+    assert 2 <= len(record.spans) < 10  # More where the thread writes some in between.
+    assert status.spans_dropped == 10 - len(record.spans)
     assert len([r for r in caplog.records if "falls behind" in r.message]) == 1
 
 
