@@ -85,8 +85,8 @@ def _figure(chart: dict[str, Any], files: RunFiles) -> str:
     keys: list[str] = []
     for values, each, color in zip(lines, chart["series"], cycle(COLORS), strict=False):
         own = points(values)
-        line = " ".join(own * 2 if len(own) == 1 else own)  # a single point is a dot
-        drawn.append(f'<polyline points="{line}" stroke="{color}"/>')
+        dots = " ".join(own * 2 if len(own) == 1 else own)  # one point is a line of no length
+        drawn.append(f'<polyline points="{dots}" stroke="{color}"/>')
         box = f'<svg width="14" height="6"><rect width="14" height="4" fill="{color}"/></svg>'
         keys.append(f'<span class="key">{box} {html.escape(each["label"])}</span>')
     unit = f" ({chart['unit']})" if chart["unit"] else ""

@@ -51,8 +51,17 @@ class Candidate:
         tokens = sum(row.prompt_tokens + row.sampled_tokens for rows in self.rows.values() for row in rows)
         changed = [] if self.parent is None else changed_prompts(self.parent.prompts, self.prompts)
         parent = self.parent and self.parent.number
-        own = {"number": self.number, "at": self.at, "parent": parent, "led": self.led, "texts": self.texts}
-        return {**own, **found, "tokens": tokens, "changed": changed, "result": self.texts == result}
+        return {
+            "number": self.number,
+            "at": self.at,
+            "parent": parent,
+            "led": self.led,
+            "texts": self.texts,
+            **found,
+            "tokens": tokens,
+            "changed": changed,
+            "result": self.texts == result,
+        }
 
 
 async def show_search(data: DashboardData, query: Query) -> dict[str, Any]:

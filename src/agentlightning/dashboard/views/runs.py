@@ -89,7 +89,6 @@ def _summary(name: str, files: RunFiles) -> dict[str, Any]:
     return {
         "name": name,
         "kind": "run",
-        "directory": str(files.path),
         "state": status,
         "algorithm": algorithm,
         "model": None if config is None else config.policy.model,

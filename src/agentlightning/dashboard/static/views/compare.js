@@ -35,7 +35,7 @@ function OverSeeds({ found, show = signed }) {
 }
 
 // A configuration in one line: over its seeds, or over the tasks of its only run.
-function Configuration({ group, runs, row }) {
+function Configuration({ group, runs, row, pair }) {
   const modes = [...new Set(runs.flatMap((run) => Object.keys(run.held_out || {})))];
   const one = group.length === 1;
   const cell = (label, show) => html`<td class="whole" data-label=${label}>${modes.map((mode) => html`<div key=${mode}>${modes.length > 1 && html`<span class="muted small">${mode} </span>`}${show(mode)}</div>`)}${!modes.length && html`<span class="muted">–</span>`}</td>`;
@@ -43,7 +43,7 @@ function Configuration({ group, runs, row }) {
   return html`<tr><td class="whole">${runs.map((run) => html`<div key=${run.name}><${Link} to=${runPath(run.name)}>${run.name}<//> <${Pill} kind=${run.state} /> <span class="muted small">${number(run.step)} steps</span></div>`)}</td>
     ${cell("Held-out reward", (mode) => (one ? interval(runs[0].held_out[mode]?.after) : html`<${OverSeeds} found=${row?.after[mode]} show=${number} />`))}
     ${cell("Gain", (mode) => (one ? gainOf(runs[0].held_out[mode]?.gain) : html`<${OverSeeds} found=${row?.gain[mode]} />`))}
-    ${cell("Against the first", (mode) => (row?.difference ? html`<${OverSeeds} found=${row.difference[mode]} />` : html`<span class="muted">–</span>`))}
+    ${cell("Against the first", (mode) => (pair ? gainOf(pair.modes[mode]?.result) : row?.difference ? html`<${OverSeeds} found=${row.difference[mode]} />` : html`<span class="muted">–</span>`))}
     <td data-label="Intervals">${one ? "over tasks" : `over ${group.length} seeds`}</td></tr>`;
 }
 
@@ -65,7 +65,7 @@ function Comparison({ data }) {
   const show = (value) => (value === null || value === undefined ? "–" : typeof value === "string" ? value : JSON.stringify(value));
   const runs = new Map(data.summaries.map((each) => [each.name, each]));
   return html`${data.ungrouped && html`<div class="notice">Runs are not joined by seed: ${data.ungrouped}</div>`}
-    <div class="panel tight" ...${scrolls}><table class="stack"><thead><tr><th>Runs</th><th>Held-out reward, 95% interval</th><th>Gain</th><th>Against the first</th><th>Intervals</th></tr></thead><tbody>${groups.map((group, place) => html`<${Configuration} key=${group[0]} group=${group} runs=${group.map((name) => runs.get(name))} row=${data.configurations[place]} />`)}</tbody></table></div>
+    <div class="panel tight" ...${scrolls}><table class="stack"><thead><tr><th>Runs</th><th>Held-out reward, 95% interval</th><th>Gain</th><th>Against the first</th><th>Intervals</th></tr></thead><tbody>${groups.map((group, place) => html`<${Configuration} key=${group[0]} group=${group} runs=${group.map((name) => runs.get(name))} row=${data.configurations[place]} pair=${group.length === 1 && groups[0].length === 1 ? data.tasks[place - 1] : undefined} />`)}</tbody></table></div>
     <h2>Curves</h2><div class="grid">${drawn.map((each) => html`<${Chart} key=${each.metric} title=${words(each.metric)} steps=${each.steps} series=${each.series} theme=${theme} note=${groups.some((group) => group.length > 1) ? "bands: 95% interval over seeds" : ""} />`)}</div>
     ${same.length > 0 && html`<p class="muted small">The same at every step: ${same.map((each) => `${words(each.metric)} (${number([...valuesOf(each)][0])})`).join("; ")}</p>`}
     <h2>Settings that differ</h2><div class="panel tight" ...${scrolls}><table><thead><tr><th>Setting</th>${groups.map((group) => html`<th key=${group[0]}>${titleOf(group)}</th>`)}</tr></thead><tbody>${data.settings.map((each) => html`<tr key=${each.setting}><td><code>${each.setting}</code></td>${heads.map((run) => html`<td key=${run} class="task">${show(each.values[run])}</td>`)}</tr>`)}</tbody></table>${!data.settings.length && html`<p class="empty">None.</p>`}</div>

@@ -8,9 +8,9 @@ import { Link, navigate, runPath, withQuery } from "../router.js";
 const SETS = [["held_out", "Held-out tasks"], ["validation", "Validation tasks"]];
 const title = (label) => (/^\d+$/.test(label) ? `Step ${label}` : label);
 
-function Cell({ run, cell }) {
-  if (!cell.rollouts.length) return html`<td class="num muted">–</td>`;
-  return html`<td class="num"><${Link} to=${runPath(run, "rollouts", cell.rollouts[0])}>${cell.mean === null ? "missing" : number(cell.mean)}<//></td>`;
+function Cell({ run, cell, label }) {
+  if (!cell.rollouts.length) return html`<td class="num muted" data-label=${label}>–</td>`;
+  return html`<td class="num" data-label=${label}><${Link} to=${runPath(run, "rollouts", cell.rollouts[0])}>${cell.mean === null ? "missing" : number(cell.mean)}<//></td>`;
 }
 
 function Result({ data }) {
@@ -33,12 +33,12 @@ export function TasksPage({ parts: [run], query, path }) {
       ${SETS.map(([name, text]) => html`<button key=${name} type="button" aria-pressed=${data.set === name ? "true" : "false"} onClick=${() => choose({ set: name })}>${text}</button>`)}
       ${data.names.map((name) => html`<button key=${name} type="button" aria-pressed=${data.mode === name ? "true" : "false"} onClick=${() => choose({ mode: name })}>${name}</button>`)}</div>
     <div class="panel"><${Result} data=${data} />
-      <div class="panel tight" ...${scrolls}><table><thead><tr><th>Measurement</th><th>Mean, 95% interval over tasks</th><th><span class="skip">Interval</span></th><th class="num">Tasks</th><th class="num">Without a reward</th></tr></thead><tbody>
-        ${data.measurements.map((each) => html`<tr key=${each.label}><td>${title(each.label)}</td><td>${interval(each.reward)}</td><td><${Range} found=${each.reward} /></td><td class="num">${each.reward?.tasks ?? "–"}</td><td class="num">${each.reward?.missing ?? "all"}</td></tr>`)}</tbody></table></div></div>
+      <div class="panel tight" ...${scrolls}><table class="stack"><thead><tr><th>Measurement</th><th>Mean, 95% interval over tasks</th><th><span class="skip">Interval</span></th><th class="num">Tasks</th><th class="num">Without a reward</th></tr></thead><tbody>
+        ${data.measurements.map((each) => html`<tr key=${each.label}><td class="whole"><b>${title(each.label)}</b></td><td class="whole" data-label="Mean, 95% interval over tasks">${interval(each.reward)}</td><td class="whole"><${Range} found=${each.reward} /></td><td class="num" data-label="Tasks">${each.reward?.tasks ?? "–"}</td><td class="num" data-label="Without a reward">${each.reward?.missing ?? "all"}</td></tr>`)}</tbody></table></div></div>
     <h2>Tasks, the largest change first</h2>
-    <div class="panel tight" ...${scrolls}><table><thead><tr><th>Task</th>${data.measurements.map((each) => html`<th class="num" key=${each.label}>${title(each.label)}</th>`)}<th class="num">Change</th></tr></thead><tbody>
-      ${data.tasks.map((each) => html`<tr key=${each.task_key}><td class="task"><${Link} to=${runPath(run, "tasks", each.task_key)}>${each.task}<//></td>${each.cells.map((cell, place) => html`<${Cell} key=${place} run=${run} cell=${cell} />`)}
-        <td class="num">${each.change === null ? "–" : html`<span class=${each.change < 0 ? "error-text" : ""}>${signed(each.change)}</span>`}</td></tr>`)}</tbody></table>
+    <div class="panel tight" ...${scrolls}><table class="stack"><thead><tr><th>Task</th>${data.measurements.map((each) => html`<th class="num" key=${each.label}>${title(each.label)}</th>`)}<th class="num">Change</th></tr></thead><tbody>
+      ${data.tasks.map((each) => html`<tr key=${each.task_key}><td class="task"><${Link} to=${runPath(run, "tasks", each.task_key)}>${each.task}<//></td>${each.cells.map((cell, place) => html`<${Cell} key=${place} run=${run} cell=${cell} label=${title(data.measurements[place].label)} />`)}
+        <td class="num" data-label="Change">${each.change === null ? "–" : html`<span class=${each.change < 0 ? "error-text" : ""}>${signed(each.change)}</span>`}</td></tr>`)}</tbody></table>
       ${!data.tasks.length && html`<p class="empty">The store has no rollouts of such a measurement.</p>`}</div>
     ${data.all_tasks > data.tasks.length && html`<p class="muted">The ${data.tasks.length} of ${number(data.all_tasks)} tasks that changed most.</p>`}`;
 }
