@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import math
 import os
 import pickle
 import queue
@@ -274,15 +275,18 @@ class RankGroup:
             raise self._end(f"{answer.exception()}; {RESUME}")
 
     def _ended(self) -> str:
-        """Which rank that this process has started has ended, and how; empty while all run."""
+        """Which rank that this process has started has ended, and how; empty while all run. Of several the one that
+        was killed, or whose error came first: the others lost their connection to it."""
+        ended: list[tuple[bool, float, str]] = []
         for number, process in enumerate(self._processes, 1):
             status = process.poll()
             if status is not None:
                 how = f"ended with status {status}" if status >= 0 else f"was killed by {signal.Signals(-status).name}"
-                file = Path(self._directory.name, str(number))
-                said = f" ({json.loads(file.read_bytes())['message']['message']})" if file.exists() else ""
-                return f"{_name(number, len(self._processes) + 1, process.pid)} {how}{said}"
-        return ""
+                file, when, said = Path(self._directory.name, str(number)), math.inf, ""
+                if file.exists():
+                    when, said = file.stat().st_mtime, f" ({json.loads(file.read_bytes())['message']['message']})"
+                ended.append((status >= 0, when, f"{_name(number, len(self._processes) + 1, process.pid)} {how}{said}"))
+        return min(ended)[2] if ended else ""
 
     def _end(self, reason: str) -> RankError:
         """Let no rank go on alone."""
