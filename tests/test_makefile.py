@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 def make(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     shutil.copy(ROOT / "Makefile", directory)
     shutil.copy(ROOT / "pyproject.toml", directory)
-    return subprocess.run(["make", *arguments], cwd=directory, capture_output=True, text=True)
+    return subprocess.run(["make", "--no-print-directory", *arguments], cwd=directory, capture_output=True, text=True)
 
 
 def test_an_interpreter_that_is_too_old_is_named_before_anything_is_installed(tmp_path):
@@ -37,7 +37,7 @@ def test_the_demo_installs_nothing_of_development(tmp_path):
     [demo, dev] = [make(tmp_path, "-n", target).stdout for target in ("demo", "test")]
     assert "'.[demo]'" in demo
     assert "dev" not in demo.replace("/dev/", "")
-    assert dev.index("torch==") < dev.index("'.[demo]'") < dev.index("'.[dev]'") < dev.index("pytest")
+    assert dev.index("torch==") < dev.index("'.[demo]'") < dev.index("'.[dev]'") < dev.index("bin/pytest")
 
 
 def test_every_page_names_the_pythons_that_the_tests_run_on(tmp_path):
