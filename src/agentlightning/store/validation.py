@@ -62,14 +62,14 @@ def find_not_finite(value: Any) -> tuple[str, float] | None:
 # -- arguments -------------------------------------------------------------------------------------------------------
 
 
-def check_text(value: Any, what: str, most: int = MAX_TEXT) -> None:
-    """Refuse what is not text, of `most` characters, that every database can store."""
-    if type(value) is str and value.isascii() and len(value) <= most and "\0" not in value:
+def check_text(value: Any, what: str) -> None:
+    """Refuse what is not text that every database can store."""
+    if type(value) is str and value.isascii() and len(value) <= MAX_TEXT and "\0" not in value:
         return
     if not isinstance(value, str):
         raise ConfigError(f"{what}={value!r} is not a string")
-    if len(value) > most:
-        raise ConfigError(f"{what}={value[:40]!r}... has {len(value)} characters; the store takes {most}")
+    if len(value) > MAX_TEXT:
+        raise ConfigError(f"{what}={value[:40]!r}... has {len(value)} characters; the store takes {MAX_TEXT}")
     if "\0" in value:
         raise ConfigError(f"{what}={value!r} contains a NUL character; leave it out")
     try:

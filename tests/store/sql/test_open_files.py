@@ -13,7 +13,7 @@ import pytest
 from agentlightning.assemble import trajectory
 from agentlightning.errors import RolloutRejectedError, StoreError, StoreLostError
 from agentlightning.resources import PromptTemplate
-from agentlightning.rollouts import EnqueueRolloutRequest, RolloutConfig
+from agentlightning.rollouts import RolloutConfig
 from agentlightning.span import DAMAGED, PROMPT_TOKEN_IDS, Span
 from agentlightning.store import LightningStore
 from agentlightning.store.export import export_store
@@ -116,17 +116,6 @@ async def test_a_damaged_row_names_itself_and_can_be_removed(tmp_path: Path, cha
     worker = await store.update_worker("worker")
     assert (worker.current_rollout_id, worker.open_attempts) == (good.rollout_id, 1)
     assert [queue.open for queue in await store.query_queues()] == [1]
-    await store.close()
-
-
-async def test_a_damaged_id_among_many_that_wait_hides_none_of_them(tmp_path: Path) -> None:
-    store = LightningStore(tmp_path / "store.db")
-    await store.enqueue_many_rollouts([EnqueueRolloutRequest(number) for number in range(1100)])
-    await store.close()
-    damage(tmp_path / "store.db", "UPDATE rollouts SET rollout_id = x'ff' WHERE key = 1")
-    store = LightningStore(tmp_path / "store.db")
-    claimed = [each.input for _ in range(11) for each in await store.dequeue_many_rollouts(limit=100)]
-    assert claimed == list(range(1, 1100))
     await store.close()
 
 

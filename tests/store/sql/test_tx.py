@@ -6,7 +6,6 @@ import asyncio
 import subprocess
 import sys
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -219,33 +218,4 @@ async def test_a_store_opened_again_goes_on_where_it_was(tmp_path: Path) -> None
     assert [rollout.rollout_id for rollout in await store.query_rollouts(newest_first=True, limit=1)] == [
         late.rollout_id
     ]
-    await store.close()
-
-
-async def test_claims_come_in_order_however_few_waiting_rollouts_are_kept_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rollouts, "_READ", 2)
-    store, random = LightningStore(tmp_path / "store.db"), Random(0)
-    waiting: list[tuple[int, int]] = []
-    running: dict[tuple[int, int], str] = {}
-    for number in range(200):
-        priority = random.randrange(3)
-        await store.enqueue_rollout(number, priority=priority)
-        waiting.append((-priority, number))
-        for _ in range(random.randrange(3)):
-            claimed = await store.dequeue_rollout()
-            if claimed is None:
-                assert not waiting
-                continue
-            place = -claimed.priority, claimed.input
-            assert place == min(waiting)
-            waiting.remove(place)
-            running[place] = claimed.rollout_id
-        if running and random.random() < 0.3:
-            place = random.choice(list(running))
-            await store.requeue_rollout(running.pop(place), "it is to run again")
-            waiting.append(place)
-    rest = await store.dequeue_many_rollouts(limit=1000)
-    assert [(-each.priority, each.input) for each in rest] == sorted(waiting)
     await store.close()

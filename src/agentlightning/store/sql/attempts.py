@@ -57,7 +57,9 @@ def update(
         merged = metadata if row.metadata == "{}" else {**mapping.metadata_of(row), **metadata}
         tx.set(row, metadata=validation.to_json(merged, "metadata"))
     if isinstance(worker_id, str):
+        before = row.worker_id
         tx.set(row, worker_id=worker_id)
+        tx.track(row, before)
         if worker is not None:
             beat_worker(tx, worker)
     if failed:
@@ -89,14 +91,17 @@ def record_failure(tx: Tx, worker: WorkerRow | None, attempt: AttemptRow) -> Non
 def update_worker(tx: Tx, worker_id: str, stats: str | None, lease_seconds: float | None) -> Worker:
     """The heartbeat of a worker, which keeps its open attempts alive. stats is JSON."""
     worker = tx.worker(worker_id)
-    attempts = tx.open_attempts([worker_id])
+    tx.load(worker.open_attempts.values())
     given = {"stats": stats, "lease_seconds": lease_seconds}
     beat_worker(tx, worker, **{name: value for name, value in given.items() if value is not None})
-    for attempt in attempts:
-        silent_at = attempt.silent_at if attempt.silence is None else tx.steady + attempt.silence
-        tx.set(attempt, last_heartbeat_time=tx.wall, silent_at=silent_at)
-    current = (attempts[-1].rollout.rollout_id, attempts[-1].attempt_id) if attempts else None
-    return mapping.to_worker(worker, current, len(attempts))
+    for attempt_id, rollout_id in worker.open_attempts.items():
+        attempt = tx.rollout(rollout_id).attempts[attempt_id]
+        if attempt.status in OPEN:
+            silent_at = attempt.silent_at if attempt.silence is None else tx.steady + attempt.silence
+            tx.set(attempt, last_heartbeat_time=tx.wall, silent_at=silent_at)
+    latest = next(reversed(worker.open_attempts.items()), None)
+    current = None if latest is None else (latest[1], latest[0])
+    return mapping.to_worker(worker, current, len(worker.open_attempts))
 
 
 # -- deadlines -------------------------------------------------------------------------------------------------------
@@ -126,12 +131,14 @@ def expire(tx: Tx) -> float | None:
             _end(tx, attempt, "unresponsive", failure("Unresponsive", message))
     names = [name for (name,) in tx.all(_LOST, now, EXPIRY_BATCH)]
     tx.load_workers(names)
+    tx.load(rollout_id for name in names for rollout_id in tx.worker(name).open_attempts.values())
     for worker in map(tx.worker, names):
         if worker.lost_at is not None and worker.lost_at <= now:
             tx.set(worker, lost_at=None, lost=1)
             tx.mark()
             message = f"its worker {worker.worker_id!r} gave no sign of life for {worker.lease_seconds or 0:g} s"
-            for attempt in tx.open_attempts([worker.worker_id]):
+            for attempt_id, rollout_id in list(worker.open_attempts.items()):
+                attempt = tx.rollout(rollout_id).attempts[attempt_id]
                 _end(tx, attempt, "unresponsive", failure("WorkerLost", message))
     (deadlines,) = tx.all(_NEXT)
     return min((deadline for deadline in deadlines if deadline is not None), default=None)

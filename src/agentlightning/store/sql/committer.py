@@ -21,8 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from queue import Empty, SimpleQueue
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from agentlightning.errors import StoreClosedError, StoreError
 from agentlightning.rollouts import is_private_queue
@@ -58,24 +57,39 @@ class DatabaseThread:
     """A thread, its connection, and the queue of commands. Used as it is, it runs queries."""
 
     def __init__(self, name: str, database: Database, connection: Connection) -> None:
-        self.name = database.name
         self._database = database
         self._connection = connection
-        self._queue: SimpleQueue[Command | None] = SimpleQueue()
-        """None wakes the thread."""
+        self._queue: deque[Command] = deque()
         self._lock = threading.Lock()
-        """No command is queued any more once the thread is closed."""
+        self._wake = threading.Lock()
+        """Released to wake the thread."""
+        self._wake.acquire()
+        self._asleep = False
+        self._notified = False
         self._closed = False
         self._reading = False
         """A read-only transaction is open."""
-        self.crash: BaseException | None = None
+        self._crash: BaseException | None = None
         """The error that ended the thread."""
         self._running: list[Command] = []
         """The batch that is being run."""
         self._process_id = os.getpid()
         self.observe: CommandObserver | None = None
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.thread.start()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def name(self) -> str:
+        return self._database.name
+
+    @property
+    def crashed(self) -> bool:
+        """Whether an error has ended the thread."""
+        return self._crash is not None
+
+    @property
+    def thread(self) -> threading.Thread:
+        return self._thread
 
     def submit(self, command: Command) -> None:
         """Queue a command; its future is resolved in its own event loop."""
@@ -86,7 +100,10 @@ class DatabaseThread:
         with self._lock:
             if self._closed:
                 raise self._closed_error()
-            self._queue.put(command)
+            self._queue.append(command)
+            if self._asleep:
+                self._asleep = False
+                self._wake.release()
 
     def check_open(self) -> None:
         """Raises StoreClosedError where `submit` would."""
@@ -96,19 +113,32 @@ class DatabaseThread:
     def _closed_error(self) -> StoreClosedError:
         if self._process_id != os.getpid():
             return StoreClosedError(f"{self.name} was opened by a parent process; open it again in this one")
-        if self.crash is not None:
-            return StoreClosedError(f"{self.name}: its thread ended with {self.crash!r}; open it again")
+        if self._crash is not None:
+            return StoreClosedError(f"{self.name}: its thread ended with {self._crash!r}; open it again")
         return StoreClosedError(f"{self.name} is closed; open it again with LightningStore(...)")
 
-    def _next_batch(self, seconds: float | None = None) -> list[Command]:
-        """What is queued, MAX_BATCH commands at most. Waits for that, at most so many seconds."""
-        timeout = None if seconds is None else min(max(0.0, seconds), threading.TIMEOUT_MAX)
-        try:
-            first = self._queue.get(timeout=timeout)
-        except Empty:
-            return []
-        batch = [first, *[self._queue.get() for _ in range(min(self._queue.qsize(), MAX_BATCH - 1))]]
-        return [command for command in batch if command is not None]
+    def _notify(self) -> None:
+        """Wake the thread."""
+        with self._lock:
+            self._notified = True
+            if self._asleep:
+                self._asleep = False
+                self._wake.release()
+
+    def _sleep(self, seconds: float | None) -> None:
+        """Sleep until there is something to do, `seconds` at most."""
+        with self._lock:
+            if self._queue or self._notified or self._closed:
+                self._notified = False
+                return
+            self._asleep = True
+        timeout = -1 if seconds is None else min(max(0.0, seconds), threading.TIMEOUT_MAX)
+        if not self._wake.acquire(timeout=timeout):
+            with self._lock:
+                if not self._asleep:  # woken in the moment of the timeout
+                    self._wake.acquire()
+                self._asleep = False
+        self._notified = False
 
     def stop(self) -> None:
         """End the thread once the queue is empty. Does not wait for that."""
@@ -116,7 +146,7 @@ class DatabaseThread:
             return
         with self._lock:
             self._closed = True
-        self._queue.put(None)
+        self._notify()
 
     def _run(self) -> None:
         """The error boundary of the thread: whatever ends it, no caller waits forever."""
@@ -126,16 +156,17 @@ class DatabaseThread:
             self._on_crash(error)
 
     def _work(self) -> None:
-        while not self._closed or not self._queue.empty():
-            self._running = self._next_batch()
+        while not self._closed or self._queue:
+            if not self._queue:
+                self._sleep(None)
             self._run_queries()
         self._connection.close()
         self._reject_all(f"{self.name} was closed while this call waited")
 
     def _on_crash(self, error: BaseException) -> None:
-        logger.critical("%s: the thread %s has ended: %r", self.name, self.thread.name, error, exc_info=error)
+        logger.critical("%s: the thread %s has ended: %r", self.name, self._thread.name, error, exc_info=error)
         with self._lock:
-            self.crash = error
+            self._crash = error
             self._closed = True
         running, self._running = self._running, []
         reason = f"{self.name}: its thread ended with {error!r} before it answered this call"
@@ -147,22 +178,23 @@ class DatabaseThread:
     # -- queries -----------------------------------------------------------------------------------------------------
 
     def _run_queries(self) -> None:
-        """Run the queued queries in few transactions. Each begins after they were submitted, so that they see what
-        their callers may expect."""
+        """Run the queued queries in one transaction. It begins after they were submitted, so each sees what its caller
+        may expect."""
         results: list[Result] = []
         deadline = time.monotonic() + READ_BATCH_SECONDS
-        for command in self._running:
+        for _ in range(len(self._queue)):
+            command = self._queue.popleft()
             if not command.future.cancelled():
+                self._running.append(command)
                 started = time.perf_counter()
                 results.append(self._run_query(command))
                 if self.observe is not None:
                     self._notify_observer(command, started, time.perf_counter() - started, 1)
             if time.monotonic() > deadline:
-                self._end_reading()
-                self._deliver(results)
-                results, deadline = [], time.monotonic() + READ_BATCH_SECONDS
+                break
         self._end_reading()
-        self._deliver(results)
+        if results:
+            self._deliver(results)
         self._running = []
 
     def _run_query(self, command: Command) -> Result:
@@ -225,11 +257,22 @@ class DatabaseThread:
 
     def _reject_all(self, reason: str) -> None:
         """Fail everything that is queued: the thread ends."""
-        while not self._queue.empty():
-            self._reject(self._next_batch(), reason)
+        commands = list(self._queue)
+        self._queue.clear()
+        self._reject(commands, reason)
 
     def _reject(self, commands: Iterable[Command], reason: str) -> None:
         self._deliver([(command, None, StoreClosedError(reason)) for command in commands])
+
+
+class _Committed(NamedTuple):
+    """What a committed transaction did."""
+
+    undone_results: int
+    """Results whose callers were gone."""
+    deadlines_checked: bool
+    next_deadline: float | None
+    """Without the deadlines set by this transaction."""
 
 
 class _CannotUndoError(Exception):
@@ -256,6 +299,8 @@ class Committer(DatabaseThread):
         self._changed_elsewhere = False
         """Another process has written: any rollout may have changed."""
         self._waiters = Waiters()
+        self._cancelled: deque[Command] = deque()
+        """Waiting commands whose callers are gone."""
         self._undelivered: deque[tuple[Command, Any]] = deque()
         """Committed results that no caller took, to be undone."""
         self._notifications: deque[Notification] = deque()
@@ -278,7 +323,8 @@ class Committer(DatabaseThread):
 
     def cancel_waiter(self, command: Command) -> None:
         """Remove a waiting command whose caller was cancelled."""
-        self._queue.put(command)
+        self._cancelled.append(command)
+        self._notify()
 
     def return_result(self, command: Command) -> None:
         """Undo a result that arrived while its caller was being cancelled."""
@@ -287,11 +333,11 @@ class Committer(DatabaseThread):
 
     def _on_undelivered(self, command: Command, value: Any) -> None:
         self._undelivered.append((command, value))
-        self._queue.put(None)
+        self._notify()
 
     def _on_notification(self, queued: bool, finished: Sequence[str] | None) -> None:
         self._notifications.append((queued, finished))
-        self._queue.put(None)
+        self._notify()
 
     def stop(self) -> None:
         if self._process_id == os.getpid() and self._listener is not None:
@@ -299,16 +345,25 @@ class Committer(DatabaseThread):
         super().stop()
 
     def _work(self) -> None:
-        while not self._closed or not self._queue.empty() or self._undelivered:
-            self._running = self._next_batch(self._idle_seconds() if self._queue.empty() else 0)
+        while not self._closed or self._queue or self._undelivered:
+            if not (self._queue or self._cancelled or self._notifications):
+                self._sleep(self._idle_seconds())
+            self._next_batch()
             self._process(self._running)
             self._running = []
-            if self._queue.empty() or self._deliver_at_once:
+            if not self._queue or self._deliver_at_once:
                 self._deliver_committed()
         self._connection.close()
         self._reject_all(f"{self.name} was closed while this call waited")
 
     # -- scheduling --------------------------------------------------------------------------------------------------
+
+    def _next_batch(self) -> None:
+        queue, batch = self._queue, self._running
+        for _ in range(min(len(queue), MAX_BATCH)):
+            batch.append(queue.popleft())
+        while self._cancelled:
+            batch.append(self._cancelled.popleft())
 
     def _idle_seconds(self) -> float | None:
         """How long to sleep without being notified; None: until notified."""
@@ -375,7 +430,7 @@ class Committer(DatabaseThread):
                     return [result for command in batch for result in self._try_batch([command])]
                 return self._failures(batch, results, error)
             try:
-                self._after_commit(*committed)
+                self._after_commit(committed)
             except Exception:  # what is durable must not run again
                 logger.exception("%s: failed after a commit; rows in memory are dropped and read again", self.name)
                 self._reset()
@@ -408,7 +463,6 @@ class Committer(DatabaseThread):
         """Drop everything in memory, which may differ from what was committed."""
         self.tx.rolled_back()
         self.spans.clear()
-        self._claims.clear()
 
     def _failures(self, batch: list[Command], results: list[Result], error: Exception) -> list[Result]:
         """The results of a transaction that was rolled back for good."""
@@ -425,9 +479,8 @@ class Committer(DatabaseThread):
             self._waiters.remove(command)
         return [(command, None, type(fault)(*fault.args)) for command in commands]
 
-    def _transact(self, batch: list[Command], results: list[Result]) -> tuple[int, bool, float | None]:
-        """Run one transaction up to and including its commit. Returns how many results were undone as their callers
-        were gone, whether deadlines were checked, and the next one of those that it has not set."""
+    def _transact(self, batch: list[Command], results: list[Result]) -> _Committed:
+        """Run one transaction up to and including its commit."""
         tx, connection = self.tx, self._connection
         self._accepted += [self._notifications.popleft() for _ in range(len(self._notifications))]
         due = self._is_due()
@@ -447,8 +500,6 @@ class Committer(DatabaseThread):
             if not isinstance(command, ClaimRollouts):
                 self._run_command(command, results)
         next_deadline = attempts.expire(tx) if due or changed_elsewhere else self._next_deadline
-        self._claims.begin(outdated=self._database.shared or changed_elsewhere)
-        tx.queued |= bool(tx.waiting)
         notification = tx.queued, list(tx.finished)
         self._apply_notifications(changed_elsewhere)
         self._serve_claims([command for command in writing if isinstance(command, ClaimRollouts)], results)
@@ -463,7 +514,7 @@ class Committer(DatabaseThread):
             self.commits += 1
         else:
             connection.rollback()
-        return len(undelivered), due or changed_elsewhere, next_deadline
+        return _Committed(len(undelivered), due or changed_elsewhere, next_deadline)
 
     def _begin(self, called: bool, writes: bool, durable: bool) -> tuple[bool, bool]:
         """Begin a transaction, with the clock in sync. Returns whether it writes, and whether to look at everything
@@ -491,13 +542,13 @@ class Committer(DatabaseThread):
             connection.sync_clock(clock)
         return writes, changed
 
-    def _after_commit(self, undone: int, deadlines_checked: bool, next_deadline: float | None) -> None:
+    def _after_commit(self, committed: _Committed) -> None:
         self._accepted.clear()
-        for _ in range(undone):
+        for _ in range(committed.undone_results):
             self._undelivered.popleft()
-        if deadlines_checked:
+        if committed.deadlines_checked:
             self._last_tick = self._clock.steady()
-        deadlines = [each for each in (next_deadline, self.tx.deadline) if each is not None]
+        deadlines = [each for each in (committed.next_deadline, self.tx.deadline) if each is not None]
         self._next_deadline = min(deadlines, default=None)
 
     def _reset(self) -> None:
@@ -537,7 +588,7 @@ class Committer(DatabaseThread):
         claims = [*waiting, *new]
         if not claims:
             return
-        self._claims.prepare(sum([command.limit for command in claims]))
+        self._claims.begin(sum([command.limit for command in claims]))
         empty: set[QueueNames] = set()
         for command in claims:
             names = command.queues
@@ -574,15 +625,16 @@ class Committer(DatabaseThread):
         except self._database.errors:
             raise
         except Exception as error:
-            self.spans.clear()
+            if self.spans.touched:
+                self.spans.clear()
             if tx.written:
                 raise _CannotUndoError(command) from error
             tx.undo()
-            self._claims.clear()
             command.done = True
             results.append((command, None, error))
             return True
         tx.mark()
+        self.spans.touched = False
         if value is WAIT:
             command.wait(self._waiters)
             return False

@@ -22,11 +22,11 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
-from operator import attrgetter
 from struct import Struct as Layout
 from typing import Any, Final, cast
 
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from agentlightning.errors import ConfigError
 from agentlightning.span import (
@@ -41,7 +41,7 @@ from agentlightning.span import (
     SpanEvent,
     new_span_id,
 )
-from agentlightning.store.validation import MAX_TEXT, check_text, to_json
+from agentlightning.store.validation import find_not_finite
 from agentlightning.util.json_values import dumps, loads
 from agentlightning.util.random_ids import random_bytes
 
@@ -68,14 +68,21 @@ class SpanPack(Struct, frozen=True, gc=False):
     """`span_ids` as `join_ids` encodes them."""
     sequence_ids: tuple[int, ...]
     """As the caller gave them; 0: the store assigns the next one."""
-    body: bytes
-    """The encoded spans, which `unpack` decodes."""
+    json: bytes
+    numbers: bytes = b""
     prompts: tuple[tuple[int, bytes], ...] = ()
     """(index of the span, tokens of its prompt), for those that are kept apart."""
 
     @property
     def count(self) -> int:
         return len(self.span_ids)
+
+    @property
+    def body(self) -> bytes:
+        """The encoded spans, which `unpack` decodes."""
+        if not self.numbers and not self.prompts and self.json.startswith(b"["):
+            return self.json
+        return _header.pack(len(self.json)) + self.json + self.numbers
 
 
 # -- spans to bytes --------------------------------------------------------------------------------------------------
@@ -85,28 +92,43 @@ def pack(spans: Sequence[Span]) -> SpanPack:
     """Encode the spans of one attempt, in order. Raises ConfigError, which names the value, for what could not be read
     back as it is: no JSON, NaN or infinity, text that is not Unicode, a NUL in an id or a name, a negative
     sequence_id."""
-    rows = [tuple([False if value is None else value for value in _row(span)]) for span in spans]
-    if not _EXPECTED.issuperset([tuple(map(type, row)) for row in rows]):
-        for span in spans:
-            _check_fields(span)
+    rows: list[tuple[Any, ...]] = []
+    requested_ids: list[str] = []
+    sequence_ids: list[int] = []
+    texts: list[str] = []
     numbers: list[bytes] = []
     prompts: list[tuple[int, bytes]] = []
     before: dict[str, Any] | None = None
-    for index, span in enumerate(spans):
-        if span.events or span.resource or not _TOKENS.isdisjoint(span.attributes):
-            rows[index] = _long_row(rows[index], span, before, numbers, prompts, index)
-        before = span.resource
-    requested_ids = [span.span_id for span in spans]
-    sequence_ids = [span.sequence_id for span in spans]
-    texts: list[Any] = [text for row in rows for text in (row[0], row[3], row[4] or "")]
+    for span in spans:
+        fields = astuple(span)
+        _, _, name, start, end, sequence_id, trace_id, span_id, parent, code, message, attributes, events, resource = (
+            fields
+        )
+        requested_ids.append(span_id)
+        sequence_ids.append(sequence_id)
+        texts += (name, trace_id, parent or "")
+        row = (
+            name,
+            start,
+            False if end is None else end,
+            trace_id,
+            False if parent is None else parent,
+            code,
+            False if message is None else message,
+            attributes,
+        )
+        if not _has_expected_types(row):
+            _check_fields(span)
+        if events or resource or not _TOKENS.isdisjoint(attributes):
+            row = _long_row(row, span, before, numbers, prompts, len(rows))
+        before = resource
+        rows.append(row)
     generated = b"" if any(requested_ids) else b"\0" + random_bytes(8 * len(requested_ids))
     span_ids = split_ids(generated) if generated else tuple([span_id or new_span_id() for span_id in requested_ids])
     _check_text(spans, span_ids, texts)
     _check_sequence_ids(spans, sequence_ids)
-    body = _dump(rows, spans)
-    if numbers or prompts:
-        body = b"".join([_header.pack(len(body)), body, *numbers])
-    return SpanPack(span_ids, generated or join_ids(span_ids), tuple(sequence_ids), body, tuple(prompts))
+    ids = generated or join_ids(span_ids)
+    return SpanPack(span_ids, ids, tuple(sequence_ids), _dump(rows, spans), b"".join(numbers), tuple(prompts))
 
 
 def _long_row(
@@ -159,11 +181,11 @@ def _dump(rows: list[tuple[Any, ...]], spans: Sequence[Span]) -> bytes:
         json = dumps(rows)
     except TypeError as error:
         for span in spans:
-            _refuse(span)
+            _refuse_not_json(span)
         raise ConfigError(f"these spans cannot be stored as JSON: {error}") from error
     if _has_null(json):
         for span in spans:
-            _refuse(span)
+            _refuse_not_finite(span)
     return json
 
 
@@ -374,10 +396,8 @@ def read_logprobs(data: bytes) -> list[float]:
 
 MAX_SEQUENCE_ID: Final = 2**53
 """Larger integers are rounded by JSON parsers of other languages."""
+MAX_ID_CHARACTERS: Final = 512
 
-_row: Final = attrgetter(
-    *("name", "start_time", "end_time", "trace_id", "parent_id", "status_code", "status_message", "attributes")
-)
 _EXPECTED: Final = frozenset(
     (str, start, end, str, parent, str, message, dict)
     for start in (float, int)
@@ -386,6 +406,11 @@ _EXPECTED: Final = frozenset(
     for message in (str, bool)
 )
 """The types of the fields in a row of a pack, where None is False."""
+
+
+def _has_expected_types(row: tuple[Any, ...]) -> bool:
+    """Whether the fields of a span have exactly the expected types; if not, `_check_fields` decides."""
+    return tuple(map(type, row)) in _EXPECTED
 
 
 def _check_fields(span: Span) -> None:
@@ -410,13 +435,26 @@ def _check_text(spans: Sequence[Span], span_ids: Sequence[str], others: Sequence
     except TypeError as error:
         bad = next(value for value in span_ids if not isinstance(value, str))
         raise ConfigError(f"span_id={bad!r} is not a string") from error
-    if "\0" not in text and text.isascii() and max(map(len, parts), default=0) <= MAX_TEXT:
+    if "\0" not in text and text.isascii() and max(map(len, parts), default=0) <= MAX_ID_CHARACTERS:
         return
     for span, span_id in zip(spans, span_ids, strict=True):
         ids = (("span_id", span_id), ("trace_id", span.trace_id), ("parent_id", span.parent_id or ""))
+        for field, value in (*ids, ("name", span.name)):
+            _check_one_text(field, value, span)
         for field, value in ids:
-            check_text(value, f"span {span.name!r}: {field}")
-        check_text(span.name, f"span {span.name!r}: name", most=len(span.name))
+            if len(value) > MAX_ID_CHARACTERS:
+                raise ConfigError(
+                    f"{field} of span {span.name!r} has {len(value)} characters; the store takes {MAX_ID_CHARACTERS}"
+                )
+
+
+def _check_one_text(field: str, value: str, span: Span) -> None:
+    if "\0" in value:
+        raise ConfigError(f"{field}={value!r} of span {span.name!r} contains a NUL character; leave it out")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{field}={value!r} of span {span.name!r} is not Unicode text: {error.reason}") from error
 
 
 def _check_sequence_ids(spans: Sequence[Span], sequence_ids: Sequence[int]) -> None:
@@ -443,11 +481,31 @@ def _parts(span: Span) -> list[tuple[str, Any]]:
     return parts
 
 
-def _refuse(span: Span) -> None:
-    """Refuse a value that JSON cannot hold, or that orjson would write as null."""
+def _refuse_not_json(span: Span) -> None:
+    """Refuse a value that orjson does not encode."""
     containers = [span.attributes, span.resource, *(event.attributes for event in span.events)]
     for name in (name for container in containers for name in container):
         if not isinstance(name, str):
             raise ConfigError(f"{name!r}, the name of an attribute of span {span.name!r}, is not a string")
     for name, value in _parts(span):
-        to_json(value, f"span {span.name!r}: {name}")
+        try:
+            dumps(value)
+        except TypeError as error:
+            raise ConfigError(
+                f"{name} of span {span.name!r} cannot be stored as JSON: {error}; "
+                "use str, int, float, bool, None, list, dict"
+            ) from error
+
+
+def _refuse_not_finite(span: Span) -> None:
+    """Refuse NaN and infinity, which orjson writes as null."""
+    events = [(event.timestamp, event.attributes) for event in span.events]
+    if find_not_finite((span.start_time, span.end_time, span.attributes, span.resource, events)) is None:
+        return
+    for name, value in _parts(span):
+        found = find_not_finite(value)
+        if found is not None:
+            raise ConfigError(
+                f"{name}{found[0]} is {found[1]} in span {span.name!r}, which JSON cannot hold; "
+                "leave it out or send it as text"
+            )

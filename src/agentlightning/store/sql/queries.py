@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
-from typing import Any, Final, NamedTuple, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from agentlightning.errors import ConfigError, NotFoundError, StoreError
 from agentlightning.resources import ResourcesUpdate
@@ -26,7 +26,7 @@ from agentlightning.store.sql.schema import (
     select,
 )
 from agentlightning.store.sql.tx import ATTEMPTS, OPEN_ATTEMPTS, SPANS, Connection
-from agentlightning.store.types import FilterLogic, Queue, SortOrder, Worker, WorkerStatus
+from agentlightning.store.types import FilterLogic, Queue, SortOrder, Worker
 
 Item = TypeVar("Item")
 
@@ -99,6 +99,10 @@ class Order:
         return f"ORDER BY {column}{suffix} NULLS {'LAST' if self.descending else 'FIRST'}, {place}{suffix}"
 
 
+NATURAL: Final = Order()
+"""Without `sort_by`."""
+
+
 def check_logic(filter_logic: FilterLogic) -> bool:
     """Whether one filter is enough. Raises ConfigError for an unknown logic."""
     if filter_logic not in ("and", "or"):
@@ -150,14 +154,13 @@ class RolloutFilters(Filters):
 
     def __init__(
         self,
-        status_in: Sequence[str] | None = None,
-        rollout_id_in: Sequence[str] | None = None,
-        rollout_id_contains: str | None = None,
-        queue_in: Sequence[str] | None = None,
-        mode_in: Sequence[str] | None = None,
-        filter_logic: FilterLogic = "and",
+        status_in: Sequence[str] | None,
+        rollout_id_in: Sequence[str] | None,
+        rollout_id_contains: str | None,
+        queue_in: Sequence[str] | None,
+        mode_in: Sequence[str] | None,
+        any_of: bool,
     ) -> None:
-        any_of = check_logic(filter_logic)
         super().__init__(any_of)
         self.among("r.status", "status_in", status_in).among("r.rollout_id", "rollout_id_in", rollout_id_in)
         self.contains("r.rollout_id", "rollout_id_contains", rollout_id_contains)
@@ -175,20 +178,14 @@ class RolloutFilters(Filters):
 
 def rollouts(
     connection: Connection,
-    *,
-    newest_first: bool = False,
-    sort_by: str | None = None,
-    sort_order: SortOrder = "asc",
-    after: str | None = None,
-    limit: int = -1,
-    offset: int = 0,
-    **filtered: Any,
+    position: str,
+    filters: RolloutFilters,
+    order: Order,
+    after: str | None,
+    limit: int,
+    offset: int,
 ) -> list[Rollout]:
-    """filtered: the arguments of RolloutFilters."""
-    filters, position = RolloutFilters(**filtered), connection.position
-    limit, offset = validation.check_cursor(after, limit, offset)
-    newest_first = newest_first and sort_by is None
-    order = Order.of("rollouts", sort_by, "desc" if newest_first else sort_order, after)
+    """position: the SQL of the place of a rollout in order of creation."""
     others: list[str] = []
     bounds: list[int] = []
     if order.natural and (after is not None or limit < validation.NO_LIMIT):
@@ -212,8 +209,7 @@ def rollouts(
     return [mapping.to_rollout(RolloutColumns(*row[:-1])) for row in rows]
 
 
-def count_rollouts(connection: Connection, **filtered: Any) -> int:
-    filters = RolloutFilters(**filtered)
+def count_rollouts(connection: Connection, filters: RolloutFilters) -> int:
     if not filters.counted:
         sql = f"SELECT count(*) FROM rollouts r {filters.where()}"
         return int(connection.all(sql, *filters.values)[0][0])
@@ -233,26 +229,14 @@ _ROLLOUT: Final = f"SELECT {select('r', ROLLOUT)} FROM rollouts r WHERE r.rollou
 
 
 def rollout(connection: Connection, rollout_id: str) -> Rollout | None:
-    validation.check_text(rollout_id, "rollout_id")
     rows = connection.all(_ROLLOUT, rollout_id)
     return mapping.to_rollout(RolloutColumns(*rows[0])) if rows else None
 
 
 # -- attempts --------------------------------------------------------------------------------------------------------
 
-
-class AttemptKey(NamedTuple):
-    key: int
-    attempt_id: str
-    spans: int
-
-
 _ATTEMPTS: Final = (
     f"SELECT {select('a', ATTEMPT)}, r.rollout_id FROM rollouts r JOIN attempts a ON a.rollout_key = r.key "
-)
-_KEYS: Final = (
-    f"SELECT {select('a', AttemptKey._fields)} FROM rollouts r JOIN attempts a ON a.rollout_key = r.key "
-    "WHERE r.rollout_id = ? ORDER BY a.sequence_id"
 )
 _LATEST: Final = "AND a.sequence_id = r.attempt_count"
 
@@ -263,17 +247,8 @@ def _attempts(connection: Connection, condition: str, *values: Any) -> list[Atte
 
 
 def attempts(
-    connection: Connection,
-    rollout_id: str,
-    *,
-    sort_by: str | None = None,
-    sort_order: SortOrder = "asc",
-    limit: int = -1,
-    offset: int = 0,
+    connection: Connection, rollout_id: str, order: Order = NATURAL, limit: int = validation.NO_LIMIT, offset: int = 0
 ) -> list[Attempt]:
-    validation.check_text(rollout_id, "rollout_id")
-    limit, offset = validation.check_page(limit, offset)
-    order = Order.of("attempts", sort_by, sort_order)
     where = "WHERE r.rollout_id = ? AND a.sequence_id > ? ORDER BY a.sequence_id LIMIT ?"  # numbered from 1, no gaps
     page = (offset, limit) if order.natural else (0, validation.NO_LIMIT)
     found = _attempts(connection, where, rollout_id, *page)
@@ -282,12 +257,10 @@ def attempts(
     return found if order.natural else order.page(found, limit, offset)
 
 
-def attempts_of(connection: Connection, rollout_id: str, attempt_id: str | None) -> list[AttemptKey]:
-    """All attempts of a rollout, one, or the "latest"."""
-    validation.check_text(rollout_id, "rollout_id")
-    if attempt_id is not None:
-        validation.check_text(attempt_id, "attempt_id")
-    found = [AttemptKey(*row) for row in connection.all(_KEYS, rollout_id)]
+def attempts_of(connection: Connection, rollout_id: str, attempt_id: str | None) -> list[AttemptColumns]:
+    """The rows of all attempts of a rollout, of one, or of the "latest"."""
+    rows = connection.all(f"{_ATTEMPTS}WHERE r.rollout_id = ? ORDER BY a.sequence_id", rollout_id)
+    found = [AttemptColumns(*row[:-1]) for row in rows]
     if not found:
         _position_of(connection, "r.key", rollout_id)
     if attempt_id is None:
@@ -301,13 +274,11 @@ def attempts_of(connection: Connection, rollout_id: str, attempt_id: str | None)
 
 
 def attempt(connection: Connection, attempt_id: str) -> Attempt | None:
-    validation.check_text(attempt_id, "attempt_id")
     found = _attempts(connection, "WHERE a.attempt_id = ?", attempt_id)
     return found[0] if found else None
 
 
 def latest_attempt(connection: Connection, rollout_id: str) -> Attempt | None:
-    validation.check_text(rollout_id, "rollout_id")
     found = _attempts(connection, f"WHERE r.rollout_id = ? {_LATEST}", rollout_id)
     if not found:
         _position_of(connection, "r.key", rollout_id)
@@ -315,7 +286,6 @@ def latest_attempt(connection: Connection, rollout_id: str) -> Attempt | None:
 
 
 def latest_attempts(connection: Connection, rollout_ids: Sequence[str]) -> list[Attempt]:
-    validation.check_texts(rollout_ids, "rollout_ids")
     return _attempts(connection, f"WHERE r.rollout_id = ANY (?) {_LATEST}", list(rollout_ids))
 
 
@@ -331,7 +301,6 @@ def find_resources(connection: Connection, resources_id: str) -> Any:
 
 
 def resources(connection: Connection, resources_id: str) -> ResourcesUpdate | None:
-    validation.check_text(resources_id, "resources_id")
     row = find_resources(connection, resources_id)
     return None if row is None else mapping.to_resources(row)
 
@@ -342,21 +311,9 @@ def latest_resources(connection: Connection) -> ResourcesUpdate | None:
 
 
 def resources_page(
-    connection: Connection,
-    *,
-    resources_id: str | None = None,
-    resources_id_contains: str | None = None,
-    sort_by: str | None = None,
-    sort_order: SortOrder = "asc",
-    after: str | None = None,
-    limit: int = -1,
-    offset: int = 0,
+    connection: Connection, filters: Filters, order: Order, after: str | None, limit: int, offset: int
 ) -> list[ResourcesUpdate]:
     """Those that cannot be read are left out and named in the log."""
-    filters = Filters().equals("s.resources_id", "resources_id", resources_id)
-    filters.contains("s.resources_id", "resources_id_contains", resources_id_contains)
-    limit, offset = validation.check_cursor(after, limit, offset)
-    order = Order.of("resources", sort_by, sort_order, after)
     key = _key_after(connection, "resources", "resources_id", after)
     column = None if order.field is None else f"s.{order.field}"
     if order.field == "update_time":
@@ -394,27 +351,13 @@ _WORKERS: Final = f"SELECT {select('w', WORKER)} FROM workers w "
 
 
 def worker(connection: Connection, worker_id: str) -> Worker | None:
-    validation.check_text(worker_id, "worker_id")
     found = _with_open_attempts(connection, connection.all(f"{_WORKERS}WHERE w.worker_id = ?", worker_id))
     return found[0] if found else None
 
 
 def workers(
-    connection: Connection,
-    *,
-    status_in: Sequence[WorkerStatus] | None = None,
-    worker_id_contains: str | None = None,
-    filter_logic: FilterLogic = "and",
-    sort_by: str | None = None,
-    sort_order: SortOrder = "asc",
-    after: str | None = None,
-    limit: int = -1,
-    offset: int = 0,
+    connection: Connection, filters: Filters, order: Order, after: str | None, limit: int, offset: int
 ) -> list[Worker]:
-    limit, offset = validation.check_cursor(after, limit, offset)
-    order = Order.of("workers", sort_by, sort_order, after)
-    filters = Filters(check_logic(filter_logic)).among(WORKER_STATUS, "status_in", status_in)
-    filters.contains("w.worker_id", "worker_id_contains", worker_id_contains)
     key = _key_after(connection, "workers", "worker_id", after)
     page = (limit, offset) if order.natural else (validation.NO_LIMIT, 0)
     sql = f"{_WORKERS}{filters.where('w.key > ?')} ORDER BY w.key LIMIT ? OFFSET ?"

@@ -8,9 +8,8 @@ rollout. Status changes here and nowhere else.
 from __future__ import annotations
 
 import logging
-import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from heapq import heappop, heappush, nsmallest
 from typing import Any, Final
 
 from msgspec import structs
@@ -78,6 +77,8 @@ def _set_status(tx: Tx, attempt: AttemptRow, status: str, keep_timeout: bool) ->
     keep_timeout = keep_timeout and (is_open or status == "unresponsive")
     timeout_at, end_time = attempt.timeout_at if keep_timeout else None, None if is_open else tx.wall
     tx.set(attempt, status=status, silent_at=silent_at, timeout_at=timeout_at, end_time=end_time)
+    if attempt.worker_id is not None:
+        tx.track(attempt)
 
 
 def _rollout_status(attempt: AttemptRow, status: str) -> str:
@@ -108,6 +109,7 @@ def _fence(tx: Tx, rollout: RolloutRow) -> None:
     latest = rollout.latest
     if latest is not None and not latest.superseded:
         tx.set(latest, superseded=1, timeout_at=None, silent_at=None)
+        tx.track(latest)
 
 
 # -- status of rollouts ----------------------------------------------------------------------------------------------
@@ -135,9 +137,8 @@ def _apply(tx: Tx, rollout: RolloutRow, status: str, **changes: Any) -> None:
         end_time = tx.wall
         tx.finished.add(rollout.rollout_id)
     tx.set(rollout, status=status, end_time=end_time, **changes)
-    if status in WAITING and old not in WAITING:
-        tx.waiting.append(rollout)
-    tx.queued |= old in OPEN and status not in OPEN
+    if (status in WAITING and old not in WAITING) or (old in OPEN and status not in OPEN):
+        tx.queued = True
 
 
 def _illegal(rollout: RolloutRow, new: str) -> ConflictError:
@@ -238,8 +239,8 @@ def set_aside(tx: Tx, rollout: RolloutRow, error: StoreError) -> None:
         number = changes["attempt_count"]
         tx.add_attempt(
             AttemptRow(
-                *(0, rollout.key, number, new_id("at"), "failed", tx.wall, tx.wall),
-                metadata=text,
+                *(0, rollout.key, number, new_id("at"), "failed", tx.wall, tx.wall, None, None, text),
+                *(0, 0, 0, 0, None, None, None, 1),
                 rollout=rollout,
                 stored=False,
             )
@@ -270,8 +271,7 @@ def add(tx: Tx, row: RolloutRow) -> RolloutRow:
     added = structs.replace(row, attempts={})
     tx.add_rollout(added)
     tx.name_queue(added.queue)
-    if added.status in WAITING:
-        tx.waiting.append(added)
+    tx.queued |= added.status in WAITING
     return added
 
 
@@ -283,26 +283,25 @@ def start(tx: Tx, new: New, has_id: bool, worker_id: str | None, claim_id: str |
         return mapping.to_attempted(before[0].rollout, before[0])
     if has_id and tx.find_rollout(row.rollout_id) is not None:
         raise ConflictError(f"rollout {row.rollout_id!r} exists already; use start_attempt")
-    return claim(tx, add(tx, row), worker_id, claim_id)
+    return claim(tx, add(tx, row), worker_id, None if claim_id is None else claimed_id(claim_id, 0))
 
 
 def start_attempt(tx: Tx, rollout_id: str, worker_id: str | None, claim_id: str | None) -> AttemptedRollout:
     if before := claimed_before(tx, claim_id, 1):
         return mapping.to_attempted(before[0].rollout, before[0])
-    return claim(tx, tx.rollout(rollout_id), worker_id, claim_id)
+    return claim(tx, tx.rollout(rollout_id), worker_id, None if claim_id is None else claimed_id(claim_id, 0))
 
 
 # -- claims ----------------------------------------------------------------------------------------------------------
 
 
-def claim(tx: Tx, rollout: RolloutRow, worker_id: str | None, claim_id: str | None, index: int = 0) -> AttemptedRollout:
-    """Start the next attempt of a rollout, which a claim takes at `index`."""
+def claim(tx: Tx, rollout: RolloutRow, worker_id: str | None, attempt_id: str | None = None) -> AttemptedRollout:
+    """Start the next attempt of a rollout."""
     allowed = ROLLOUT_TRANSITIONS[rollout.status]
     if "preparing" not in allowed and "requeuing" not in allowed:
         raise ConflictError(f"rollout {rollout.rollout_id!r} has {rollout.status}; enqueue the task as a new rollout")
     worker = None if worker_id is None else tx.worker(worker_id)
     number = rollout.attempt_count + 1
-    attempt_id = new_id("at") if claim_id is None else claimed_id(claim_id, index)
     if rollout.attempt_count:
         close_attempts(tx, rollout, f"attempt {number} was started")
     config = mapping.DEFAULT_CONFIG if rollout.config is None else mapping.config_of(rollout)
@@ -312,11 +311,8 @@ def claim(tx: Tx, rollout: RolloutRow, worker_id: str | None, claim_id: str | No
     _apply(tx, rollout, "preparing", attempt_count=number)
     attempt = tx.add_attempt(
         AttemptRow(
-            *(0, rollout.key, number, attempt_id, "preparing", tx.wall),
-            worker_id=worker_id,
-            timeout_at=timeout_at,
-            silence=silence,
-            silent_at=silent_at,
+            *(0, rollout.key, number, attempt_id or new_id("at"), "preparing", tx.wall, None, worker_id, None, "{}"),
+            *(0, 0, 0, 0, timeout_at, silence, silent_at, 1),
             rollout=rollout,
             stored=False,
         )
@@ -371,7 +367,9 @@ class ClaimRollouts(Command):
     def __init__(
         self, name: str, limit: int, worker_id: str | None, queues: Sequence[str] | None, claim_id: str | None
     ) -> None:
-        super().__init__(name, self._repeat, worker_id=worker_id, claim_id=claim_id)
+        super().__init__(name, self._repeat)
+        self.workers = () if worker_id is None else (worker_id,)
+        self.attempts = () if claim_id is None else (claimed_id(claim_id, 0),)
         self.queues: QueueNames = None if queues is None else tuple(dict.fromkeys(queues))
         self.limit = limit
         self._worker_id = worker_id
@@ -398,11 +396,25 @@ class ClaimRollouts(Command):
             self._first_try = tx.number
         if self._first_try != tx.number and self._worker_id is not None and tx.worker(self._worker_id).lost:
             return []  # its lease ran out while it waited: it would claim what that has just given back
-        queues, found = claims.among(self.queues), list[AttemptedRollout]()
-        while len(found) < self.limit and (row := claims.next(queues)) is not None:
-            found.append(claim(tx, row, self._worker_id, self._claim_id, len(found)))
+        found = self._take(tx, claims)
         self._answer_counts = [1] * len(found)
-        return found or WAIT
+        ids = [None if self._claim_id is None else claimed_id(self._claim_id, index) for index in range(len(found))]
+        return [claim(tx, row, self._worker_id, name) for row, name in zip(found, ids, strict=True)] or WAIT
+
+    def _take(self, tx: Tx, claims: Claims) -> list[RolloutRow]:
+        """The rollouts to claim. Damaged ones are set aside."""
+        while True:
+            found, sound = claims.take(self.queues, self.limit), list[RolloutRow]()
+            for rollout in found:
+                try:
+                    mapping.to_rollout(rollout)
+                    sound.append(rollout)
+                except StoreError as error:
+                    set_aside(tx, rollout, error)
+            if len(sound) == len(found):
+                return found
+            tx.mark()
+            claims.clear()
 
     def on_timeout(self, tx: Tx) -> list[AttemptedRollout]:
         self._answer_counts = []
@@ -415,127 +427,81 @@ class ClaimRollouts(Command):
         waiters.add_claim(self, self.queues)
 
 
-Entry = tuple[int, int, str]
-"""(negated priority, key, rollout_id): sorts in the order of claims."""
-_END: Final = (math.inf, 0, "")
-_READ: Final = 1024
-"""Waiting rollouts of a queue that are read at once, where no other process can claim them meanwhile."""
-
-
 class Claims:
-    """The rollouts that can be claimed: by priority, then by order of creation, among the queues below their limit. The
-    first ones of each queue are in memory: on a shared database, for one transaction."""
+    """The rollouts that one transaction can claim: by priority, then by order of creation, among the queues below their
+    limit. What each queue has is read once, as many as the claims of the transaction may take."""
 
     def __init__(self, tx: Tx) -> None:
         self._tx = tx
-        self._wanted = 0
+        self.wanted = 0
+        self._limits: dict[str, int | None] = {}
         self._open: dict[str, int] = {}
         """By queue that has a limit: its rollouts that are claimed and unfinished."""
-        self._heads: dict[str, list[Entry]] = {}
-        """By queue: heaps. An entry may be outdated."""
-        self._ends: dict[str, tuple[float, int, str]] = {}
-        """By queue: what follows this entry has not been read."""
+        self._ready: dict[str, deque[RolloutRow]] = {}
 
-    def begin(self, outdated: bool) -> None:
-        """The commands of a transaction have run. outdated: others may have written since the last one."""
-        self._open.clear()
-        if outdated:
-            self.clear()
-        for row in self._tx.waiting:
-            if self._tx.limits:
-                self._tx.limits.setdefault(row.queue, None)
-            entry, head = _entry(row), self._heads.get(row.queue)
-            if head is not None and row.status in WAITING and entry < self._ends[row.queue]:
-                heappush(head, entry)
-                if len(head) > 4 * _READ:
-                    del self._heads[row.queue]
+    def begin(self, wanted: int) -> None:
+        """Read the queues. On a shared database, lock those that have a limit. wanted: how many rollouts the claims of
+        this transaction take at most."""
+        self.clear()
+        self.wanted = wanted
+        self._limits = dict(self._tx.all("SELECT name, max_open FROM queues ORDER BY name"))
+        if any(limit is not None for limit in self._limits.values()):
+            limited = "SELECT name, max_open FROM queues WHERE max_open IS NOT NULL ORDER BY name FOR UPDATE"
+            locked = dict(self._tx.all(limited))
+            self._limits = {name: locked.get(name) for name in self._limits}
 
     def clear(self) -> None:
-        """What is in memory may be wrong."""
-        self._heads.clear()
+        """What was read is outdated."""
+        self._open.clear()
+        self._ready.clear()
 
-    def prepare(self, wanted: int) -> None:
-        """wanted: how many rollouts the claims of this transaction take at most. On a shared database, lock the queues
-        that have a limit."""
-        self._wanted = max(1, wanted)
-        tx = self._tx
-        if not tx.limits:
-            tx.limits = dict(tx.all("SELECT name, max_open FROM queues ORDER BY name"))
-            if any(limit is not None for limit in tx.limits.values()):
-                limited = "SELECT name, max_open FROM queues WHERE max_open IS NOT NULL ORDER BY name FOR UPDATE"
-                locked = dict(tx.all(limited))
-                tx.limits = {name: locked.get(name) for name in tx.limits}
-
-    def among(self, names: QueueNames) -> list[str]:
-        """The queues with these names, of which what can be claimed is read."""
-        limits = self._tx.limits
+    def take(self, names: QueueNames, count: int) -> list[RolloutRow]:
+        """Up to `count` rollouts of the queues, the next one first; the caller claims them at once."""
         if names is None:
-            queues = [name for name in limits if not is_private_queue(name)]
+            queues = [name for name in self._limits if not is_private_queue(name)]
         else:
-            queues = [name for name in names if name in limits]
-        self._read([name for name in queues if name not in self._heads])
-        limited = [name for name in queues if limits[name] is not None and name not in self._open]
-        if limited:
-            found = dict(self._tx.all(_COUNT_OPEN, limited))
-            self._open.update({name: found.get(name, 0) + self._tx.counted(name, OPEN) for name in limited})
-        return queues
+            queues = [name for name in names if name in self._limits]
+        self._read([name for name in queues if name not in self._ready])
+        taken: list[RolloutRow] = []
+        while len(taken) < count:
+            ready = [self._ready[name][0] for name in queues if self._ready[name] and not self._is_full(name)]
+            if not ready:
+                break
+            best = min(ready, key=_claiming_order)
+            taken.append(self._ready[best.queue].popleft())
+            if best.queue in self._open:
+                self._open[best.queue] += 1
+        return taken
 
-    def next(self, queues: Sequence[str]) -> RolloutRow | None:
-        """The next rollout of some queues, which the caller claims at once. Damaged ones are set aside."""
-        row = min([row for row in map(self._first, queues) if row is not None], key=_entry, default=None)
-        if row is not None and row.queue in self._open:
-            self._open[row.queue] += 1
-        return row
-
-    def _first(self, name: str) -> RolloutRow | None:
-        """The next rollout of a queue; None if it has none or is full."""
-        tx, limit = self._tx, self._tx.limits[name]
-        if limit is not None and self._open[name] >= limit:
-            return None
-        while (head := self._heads[name]) or self._ends[name] != _END:
-            if not head:
-                self._read([name])
-                continue
-            if head[0][2] not in tx.rollouts:
-                first = nsmallest(self._wanted, head)
-                tx.load_rows(LOAD_BY_KEY, [key for _, key, rollout_id in first if rollout_id not in tx.rollouts])
-            row = tx.rollouts.get(head[0][2])
-            if row is not None and row.status in WAITING and _entry(row) == head[0]:
-                try:
-                    mapping.to_rollout(row)
-                    return row
-                except StoreError as error:
-                    set_aside(tx, row, error)
-            heappop(head)
-        return None
+    def _is_full(self, name: str) -> bool:
+        limit = self._limits[name]
+        return limit is not None and self._open[name] >= limit
 
     def _read(self, names: list[str]) -> None:
         if not names:
             return
         tx = self._tx
         tx.flush()
-        most = self._wanted if tx.database.shared else max(self._wanted, _READ)
-        self._heads.update({name: [] for name in names})
-        for queue, priority, key, rollout_id in tx.connection.all(tx.database.next_waiting, most, names):
-            self._heads[queue].append((-priority, key, rollout_id))
-        for name in names:
-            head = self._heads[name]
-            head.sort()
-            self._ends[name] = _END if len(head) < most else head[-1]
+        self._ready.update({name: deque() for name in names})
+        limited = [name for name in names if self._limits[name] is not None]
+        if limited:
+            found = tx.connection.all(_COUNT_OPEN, limited)
+            self._open.update({**dict.fromkeys(limited, 0), **dict(found)})
+        keys = [key for (key,) in tx.connection.all(tx.database.next_waiting, max(1, self.wanted), names)]
+        found = tx.load_rows(LOAD_BY_KEY, keys) if keys else []
+        for row in sorted(found, key=_claiming_order):
+            self._ready[row.queue].append(row)
 
 
-def _entry(row: RolloutRow) -> Entry:
-    return -row.priority, row.key, row.rollout_id
+def _claiming_order(row: RolloutRow) -> tuple[int, int]:
+    return -row.priority, row.key
 
 
 _COUNT_OPEN: Final = (
-    "SELECT queue, CAST(sum(number) AS BIGINT) FROM counts WHERE queue = ANY (?) "
-    "AND name IN ('preparing', 'running') GROUP BY queue"
+    "SELECT queue, count(*) FROM rollouts WHERE queue = ANY (?) AND status IN ('preparing', 'running') GROUP BY queue"
 )
 NEXT_WAITING: Final = (
-    "(SELECT {} FROM rollouts w WHERE w.queue = q.name AND w.status IN ('queuing', 'requeuing') {}"
+    "(SELECT {} FROM rollouts w WHERE w.queue = q.name AND w.status IN ('queuing', 'requeuing') "
     "ORDER BY w.priority DESC, w.key LIMIT ?{})"
 )
 """The next rollouts of the queue `q`."""
-ENTRY: Final = ("queue", "priority", "key", "rollout_id")
-"""The columns that `Claims` reads of them."""

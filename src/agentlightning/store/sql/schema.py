@@ -50,6 +50,7 @@ class RolloutRow(RolloutColumns, eq=False, kw_only=True):
 
     table: ClassVar[str] = "rollouts"
     stored: bool = True
+    mark: int = 0
     attempts: dict[str, AttemptRow] = field(default_factory=dict[str, "AttemptRow"])
     """By id, the latest one last."""
     counted: str | None = None
@@ -67,23 +68,23 @@ class AttemptColumns(Struct, eq=False):
     attempt_id: str
     status: str
     start_time: float
-    end_time: float | None = None
-    worker_id: str | None = None
-    last_heartbeat_time: float | None = None
-    metadata: str = "{}"
-    superseded: int = 0
-    last_span: int = 0
+    end_time: float | None
+    worker_id: str | None
+    last_heartbeat_time: float | None
+    metadata: str
+    superseded: int
+    last_span: int
     """The highest sequence number assigned."""
-    spans: int = 0
-    bytes: int = 0
+    spans: int
+    bytes: int
     """Of its packs and prompts."""
-    timeout_at: float | None = None
+    timeout_at: float | None
     """Its deadline, on the steady clock."""
-    silence: float | None = None
+    silence: float | None
     """How long it may send no heartbeat."""
-    silent_at: float | None = None
+    silent_at: float | None
     """The deadline that follows from it."""
-    claims: int = 1
+    claims: int
     """How often its claim was answered: more than once if it was repeated."""
 
 
@@ -92,6 +93,7 @@ class AttemptRow(AttemptColumns, eq=False, kw_only=True):
 
     table: ClassVar[str] = "attempts"
     stored: bool = True
+    mark: int = 0
     rollout: RolloutRow
 
 
@@ -107,8 +109,13 @@ class WorkerColumns(Struct, eq=False):
 
 
 class WorkerRow(WorkerColumns, eq=False, kw_only=True):
+    """A worker with its open attempts."""
+
     table: ClassVar[str] = "workers"
     stored: bool = True
+    mark: int = 0
+    open_attempts: dict[str, str] = field(default_factory=dict[str, str])
+    """The rollout id by attempt id, the newest attempt last."""
 
 
 Row = RolloutRow | AttemptRow | WorkerRow
@@ -167,6 +174,7 @@ CLUSTERED: Final = frozenset({"span_places", "counts"})
 """Tables that SQLite keeps in the order of their primary key."""
 INDEXES: Final = (
     f"INDEX rollouts_waiting ON rollouts (queue, priority DESC, key) WHERE {IS_WAITING}",
+    f"INDEX rollouts_open ON rollouts (queue) WHERE {IS_OPEN}",
     "INDEX rollouts_finished ON rollouts (end_time, status) WHERE end_time IS NOT NULL",
     "UNIQUE INDEX attempts_of_rollout ON attempts (rollout_key, sequence_id)",
     "INDEX attempts_timeout ON attempts (timeout_at) WHERE timeout_at IS NOT NULL",

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import attrgetter
 from typing import Any, Final
 
 from msgspec import Struct
 
-from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.errors import NotFoundError
 from agentlightning.span import DAMAGED, SUPERSEDED, Span
 from agentlightning.store import validation
 from agentlightning.store.sql import attempts, mapping, pack
 from agentlightning.store.sql.pack import SpanPack
 from agentlightning.store.sql.prompts import PromptCache, PromptReader, place_of
-from agentlightning.store.sql.queries import AttemptKey, Order, attempts_of, check_logic
-from agentlightning.store.sql.schema import MAX_PACK, PACK, AttemptRow, select
+from agentlightning.store.sql.queries import NATURAL, Order, attempts_of
+from agentlightning.store.sql.schema import MAX_PACK, PACK, AttemptColumns, AttemptRow, select
 from agentlightning.store.sql.tx import Connection, Tx
 from agentlightning.store.sql.waiting import check_known
-from agentlightning.store.types import FilterLogic, SortOrder
 
 # -- the spans of one call -------------------------------------------------------------------------------------------
 
@@ -42,9 +41,10 @@ class AttemptSpans:
     """The spans of one call that belong to one attempt: packed in the caller's thread, then stored, then returned as
     stored."""
 
-    __slots__ = ("_positions", "_spans", "attempt_id", "named", "pack", "rollout_id")
+    __slots__ = ("_positions", "_spans", "attempt_id", "body", "named", "pack", "rollout_id")
 
     pack: SpanPack
+    body: bytes
 
     def __init__(self, rollout_id: str, attempt_id: str) -> None:
         validation.check_text(rollout_id, "rollout_id")
@@ -69,6 +69,7 @@ class AttemptSpans:
     def seal(self) -> None:
         """Validate and pack the spans."""
         self.pack = pack.pack(self._spans)
+        self.body = self.pack.body
 
     def read_result(self, result: SpanWriteResult, output: list[Any]) -> None:
         """Put each span, as it was stored, at its position in `output`."""
@@ -169,9 +170,12 @@ class SpanWriter:
     def __init__(self, connection: Connection) -> None:
         self._ids = SpanIds()
         self._prompts = PromptCache(connection)
+        self.touched = False
+        """The command that is running has added something to what is remembered."""
 
     def clear(self) -> None:
         """After something was undone: what is remembered may not be in the database."""
+        self.touched = False
         self._ids.clear()
         self._prompts.clear()
 
@@ -185,19 +189,20 @@ class SpanWriter:
             self.forget(attempt)
         repeated = self._repeated(tx, group, attempt)
         existing: dict[int, Span] = {}
-        new = group.pack
+        new, body = group.pack, group.body
         if repeated:
             stored = _by_id(tx, attempt, set(repeated.values()))
             existing = {index: stored[span_id] for index, span_id in repeated.items() if span_id in stored}
             new = pack.select(new, [index for index in range(new.count) if index not in repeated])
+            body = new.body
         sequence_ids = _assign_sequence_ids(new.sequence_ids, attempt.last_span)
         superseded = attempt.superseded
         count = len(new.span_ids)
         if count:
-            size = len(new.body) + 9 * count
+            size = len(body) + 9 * count
             for start, end in _runs(sequence_ids):
                 part = new if end - start == count else pack.select(new, range(start, end))
-                size += self.add_pack(tx, attempt, part, sequence_ids[start])
+                size += self.add_pack(tx, attempt, part, body if part is new else part.body, sequence_ids[start])
             before = attempt.spans
             last_span = max(attempt.last_span, max(sequence_ids))
             size += attempt.bytes
@@ -227,16 +232,19 @@ class SpanWriter:
         """The attempt is new, though its key may not be."""
         self._prompts.forget(attempt.key)
 
-    def add_pack(self, tx: Tx, attempt: AttemptRow, part: SpanPack, first: int, superseded: int | None = None) -> int:
+    def add_pack(
+        self, tx: Tx, attempt: AttemptRow, part: SpanPack, body: bytes, first: int, superseded: int | None = None
+    ) -> int:
         """Add a pack of new spans with consecutive numbers; returns the bytes of its prompts. superseded: whether the
         attempt was, when it sent them; by default, whether it is now."""
+        self.touched = True
         key = tx.connection.new_key("span_packs", 0)
         prompts: list[tuple[Any, ...]] = []
         for index, ids in part.prompts:
             may_be_stored = attempt.stored and attempt.spans > 0
             prompts.append(self._prompts.add(attempt.key, place_of(key, index), ids, may_be_stored))
         mark, span_ids = attempt.superseded if superseded is None else superseded, part.span_ids
-        tx.add_pack((key, attempt.key, first, len(span_ids), mark, part.ids, part.body), span_ids, prompts)
+        tx.add_pack((key, attempt.key, first, len(span_ids), mark, part.ids, body), span_ids, prompts)
         return sum([len(row[-1]) for row in prompts]) if prompts else 0
 
 
@@ -372,37 +380,43 @@ def _ids_of(damaged: _Pack) -> Sequence[str]:
 # -- queries -----------------------------------------------------------------------------------------------------------
 
 
-def _test(name: str, value: str) -> Callable[[Span], bool]:
-    """The filter `name` of `query_spans`."""
-    field_of = attrgetter(name.removesuffix("_contains"))
-    if name.endswith("_contains"):
-        return lambda span: value in (field_of(span) or "")
+def _has(name: str, value: str) -> Callable[[Span], bool]:
+    field_of = attrgetter(name)
     return lambda span: field_of(span) == value
 
 
-FILTERS: Final = frozenset(
-    name + suffix for name in ("name", "trace_id", "span_id", "parent_id") for suffix in ("", "_contains")
-)
+def _contains(name: str, part: str) -> Callable[[Span], bool]:
+    field_of = attrgetter(name)
+    return lambda span: part in (field_of(span) or "")
 
 
 @dataclass(frozen=True, slots=True)
-class _Query:
-    """A page of the spans of a rollout."""
+class SpanQuery:
+    """The arguments of `query_spans`."""
 
     rollout_id: str
-    after: str | None
-    limit: int
-    offset: int
-    tests: Sequence[Callable[[Span], bool]]
-    any_of: bool
-    """Whether one of the tests is enough."""
-    order: Order
-    tokens: bool
+    attempt_id: str | None = None
+    after: str | None = None
+    limit: int = -1
+    offset: int = 0
+    exact: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
+    """By field: the value it must have."""
+    contains: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
+    """By field: the text it must contain."""
+    any_of: bool = False
+    """Whether one of these filters is enough."""
+    order: Order = NATURAL
+    tokens: bool = True
     """Whether the tokens of model calls are read, or only their numbers."""
+
+    @property
+    def filters(self) -> list[Callable[[Span], bool]]:
+        exact = [_has(name, value) for name, value in self.exact.items() if value is not None]
+        return exact + [_contains(name, part) for name, part in self.contains.items() if part is not None]
 
     def page(self, spans: Iterable[Span]) -> list[Span]:
         """The page of these spans, which begin after the span `after`."""
-        tests, enough = self.tests, any if self.any_of else all
+        tests, enough = self.filters, any if self.any_of else all
         if not self.order.natural:
             matching = [span for span in spans if not tests or enough(test(span) for test in tests)]
             return self.order.page(matching, self.limit, self.offset)
@@ -423,29 +437,10 @@ class _Query:
         return found
 
 
-def query(
-    connection: Connection,
-    rollout_id: str,
-    attempt_id: str | None = None,
-    *,
-    filter_logic: FilterLogic = "and",
-    sort_by: str | None = None,
-    sort_order: SortOrder = "asc",
-    after: str | None = None,
-    limit: int = -1,
-    offset: int = 0,
-    tokens: bool = True,
-    **filters: str | None,
-) -> list[Span]:
+def query(connection: Connection, query: SpanQuery) -> list[Span]:
     """Spans from the database, with few queries and memory bounded by the result."""
-    validation.check_cursor(after, limit, offset)
-    order = Order.of("spans", sort_by, sort_order, after)
-    if unknown := filters.keys() - FILTERS:
-        raise TypeError(f"query_spans() got an unexpected keyword argument {min(unknown)!r}")
-    tests = [_test(name, value) for name, value in filters.items() if value is not None]
-    query = _Query(rollout_id, after, limit, offset, tests, check_logic(filter_logic), order, tokens)
-    rows = attempts_of(connection, rollout_id, attempt_id)
-    if after is None:
+    rows = attempts_of(connection, query.rollout_id, query.attempt_id)
+    if query.after is None:
         return query.page(span for row in rows for span in _stream(connection, query, row, None))
     index, position = _find(connection, rows, query)
     rest = rows[index:]
@@ -459,7 +454,7 @@ Position = tuple[int, int, int]
 """Position of a span within its attempt: (sequence_id, key of its pack, index in the pack)."""
 
 
-def _find(connection: Connection, rows: Sequence[AttemptKey], query: _Query) -> tuple[int, tuple[Position, int]]:
+def _find(connection: Connection, rows: Sequence[AttemptColumns], query: SpanQuery) -> tuple[int, tuple[Position, int]]:
     """Where the span `after` is: (index of the attempt, (position, sequence number from which to read packs))."""
     keys = [row.key for row in rows]
     places = {row[1]: row for row in connection.all(_PLACE_OF, keys, query.after)}
@@ -474,7 +469,7 @@ def _find(connection: Connection, rows: Sequence[AttemptKey], query: _Query) -> 
 
 
 def _stream(
-    connection: Connection, query: _Query, attempt: AttemptKey, after: tuple[Position, int] | None
+    connection: Connection, query: SpanQuery, attempt: AttemptColumns, after: tuple[Position, int] | None
 ) -> Iterator[Span]:
     """The spans of an attempt that follow a position, by sequence number. Packs whose numbers interleave are merged."""
     ahead: list[tuple[Position, Span]] = []
@@ -498,7 +493,7 @@ def _stream(
 
 
 def _packs(
-    connection: Connection, query: _Query, attempt: AttemptKey, start: int
+    connection: Connection, query: SpanQuery, attempt: AttemptColumns, start: int
 ) -> Iterator[tuple[int, int, list[Span]]]:
     """(key, first sequence number, spans)"""
     skip, batch = 0, FIRST_BATCH
@@ -521,10 +516,8 @@ def count(connection: Connection, rollout_id: str, attempt_id: str) -> int:
     return sum(row.spans for row in attempts_of(connection, rollout_id, attempt_id))
 
 
-def newest(connection: Connection, limit: int = 100) -> list[Span]:
+def newest(connection: Connection, limit: int) -> list[Span]:
     """The spans that were stored last, the newest first."""
-    if limit < 0:
-        raise ConfigError(f"limit={limit} is negative; use 0 or more")
     found: list[Span] = []
     key = validation.NO_LIMIT
     while len(found) < limit:

@@ -22,8 +22,8 @@ import orjson
 from agentlightning.errors import ConfigError, StoreError, StoreFullError, StoreLostError
 from agentlightning.store.base import DEFAULT_STORE, store_url
 from agentlightning.store.clock import SYNC_SECONDS, Clock
-from agentlightning.store.sql.rollouts import ENTRY, NEXT_WAITING
-from agentlightning.store.sql.schema import ddl, migrate, select
+from agentlightning.store.sql.rollouts import NEXT_WAITING
+from agentlightning.store.sql.schema import ddl, migrate
 from agentlightning.store.sql.tx import LAST_SIGN_OF_LIFE, Connection, Database
 
 BUSY_SECONDS: Final = 30.0
@@ -60,10 +60,10 @@ class SqliteDatabase(Database):
     """A file, or a database in memory that ends with its connection."""
 
     shared = False
+    position = "r.key"
     next_waiting = (
-        f"SELECT {select('r', ENTRY)} FROM queues q JOIN rollouts r ON r.key IN "
-        + NEXT_WAITING.format("w.key", "AND typeof(w.rollout_id) = 'text' ", "")
-        + " WHERE q.name = ANY (?)"
+        f"SELECT r.key FROM queues q JOIN rollouts r ON r.key IN {NEXT_WAITING.format('w.key', '')} "
+        "WHERE q.name = ANY (?) AND typeof(r.rollout_id) = 'text'"
     )
     errors: ClassVar[tuple[type[Exception], ...]] = (sqlite3.Error,)
 
@@ -100,15 +100,9 @@ class SqliteDatabase(Database):
         return SqliteConnection(connection, self.path)
 
     def explain(self, error: Exception) -> StoreError:
-        if not isinstance(error, sqlite3.Error):
-            return StoreError(f"{self.name}: {error!r}")
-        where, code = str(self.path or self.name), _code(error)
-        if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and _free_bytes(self.path) < SCARCE_BYTES):
-            return StoreFullError(
-                f"the disk is full: {where} could not be written ({_free_bytes(self.path) / 1e6:.1f} MB free); nothing "
-                "of this call was stored; free some space and call again"
-            )
-        return StoreError(f"{where}: {error}; {_ADVICE.get(code, _UNEXPECTED).format(where)}")
+        if isinstance(error, sqlite3.Error):
+            return _explain(error, self.path)
+        return StoreError(f"{self.name}: {error!r}")
 
     def is_fatal(self, error: BaseException) -> bool:
         """Whether the database may have rolled back the whole transaction, not only the statement."""
@@ -128,9 +122,8 @@ def _translated(sql: str) -> str:
 @cache
 def _for_rows(sql: str, rows: int) -> str:
     """A statement for one row, for several."""
-    sql = _translated(sql)
     update = _UPDATE.fullmatch(sql)
-    if update is not None and rows > 1:
+    if update is not None:
         table, changes = update.groups()
         names = [part.removesuffix(" = ?") for part in changes.split(", ")]
         changes = ", ".join([f"{name} = new.{name}" for name in names])
@@ -203,8 +196,7 @@ class SqliteConnection(Connection):
         start = 0
         while left := len(rows) - start:
             size = next((size for size in CHUNK_SIZES if size <= left), left)
-            values = [value for row in rows[start : start + size] for value in row]
-            self._cursor.execute(_for_rows(sql, size), values if size > 1 else [_adapt(value) for value in values])
+            self._cursor.execute(_for_rows(sql, size), [value for row in rows[start : start + size] for value in row])
             start += size
 
     def new_key(self, table: str, expected: int) -> int:
@@ -459,6 +451,18 @@ _ADVICE: Final = {
 def _code(error: sqlite3.Error) -> int:
     """The primary result code: the low byte of the extended one."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+def _explain(error: sqlite3.Error, path: Path | None) -> StoreError:
+    """The error to raise instead of `error`."""
+    where = str(path) if path is not None else "the in-memory store"
+    code = _code(error)
+    if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and _free_bytes(path) < SCARCE_BYTES):
+        return StoreFullError(
+            f"the disk is full: {where} could not be written ({_free_bytes(path) / 1e6:.1f} MB free); nothing of this "
+            "call was stored; free some space and call again"
+        )
+    return StoreError(f"{where}: {error}; {_ADVICE.get(code, _UNEXPECTED).format(where)}")
 
 
 def _free_bytes(path: Path | None) -> float:

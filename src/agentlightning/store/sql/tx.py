@@ -12,8 +12,7 @@ and FOR UPDATE locks rows on databases that several processes write to at once. 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, ClassVar, Final, Protocol
 
@@ -47,8 +46,6 @@ class Connection(Protocol):
 
     writer_id: str = ""
     """Whose counters it adds to: "" on a database with one writer, else a name of its own."""
-    position: str = "r.key"
-    """The SQL of the place of a rollout in order of creation."""
 
     def begin(self, write: bool, durable: bool = True) -> None:
         """Begin a transaction. On SQLite, one that writes takes the only write lock. A commit that is not durable
@@ -134,8 +131,10 @@ class Database(Protocol):
     """Several processes write at once, each locking the rows it works with. Otherwise there is one write lock."""
     single: bool
     """One connection serves everything (a database in memory)."""
+    position: str
+    """The SQL of the place of a rollout in order of creation."""
     next_waiting: str
-    """See `rollouts.Claims`."""
+    """See `rollouts.take`."""
     errors: ClassVar[tuple[type[Exception], ...]]
     """The exceptions of the driver."""
 
@@ -174,18 +173,33 @@ def insert_sql(table: str, columns: Sequence[str]) -> str:
     return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
 
 
-_INSERTS: Final = {"rollouts": insert_sql("rollouts", ROLLOUT), "attempts": insert_sql("attempts", ATTEMPT)}
-_COLUMNS: Final = {"rollouts": attrgetter(*ROLLOUT), "attempts": attrgetter(*ATTEMPT)}
+class _Writes:
+    """How rows of one table are inserted and updated."""
+
+    def __init__(self, table: str, columns: tuple[str, ...], fixed: Iterable[str]) -> None:
+        changing = [name for name in columns if name not in fixed]
+        changes = ", ".join(f"{name} = ?" for name in changing)
+        self.insert = insert_sql(table, columns)
+        self.columns = attrgetter(*columns)
+        self.update = f"UPDATE {table} SET {changes} WHERE key = ?"
+        self.changed = attrgetter(*changing, "key")
 
 
-@cache
-def _update(table: str, names: frozenset[str]) -> tuple[Callable[[Any], tuple[Any, ...]], str, str]:
-    """(the columns of a row and its key, the SQL that changes one row, that which changes rows to the same values)."""
-    columns = sorted(names)
-    sql = f"UPDATE {table} SET {', '.join([f'{name} = ?' for name in columns])} WHERE key = "
-    return attrgetter(*columns, "key"), f"{sql}?", f"{sql}ANY (?)"
-
-
+_ROLLOUTS: Final = _Writes("rollouts", ROLLOUT, ("key", "rollout_id", "start_time", "queue", "priority"))
+_ATTEMPTS: Final = _Writes(
+    "attempts", ATTEMPT, ("key", "rollout_key", "sequence_id", "attempt_id", "start_time", "silence")
+)
+_USUAL: Final = {
+    "rollouts": ("status", "end_time", "attempt_count"),
+    "attempts": ("last_heartbeat_time", "last_span", "spans", "bytes"),
+    "workers": WORKER,
+}
+"""The columns that change most often: where no others have, only these are written, and their few indexes."""
+_USUAL_FIELDS: Final = {table: frozenset(columns) for table, columns in _USUAL.items()}
+_FEW_ROLLOUTS: Final = _Writes("rollouts", ("key", *_USUAL["rollouts"]), ("key",))
+_FEW_ATTEMPTS: Final = _Writes("attempts", ("key", *_USUAL["attempts"]), ("key",))
+_COLUMNS: Final = {"rollouts": ROLLOUT, "attempts": ATTEMPT, "workers": WORKER}
+_SNAPSHOTS: Final = {table: attrgetter(*columns) for table, columns in _COLUMNS.items()}
 _WRITE_WORKER: Final = f"{insert_sql('workers', WORKER)} ON CONFLICT (worker_id) DO UPDATE SET " + ", ".join(
     f"{name} = excluded.{name}" for name in WORKER[1:]
 )
@@ -248,6 +262,8 @@ class Tx:
         """Functions with their arguments."""
         self._memory = 0
         """Estimated bytes of the rows."""
+        self._mark = 0
+        """The number of the command that is running: a row is saved once in each, before its first change."""
         self.number = 0
         """Of this transaction, as this process counts them."""
         self.begin()
@@ -257,10 +273,8 @@ class Tx:
         that the rows in memory are dropped."""
         self.wall, self.steady = self.clock.wall(), self.clock.steady()
         self.number += 1
-        self.waiting: list[RolloutRow] = []
-        """Rollouts that wait now."""
         self.queued = False
-        """Other rollouts may have become claimable."""
+        """A rollout may have become claimable."""
         self.finished: set[str] = set()
         """Ids of rollouts that have finished."""
         self.deadline: float | None = None
@@ -273,11 +287,9 @@ class Tx:
             self.owners: dict[str, str | None] = {}
             """The rollout id by attempt id."""
             self.workers: dict[str, WorkerRow] = {}
-        if outdated:
-            self.limits: dict[str, int | None] = {}
-            """Of every queue; empty before they are read."""
-        self._changed: dict[Row, set[str]] = {}
-        """The columns that have changed, of rows that are stored."""
+        self._changed: dict[Row, None] = {}
+        self._more_changed: set[Row] = set()
+        """Those of which other columns than the usual ones have changed."""
         self._packs: list[tuple[Any, ...]] = []
         self._span_ids: list[Sequence[str]] = []
         """Of each pack."""
@@ -297,6 +309,7 @@ class Tx:
     def mark(self) -> None:
         """Keep what was done so far: a command begins."""
         self._undo.clear()
+        self._mark += 1
         self.written = False
         """Something of this command has been written, so that it cannot be undone alone."""
 
@@ -361,6 +374,8 @@ class Tx:
         for name in missing:
             if name not in self.workers:
                 self.workers[name] = WorkerRow(name, stored=False)
+        for worker_id, rollout_id, attempt_id in self.connection.all(OPEN_ATTEMPTS, missing):
+            self.workers[worker_id].open_attempts[attempt_id] = rollout_id
 
     def find_rollout(self, rollout_id: str) -> RolloutRow | None:
         if rollout_id not in self.rollouts:
@@ -402,13 +417,6 @@ class Tx:
             self.load_workers([worker_id])
         return self.workers[worker_id]
 
-    def open_attempts(self, worker_ids: list[str]) -> list[AttemptRow]:
-        """Those that some workers run, the newest last."""
-        found = self.all(OPEN_ATTEMPTS, worker_ids)
-        self.load(rollout_id for _, rollout_id, _ in found)
-        attempts = [self.attempt(rollout_id, attempt_id) for _, rollout_id, attempt_id in found]
-        return [attempt for attempt in attempts if attempt.status in OPEN and not attempt.superseded]
-
     def check_resources(self, resources_id: str | None) -> None:
         """Raises NotFoundError for resources that were never published. None stands for the latest."""
         if resources_id is None or resources_id in self.known_resources:
@@ -421,19 +429,20 @@ class Tx:
 
     def set(self, row: Row, **changes: Any) -> None:
         """Change columns of a row."""
-        changed = self._changed.setdefault(row, set())
+        if row.mark != self._mark:
+            row.mark = self._mark
+            self._undo.append((_restore, row, _SNAPSHOTS[row.table](row)))
         for name, value in changes.items():
-            before = getattr(row, name)
-            if value != before:
-                self._undo.append((setattr, row, name, before))
-                setattr(row, name, value)
-                changed.add(name)
+            setattr(row, name, value)
+        self._changed[row] = None
+        if not changes.keys() <= _USUAL_FIELDS[row.table]:
+            self._more_changed.add(row)
 
     def add_rollout(self, row: RolloutRow) -> RolloutRow:
         """Add a row that is not stored; assigns its key."""
         row.key = self.connection.new_key("rollouts", max(1, self.new_rollouts))
         self._remember(row)
-        self._changed[row] = set()
+        self._changed[row] = None
         self._undo += [(self.rollouts.pop, row.rollout_id), (self._changed.pop, row, None)]
         return row
 
@@ -442,9 +451,10 @@ class Tx:
         row.key, row.rollout_key = self.connection.new_key("attempts", 0), row.rollout.key
         row.rollout.attempts[row.attempt_id] = row
         self.owners[row.attempt_id] = row.rollout.rollout_id
-        self._changed[row] = set()
+        self._changed[row] = None
         self._undo += [(row.rollout.attempts.pop, row.attempt_id), (self._changed.pop, row, None)]
         self._undo.append((self.owners.pop, row.attempt_id, None))
+        self.track(row)
         return row
 
     def remove_attempt(self, row: AttemptRow) -> None:
@@ -454,6 +464,7 @@ class Tx:
         self.count(ATTEMPTS, -1)
         del row.rollout.attempts[row.attempt_id]
         self.owners.pop(row.attempt_id, None)
+        self.track(row)
 
     def add_pack(self, pack: tuple[Any, ...], span_ids: Sequence[str], prompts: Sequence[tuple[Any, ...]]) -> None:
         """Add the columns PACK of a pack of new spans, whose key is new, and rows of the table `prompts`."""
@@ -473,9 +484,21 @@ class Tx:
         """Add to a counter; not reverted by `undo`."""
         self._counts[name, queue] += number
 
-    def counted(self, queue: str, names: Iterable[str]) -> int:
-        """What this transaction has added so far to counters of a queue, of what is written."""
-        return sum([self._counts.get((name, queue), 0) for name in names])
+    def track(self, row: AttemptRow, worker_before: str | None = None) -> None:
+        """After a change of who runs an attempt, or of whether it is open: tell the workers that are loaded."""
+        if worker_before is not None and worker_before != row.worker_id and worker_before in self.workers:
+            self._track(self.workers[worker_before], row, False)
+        worker = None if row.worker_id is None else self.workers.get(row.worker_id)
+        if worker is not None:
+            is_open = row.status in OPEN and not row.superseded and row.attempt_id in row.rollout.attempts
+            self._track(worker, row, is_open)
+
+    def _track(self, worker: WorkerRow, row: AttemptRow, is_open: bool) -> None:
+        before = worker.open_attempts
+        self._undo.append((setattr, worker, "open_attempts", before))
+        worker.open_attempts = {name: value for name, value in before.items() if is_open or name != row.attempt_id}
+        if is_open:
+            worker.open_attempts[row.attempt_id] = row.rollout.rollout_id
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
@@ -501,36 +524,38 @@ class Tx:
 
     def _write_rows(self) -> None:
         changed, self._changed = self._changed, {}
-        workers = [row for row in changed if row.table == "workers"]
+        workers, rollouts, attempts = list[WorkerRow](), list[RolloutRow](), list[AttemptRow]()
+        for row in changed:
+            if isinstance(row, AttemptRow):
+                attempts.append(row)
+            elif isinstance(row, RolloutRow):
+                rollouts.append(row)
+            else:
+                workers.append(row)
         if workers:
             if not all(row.stored for row in workers):
                 self.connection.commit_in_order("workers")
             self.connection.write(_WRITE_WORKER, sorted([_worker_columns(row) for row in workers]))
-        for table, columns in _COLUMNS.items():
-            rows = {row: names for row, names in changed.items() if row.table == table}
-            if new := [columns(row) for row in rows if not row.stored]:
-                self.connection.write(_INSERTS[table], new)
-                if table == "attempts":
-                    self.count(ATTEMPTS, len(new))
-            self._write_changes(table, rows)
+        if rollouts:
+            self._write(_ROLLOUTS, _FEW_ROLLOUTS, rollouts)
+            for row in rollouts:
+                self._count_status(row)
+        new = sum(not row.stored for row in attempts)
+        self._write(_ATTEMPTS, _FEW_ATTEMPTS, attempts)
+        if new:
+            self.count(ATTEMPTS, new)
         for row in changed:
             row.stored = True
-            if isinstance(row, RolloutRow):
-                self._count_status(row)
+        self._more_changed.clear()
 
-    def _write_changes(self, table: str, rows: Mapping[Row, set[str]]) -> None:
-        by_names: defaultdict[frozenset[str], list[Row]] = defaultdict(list)
-        for row, names in rows.items():
-            if row.stored and names:
-                by_names[frozenset(names)].append(row)
-        for names, some in by_names.items():
-            columns, one, same = _update(table, names)
-            values = [columns(row) for row in some]
-            first = values[0][:-1]
-            if all(each[:-1] == first for each in values):
-                self.connection.write(same, [(*first, [each[-1] for each in values])])
-            else:
-                self.connection.write(one, values)
+    def _write(self, writes: _Writes, few: _Writes, rows: Sequence[RolloutRow] | Sequence[AttemptRow]) -> None:
+        write, more = self.connection.write, self._more_changed
+        if new := [writes.columns(row) for row in rows if not row.stored]:
+            write(writes.insert, new)
+        if usual := [few.changed(row) for row in rows if row.stored and row not in more]:
+            write(few.update, usual)
+        if others := [writes.changed(row) for row in rows if row.stored and row in more]:
+            write(writes.update, others)
 
     def _count_status(self, row: RolloutRow) -> None:
         if row.counted != row.status:
@@ -545,3 +570,8 @@ class Tx:
             rows = [(self.connection.writer_id, *key, number) for key, number in sorted(self._counts.items()) if number]
             self._counts.clear()
             self.connection.write(_ADD_COUNT, rows)
+
+
+def _restore(row: Row, values: tuple[Any, ...]) -> None:
+    for name, value in zip(_COLUMNS[row.table], values, strict=True):
+        setattr(row, name, value)

@@ -15,7 +15,6 @@ from typing import Any, Final
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.store import validation
 from agentlightning.store.idempotency import IdempotentCall
-from agentlightning.store.ids import claimed_id
 from agentlightning.store.sql.schema import ROLLOUT, RolloutColumns, select
 from agentlightning.store.sql.tx import Connection, Tx
 
@@ -51,17 +50,15 @@ class Command:
         name: str,
         run: Callable[[Any], Any],
         rollouts: Iterable[str] = (),
-        worker_id: str | None = None,
-        claim_id: str | None = None,
+        workers: Iterable[str] = (),
+        attempts: Iterable[str] = (),
         new_rollouts: int = 0,
         reads: bool = False,
     ) -> None:
         self.name = name
         self.run = run
         """Returns the result, or WAIT."""
-        self.rollouts = rollouts
-        self.workers = () if worker_id is None else (worker_id,)
-        self.attempts = () if claim_id is None else (claimed_id(claim_id, 0),)
+        self.rollouts, self.workers, self.attempts = rollouts, workers, attempts
         """Ids of rows that are loaded with those of its batch. Others are loaded when it needs them."""
         self.new_rollouts = new_rollouts
         self.reads = reads

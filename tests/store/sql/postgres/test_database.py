@@ -19,6 +19,7 @@ from agentlightning.store import LightningStore
 from agentlightning.store.clock import Clock
 from agentlightning.store.sql.postgres import PostgresDatabase
 from agentlightning.store.sql.postgres.connection import TABLES, encode
+from agentlightning.store.sql.postgres.server import explain
 from agentlightning.store.sql.schema import SCHEMA_VERSION
 
 pytestmark = pytest.mark.integration
@@ -178,7 +179,7 @@ def test_a_full_disk_is_an_error_of_its_own() -> None:
     import psycopg.errors
 
     error = psycopg.errors.DiskFull('could not extend file "base/1/2": No space left on device')
-    told = PostgresDatabase("postgresql://h/d").explain(error)
+    told = explain(error, "postgresql://h/d")
     assert isinstance(told, StoreFullError)
     assert "the disk of postgresql://h/d is full" in str(told)
 

@@ -26,9 +26,9 @@ from agentlightning.store.sql.postgres.server import (
     PostgresServer,
     UnknownOutcomeError,
     is_lost,
-    payload,
+    payloads,
 )
-from agentlightning.store.sql.rollouts import ENTRY, NEXT_WAITING
+from agentlightning.store.sql.rollouts import NEXT_WAITING
 from agentlightning.store.sql.schema import migrate
 from agentlightning.store.sql.tx import LAST_SIGN_OF_LIFE, Connection, Wake
 
@@ -137,8 +137,6 @@ class _Call(NamedTuple):
 class PostgresConnection(Connection):
     """One connection, reopened when it is lost. Raises ConnectError if that fails."""
 
-    position = "coalesce(r.position, r.key)"
-
     def __init__(self, server: PostgresServer, read_only: bool) -> None:
         self._server = server
         self.writer_id = server.id
@@ -151,7 +149,7 @@ class PostgresConnection(Connection):
         """Whether this transaction has written."""
         self._calls: list[_Call] = []
         """What is sent with the next query."""
-        self._payload = ""
+        self._payloads: list[str] = []
         self._keys: dict[str, list[int]] = {}
         self._new_rollouts: list[int] = []
         """Keys of those that this transaction has made."""
@@ -203,7 +201,7 @@ class PostgresConnection(Connection):
         for call in self._calls:
             self._statements.pop(call.sql, None)
         self._calls.clear()
-        self._payload = ""
+        self._payloads.clear()
         self._new_rollouts.clear()
         self._keys.pop("rollouts", None)
 
@@ -218,13 +216,13 @@ class PostgresConnection(Connection):
 
     def commit(self) -> None:
         """If the answer of the server is lost, the outcome is looked up over a new connection."""
-        if not self._wrote and not self._payload:
+        if not self._wrote and not self._payloads:
             self._send(b"COMMIT")
             return
         self._number += 1
         self._queue(_NOTE_NUMBER, (self._server.id, self._number))
-        if self._payload:
-            self._queue("SELECT pg_notify(?, ?)", (self._server.channel, self._payload))
+        for payload in self._payloads:
+            self._queue("SELECT pg_notify(?, ?)", (self._server.channel, payload))
         if self._new_rollouts:
             self._queue(_LOCK_POSITIONS, ())
             self._queue(_PLACE, (self._new_rollouts, min(self._new_rollouts)))
@@ -367,7 +365,7 @@ class PostgresConnection(Connection):
 
     def notify(self, queued: bool, finished: Sequence[str]) -> None:
         if queued or finished:
-            self._payload = payload(self._server.id, queued, finished)
+            self._payloads += payloads(self._server.id, queued, finished)
 
     # -- the whole database ------------------------------------------------------------------------------------------
 
@@ -514,9 +512,10 @@ class PostgresSchema:
 class PostgresDatabase(PostgresServer):
     """See tx.py for each method."""
 
+    position = "coalesce(r.position, r.key)"
     next_waiting = (
-        f"SELECT r.* FROM queues q CROSS JOIN LATERAL "
-        f"{NEXT_WAITING.format(schema.select('w', ENTRY), '', ' FOR UPDATE SKIP LOCKED')} r WHERE q.name = ANY (?)"
+        f"SELECT r.key FROM queues q CROSS JOIN LATERAL {NEXT_WAITING.format('w.key', ' FOR UPDATE SKIP LOCKED')} r "
+        "WHERE q.name = ANY (?)"
     )
 
     def prepare(self) -> None:

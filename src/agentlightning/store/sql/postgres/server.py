@@ -53,9 +53,10 @@ _LIBPQ_DEFAULTS: Final = {
 """Parameters of libpq that the URL may override. A server that vanished is noticed within half a minute."""
 
 
-MAX_IDS: Final = 7_900
-"""Characters of the ids in a notification, as PostgreSQL takes less than 8,000 bytes. For more of them it says that any
-rollout may have finished."""
+PAYLOAD_BYTES: Final = 7_900
+"""PostgreSQL accepts payloads of less than 8,000 bytes."""
+MAX_PAYLOADS: Final = 8
+"""More notifications than this are replaced by one: any rollout may have finished."""
 PROBE_SECONDS: Final = 30.0
 """An idle connection is tested this often."""
 RETRY_SECONDS: Final = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
@@ -182,33 +183,14 @@ class PostgresServer:
 
     # -- errors ------------------------------------------------------------------------------------------------------
 
-    def may_retry(self, error: BaseException) -> bool:
-        if isinstance(error, ConnectError):
-            return False  # connecting was retried for as long as a call may wait
-        return is_lost(error) or (isinstance(error, psycopg.Error) and error.sqlstate in (*RETRY, DUPLICATE_KEY))
+    def explain(self, error: Exception) -> StoreError:
+        return explain(error, self.name)
 
     def is_fatal(self, error: BaseException) -> bool:
-        code = error.sqlstate if isinstance(error, psycopg.Error) else None
-        if isinstance(error, (ConnectError, UnknownOutcomeError)) or (self.may_retry(error) and code != DUPLICATE_KEY):
-            return True
-        return code is not None and (code in _ADVICE or code[:2] in ("53", "57", "58", "XX"))
+        return is_fatal(error)
 
-    def explain(self, error: Exception) -> StoreError:
-        where = self.name
-        if isinstance(error, UnknownOutcomeError):
-            return StoreError(f"{where}: {error}")
-        if isinstance(error, ConnectError):
-            return StoreError(f"{where} cannot be reached: {_first_line(error)}; {_how_to_reach(error)}")
-        code = error.sqlstate if isinstance(error, psycopg.Error) else None
-        if code == DISK_FULL:
-            return StoreFullError(
-                f"the disk of {where} is full ({_first_line(error)}); nothing of this call was stored; free some space "
-                "and call again"
-            )
-        if is_lost(error):
-            return StoreError(f"the connection to {where} was lost ({_first_line(error)}); call again")
-        advice = _ADVICE.get(code or "", "this is not expected; the transaction was undone")
-        return StoreError(f"{where}: {_first_line(error)}{f' ({code})' if code else ''}; {advice}")
+    def may_retry(self, error: BaseException) -> bool:
+        return may_retry(error)
 
 
 _EXAMPLE: Final = "an address looks like postgresql://USER:PASSWORD@HOST:5432/DATABASE"
@@ -263,6 +245,39 @@ def is_lost(error: BaseException) -> bool:
     return code in LOST or code.startswith("08")
 
 
+def may_retry(error: BaseException) -> bool:
+    """Whether the same transaction may succeed when retried."""
+    if isinstance(error, ConnectError):
+        return False  # connecting was retried for as long as a call may wait
+    return is_lost(error) or (isinstance(error, psycopg.Error) and error.sqlstate in (*RETRY, DUPLICATE_KEY))
+
+
+def is_fatal(error: BaseException) -> bool:
+    """Whether the whole transaction failed for a reason that no single command causes."""
+    code = error.sqlstate if isinstance(error, psycopg.Error) else None
+    if isinstance(error, (ConnectError, UnknownOutcomeError)) or (may_retry(error) and code != DUPLICATE_KEY):
+        return True
+    return code is not None and (code in _ADVICE or code[:2] in ("53", "57", "58", "XX"))
+
+
+def explain(error: Exception, where: str) -> StoreError:
+    """The error to raise instead of `error`; `where` is the name of the database."""
+    if isinstance(error, UnknownOutcomeError):
+        return StoreError(f"{where}: {error}")
+    if isinstance(error, ConnectError):
+        return StoreError(f"{where} cannot be reached: {_first_line(error)}; {_how_to_reach(error)}")
+    code = error.sqlstate if isinstance(error, psycopg.Error) else None
+    if code == DISK_FULL:
+        return StoreFullError(
+            f"the disk of {where} is full ({_first_line(error)}); nothing of this call was stored; free some space "
+            "and call again"
+        )
+    if is_lost(error):
+        return StoreError(f"the connection to {where} was lost ({_first_line(error)}); call again")
+    advice = _ADVICE.get(code or "", "this is not expected; the transaction was undone")
+    return StoreError(f"{where}: {_first_line(error)}{f' ({code})' if code else ''}; {advice}")
+
+
 def _how_to_reach(error: ConnectError) -> str:
     if error.code in _ADVICE:
         return _ADVICE[error.code]
@@ -289,10 +304,17 @@ Connect = Callable[[], "psycopg.Connection[Any]"]
 """Raises ConnectError."""
 
 
-def payload(server: str, queued: bool, finished: Sequence[str]) -> str:
-    """The notification of a transaction: `SERVER 1 ID,ID`, or `SERVER 1 *` for too many ids."""
-    ids = ",".join(finished)
-    return f"{server} {int(queued)} {ids if len(ids) <= MAX_IDS else '*'}"
+def payloads(server: str, queued: bool, finished: Sequence[str]) -> list[str]:
+    """The notifications of a transaction: `SERVER 1 ID,ID`, or `SERVER 1 *` for too many ids."""
+    head = f"{server} {int(queued)} "
+    texts, line = [], ""
+    for rollout_id in finished:
+        if len(head) + len(line) + len(rollout_id) + 1 > PAYLOAD_BYTES:
+            texts.append(head + line)
+            head, line = f"{server} 0 ", ""
+        line = f"{line},{rollout_id}" if line else rollout_id
+    texts.append(head + line)
+    return texts if len(texts) <= MAX_PAYLOADS else [f"{server} {int(queued)} *"]
 
 
 def read_payload(text: str) -> tuple[str, bool, list[str] | None]:
