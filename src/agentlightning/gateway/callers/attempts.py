@@ -201,7 +201,7 @@ class AttemptTable:
         self._contexts[attempt_id], context.called_at = context, context.checked_at
         self._contexts.move_to_end(attempt_id)
         if len(self._contexts) > self._limit:
-            del self._contexts[next(name for name, each in self._contexts.items() if not each.calls)]
+            self._contexts.pop(next((name for name, each in self._contexts.items() if not each.calls), ""), None)
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.create_task(self._watch())
         return context
