@@ -157,7 +157,7 @@ def views(last: int) -> dict[str, str]:
         "a rollout, its spans": f"{table}/{middle}?tab=spans",
         "tokens": f"{table}/{middle}/tokens",
         "group side by side": f"{table}/{middle}/group",
-        "live": "/runs/store/live",
+        "live": "/runs/store/server",
     }
 
 
@@ -168,8 +168,8 @@ def run_views(steps: int, rollout: str) -> dict[str, str]:
         "run": run,
         "step": f"{run}/steps/{steps // 2}",
         "step, as a table": f"{rollouts}?step={steps // 2}",
-        "validation": f"{run}/validation?set=validation",
-        "held-out": f"{run}/validation?set=held_out",
+        "validation": f"{run}/tasks?set=validation",
+        "held-out": f"{run}/tasks?set=held_out",
         "group side by side, of a run": f"{rollouts}/{rollout}/group",
         "tokens, of a run": f"{rollouts}/{rollout}/tokens",
         "resources": f"{run}/resources",

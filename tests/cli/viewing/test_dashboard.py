@@ -142,7 +142,7 @@ def test_a_port_that_is_taken_is_named_with_the_page_that_may_be_there_and_the_w
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         done = invoke("dashboard", "--demo", "--port", str(port))
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     said = " ".join(done.output.split())
     assert f"http://127.0.0.1:{port}/dashboard" in said
     assert "agl dashboard --port 0" in said

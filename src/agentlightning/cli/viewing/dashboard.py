@@ -75,7 +75,7 @@ async def _serve(
     try:
         listener = listen(host, port)
     except ServerError as error:
-        open_there = f"another `agl dashboard` may be open there: {url_of(host, port)}{PATH}"
+        open_there = f"Another `agl dashboard` may be open there: {url_of(host, port)}{PATH}"
         raise ServerError(f"{error}. {open_there}; for one beside it: agl dashboard --port 0") from error
     token = secrets.token_urlsafe(24)
     with listener:
