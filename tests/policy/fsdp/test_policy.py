@@ -241,6 +241,21 @@ async def test_masters_are_float32_where_bfloat16_is_sampled(model: Path, tmp_pa
     assert max(changed) > 0.01
 
 
+async def test_a_first_small_update_moves_bfloat16_weights_as_in_one_process(
+    model: Path, tmp_path: Path, opened: Any
+) -> None:
+    start = [each.bfloat16().float() for each in AutoModelForCausalLM.from_pretrained(model).parameters()]
+    changed: list[float] = []
+    for processes in (None, 2):
+        policy = await opened(model, processes, dtype="bfloat16", optimizer={"lr": 1e-5})
+        await policy.train(samples(0))
+        await policy.save(tmp_path / str(processes))
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / str(processes), dtype=torch.float32).parameters()
+        changed.append(torch.cat([(a != b).flatten() for a, b in zip(saved, start, strict=True)]).float().mean().item())
+    assert changed[0] > 0.001
+    assert changed[1] == pytest.approx(changed[0], rel=0.1)
+
+
 async def test_what_it_refuses_and_how_it_ends(model: Path, tmp_path: Path, opened: Any) -> None:
     policy = await opened(model, 2)
     with pytest.raises(ConfigError, match="minibatches=0"):

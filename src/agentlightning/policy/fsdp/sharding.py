@@ -27,6 +27,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from agentlightning.errors import ConfigError
 from agentlightning.policy.update.forward import Forward, ModelTraits, States, cost_model, ones
+from agentlightning.policy.update.optimizer import master_values
 from agentlightning.policy.update.packing import MicroBatch, Row, TokenTable
 from agentlightning.policy.update.value_head import ValueHead
 from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
@@ -255,7 +256,7 @@ def fill(owners: Sequence[nn.Module], ranks: Ranks, *, masters: bool) -> None:
                     known = nn.Parameter(known, requires_grad=tensor.requires_grad)
             ranks.copy_from_first(known)
             if masters and known.is_floating_point():
-                known.data = known.data.float()
+                known.data = master_values(known.data) if known.requires_grad else known.data.float()
             filled[id(tensor)] = known
         setattr(owner, name, known)
 

@@ -254,18 +254,20 @@ class Optimizer:
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:
-    """What is optimised in place of a weight: itself if it is float32, else a number that is rounded to it."""
-    weight = parameter.detach()
-    if torch.finfo(weight.dtype).bits >= 32:
-        return parameter
-    copy = weight.float()
+    precise = torch.finfo(parameter.dtype).bits >= 32
+    return parameter if precise else nn.Parameter(master_values(parameter.detach()))
+
+
+def master_values(weight: Tensor) -> Tensor:
+    """Float32 numbers that are rounded to a weight; the same ones each time."""
+    values = weight.float()
     if weight.dtype == torch.bfloat16:  # The upper half of a float32.
         generator = torch.Generator(weight.device).manual_seed(0)
         lower = torch.randint(
             -0x7FFF, 0x8000, weight.shape, dtype=torch.int32, device=weight.device, generator=generator
         )
-        copy.view(torch.int32).add_(lower.masked_fill_((weight == 0) | ~weight.isfinite(), 0))
-    return nn.Parameter(copy)
+        values.view(torch.int32).add_(lower.masked_fill_((weight == 0) | ~weight.isfinite(), 0))
+    return values
 
 
 def _accumulate(master: nn.Parameter, parameter: Tensor) -> None:
