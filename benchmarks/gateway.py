@@ -1,8 +1,9 @@
 """What the gateway costs a call, beside nginx, Agent Lightning 1.0's proxy and LiteLLM: `python benchmarks/gateway.py`.
 
-All pass the same calls on to the same stub (arms/gateway_stub.py), from agents as they are (arms/gateway_load.py): 16,
-64 and 200 live attempts, each of which thinks for 0.3 s between answers of 1.2 s; the same with prompts of 2 to 60 KB
-and answers of 300 tokens; and, for comparison, loops that call without a pause. Ours is `agl serve` on a durable file,
+All pass the same calls on to the same stub (arms/gateway_stub.py), from agents as they are (arms/gateway_load.py): 16
+to 800 live attempts, each of which thinks for 0.3 s between answers of 1.2 s; the same with prompts of 2 to 60 KB and
+answers of 300 tokens, whole or streamed; for comparison, loops that call without a pause; and, ours alone, rollouts of
+three calls that are started and ended over HTTP. Ours is `agl serve` on a durable file,
 recording every exchange; 1.0 records in memory, LiteLLM and nginx do not record. The arms take turns. What counts is
 the CPU time of a call, children included: it depends least on what else the machine does. Needs, for the peers, nginx
 (Debian: apt-get install nginx-light) and benchmarks/peers.sh.
@@ -48,11 +49,15 @@ from line import free_port
 
 LOADS: tuple[tuple[str | None, int], ...] = (
     *(("agent", count) for count in (16, 64, 200)),
-    *(("reader", count) for count in (16, 64)),
+    *(("reader", count) for count in (16, 64, 200, 800)),
+    *(("stream", count) for count in (64, 256)),
     *((None, count) for count in (1, 16)),
+    ("rollouts", 16),
 )
-"""(user of the calls, connections). None calls without a pause, all with one attempt."""
-ATTEMPTS = 200
+"""(user of the calls, connections). None calls without a pause, all with one attempt; "stream" is a reader."""
+USER_OPTIONS = {"agent": ["--user", "agent"], "reader": ["--user", "reader"], None: []}
+USER_OPTIONS |= {"stream": ["--user", "reader", "--stream"], "rollouts": ["--rollouts"]}
+ATTEMPTS = 800
 LITELLM = Path(os.environ.get("AGL_PEER_LITELLM") or HERE.parent / ".peers/litellm/bin/litellm")
 MODEL, PATH = "stub", "/v1/chat/completions"
 NGINX = """
@@ -75,6 +80,8 @@ class Arm:
     name: str
     urls: list[str]
     pid: int
+    without: tuple[str, ...] = ("rollouts",)
+    """Users that it does not serve."""
     runs: dict[tuple[str | None, int], list[dict[str, float]]] = field(default_factory=dict)
 
     def median(self, load: tuple[str | None, int], value: str) -> float:
@@ -141,7 +148,7 @@ def ours(stub: str, folder: Path, source: Path = HERE.parent, name: str = "ours"
     environment = os.environ | {"PYTHONPATH": str(source / "src")}
     with running(command, said=True, env=environment) as (process, line):
         server = json.loads(line)["url"]
-        yield Arm(name, [f"{server}{path}{PATH}" for path in asyncio.run(new_attempts(server))], process.pid)
+        yield Arm(name, [f"{server}{path}{PATH}" for path in asyncio.run(new_attempts(server))], process.pid, ())
 
 
 async def new_attempts(server: str) -> list[str]:
@@ -174,7 +181,7 @@ def agl1(stub: str, folder: Path) -> Iterator[Arm]:
         post(f"{url}/api/models", [{"model": MODEL, "endpoint": f"{stub}/v1"}])
         post(f"{url}/api/rollouts", [{"input": {"question": "6*7"}, "rollout_id": f"r{n}"} for n in range(ATTEMPTS)])
         urls = [f"{url}/proxy/rollout/r{number}/attempt/0/mode/train/openai{PATH}" for number in range(ATTEMPTS)]
-        yield Arm("1.0", urls, process.pid)
+        yield Arm("1.0", urls, process.pid, ("stream", "rollouts"))
 
 
 @contextlib.contextmanager
@@ -201,9 +208,16 @@ def measure(arm: Arm, load: tuple[str | None, int], seconds: float) -> dict[str,
     """Calls, errors, latencies in ms, and ms of CPU a call."""
     user, connections = load
     urls = arm.urls[:connections] if user else arm.urls[:1] * connections
-    command = [sys.executable, str(HERE / "arms/gateway_load.py"), "--seconds", str(seconds), *urls]
-    if user is not None:
-        command += ["--user", user]
+    if user == "rollouts":
+        urls = [re.match(r"http://[^/]+", arm.urls[0])[0]] * connections  # type: ignore[index]
+    command = [
+        sys.executable,
+        str(HERE / "arms/gateway_load.py"),
+        "--seconds",
+        str(seconds),
+        *urls,
+        *USER_OPTIONS[user],
+    ]
     before = arm.cpu_seconds()
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -218,7 +232,8 @@ def take_turns(arms: list[Arm], options: argparse.Namespace) -> None:
     for _ in range(options.rounds):
         for load in LOADS:
             for arm in arms:
-                arm.runs.setdefault(load, []).append(measure(arm, load, options.seconds))
+                if load[0] not in arm.without:
+                    arm.runs.setdefault(load, []).append(measure(arm, load, options.seconds))
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
@@ -346,7 +361,8 @@ def measure_calls(options: argparse.Namespace) -> tuple[list[Arm], dict[str, flo
             arms.append(Arm("the stub itself", [stub + PATH] * ATTEMPTS, 0))
             take_turns(arms, options)
         spans = asyncio.run(count_spans(folder / "0/store.db"))
-    answered = sum(run["calls"] for runs in arms[0].runs.values() for run in runs)
+    calls = {"rollouts": 3}
+    answered = sum(run["calls"] * calls.get(user or "", 1) for (user, _), runs in arms[0].runs.items() for run in runs)
     return arms, {"calls_answered": answered, "spans_kept": spans}
 
 
@@ -363,13 +379,19 @@ def limits(arms: list[Arm], kept: dict[str, float], streams: dict[str, float]) -
     mine, alone = by_name["ours"], by_name["the stub itself"]
     found: list[tuple[str, float, str, bool]] = []
     for peer, times in (("1.0", 0.5), ("LiteLLM", 0.2)):
-        for load in LOADS if peer in by_name else ():
+        for load in by_name[peer].runs if peer in by_name else ():
             ratio = mine.median(load, "cpu") / by_name[peer].median(load, "cpu")
             found.append((f"CPU of ours / {peer}, {named(load)}", ratio, f"at most {times}", ratio <= times))
-    for load in LOADS:
+    for load in alone.runs:
         added = mine.median(load, "p50") - alone.median(load, "p50")
         if load[0] is not None:
             found.append((f"added p50, ms, {named(load)}", added, "under 10", added < 10))
+    for load, most in ((("reader", 64), 2.6), (("stream", 64), 6.0), (("rollouts", 16), 2.0)):
+        cpu = mine.median(load, "cpu")
+        found.append((f"ms of CPU, {named(load)}", cpu, f"at most {most}", cpu <= most))
+    for load in (("reader", 800), ("stream", 256)):
+        added = mine.median(load, "p99") - alone.median(load, "p99")
+        found.append((f"added p99, ms, {named(load)}", added, "at most 50", added <= 50))
     errors = sum(run["errors"] for runs in mine.runs.values() for run in runs)
     found.append(("calls that failed", errors, "none", errors == 0))
     lost = max(0.0, kept["calls_answered"] - kept["spans_kept"])
@@ -398,7 +420,7 @@ def main() -> int:
     streams = measure_streams(options) if options.streams else {}
     found = limits(arms, kept, streams)
     if options.json:
-        measured = {arm.name: {named(each): arm.runs[each] for each in LOADS} for arm in arms}
+        measured = {arm.name: {named(each): runs for each, runs in arm.runs.items()} for arm in arms}
         print(json.dumps({"title": "gateway", "measured": measured, "kept": kept, "streams": streams, "limits": found}))
     else:
         show(arms, kept, streams, found)
@@ -408,13 +430,14 @@ def main() -> int:
 def named(load: tuple[str | None, int]) -> str:
     user, connections = load
     kinds = {"agent": "live attempts", "reader": "live attempts with long prompts", None: "at once in a loop"}
+    kinds |= {"stream": "live attempts with long prompts, streamed", "rollouts": "workers, rollouts of three calls"}
     return f"{connections} {kinds[user]}"
 
 
 def show(arms: list[Arm], kept: dict[str, float], streams: dict[str, float], found: list[Any]) -> None:
     for load in LOADS:
         print(f"{named(load)}: ms of CPU a call, calls a second (p50 / p99 in ms), medians of the rounds")
-        for arm in arms:
+        for arm in (arm for arm in arms if load in arm.runs):
             cpu, rate, p50, p99 = (arm.median(load, value) for value in ("cpu", "rate", "p50", "p99"))
             print(f"  {arm.name:16}{cpu:8.3f} {rate:9,.0f} ({p50:.2f} / {p99:.1f})")
     print("  " + ", ".join(f"{name} {value:,.0f}" for name, value in (kept | streams).items()))

@@ -1,10 +1,12 @@
 """Agents at work: each has an attempt of its own, thinks, calls, reads the whole answer, and thinks again.
 
-    python benchmarks/arms/gateway_load.py --seconds 10 [--user agent] URL URL ...   (one URL an agent)
+    python benchmarks/arms/gateway_load.py --seconds 10 [--user agent] [--stream] URL URL ...   (one URL an agent)
+    python benchmarks/arms/gateway_load.py --seconds 10 --rollouts URL URL ...   (the server's, one for each worker)
 
 Without a user they do not think, and the stub answers at once. The prompts of a "reader" grow from 2 to 60 KB and begin
-anew (see gateway_stub.py for the answers). Prints calls, errors and the latencies of
-the calls as JSON. Raw asyncio and httptools, so that it is not what is measured.
+anew (see gateway_stub.py for the answers). With --rollouts, each starts a rollout over HTTP, makes three calls in it
+without a pause, says that it has succeeded, and starts another one; a "call" is then a rollout. Prints calls, errors
+and the latencies of the calls as JSON. Raw asyncio and httptools, so that it is not what is measured.
 """
 
 from __future__ import annotations
@@ -37,13 +39,17 @@ THINK_SECONDS = 0.3
 class Agent(asyncio.Protocol):
     """One connection with one call under way."""
 
-    def __init__(self, url: str, user: str | None) -> None:
-        self.host, port, self.path = re.fullmatch(r"http://([^:/]+):(\d+)(/.*)", url).groups()  # type: ignore[union-attr]
+    def __init__(self, url: str, options: argparse.Namespace) -> None:
+        self.host, port, self.path = re.fullmatch(r"http://([^:/]+):(\d+)(/?.*)", url).groups()  # type: ignore[union-attr]
         self.port, self.latencies, self.errors = int(port), list[float](), 0
-        self._turns, self._user = random.randrange(MAX_TURNS), user
+        self._turns, self._user, self._streams = random.randrange(MAX_TURNS), options.user, options.stream
+        self._one = self._rollout if options.rollouts else self._call
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
+
+    def on_body(self, body: bytes) -> None:
+        self._body += body
 
     def data_received(self, data: bytes) -> None:
         self._parser.feed_data(data)
@@ -55,8 +61,8 @@ class Agent(asyncio.Protocol):
     def on_message_complete(self) -> None:
         self._answered.set_result(self._parser.get_status_code())
 
-    def _request(self) -> bytes:
-        body = BODY | ({"user": self._user} if self._user else {})
+    def _prompt(self) -> dict:
+        body = BODY | ({"user": self._user} if self._user else {}) | ({"stream": True} if self._streams else {})
         if self._user == "reader":
             self._turns = self._turns % MAX_TURNS + 1
             turns = [
@@ -64,21 +70,36 @@ class Agent(asyncio.Protocol):
                 for each in range(self._turns)
             ]
             body["messages"] = [*BODY["messages"], *turns]  # type: ignore[misc]
+        return body
+
+    async def _post(self, path: str, body: dict) -> bytes:
+        """The answer's body; one that is not a success is counted."""
         data = json.dumps(body, separators=(",", ":")).encode()
-        head = f"POST {self.path} HTTP/1.1\r\nhost: {self.host}\r\ncontent-type: application/json\r\n"
-        return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
+        self._answered, self._parser = asyncio.get_running_loop().create_future(), httptools.HttpResponseParser(self)
+        self._body = b""
+        head = f"POST {path} HTTP/1.1\r\nhost: {self.host}\r\ncontent-type: application/json\r\n"
+        self._transport.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)  # type: ignore[attr-defined]
+        self.errors += await self._answered not in (200, 201)
+        return self._body
+
+    async def _call(self) -> None:
+        await self._post(self.path, self._prompt())
+
+    async def _rollout(self) -> None:
+        started = json.loads(await self._post("/v1/agl/rollouts", {"input": {"question": "6*7"}}))
+        rollout, attempt = started["rollout_id"], started["attempt"]["attempt_id"]
+        for _ in range(3):
+            await self._post(f"/rollout/{rollout}/attempt/{attempt}/v1/chat/completions", self._prompt())
+        await self._post(f"/v1/agl/rollouts/{rollout}/attempts/{attempt}", {"status": "succeeded"})
 
     async def work(self, end: float) -> None:
         loop, think = asyncio.get_running_loop(), THINK_SECONDS if self._user else 0.0
         await asyncio.sleep(random.uniform(0, think))
         await loop.create_connection(lambda: self, self.host, self.port)
         while time.perf_counter() < end:
-            self._answered, self._parser = loop.create_future(), httptools.HttpResponseParser(self)
-            request, began = self._request(), time.perf_counter()
-            self._transport.write(request)  # type: ignore[attr-defined]
-            status = await self._answered
+            began = time.perf_counter()
+            await self._one()
             self.latencies.append(time.perf_counter() - began)
-            self.errors += status != 200
             if think:
                 await asyncio.sleep(think * random.uniform(0.5, 1.5))
         self._transport.close()  # type: ignore[attr-defined]
@@ -89,8 +110,10 @@ async def main() -> None:
     parser.add_argument("urls", nargs="+")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--user", choices=["agent", "reader"], default=None)
+    parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--rollouts", action="store_true")
     options = parser.parse_args()
-    agents = [Agent(url, options.user) for url in options.urls]
+    agents = [Agent(url, options) for url in options.urls]
     began = time.perf_counter()
     await asyncio.gather(*(each.work(began + options.seconds) for each in agents))
     latencies = sorted(latency for each in agents for latency in each.latencies)

@@ -2,8 +2,9 @@
 
     python benchmarks/arms/gateway_stub.py [--tokens 16] [--pieces 20] [--pause 0]
 
-It answers at once with 2 KB; after 1.2 s to the user "agent"; after 1.2 s with 300 tokens to the user "reader". Prints
-its URL and ends with its standard input. Raw asyncio and httptools, so that it is not what is measured.
+It answers at once with 2 KB; after 1.2 s to the user "agent"; after 1.2 s with 300 tokens to the user "reader", who may
+have them as a stream of 300 events in 1.2 s. Prints its URL and ends with its standard input. Raw asyncio and
+httptools, so that it is not what is measured.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import time
 
 import httptools
 import orjson
 import uvloop
 
-ANSWER_SECONDS = 1.2
+ANSWER_SECONDS, READER_TOKENS = 1.2, 300
 
 
 def chat_completion(tokens: int) -> dict:
@@ -66,8 +68,8 @@ def pieces(tokens: int, count: int) -> list[bytes]:
 
 
 class Stub(asyncio.Protocol):
-    def __init__(self, whole: bytes, long: bytes, events: list[bytes], pause: float) -> None:
-        self._whole, self._long, self._events, self._pause = whole, long, events, pause
+    def __init__(self, whole: bytes, long: bytes, events: list[bytes], long_events: list[bytes], pause: float) -> None:
+        self._whole, self._long, self._events, self._long_events, self._pause = whole, long, events, long_events, pause
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -89,21 +91,24 @@ class Stub(asyncio.Protocol):
         self._body += body
 
     def on_message_complete(self) -> None:
+        reads = b'"user":"reader"' in self._body
         if b'"stream":true' in self._body:
-            self._stream = asyncio.ensure_future(self._send_events())
+            pause = ANSWER_SECONDS / READER_TOKENS if reads else self._pause
+            self._stream = asyncio.ensure_future(self._send_events(self._long_events if reads else self._events, pause))
         elif b'"user":"agent"' in self._body:
             asyncio.get_running_loop().call_later(ANSWER_SECONDS, self._transport.write, self._whole)
-        elif b'"user":"reader"' in self._body:
+        elif reads:
             asyncio.get_running_loop().call_later(ANSWER_SECONDS, self._transport.write, self._long)
         else:
             self._transport.write(self._whole)
 
-    async def _send_events(self) -> None:
+    async def _send_events(self, events: list[bytes], pause: float) -> None:
         head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         self._transport.write(head)
-        for event in self._events:
+        began = time.perf_counter()
+        for number, event in enumerate(events, 1):
             self._transport.write(b"%x\r\n%s\r\n" % (len(event), event))
-            await asyncio.sleep(self._pause)
+            await asyncio.sleep(max(0.0, began + number * pause - time.perf_counter()) if pause else 0)
         self._transport.write(b"0\r\n\r\n")
 
 
@@ -113,10 +118,12 @@ async def main() -> None:
     parser.add_argument("--pieces", type=int, default=20)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between the pieces of a stream")
     options = parser.parse_args()
-    whole, long = response(options.tokens), response(300)
-    events = pieces(options.tokens, options.pieces)
+    whole, long = response(options.tokens), response(READER_TOKENS)
+    events, long_events = pieces(options.tokens, options.pieces), pieces(1, READER_TOKENS)
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Stub(whole, long, events, options.pause), "127.0.0.1", 0, backlog=2048)
+    server = await loop.create_server(
+        lambda: Stub(whole, long, events, long_events, options.pause), "127.0.0.1", 0, backlog=2048
+    )
     print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await loop.run_in_executor(None, sys.stdin.read)
 
