@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentlightning.gateway.answer import Usage
 from agentlightning.gateway.dialects.registry import DIALECTS
@@ -40,3 +42,54 @@ def test_a_malformed_event_of_a_stream_costs_no_other_event():
         choice = {"index": 0, "delta": {"content": delta}, "token_ids": 5}
         response.read({"id": "c", "model": "m", "choices": [choice]})
     assert said(response.choices[0]) == [{"type": "text", "content": "Hello."}]
+
+
+LOGGED = st.lists(
+    st.sampled_from([{"token": "t", "logprob": -0.5}, {"token": "u", "logprob": -1.5}, {}, None, 5]), max_size=3
+)
+DELTAS = st.one_of(
+    st.builds(lambda text: {"content": text}, st.sampled_from(["", "a", "b c", None, ["d"]])),
+    st.sampled_from(
+        [{}, {"role": "assistant", "content": "e"}, {"reasoning_content": "Hm."}, {"refusal": "No."}, None, 7]
+    ),
+    st.just({"tool_calls": [{"index": 0, "id": "call_1", "function": {"name": "f", "arguments": "{}"}}]}),
+)
+CHOICES = st.fixed_dictionaries(
+    {"index": st.sampled_from([0, 0, 0, 1, -1, "0", None]), "delta": DELTAS},
+    optional={
+        "finish_reason": st.sampled_from([None, "stop", 5]),
+        "token_ids": st.sampled_from([[], [1], [2, 3], None, 5]),
+        "logprobs": st.one_of(st.none(), st.just({}), st.builds(lambda entries: {"content": entries}, LOGGED)),
+        "text": st.just("f"),
+    },
+)
+CHUNKS = st.fixed_dictionaries(
+    {"choices": st.lists(CHOICES, max_size=2) | st.lists(CHOICES, min_size=1, max_size=1)},
+    optional={
+        "id": st.sampled_from(["x", "y", 5]),
+        "model": st.sampled_from(["m", None]),
+        "prompt_token_ids": st.just([7, 8]),
+        "usage": st.sampled_from([None, {"prompt_tokens": 3, "completion_tokens": 2}]),
+        "error": st.sampled_from([None, {"message": "bad"}]),
+    },
+)
+
+
+def contents(response):
+    for answer in response.choices.values():
+        answer.take_new(done=True)
+    told = [
+        (answer.content, answer.reasoning, answer.tool_calls, answer.token_ids, answer.logprobs, answer.given_reason)
+        for _, answer in sorted(response.choices.items())
+    ]
+    return told, response.id, response.model, response.usage, response.prompt_token_ids, response.error
+
+
+@given(st.lists(st.lists(CHUNKS | st.sampled_from([None, 5, []]), max_size=6), max_size=4))
+def test_chunks_of_a_stream_read_together_say_what_each_says(reads):
+    one_by_one, together = DIALECTS["chat/completions"].response(), DIALECTS["chat/completions"].response()
+    for events in reads:
+        together.read_all(events)
+        for event in events:
+            one_by_one.read(event)
+    assert contents(together) == contents(one_by_one)

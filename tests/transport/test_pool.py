@@ -108,6 +108,27 @@ async def test_a_body_in_chunks_comes_as_it_is_sent() -> None:
         assert [chunk async for chunk in chunks] == [b"two"]
 
 
+async def test_what_comes_while_a_stream_is_left_alone_comes_at_once_after_it() -> None:
+    went_on = asyncio.Event()
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n0\r\n")
+        await went_on.wait()
+        for number in range(1, 9):
+            writer.write(b"1\r\n%d\r\n" % number)
+            await asyncio.sleep(0.01)
+        writer.close()  # before its end
+
+    async with served(handler) as (transport, url), await transport.send("GET", url, []) as answer:
+        chunks = answer.chunks(gather_seconds=1.0)
+        assert await anext(chunks) == b"0"
+        went_on.set()
+        assert await anext(chunks) == b"12345678"
+        with pytest.raises(TransportError, match="in the middle"):
+            await anext(chunks)
+
+
 async def test_a_body_may_end_with_the_connection() -> None:
     backend = Backend(b"HTTP/1.1 200 OK\r\n\r\nall of it", close=True)
     async with served(backend) as (transport, url), await transport.send("GET", url, []) as answer:

@@ -613,6 +613,11 @@ class ProviderResponse:
             with suppress(*_MALFORMED):
                 self._read(cast("Json", data))
 
+    def read_all(self, events: Sequence[Any]) -> None:
+        """Add events of a stream, one after the other."""
+        for data in events:
+            self.read(data)
+
     def _read(self, data: Json) -> None:
         """May raise on what is malformed, after adding what came before."""
         raise NotImplementedError

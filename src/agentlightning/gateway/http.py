@@ -197,6 +197,8 @@ class ResponseWriter:
         self._lock = asyncio.Lock()
         self._num_sent = 0
         self._buffer: list[bytes] | None = None if chunked else []
+        self._timer: asyncio.TimerHandle | None = None
+        self._pinging: asyncio.Task[None] | None = None
         self.started = False
         self.extra_headers: Sequence[tuple[bytes, bytes]] = ()
         """Further headers: the id of the request, or headers of the provider's response."""
@@ -232,23 +234,24 @@ class ResponseWriter:
     def kept_alive(self, may_start: Callable[[], bool]) -> Generator[None]:
         """Within it, a stream that is silent gets a ping now and then, so that neither client nor proxy gives it up. It
         begins the stream only where `may_start`: an error after that is an event of the stream."""
-        loop, num_sent = asyncio.get_running_loop(), self._num_sent
-        ping: asyncio.Task[None] | None = None
-
-        def check() -> None:
-            nonlocal num_sent, ping, timer
-            silent = num_sent == self._num_sent and not self._lock.locked() and self._buffer is None
-            if silent and (num_sent or may_start()):
-                ping = loop.create_task(self._send_ping())
-            num_sent, timer = self._num_sent, loop.call_later(KEEP_ALIVE_SECONDS, check)
-
-        timer = loop.call_later(KEEP_ALIVE_SECONDS, check)
+        self._watch(may_start)
         try:
             yield
         finally:
-            timer.cancel()
-            if ping is not None:
-                ping.cancel()
+            for each in (self._timer, self._pinging):
+                if each is not None:
+                    each.cancel()
+            self._timer = self._pinging = None  # else the call would be garbage that only the collector finds
+
+    def _watch(self, may_start: Callable[[], bool]) -> None:
+        later = asyncio.get_running_loop().call_later
+        self._timer = later(KEEP_ALIVE_SECONDS, self._check, may_start, self._num_sent)
+
+    def _check(self, may_start: Callable[[], bool], num_sent: int) -> None:
+        silent = num_sent == self._num_sent and not self._lock.locked() and self._buffer is None
+        if silent and (num_sent or may_start()):
+            self._pinging = asyncio.ensure_future(self._send_ping())
+        self._watch(may_start)
 
     async def _send_ping(self) -> None:
         if self._ping:

@@ -42,8 +42,9 @@ class Response(Protocol):
         """Read the whole body. Raises TransportError if it breaks off."""
         ...
 
-    def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it arrives. Raises TransportError if it breaks off."""
+    def chunks(self, gather_seconds: float = 0.0) -> AsyncIterator[bytes]:
+        """The body as it arrives; after each part, nothing is read for `gather_seconds`, so that the next is larger.
+        Raises TransportError if it breaks off."""
         ...
 
     async def __aenter__(self) -> Self: ...

@@ -284,10 +284,13 @@ class HttpResponse:
                 raise error
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def chunks(self, gather_seconds: float = 0.0) -> AsyncIterator[bytes]:
         while True:
-            while self._parts:
-                yield self._pop()
+            if self._parts:
+                yield b"".join([self._pop() for _ in range(len(self._parts))])
+                if gather_seconds and not self.is_complete:
+                    await self._leave_alone(gather_seconds)
+                continue
             if self.error is not None:
                 raise self.error
             if self.is_complete:
@@ -297,6 +300,13 @@ class HttpResponse:
                 await self._waiter
             finally:
                 self._waiter = None
+
+    async def _leave_alone(self, seconds: float) -> None:
+        self._connection.pause()
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self._connection.resume()
 
     def _pop(self) -> bytes:
         part = self._parts.popleft()

@@ -1,6 +1,7 @@
 """Promises of calls passed on to a provider in its own dialect: to the caller, to the provider, in the span."""
 
 import asyncio
+import gc
 import json
 
 import anthropic
@@ -14,6 +15,7 @@ from agentlightning import span as names
 from agentlightning.assemble import transitions
 from agentlightning.errors import StoreFullError
 from agentlightning.gateway.config import GatewayConfig
+from agentlightning.gateway.forwarding.call import ForwardedCall
 from agentlightning.resources import LLM
 from agentlightning.store.sql.store import SqlStore
 
@@ -123,6 +125,33 @@ async def test_a_stream_passes_as_it_comes_and_is_recorded_whole(ask):
     ]
     assert (answer["finish_reason"], span.attributes[names.FINISH_REASONS]) == ("tool_call", ["tool_calls"])
     assert (span.attributes[names.INPUT_TOKENS], span.attributes[names.OUTPUT_TOKENS]) == (11, 3)
+
+
+async def test_a_stream_that_breaks_off_is_recorded_up_to_there(ask):
+    service, _ = await ask("openai", [Reply(events=chat_events(["Hel", "lo."])[:-3])])
+    stream = await (await service.client()).chat.completions.create(model="theirs", messages=HI, stream=True)
+    with pytest.raises(openai.APIError):
+        [chunk async for chunk in stream]
+    span = await one_span(service)
+    assert span.status_code == "ERROR"
+    (answer,) = messages_of(span, names.OUTPUT_MESSAGES)
+    assert answer["parts"] == [{"type": "text", "content": "Hello."}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_nothing_of_a_call_waits_for_the_garbage_collector(ask, stream):
+    service, _ = await ask("openai", [Reply(events=chat_events(["Hi."])) if stream else Reply(chat_answer("Hi."))])
+    client = await service.client()
+    gc.collect()
+    gc.disable()
+    try:
+        reply = await client.chat.completions.create(model="theirs", messages=HI, stream=stream)
+        if stream:
+            assert [chunk async for chunk in reply]
+        await one_span(service)
+        await until(lambda: not any(isinstance(each, ForwardedCall) for each in gc.get_objects()))
+    finally:
+        gc.enable()
 
 
 async def test_a_caller_that_asks_for_usage_gets_it(ask):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, groupby
 from typing import Any, Final, cast
 
 from agentlightning.chat.base import Message
@@ -321,6 +322,19 @@ class ChatResponse(ProviderResponse):
         self._echoed: dict[int, dict[str, list[Any]]] = {}
         """By choice, the values of each of `ECHOED` that came since the last of its blocks."""
 
+    def read_all(self, events: Sequence[Any]) -> None:
+        """As one, what follows each other and has nothing but more text of one choice, perhaps with its tokens: most of
+        a stream, in a tenth of the time."""
+        for index, run in groupby(events, _plain_choice):
+            chunks = list(run)
+            if index is None or len(chunks) == 1:
+                super().read_all(chunks)
+                continue
+            for chunk in chunks:
+                if not (self.id and self.model):
+                    self._identify(chunk)
+            self.read(_merged(chunks))
+
     def _read(self, data: Json) -> None:
         if not (self.id and self.model):  # Each chunk names both.
             self._identify(data)
@@ -384,6 +398,45 @@ class ChatResponse(ProviderResponse):
         if echoed := self._echoed.pop(answer.index, None):
             message = {name: _joined(values) for name, values in echoed.items()}
             answer.add_block({"type": CHAT_TURN, "message": message})
+
+
+_PLAIN: Final = frozenset({"index", "delta", "finish_reason", "logprobs", "token_ids"})
+
+
+def _plain_choice(chunk: Any) -> int | None:
+    """The index of the only choice of a chunk that has more text of it, perhaps with its tokens, and nothing else."""
+    try:
+        (choice,) = chunk["choices"]
+        (text,) = choice["delta"].items()
+        logprobs, ids = choice.get("logprobs"), choice.get("token_ids")
+        is_plain = (
+            _PLAIN.issuperset(choice)
+            and text[0] == "content"
+            and type(text[1]) is str
+            and choice.get("finish_reason") is None
+            and type(choice["index"]) is int
+            and choice["index"] >= 0
+            and (logprobs is None or type(logprobs["content"]) is list)
+            and (ids is None or type(ids) is list)
+            and not (chunk.get("usage") or chunk.get("error") or chunk.get("x_groq") or chunk.get("prompt_token_ids"))
+        )
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    return choice["index"] if is_plain else None
+
+
+def _merged(chunks: Sequence[Json]) -> Json:
+    """Plain chunks of one choice as one."""
+    choices = [chunk["choices"][0] for chunk in chunks]
+    logged = [logprobs["content"] for choice in choices if (logprobs := choice.get("logprobs"))]
+    ids = [ids for choice in choices if (ids := choice.get("token_ids"))]
+    merged: Json = {
+        "index": choices[0]["index"],
+        "delta": {"content": "".join([c["delta"]["content"] for c in choices])},
+    }
+    merged |= {"logprobs": {"content": list(chain.from_iterable(logged))}} if logged else {}
+    merged |= {"token_ids": list(chain.from_iterable(ids))} if ids else {}
+    return chunks[0] | {"choices": [merged]}
 
 
 def chat_usage(usage: Json) -> Usage:

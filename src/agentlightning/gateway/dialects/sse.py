@@ -92,9 +92,11 @@ def encode_event(data: Mapping[str, Any], event: str = "") -> bytes:
 def event_data(event: bytes) -> Any:
     """The JSON of an event; None for events without JSON, such as `[DONE]` and comments. An event without data, or with
     `null`, is an object without fields."""
-    lines = [line[5:].strip() for line in event.removeprefix(_BOM).splitlines() if line.startswith(b"data:")]
-    data = b"\n".join(lines)
     try:
+        if event.startswith(b"data: {") and event.find(b"\n") == len(event) - 2:  # nearly all
+            return loads(event[6:])
+        lines = [line[5:].strip() for line in event.removeprefix(_BOM).splitlines() if line.startswith(b"data:")]
+        data = b"\n".join(lines)
         return (loads(data) if data else None) or {} if lines else None
     except ValueError:
         return None

@@ -8,6 +8,7 @@ received is recorded. `forwarding.translated` serves callers whose dialect the p
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -46,6 +47,10 @@ _FINAL_EVENTS: Final = frozenset(
     {"response.completed", "response.incomplete", "response.failed", "message_stop", "error"}
 )
 """Types of the events that end a stream."""
+_READ_NOW: Final = re.compile(rb'\[DONE\]|"usage"\s*:\s*\{|' + "|".join(map(re.escape, sorted(_FINAL_EVENTS))).encode())
+"""In events that may end a stream, or may not be for the caller."""
+_MAX_UNREAD: Final = 256
+"""Reading more events at once would hold up other calls."""
 BACKGROUND: Final = "background_response"
 """Operation of the span of a call that its provider answers later."""
 UNFINISHED: Final = "unfinished_answer"
@@ -235,9 +240,9 @@ class AddedFields:
                 changed = True
         return changed
 
-    def filter_event(self, event: bytes, data: Json) -> bytes:
+    def filter_event(self, event: bytes, data: Any) -> bytes:
         """An event for the caller; b"" for one that only has the usage."""
-        if self.usage and data.get("usage") and not data.get("choices"):
+        if self.usage and isinstance(data, dict) and data.get("usage") and not data.get("choices"):
             return b""
         return encode_event(data) if self.remove_from(data) else event
 
@@ -296,6 +301,8 @@ class ForwardedCall:
     is_recorded: bool = field(default=False, init=False)
     _request: UpstreamRequest = field(init=False)
     _added: AddedFields = field(default_factory=AddedFields, init=False)
+    _unread: list[bytes] = field(default_factory=list[bytes], init=False)
+    """Events that were passed on and are not read yet."""
     _final_events: list[bytes] = field(default_factory=list[bytes], init=False)
     """The end of a stream, which waits until the response is recorded."""
 
@@ -320,6 +327,7 @@ class ForwardedCall:
                     try:
                         await (self._send_stream if self._request.stream else self._send_whole)(call, keep, writer)
                     finally:
+                        self._read_unread()
                         self._settle(call, is_end=False)
         except BaseException as error:
             if call.status and not writer.started:
@@ -345,8 +353,9 @@ class ForwardedCall:
 
     async def _send_stream(self, call: UpstreamCall, keep: RecordSpans, writer: ResponseWriter) -> None:
         async for events in call.events():
-            if chunk := b"".join([self._read_event(event) for event in events]):
+            if chunk := self._read_events(events):
                 await writer.send_events(chunk)
+        self._read_unread()
         if not self._final_events and not any(choice.given_reason for choice in self.record.response.choices.values()):
             raise self._protocol_error("ended its stream before the response was complete")
         self._settle(call)
@@ -393,12 +402,31 @@ class ForwardedCall:
         """The body for the caller."""
         return dumps(data) if self._added and self._added.remove_from(data) else call.body
 
+    def _read_events(self, events: list[bytes]) -> bytes:
+        """Read events, and return the bytes to send now. What can be passed on as it is waits to be read with others,
+        which costs a fraction."""
+        if self._final_events or any(map(_READ_NOW.search, events)):
+            return b"".join([self._read_event(event) for event in events])
+        if self._added.token_ids or self._added.logprobs:
+            read = [event_data(event) for event in events]
+            self.record.response.read_all(read)
+            return b"".join(map(self._added.filter_event, events, read))
+        self._unread += events
+        if len(self._unread) >= _MAX_UNREAD:
+            self._read_unread()
+        return b"".join(events)
+
+    def _read_unread(self) -> None:
+        if self._unread:
+            self.record.response.read_all([event_data(event) for event in self._unread])
+            self._unread = []
+
     def _read_event(self, event: bytes) -> bytes:
         """Read an event, and return the bytes to send now."""
+        self._read_unread()
         data = event_data(event)
         self.record.response.read(data)
-        if self._added and isinstance(data, dict):
-            event = self._added.filter_event(event, cast("Json", data))
+        event = self._added.filter_event(event, data)
         if not self._final_events and not is_final(event, data):
             return event
         self._final_events.append(event)

@@ -118,6 +118,9 @@ class TranslatedCall(ForwardedCall):
         self._finish(call)
         return self.reply.body([self.answer])
 
+    def _read_events(self, events: list[bytes]) -> bytes:
+        return b"".join([self._read_event(event) for event in events])
+
     def _read_event(self, event: bytes) -> bytes:
         data = event_data(event)
         if data is None and b"data:" in event and b"[DONE]" not in event:
