@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 import agentlightning as agl
+from agentlightning.errors import ConfigError
 from agentlightning.testing.prompt_server import PromptWorldServer
 from agentlightning.testing.prompt_world import START, PromptWorld, grade, report_tasks
 from agentlightning.util.progress import Progress
@@ -95,6 +96,62 @@ def test_the_result_has_the_prompt_its_diff_and_a_certified_gain(server, tmp_pat
     assert "at most 120 evaluations" in said
     assert "enough to show a gain of" in said
     assert server.calls["follower"] <= 120 + 2 * 40
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"critic": {"model": "nobody"}}, "answered 404.*set its model and base_url"),
+        ({"editor": {"model": "nobody"}}, "answered 404.*set its model and base_url"),
+        ({"resources": ("promt",)}, "no prompt template is called promt; the run was given prompt"),
+        ({"budget": {"money": 5.0}}, "budget.money=5 limits nothing, as no call has a price"),
+        ({"search": "gepa"}, "gepa is not installed"),
+    ],
+)
+def test_a_search_that_cannot_work_ends_before_a_rollout_is_paid_for(
+    settings, complaint, server, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "gepa", None)
+    for part in settings.keys() & {"critic", "editor"}:
+        settings = settings | {part: settings[part] | {"base_url": server.url}}
+    made = trainer(server, tmp_path / "run", **settings)
+    for attempt in (made.dry_run, made.fit):
+        with pytest.raises(ConfigError, match=complaint):
+            attempt(write_report, report_tasks(20), report_tasks(8, 1000), held_out_dataset=report_tasks(8, 2000))
+    assert server.calls["follower"] == 0
+    assert not (tmp_path / "run").exists(), "it may be started again there"
+
+
+def test_the_prices_of_any_call_are_enough_for_a_budget_in_money(server, tmp_path):
+    budget = {"calls": 60, "money": 1.0, "agent_output_price": 1.0}
+    assert fit(trainer(server, tmp_path / "run", budget=budget), 20, 8, 8).steps > 0
+
+
+def test_a_dry_run_asks_critic_and_editor_and_judges_no_model_that_is_not_there(server, tmp_path):
+    def hopeless(task, prompt_template):
+        return 0.0
+
+    def broken(task, resources):
+        return resources["promt"]
+
+    made, tasks = trainer(server, tmp_path / "run"), report_tasks(20)
+    found = {each.name: each for each in made.dry_run(hopeless, tasks).checks}
+    texts = [found[name].text for name in ("templates", "critic", "editor")]
+    assert texts == ["the search changes prompt", "critic answers", "editor answers"]
+    assert "all 8 rewards are 0. The first output" in found["reward"].text
+    assert "random weights" not in found["reward"].advice
+    assert found["calls"].outcome == "warning"
+    failed = {each.name: each for each in made.dry_run(broken, tasks).checks}
+    assert "this rollout has prompt" in failed["rollouts"].text
+    assert "calls" not in failed, "an agent that failed before it called says nothing of the address"
+
+
+def test_a_critic_that_is_away_for_the_moment_stops_nothing(server, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("agentlightning.algorithms.apo.models.BACKOFF_SECONDS", 0.01)
+    server.overrides["critic"] = lambda text: 1 / 0
+    made = trainer(server, tmp_path / "run")
+    assert "critic" not in {each.name for each in made.dry_run(write_report, report_tasks(20)).checks}
+    assert "critic: critic gave no reply" in capfd.readouterr().err
 
 
 @pytest.mark.slow

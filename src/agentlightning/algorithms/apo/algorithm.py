@@ -21,8 +21,8 @@ from agentlightning.algorithms.apo.config import (
     announcement,
     check_budget,
 )
-from agentlightning.algorithms.apo.gepa import GepaSearch
-from agentlightning.algorithms.apo.models import open_model
+from agentlightning.algorithms.apo.gepa import GepaSearch, check_installed
+from agentlightning.algorithms.apo.models import ModelError, open_model
 from agentlightning.algorithms.apo.reflective import ReflectiveSearch
 from agentlightning.algorithms.apo.search import RunEvaluator, Search, SearchContext, Writer, templates
 from agentlightning.algorithms.apo.text import placeholders
@@ -131,6 +131,25 @@ class APO(Algorithm[APOConfig]):
             )
         context = self._search.context
         return next(iter(templates(context.start, self._search.favourite).values()))
+
+    async def prepare(self, training: Training) -> Mapping[str, str]:
+        """A short call of critic and editor, where they are behind an endpoint, shows that it knows model and key."""
+        names = ", ".join(self._templates(training))
+        if self.config.search == "gepa":
+            check_installed()
+        found = {"templates": f"the search changes {names}"}
+        for part, settings in {"critic": self.config.critic, "editor": self.config.editor}.items():
+            if settings is None or settings.path is not None or self.client is not None:
+                continue
+            async with AsyncExitStack() as stack:
+                model = await open_model(settings, None, stack, part)
+            try:
+                await model.complete([{"role": "user", "content": "Reply with the word ready."}])
+            except ModelError as error:  # It may be better later; a search skips such replies.
+                training.note(f"{part}: {error}")
+            else:
+                found[part] = f"{settings.model} answers"
+        return found
 
     async def run(self, training: Training) -> None:
         start = self._templates(training)
