@@ -106,6 +106,7 @@ def test_the_result_has_the_prompt_its_diff_and_a_certified_gain(server, tmp_pat
         ({"resources": ("promt",)}, "no prompt template is called promt; the run was given prompt"),
         ({"budget": {"money": 5.0}}, "budget.money=5 limits nothing, as no call has a price"),
         ({"search": "gepa"}, "gepa is not installed"),
+        ({"budget": {"calls": 3}}, "too small to show anything"),
     ],
 )
 def test_a_search_that_cannot_work_ends_before_a_rollout_is_paid_for(
@@ -206,10 +207,11 @@ def test_several_texts_are_optimised_and_others_stay(server, tmp_path):
     result = fit(made)
     assert result.prompts["other"].template == "untouched"
     assert result.prompts["prompt"].template == START
-    assert "## skill\n[1] - Be kind." in seen[0]
-    assert "untouched" not in seen[0]
-    assert "The lines of skill are items" in seen[0]
-    assert "Output: report" in seen[0]
+    assert seen[0] == "Reply with the word ready."
+    assert "## skill\n[1] - Be kind." in seen[1]
+    assert "untouched" not in seen[1]
+    assert "The lines of skill are items" in seen[1]
+    assert "Output: report" in seen[1]
 
 
 @pytest.mark.slow
@@ -225,13 +227,6 @@ def test_a_critic_that_answers_nonsense_stops_the_run_in_words(server, tmp_path)
     server.overrides["critic"] = lambda text: "?"
     with pytest.raises(agl.errors.TrainingStopped, match=r"critic_nonsense.*Use another model"):
         fit(trainer(server, tmp_path / "run"))
-
-
-@pytest.mark.slow
-def test_a_budget_that_shows_nothing_is_refused_before_the_search(server, tmp_path):
-    with pytest.raises(agl.errors.ConfigError, match="too small to show anything"):
-        fit(trainer(server, tmp_path / "run", budget={"calls": 3}))
-    assert server.calls["critic"] == 0
 
 
 def test_overlapping_splits_are_refused_with_their_rows(server, tmp_path):

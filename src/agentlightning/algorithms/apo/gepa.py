@@ -20,14 +20,6 @@ T = TypeVar("T")
 ROLE = "You improve the texts that steer an AI agent. Keep all placeholders in braces as they are."
 
 
-def check_installed() -> None:
-    """Raises MissingExtraError."""
-    try:
-        import gepa  # noqa: F401  # pyright: ignore[reportMissingImports, reportUnusedImport]
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("gepa", "gepa") from error
-
-
 class GepaSearch(Search):
     """See the module. It is the `gepa.GEPAAdapter` of its own search, whose calls come from gepa's thread."""
 
@@ -44,6 +36,10 @@ class GepaSearch(Search):
         limit, tasks = context.config.gepa.validation_tasks, context.validation_tasks
         self.validation = tasks if limit is None else min(limit, tasks)
         """The number of validation tasks that are used."""
+        try:
+            import gepa  # noqa: F401  # pyright: ignore[reportMissingImports, reportUnusedImport]
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("gepa", "gepa") from error
 
     @property
     def smallest_budget(self) -> int:
