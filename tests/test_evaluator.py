@@ -200,3 +200,12 @@ def test_a_cache_runs_nothing_twice_and_what_failed_again(tmp_path):
 def test_tasks_that_were_trained_on_are_named():
     with pytest.raises(DatasetError, match=r"2 evaluation tasks are training tasks, too: rows 1 \(= 3\), 2 \(= 1\)"):
         agl.evaluate(lambda task: 1.0, [{"n": 3}, {"n": 1}, {"n": 9}], trained_on=[{"n": 1}, {"n": 2}, {"n": 3}])
+
+
+def test_two_prompts_are_compared():
+    def agent(task, prompt_template):
+        return float("7" in prompt_template.format(task=task))
+
+    first, second = (evaluate(agent, range(8), resources={"prompt": text}) for text in ("{task}?", "{task} of 7?"))
+    assert (first.mean, second.mean) == (1 / 8, 1.0)
+    assert second.beats(first)

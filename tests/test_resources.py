@@ -14,7 +14,7 @@ from jinja2 import UndefinedError
 
 from agentlightning.algorithms.apo.text import placeholders
 from agentlightning.errors import ConfigError, StoreError
-from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyLLM, named_resources
+from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyLLM, as_resources, named_resources
 from agentlightning.rollouts import Attempt, AttemptedRollout
 from agentlightning.server.app import Server
 from agentlightning.store import LightningStore
@@ -194,3 +194,24 @@ async def test_a_new_database_is_for_its_owner_alone(tmp_path: Path) -> None:
         found = {each.name: each.stat().st_mode & 0o777 for each in (tmp_path / "new").glob("store.db*")}
     assert set(found.values()) == {0o600}
     assert "store.db-wal" in found
+
+
+def test_a_text_is_a_prompt_template() -> None:
+    llm, prompt = LLM(endpoint="http://h", model="m"), PromptTemplate(template="Say {word}.")
+    found = as_resources({"a": "Say {word}.", "b": prompt, "c": prompt.model_dump(), "d": llm})
+    assert found == {**dict.fromkeys("abc", prompt), "d": llm}
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"prompt": 5}, "the resource prompt is no text, PromptTemplate or LLM: 5"),
+        ({"prompt": {"text": "x"}}, "the resource prompt is no text, PromptTemplate or LLM: {'text': 'x'}"),
+        ("Say {word}.", "resources are given by name, as {'prompt': ...}, not as str"),
+    ],
+)
+def test_what_is_no_resource_is_refused_in_one_line(given: Any, complaint: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        as_resources(given)
+    assert complaint in str(refused.value)
+    assert "\n" not in str(refused.value)

@@ -570,6 +570,13 @@ def test_recorded_sessions_are_learned_from_by_one_algorithm(tmp_path: Path) -> 
         trainer.train(num_iterations=None)
 
 
+async def test_a_stage_that_cannot_work_ends_the_run_before_the_first_one_begins(run: Run) -> None:
+    search = run.apo(critic={"model": "nobody", "base_url": run.server.url})
+    with pytest.raises(agl.errors.ConfigError, match="answered 404"):
+        await run.fit(agl.Sequential([Publishes(START), search]))
+    assert not run.seen
+
+
 async def test_a_task_in_two_splits_is_refused_where_a_stage_selects_its_result(run: Run) -> None:
     shared = {**TASKS, "held_out_dataset": [{"n": 100}]}
     with pytest.raises(agl.errors.DatasetError, match="1 held_out tasks are validation tasks, too: rows 1"):

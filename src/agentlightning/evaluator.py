@@ -18,7 +18,7 @@ from agentlightning.evaluation.intervals import check_bounds
 from agentlightning.policy import open as opening
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.open import require_training
-from agentlightning.resources import LLM, NamedResources, named_resources
+from agentlightning.resources import LLM, NamedResources, Resource, as_resources, named_resources
 from agentlightning.server.serve import serve
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.task import load_dataset, overlaps, task_key
@@ -49,17 +49,18 @@ def evaluate(
     concurrency: int | None = None,
     trained_on: str | Path | Sequence[Any] | None = None,
     runner: RunnerConfig | None = None,
-    resources: NamedResources | None = None,
+    resources: Mapping[str, Resource | str] | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
     """The reward of `agent` on the tasks of `dataset`; compares and prints like its score.
 
     With `model`, named as `PolicyConfig.model` (`tiny` is a new one with random weights), that model answers the
     agent's model calls, greedily or sampled at temperature 1; without one, they are not redirected. `resources`: what
-    the agent is given, by name: prompt templates, say. `limit`: only the first tasks. `reward_weights`: weights of the
-    named dimensions of a reward. `repeats`: rollouts of each task. A rollout that fails is part of the result; `failed`
-    says how it counts in the score: as the lowest reward, as a given one, or not at all ("exclude"). `bounds`: the
-    lowest and highest reward possible, where they are not 0 and 1: the intervals are for rewards between them.
+    the agent is given, by name: prompt templates, also as texts. `limit`: only the first tasks. `reward_weights`:
+    weights of the named dimensions of a reward. `repeats`: rollouts of each task. A rollout that fails is part of the
+    result; `failed` says how it counts in the score: as the lowest reward, as a given one, or not at all ("exclude").
+    `bounds`: the lowest and highest reward possible, where they are not 0 and 1: the intervals are for rewards between
+    them.
 
     `slices`: fields of tasks, by whose values the result is divided (`Evaluation.slices`). `compare`: an earlier
     evaluation of these tasks, or its file; the result has a `comparison`. `cache`: a directory in which rollouts are
@@ -100,7 +101,7 @@ def evaluate(
             f"runner.max_calls={config.max_calls} limits the answers of a model that is evaluated, and there is none:"
             " give model, or leave it out"
         )
-    job = _Job(agent, tasks, model, reward, mode, reward_weights, repeats, cache, config, resources or {})
+    job = _Job(agent, tasks, model, reward, mode, reward_weights, repeats, cache, config, as_resources(resources or {}))
     measured = run_sync(_evaluate(job, progress or Progress(enabled=False)))
     result = replace(measured, failed_as=failed, bounds=bounds, tasks=keys, members=members)
     _ = result.mean

@@ -6,12 +6,13 @@ An algorithm publishes a new version with `store.add_resources`; later rollouts 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from string import Formatter
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from agentlightning.attempt_address import attempt_path
 from agentlightning.errors import ConfigError
@@ -149,6 +150,18 @@ def _formatter() -> Formatter:
 
 Resource = Annotated[LLM | ProxyLLM | PromptTemplate, Field(discriminator="resource_type")]
 NamedResources = dict[str, LLM | ProxyLLM | PromptTemplate]
+
+
+def as_resources(given: Mapping[str, Any]) -> NamedResources:
+    """Resources by name, where a text is a prompt template. Raises ConfigError."""
+    if not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"resources are given by name, as {{'prompt': ...}}, not as {type(given).__name__}")
+    found = {name: PromptTemplate(template=each) if isinstance(each, str) else each for name, each in given.items()}
+    try:
+        return named_resources.validate_python(found)
+    except ValidationError as error:
+        name = error.errors()[0]["loc"][0]
+        raise ConfigError(f"the resource {name} is no text, PromptTemplate or LLM: {given[str(name)]!r}") from error
 
 
 def prompts_in(resources: NamedResources) -> dict[str, PromptTemplate]:

@@ -32,7 +32,7 @@ from agentlightning.dashboard.app import dashboard_routes
 from agentlightning.dashboard.data.run_data import dashboard_of_run
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.open import follow_trainer, require_training
-from agentlightning.resources import NamedResources
+from agentlightning.resources import NamedResources, Resource, as_resources
 from agentlightning.runner import Runner
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import load_dataset
@@ -91,6 +91,7 @@ from agentlightning.training.trainer_settings import (
     algorithm_of_run,
     algorithm_to_record,
     check_algorithm,
+    check_prices,
     split_prompts,
     trained_agents,
     with_absolute_paths,
@@ -126,7 +127,7 @@ class Trainer:
         n_runners: int | None = None,
         n_workers: int | None = None,
         seed: int | None = None,
-        initial_resources: NamedResources | None = None,
+        initial_resources: Mapping[str, Resource | str] | None = None,
         progress: Progress | None = None,
         hooks: Hook | Sequence[Hook] | None = None,
         callbacks: Sequence[Callback[Any] | type[Callback[Any]] | str] = (),
@@ -141,7 +142,7 @@ class Trainer:
         runners = n_workers if n_runners is None else n_runners
         named = [each for each in callbacks if not isinstance(each, Callback)]
         self.config = with_arguments(config or TrainConfig(), self.algorithm, model, runners, seed, named)
-        prompts, others = split_prompts(initial_resources or {})
+        prompts, others = split_prompts(as_resources(initial_resources or {}))
         self.config = self.config.model_copy(update={"prompts": {**self.config.prompts, **prompts}})
         self.reward = reward if reward is not None else self.config.reward
         self.store = store
@@ -516,6 +517,7 @@ class Trainer:
             config = with_own_providers(config, self.progress.note)
         if algorithm.selects_result:
             check_disjoint(tasks)
+        check_prices(algorithm, config)
         token, secret = credentials(given_store)
         async with AsyncExitStack() as stack:
             store = await open_store(given_store, run_dir, stack)
@@ -564,6 +566,8 @@ class Trainer:
             others = make_callbacks(config.run.callbacks, self.callbacks)
             run = await make_training_run(config, algorithm, account, *parts, url, joined, recorded, others)
             run.target_agent = trained_agents(agent)
+            with calls_of(type(algorithm), "algorithm"):
+                run.prepared = await algorithm.prepare(run)
             yield runner, run
 
 

@@ -22,6 +22,9 @@ def solve(task):
 
 def better(task):
     return 1.0
+
+def prompted(task, prompt_template):
+    return float(prompt_template.format(**task) == f"even {task['n']}")
 """
 
 
@@ -145,3 +148,10 @@ def test_a_run_whose_agent_was_an_object_asks_for_the_agent_and_not_for_the_run(
     assert "the agent of run was given as an object" in told
     assert "--run" not in told
     assert run("--run", "run", "--agent", "agent.py:better")["reward"] == 1.0
+
+
+def test_a_prompt_is_a_setting(job: list[str]) -> None:
+    found = [run("--agent", "agent.py:prompted", *job, f"prompts.it={text} {{n}}") for text in ("even", "odd")]
+    assert [each["reward"] for each in found] == [1.0, 0.0]
+    refused = run("--agent", "agent.py:prompted", *job, "policy.model=tiny", status=2)
+    assert "prompts.NAME=TEXT" in refused["error"]["message"]

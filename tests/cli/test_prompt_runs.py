@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning.dashboard.data.catalog import Catalog
+from agentlightning.dashboard.data.catalog import Catalog, Source
 from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.dashboard.data.run_files import RunFiles
 from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views.prompt_search import show_search
-from agentlightning.dashboard.views.runs import cost_of
+from agentlightning.dashboard.views.runs import cost_of, summary
 from agentlightning.testing.prompt_server import PromptWorldServer
 from agentlightning.testing.prompt_world import START, PromptWorld, report_tasks
 
@@ -136,6 +136,18 @@ def test_eval_measures_the_prompt_of_the_run_without_torch(run: Path, server: Pr
     done = agl_program(run.parent, "eval", "--run", "run", "--json", OPENAI_BASE_URL=server.url)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["reward"] > report["held_out"]["sampled"]["before"]
+
+
+def test_eval_measures_another_prompt_in_place_of_that_of_the_run(run: Path, server: PromptWorldServer) -> None:
+    before = json.loads((run / "report.json").read_text())["held_out"]["sampled"]["before"]
+    other = f"prompts.prompt={START}"
+    done = agl_program(run.parent, "eval", "--run", "run", "--json", other, OPENAI_BASE_URL=server.url)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["reward"] == pytest.approx(before, abs=0.2)
+
+
+def test_the_page_names_no_model_of_a_run_that_trains_none(run: Path) -> None:
+    assert summary(Source("run", RunFiles(run)))["model"] is None
 
 
 async def test_the_page_shows_every_candidate_that_was_tried_what_it_changed_and_what_came_of_it(run: Path) -> None:

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 import agentlightning as agl
+from agentlightning.errors import ConfigError
 from agentlightning.testing.prompt_server import PromptWorldServer
 from agentlightning.testing.prompt_world import START, PromptWorld, grade, report_tasks
 from agentlightning.util.progress import Progress
@@ -97,6 +98,63 @@ def test_the_result_has_the_prompt_its_diff_and_a_certified_gain(server, tmp_pat
     assert server.calls["follower"] <= 120 + 2 * 40
 
 
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"critic": {"model": "nobody"}}, "answered 404.*set its model and base_url"),
+        ({"editor": {"model": "nobody"}}, "answered 404.*set its model and base_url"),
+        ({"resources": ("promt",)}, "no prompt template is called promt; the run was given prompt"),
+        ({"budget": {"money": 5.0}}, "budget.money=5 limits nothing, as no call has a price"),
+        ({"search": "gepa"}, "gepa is not installed"),
+        ({"budget": {"calls": 3}}, "too small to show anything"),
+    ],
+)
+def test_a_search_that_cannot_work_ends_before_a_rollout_is_paid_for(
+    settings, complaint, server, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "gepa", None)
+    for part in settings.keys() & {"critic", "editor"}:
+        settings = settings | {part: settings[part] | {"base_url": server.url}}
+    made = trainer(server, tmp_path / "run", **settings)
+    for attempt in (made.dry_run, made.fit):
+        with pytest.raises(ConfigError, match=complaint):
+            attempt(write_report, report_tasks(20), report_tasks(8, 1000), held_out_dataset=report_tasks(8, 2000))
+    assert server.calls["follower"] == 0
+    assert not (tmp_path / "run").exists(), "it may be started again there"
+
+
+def test_the_prices_of_any_call_are_enough_for_a_budget_in_money(server, tmp_path):
+    budget = {"calls": 60, "money": 1.0, "agent_output_price": 1.0}
+    assert fit(trainer(server, tmp_path / "run", budget=budget), 20, 8, 8).steps > 0
+
+
+def test_a_dry_run_asks_critic_and_editor_and_judges_no_model_that_is_not_there(server, tmp_path):
+    def hopeless(task, prompt_template):
+        return 0.0
+
+    def broken(task, resources):
+        return resources["promt"]
+
+    made, tasks = trainer(server, tmp_path / "run"), report_tasks(20)
+    found = {each.name: each for each in made.dry_run(hopeless, tasks).checks}
+    texts = [found[name].text for name in ("templates", "critic", "editor")]
+    assert texts == ["the search changes prompt", "critic answers", "editor answers"]
+    assert "all 8 rewards are 0. The first output" in found["reward"].text
+    assert "random weights" not in found["reward"].advice
+    assert found["calls"].outcome == "warning"
+    failed = {each.name: each for each in made.dry_run(broken, tasks).checks}
+    assert "this rollout has prompt" in failed["rollouts"].text
+    assert "calls" not in failed, "an agent that failed before it called says nothing of the address"
+
+
+def test_a_critic_that_is_away_for_the_moment_stops_nothing(server, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("agentlightning.algorithms.apo.models.BACKOFF_SECONDS", 0.01)
+    server.overrides["critic"] = lambda text: 1 / 0
+    made = trainer(server, tmp_path / "run")
+    assert "critic" not in {each.name for each in made.dry_run(write_report, report_tasks(20)).checks}
+    assert "critic: critic gave no reply" in capfd.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_run_is_resumed_with_a_larger_budget_and_buys_nothing_again(server, tmp_path):
     first = fit(trainer(server, tmp_path / "run"))
@@ -149,10 +207,11 @@ def test_several_texts_are_optimised_and_others_stay(server, tmp_path):
     result = fit(made)
     assert result.prompts["other"].template == "untouched"
     assert result.prompts["prompt"].template == START
-    assert "## skill\n[1] - Be kind." in seen[0]
-    assert "untouched" not in seen[0]
-    assert "The lines of skill are items" in seen[0]
-    assert "Output: report" in seen[0]
+    assert seen[0] == "Reply with the word ready."
+    assert "## skill\n[1] - Be kind." in seen[1]
+    assert "untouched" not in seen[1]
+    assert "The lines of skill are items" in seen[1]
+    assert "Output: report" in seen[1]
 
 
 @pytest.mark.slow
@@ -168,13 +227,6 @@ def test_a_critic_that_answers_nonsense_stops_the_run_in_words(server, tmp_path)
     server.overrides["critic"] = lambda text: "?"
     with pytest.raises(agl.errors.TrainingStopped, match=r"critic_nonsense.*Use another model"):
         fit(trainer(server, tmp_path / "run"))
-
-
-@pytest.mark.slow
-def test_a_budget_that_shows_nothing_is_refused_before_the_search(server, tmp_path):
-    with pytest.raises(agl.errors.ConfigError, match="too small to show anything"):
-        fit(trainer(server, tmp_path / "run", budget={"calls": 3}))
-    assert server.calls["critic"] == 0
 
 
 def test_overlapping_splits_are_refused_with_their_rows(server, tmp_path):

@@ -126,7 +126,7 @@ def test_a_run_killed_in_each_stage_counts_everything_once(job, server):
     assert [line["step"] for line in lines] == list(range(1, result["steps"] + 1))
     assert [line["stage"] for line in lines] == [1] * search["steps"] + [2] * STEPS
     ids = asyncio.run(finished(run_dir))
-    tried, trained = ([each for each in ids if f"-{purpose}-" in each] for purpose in ("evaluation", "train"))
+    tried, trained = ([each for each in ids if f"-{purpose}-" in each] for purpose in ("trial", "train"))
     assert lines[search["steps"] - 1]["apo_evaluations"] == search["rollouts"] == len(tried)
     assert learning["rollouts"] == len(trained) == STEPS * 16
     assert result["rollouts"] == len(tried) + len(trained)

@@ -59,7 +59,8 @@ def test_the_calls_of_an_agent_are_recorded_and_reach_its_provider_with_its_key(
 
 
 def test_the_dry_run_has_a_line_on_calls(provider: ScriptedProvider, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = TrainConfig(algorithm={"type": "apo"}, prompts={"p": "Say hello."})  # pyright: ignore
+    settings = {"type": "apo", "critic": {"model": "gpt-x"}}
+    config = TrainConfig(algorithm=settings, prompts={"p": "Say hello."})  # pyright: ignore
     tasks = [{"q": str(number)} for number in range(24)]
     found = agl.Trainer(config, run_dir="run").dry_run("agent.py:solve", tasks)
     [line] = [check for check in found.checks if check.name == "calls"]

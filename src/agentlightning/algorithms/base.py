@@ -102,6 +102,11 @@ class Algorithm(ABC, Generic[C]):
     def total_steps(self) -> int:
         """The number of steps of a whole run."""
 
+    async def prepare(self, training: Training) -> Mapping[str, str]:
+        """What was found in order before a run, or its continuation, begins, as a dry run lists it: name -> sentence.
+        Raises ConfigError where the run could not do its work, before a rollout is paid for."""
+        return {}
+
     @abstractmethod
     async def run(self, training: Training) -> object:
         """Do the steps from `training.step` to `total_steps`. The return value is ignored."""

@@ -151,6 +151,12 @@ class Sequential(Algorithm[SequentialConfig]):
         if self._restored.get("stage") == place and self._restored["state"]:
             self._plan[place].load_state_dict(self._restored["state"])
 
+    async def prepare(self, training: Training) -> Mapping[str, str]:
+        found: dict[str, str] = {}
+        for stage in self.stages:
+            found |= await stage.prepare(training)
+        return found
+
     async def run(self, training: Training) -> None:
         unset = self.optimizer is None or self.optimizer.lr is None
         for place, stage in enumerate(self._plan):

@@ -13,7 +13,9 @@ from agentlightning.cli.output import agl, open_output
 
 
 def evaluate(
-    settings: Annotated[list[str] | None, typer.Argument(help="runner.key=value ...", show_default=False)] = None,
+    settings: Annotated[
+        list[str] | None, typer.Argument(help="runner.key=value, prompts.NAME=TEXT ...", show_default=False)
+    ] = None,
     agent: Agent = None,
     reward: Reward = None,
     data: Data = None,
@@ -60,13 +62,14 @@ def evaluate(
 ) -> None:
     """Measure an agent: its mean reward on tasks, with a 95% confidence interval.
 
-    Settings say how the agent is run, as in agl train: runner.timeout_seconds=30, 'runner.env={QUESTION = "question"}'.
-    Of a run, they are those of the run.
+    Settings say how the agent is run, as in agl train: runner.timeout_seconds=30, 'runner.env={QUESTION = "question"}',
+    and which prompts it is given: prompts.NAME=TEXT. Of a run, they are those of the run.
 
     \b
     Examples:
       agl eval --agent agent.py:solve --reward reward.py:score --data test.jsonl --out before.json
       agl eval --run runs/first --data test.jsonl --compare before.json
+      agl eval --agent agent.py:solve --reward reward.py:score --data test.jsonl "prompts.prompt=$(cat new.txt)"
     """
     with open_output(as_json) as output:
         from agentlightning.cli.formatting.evaluation import evaluation_record, print_evaluation
@@ -74,10 +77,8 @@ def evaluate(
         from agentlightning.evaluator import evaluate as measure
         from agentlightning.util.progress import Progress
 
-        if others := [each for each in settings or [] if not each.startswith("runner.")]:
-            raise ConfigError(
-                f"{others[0]} is no setting of an evaluation; it takes those of the runner, runner.key=value"
-            )
+        if others := [each for each in settings or [] if not each.startswith(("runner.", "prompts."))]:
+            raise ConfigError(f"{others[0]} is no setting of an evaluation; use runner.key=value, prompts.NAME=TEXT")
         if agent is None and data is None and env is None:
             run = run_or_newest(run, "give --agent and --data, --env, or --run RUN")
         if run is None:
@@ -127,12 +128,14 @@ def _subject(run: Path | None, changes: list[str], data: str | None, model: str 
         data = data or (known.data.train and str(known.data.train))
         if known.agent is None or data is None:
             raise ConfigError("agl eval needs --agent and --data, --env, or --run RUN")
-        return known, data, model, None
+        return known, data, model, known.prompts
     known, found = settings_of_run(run, changes), checkpoint_of(run)
     if known.agent is None:
         raise ConfigError(f"the agent of {run} was given as an object, which no file holds; name it: --agent")
     model = model or (str(found) if holds_weights(found) else None)
-    return known, data or str(run / "data" / "held_out.jsonl"), model, read_resources(run, found.name)
+    named = {each.partition("=")[0].split(".")[1] for each in changes if each.startswith("prompts.")}
+    given = {name: prompt for name, prompt in known.prompts.items() if name in named}
+    return known, data or str(run / "data" / "held_out.jsonl"), model, read_resources(run, found.name) | given
 
 
 def _failed(text: str) -> Any:

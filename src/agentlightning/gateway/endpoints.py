@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -60,6 +61,8 @@ ATTEMPT_PATHS: Final = (
     "/key/{key}",
 )
 """Prefixes of URLs that name an attempt or a worker."""
+MAX_FAILURES: Final = 200
+"""Messages that are counted before counting begins anew."""
 Handler = Callable[[Scope, Receive, ResponseWriter], Awaitable[None]]
 """Serves one request, or raises."""
 
@@ -80,6 +83,8 @@ class Endpoints:
     attempts: AttemptTable
     limit: ConcurrencyLimit
     max_body_bytes: int
+    failures: Counter[str] = field(default_factory=Counter[str])
+    """Calls that failed for a reason within, by message."""
 
     # -- the routes ------------------------------------------------------------------------------------------------
 
@@ -166,10 +171,20 @@ class Endpoints:
         except Exception as error:
             self.counters.errors += 1
             api_error = to_api_error(error)
-            if api_error.status >= 500:
+            if api_error.status >= 500 and (times := self._repeats(api_error.message)):
                 expected = isinstance(error, (ApiError, EngineUnavailableError, *STORE_UNAVAILABLE))
-                logger.error("a call failed: %s", api_error.message, exc_info=None if expected else error)
+                again = f" ({times} times)" if times > 1 else ""
+                logger.error("a call failed%s: %s", again, api_error.message, exc_info=None if expected else error)
             await _send_error(dialect, writer, api_error)
+
+    def _repeats(self, message: str) -> int:
+        """How often calls have failed with this message, where that is 1, 10, 100 ...; else 0. What all calls fail of,
+        such as a wrong key, would fill the log."""
+        if len(self.failures) >= MAX_FAILURES:
+            self.failures.clear()
+        self.failures[message] += 1
+        times = self.failures[message]
+        return times if str(times).rstrip("0") == "1" else 0
 
     async def _call_model(self, path: ApiPath, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
         started = time.time()

@@ -199,7 +199,10 @@ def checks_of(rollouts: Sequence[DryRunRollout], *, trains: bool, random_weights
         ended,
         "run the agent on this task by itself: " + _short(failed[0].task) if failed else None,
     )
-    yield check_calls(rollouts) if trains else check_recorded_calls(rollouts)
+    if trains:
+        yield check_calls(rollouts)
+    elif len(failed) < len(rollouts):  # Where all failed, a call that is missing says nothing of the set-up.
+        yield check_recorded_calls(rollouts)
     if trains and any(each.policy_calls for each in rollouts):
         yield check_tokens(rollouts, random_weights)
     share = answers_in_prompts(
@@ -217,7 +220,7 @@ def checks_of(rollouts: Sequence[DryRunRollout], *, trains: bool, random_weights
         )
         yield DryRunCheck("tools", "warning", f"tools raised: {named}. The first: {errors[0]}", advice)
     if len(failed) < len(rollouts):
-        yield check_reward([each for each in rollouts if each.failure is None], random_weights)
+        yield check_reward([each for each in rollouts if each.failure is None], random_weights, trains)
 
 
 def check_recorded_calls(rollouts: Sequence[DryRunRollout]) -> DryRunCheck:
@@ -289,7 +292,7 @@ def _asked(rollout: DryRunRollout) -> list[Any]:
     return list(takewhile(lambda message: message.get("role") != "assistant", rollout.transcript))
 
 
-def check_reward(ended: Sequence[DryRunRollout], random_weights: bool) -> DryRunCheck:
+def check_reward(ended: Sequence[DryRunRollout], random_weights: bool, trains: bool) -> DryRunCheck:
     """Whether the rollouts that ended well have rewards, and these differ."""
     rewards = [each.reward for each in ended if each.reward is not None]
     missing = [each for each in ended if each.reward is None]
@@ -301,15 +304,23 @@ def check_reward(ended: Sequence[DryRunRollout], random_weights: bool) -> DryRun
     low, high = min(rewards), max(rewards)
     if low < high:
         return DryRunCheck("reward", "ok", f"{sum(rewards) / len(rewards):.3f} on average, from {low:g} to {high:g}")
+    why = ": rollouts that do not differ teach nothing" if trains else ""
+    advice = (
+        "see whether the reward reads the answer in the form that the agent gives it, and what it gives a right and a"
+        " wrong one"
+    )
+    if random_weights:
+        advice = (
+            "the model has random weights here, and its answers are noise: see what the reward gives a right answer"
+        )
+    elif trains:
+        advice += "; else take tasks that the model solves sometimes"
     return DryRunCheck(
         "reward",
         "warning",
-        f"all {len(rewards)} rewards are {low:g}: rollouts that do not differ teach nothing. The first output was"
-        f" {_short(ended[0].output)} for the task {_short(ended[0].task)}",
-        "the model has random weights here, and its answers are noise: see what the reward gives a right answer"
-        if random_weights
-        else "see whether the reward reads the answer in the form that the agent gives it, and what it gives a right"
-        " and a wrong one; else take tasks that the model solves sometimes",
+        f"all {len(rewards)} rewards are {low:g}{why}. The first output was {_short(ended[0].output)} for the task"
+        f" {_short(ended[0].task)}",
+        advice,
     )
 
 
@@ -373,8 +384,9 @@ async def dry_run(
             checks.append(DryRunCheck("agent", "ok", loaded))
             if trains:
                 checks += [check_model(config), *check_tool_format(run.chat)]
+            checks += [DryRunCheck(name, "ok", text) for name, text in run.prepared.items()]
             rollouts = await run_beside(runner, rehearse(run, algorithm))
-        checks += checks_of(rollouts, trains=trains, random_weights=has_random_weights(config))
+        checks += checks_of(rollouts, trains=trains, random_weights=trains and has_random_weights(config))
     except ConfigError:
         raise
     except AgentLightningError as error:

@@ -58,7 +58,8 @@ def export_weights(run_dir: Path, form: WeightsForm, path: Path, precision: Prec
     be merged and models that cannot be written."""
     checkpoint = checkpoint_of(run_dir)
     if not holds_weights(checkpoint):
-        raise ConfigError(f"{checkpoint} holds no weights: the run trained none; its prompts are in resources.json")
+        prompts = checkpoint / "resources.json"
+        raise ConfigError(f"{checkpoint} holds no weights: the run trained none; its prompts are in {prompts}")
     adapters = not (checkpoint / "config.json").exists()
     if form == "gguf":
         _write_gguf(checkpoint, path, precision, adapters)

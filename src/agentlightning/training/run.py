@@ -81,6 +81,8 @@ class TrainingRun:
     total_steps: int
     """The last step; in a run of several stages, that of the present one."""
     target_agent: str | None = None
+    prepared: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What the algorithm found in order before it began."""
     start_prompts: Mapping[str, PromptTemplate] = field(default_factory=dict[str, PromptTemplate])
     """The prompt templates that the run began with."""
     stop_rollouts_at: Callable[[int], None] = lambda step: None

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
+from agentlightning.algorithms.apo.config import APOConfig
 from agentlightning.algorithms.base import ALGORITHMS, Algorithm, class_name, make_algorithm
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.algorithms.sequential import SequentialConfig
@@ -69,6 +70,21 @@ def _in_one_mode(config: TrainConfig) -> TrainConfig:
         return config
     evaluation = EvaluationConfig.model_validate({**dict(config.evaluation), "modes": ("sampled",)})
     return config.model_copy(update={"evaluation": evaluation})
+
+
+def check_prices(algorithm: Algorithm[Any], config: TrainConfig) -> None:
+    """Raises ConfigError for a prompt search with a budget in money, of whose calls none has a price."""
+    gateway = config.gateway
+    if any(each.price for each in (*gateway.providers, *gateway.routes)):
+        return
+    for stage in getattr(algorithm, "stages", (algorithm,)):
+        settings = getattr(stage, "config", None)
+        if isinstance(settings, APOConfig) and settings.budget.money and not settings.has_prices:
+            raise ConfigError(
+                f"budget.money={settings.budget.money:g} limits nothing, as no call has a price: set input_price and"
+                " output_price of the critic (and the editor), and agent_input_price and agent_output_price of the"
+                " budget, or the price of a provider ([[gateway.providers]])"
+            )
 
 
 def split_prompts(resources: NamedResources) -> tuple[dict[str, PromptTemplate], NamedResources]:

@@ -94,6 +94,26 @@ async def test_only_what_is_about_the_key_refuses_the_key_and_the_text_is_there(
     assert not any(part in f"{caught.value} {span}" for part in (KEY, "6789"))
 
 
+@pytest.mark.integration
+async def test_a_key_that_nobody_configured_is_not_called_wrong(ask):
+    service, _ = await ask("openai", [Reply({"error": {"message": "no key"}}, 401)], retries=0, api_key=None)
+    client = await service.client()
+    with pytest.raises(openai.APIStatusError, match="for which no API key is configured"):
+        await client.chat.completions.create(model="theirs", messages=HI)
+
+
+@pytest.mark.integration
+async def test_what_all_calls_fail_of_is_logged_a_few_times(ask, caplog):
+    replies = [Reply({"error": {"message": text}}, 500) for text in [*["down"] * 12, "other"]]
+    service, _ = await ask("openai", replies, retries=0)
+    client = await service.client()
+    for _ in replies:
+        with pytest.raises(openai.APIStatusError):
+            await client.with_options(max_retries=0).chat.completions.create(model="theirs", messages=HI)
+    said = [each.getMessage() for each in caplog.records if "a call failed" in each.getMessage()]
+    assert said == ["a call failed: down", "a call failed (10 times): down", "a call failed: other"]
+
+
 @pytest.mark.parametrize(
     ("name", "value", "seconds"),
     [

@@ -97,6 +97,19 @@ def test_a_first_parameter_that_is_a_text_is_never_given_a_whole_object(make_cal
         signature.call(make_call({"nam": "Ada"}))
 
 
+def test_a_resource_that_is_missing_is_named_with_those_that_there_are(make_call: Any) -> None:
+    call = make_call({})
+    for environment in (call.environment, {}):
+        call.resources = bind_resources({"promt": PROMPT}, "http://127.0.0.1:9", environment)
+        with pytest.raises(KeyError, match="no resource is called 'prompt'; this rollout has promt"):
+            call_with(lambda task, resources: resources["prompt"], call)
+
+
+def test_an_agent_without_a_prompt_is_told_how_to_give_one(make_call: Any) -> None:
+    with pytest.raises(AgentError, match=r"'prompt_template' of .*prompts\.NAME=TEXT.*evaluate\(resources="):
+        call_with(lambda task, prompt_template: None, make_call({}))
+
+
 def test_an_agent_that_needs_a_model_is_told_that_there_is_none(make_call: Any) -> None:
     with pytest.raises(AgentError, match=r"'llm' of .*This rollout has none\. Available here: "):
         call_with(lambda task, llm: None, make_call({}))

@@ -22,7 +22,7 @@ from agentlightning.algorithms.apo.config import (
     check_budget,
 )
 from agentlightning.algorithms.apo.gepa import GepaSearch
-from agentlightning.algorithms.apo.models import open_model
+from agentlightning.algorithms.apo.models import ModelError, ask_endpoint, open_model
 from agentlightning.algorithms.apo.reflective import ReflectiveSearch
 from agentlightning.algorithms.apo.search import RunEvaluator, Search, SearchContext, Writer, templates
 from agentlightning.algorithms.apo.text import placeholders
@@ -132,6 +132,26 @@ class APO(Algorithm[APOConfig]):
         context = self._search.context
         return next(iter(templates(context.start, self._search.favourite).values()))
 
+    async def prepare(self, training: Training) -> Mapping[str, str]:
+        """A short call of critic and editor, where they are behind an endpoint, shows that it knows model and key."""
+        start, found = self._templates(training), dict[str, str]()
+        found["templates"] = f"the search changes {', '.join(start)}"
+        async with AsyncExitStack() as stack:
+            search = await self._open(training, start, stack, load=False)
+        if not self._learned:
+            check_budget(self.config.budget, search.smallest_budget, self.config.search)
+        writer = search.context.writer
+        for part, model in {"critic": writer.critic, "editor": writer.editor}.items():
+            if model.send is not ask_endpoint or (part == "editor" and model is writer.critic):
+                continue
+            try:
+                await model.complete([{"role": "user", "content": "Reply with the word ready."}])
+            except ModelError as error:  # It may be better later; a search skips such replies.
+                training.note(f"{part}: {error}")
+            else:
+                found[part] = f"{model.settings.model} answers"
+        return found
+
     async def run(self, training: Training) -> None:
         start = self._templates(training)
         async with AsyncExitStack() as stack:
@@ -139,7 +159,6 @@ class APO(Algorithm[APOConfig]):
             if self._learned:
                 self._restore(search)
             else:
-                check_budget(self.config.budget, search.smallest_budget, self.config.search)
                 training.note(announcement(self.config.budget, search.reserved, training.held_out_tasks))
             self._search = search
             while search.ended is None and training.step < self.total_steps:
@@ -190,13 +209,16 @@ class APO(Algorithm[APOConfig]):
                 raise ConfigError(f"the prompt template {name!r} cannot be read: {error}") from error
         return {name: found[name] for name in names}
 
-    async def _open(self, training: Training, start: Mapping[str, PromptTemplate], stack: AsyncExitStack) -> Search:
+    async def _open(
+        self, training: Training, start: Mapping[str, PromptTemplate], stack: AsyncExitStack, *, load: bool = True
+    ) -> Search:
+        """`load`: whether models on this machine are opened, which takes time and memory."""
         config = self.config
         spending = Spending(config.budget)
-        critic = await open_model(config.critic, self.client, stack, "critic")
+        critic = await open_model(config.critic, self.client, stack, "critic", load=load)
         editor = critic
         if config.editor is not None and config.search != "gepa":
-            editor = await open_model(config.editor, self.client, stack, "editor")
+            editor = await open_model(config.editor, self.client, stack, "editor", load=load)
         writer = Writer(critic, editor, spending, config.max_edits, config.max_transcript_chars)
         context = SearchContext(
             config,

@@ -158,6 +158,13 @@ class APOConfig(AlgorithmConfig):
     seed: int = 0
     """The seed of the search's choices."""
 
+    @property
+    def has_prices(self) -> bool:
+        """Whether a price is set for any call."""
+        models, budget = (self.critic, self.editor or self.critic), self.budget
+        agent = budget.agent_input_price + budget.agent_output_price
+        return agent + sum(each.input_price + each.output_price for each in models) > 0
+
     @model_validator(mode="after")
     def _check_playbooks(self) -> Self:
         unknown = sorted(set(self.playbooks) - set(self.resources)) if self.resources else []

@@ -120,8 +120,13 @@ async def ask_engine(engine: Any, settings: PromptModel, messages: list[Message]
     return Completion(text, len(prompt), len(sample.token_ids), sample.finish_reason == "length")
 
 
-async def open_model(settings: PromptModel, client: Any, stack: AsyncExitStack, part: str) -> LanguageModel:
-    """The model that settings name; the stack closes it. Raises ConfigError where they name none."""
+async def open_model(
+    settings: PromptModel, client: Any, stack: AsyncExitStack, part: str, *, load: bool = True
+) -> LanguageModel:
+    """The model that settings name; the stack closes it. Raises ConfigError where they name none. Without `load` a
+    model of this machine cannot be asked."""
+    if settings.path is not None and not load:
+        return LanguageModel(settings, partial(ask_engine, None))
     if settings.path is not None:
         from agentlightning.policy.open import open_frozen
 

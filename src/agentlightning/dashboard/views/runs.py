@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
+from agentlightning.algorithms.apo.config import APOConfig
 from agentlightning.dashboard.data.catalog import Source
 from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.dashboard.data.run_files import RunFiles
@@ -91,7 +92,7 @@ def _summary(name: str, files: RunFiles) -> dict[str, Any]:
         "kind": "run",
         "state": status,
         "algorithm": algorithm,
-        "model": None if config is None else config.policy.model,
+        "model": None if config is None or isinstance(config.algorithm, APOConfig) else config.policy.model,
         "agent": None if config is None else config.agent or ("a live object" if "agent" in state.objects else None),
         "step": len(metrics) if state.step == 0 else max(state.step, len(metrics)),
         "steps": total,

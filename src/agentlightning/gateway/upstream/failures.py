@@ -80,7 +80,9 @@ def from_response(provider: Provider, status: int, headers: Headers, body: bytes
     if status == 401 or (status == 403 and _KEY.search(f"{code} {text}") and _REFUSED.search(f"{code} {text}")):
         # It is not the caller's key, so it must not see what the provider shows of it.
         shown = _MASKED.sub(HIDDEN, (text or "").replace(provider.key() or HIDDEN, HIDDEN))
-        message = f"{subject} rejected the configured API key (status {status})" + (f": {shown}" if shown else "")
+        has_key = provider.key() or provider.headers
+        given = "the configured API key" if has_key else "the call, for which no API key is configured"
+        message = f"{subject} rejected {given} (status {status})" + (f": {shown}" if shown else "")
         api_error = ApiError(502, message, code="provider_key_refused", retry=False)
         return Failure(api_error, is_retryable=False, counts_against_health=False)
     if status == 407:  # Addressed to the client of the proxy, which is the gateway.

@@ -31,6 +31,13 @@ from agentlightning.rollouts import AttemptedRollout
 PARAMETERS = ("task", "llm", "prompt_template", "resources", "rollout", "base_url", "api_key", "model")
 
 
+class AgentResources(dict[str, LLM | ProxyLLM | PromptTemplate]):
+    """The resources of an attempt as its agent reads them: one that is missing is named beside those that are there."""
+
+    def __missing__(self, name: str) -> LLM | ProxyLLM | PromptTemplate:
+        raise KeyError(f"no resource is called {name!r}; this rollout has {', '.join(self) or 'none'}")
+
+
 class Stoppable(Protocol):
     """A program that can be stopped."""
 
@@ -100,12 +107,12 @@ def first_llm(resources: NamedResources) -> LLM | None:
     return next((resource for resource in resources.values() if isinstance(resource, LLM)), None)
 
 
-def bind_resources(resources: NamedResources, server_url: str, environment: Mapping[str, str]) -> NamedResources:
+def bind_resources(resources: NamedResources, server_url: str, environment: Mapping[str, str]) -> AgentResources:
     """The resources of one attempt: LLMs served by our own server get the attempt's URL. Other resources stay
     unchanged, and so do all of them if the attempt's model calls are not redirected."""
     if "OPENAI_BASE_URL" not in environment:
-        return resources
-    return {name: _bind(resource, server_url, environment) for name, resource in resources.items()}
+        return AgentResources(resources)
+    return AgentResources({name: _bind(each, server_url, environment) for name, each in resources.items()})
 
 
 def _bind(resource: LLM | PromptTemplate, server_url: str, environment: Mapping[str, str]) -> LLM | PromptTemplate:
@@ -185,6 +192,11 @@ class Signature:
         hint = difflib.get_close_matches(name, [*values, *PARAMETERS], n=1)
         guess = f" Did you mean {hint[0]!r}?" if hint else ""
         advice = " This rollout has none." if name in PARAMETERS else guess
+        if name == "prompt_template":
+            advice += (
+                " Give one: prompts.NAME=TEXT in the settings, or from Python evaluate(resources={'NAME': TEXT}),"
+                " Trainer(initial_resources={'NAME': TEXT})."
+            )
         return (
             f"there is no value for the parameter {name!r} of {self.name}.{advice} "
             f"Available here: {', '.join(sorted(values))}"

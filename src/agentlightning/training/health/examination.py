@@ -60,7 +60,7 @@ def closing_warnings(records: Sequence[StepRecord], gains: Mapping[str, Gain]) -
         found["nothing_learned"] = "nothing was learned: no group of rollouts had rewards that differ"
     moved = sum(each.optimizer_steps * (each.lr or 0.0) for each in records)
     updates = sum(each.optimizer_steps for each in records)
-    more = "train for more steps, or"
+    more = "train for more steps (of a prompt search, raise algorithm.budget), or"
     if updates and moved < LEAST_MOVED:
         more = (
             f"the weights hardly moved: {updates} updates, whose learning rates add up to {moved:.2g}, change no weight"

@@ -51,8 +51,8 @@ RESUME_ADVICE = (
     " `agl eval --limit 1`; or raise runner.max_failed_share if this is expected."
 )
 EVALUATION_ADVICE = (
-    "Fix the agent or its reward; try one task alone with `agl eval --limit 1`; or, from Python, pass"
-    " runner=RunnerConfig(max_failed_share=1.0) to have failures counted only."
+    "Fix the agent or its reward; try one task alone with `agl eval --limit 1`; or have failures counted only:"
+    " runner.max_failed_share=1.0 (from Python runner=RunnerConfig(max_failed_share=1.0))."
 )
 
 
