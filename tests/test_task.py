@@ -319,6 +319,7 @@ def test_a_csv_file_has_a_task_in_each_row(tmp_path: Path) -> None:
         ("q\na,b\n", "line 2"),
         ('q\n"a\n', "CSV"),
         ("q\n", "no tasks"),
+        ("q;answer\na;1\n", "the one column 'q;answer': separate columns with commas, not ';'"),
     ):
         path.write_text(content)
         with pytest.raises(DatasetError, match=words):

@@ -245,6 +245,8 @@ def _csv(path: Path) -> list[Any]:
             rows = [(reader.line_num, row) for row in reader]
         except (csv.Error, UnicodeDecodeError) as error:
             raise DatasetError(f"{path}, line {reader.line_num + 1} is not CSV in UTF-8: {error}") from error
+    if len(names := reader.fieldnames or ()) == 1 and (found := re.search(r"[;\t]", names[0])):
+        raise DatasetError(f"{path} has the one column {names[0]!r}: separate columns with commas, not {found[0]!r}")
     for line, row in rows:
         if None in row or None in row.values():
             raise DatasetError(f"{path}, line {line} has another number of values than the header; quote commas")

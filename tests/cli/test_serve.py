@@ -178,6 +178,27 @@ async def test_it_answers_model_calls_with_the_model_it_was_given(start, tmp_pat
 
 
 @pytest.mark.slow
+async def test_a_model_is_served_to_programs_of_no_rollout_where_that_is_allowed(start, tmp_path):
+    from openai import AsyncOpenAI, AuthenticationError
+
+    from agentlightning.models.tiny import make_tiny
+
+    await asyncio.to_thread(make_tiny, tmp_path / "small", [{"messages": [{"role": "user", "content": "hello"}]}])
+    options = ("--port", "0", "--store", ":memory:", "--json", "--model", "small", "--allow-unattributed")
+    program = start("serve", *options, AGL_TOKEN="open-sesame")
+    url = program.line(60)["url"]
+    call = {"model": "gpt-5", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="open-sesame", max_retries=0) as openai:
+        assert (await openai.chat.completions.create(**call)).usage.completion_tokens
+        with pytest.raises(AuthenticationError, match="requires"):
+            await openai.with_options(api_key="another").chat.completions.create(**call)
+    client = LightningStoreClient(url, "open-sesame")
+    assert await client.count_rollouts() == 0, "nothing is recorded"
+    await client.close()
+    assert await asyncio.to_thread(program.stop) == 0
+
+
+@pytest.mark.slow
 async def test_spans_are_sent_on_and_traces_of_nobody_adopted(start):
     second = start("serve", "--port", "0", "--store", ":memory:", "--json", "--adopt-traces").line()["url"]
     first = start("serve", "--port", "0", "--store", ":memory:", "--json", "--otlp-export", second)

@@ -45,6 +45,7 @@ async def test_a_rollout_that_has_used_half_of_its_time_is_named_with_its_task(s
     text = await said(store, 0.2, "hangs")
     assert "warning: rollout r1-train-000000-0000-000 hangs" in text
     assert 'on task {"word":"red"}' in text.replace('": "', '":"')
+    assert "and got 0 answers of a model" in text
     assert "it is stopped after 0.2 s (runner.timeout_seconds)" in text
     assert text.count("hangs") == 1, "each is named once"
 

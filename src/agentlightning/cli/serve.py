@@ -67,6 +67,14 @@ AllowOrigins = Annotated[
         show_default=False,
     ),
 ]
+AllowUnattributed = Annotated[
+    bool,
+    typer.Option(
+        "--allow-unattributed",
+        help="Also answer calls that belong to no rollout, without recording them: for agents that are to use a model,"
+        " and not to be measured.",
+    ),
+]
 OtlpExport = Annotated[str | None, typer.Option(help="Export all spans to this OTLP/HTTP endpoint.")]
 AdoptTraces = Annotated[
     bool, typer.Option("--adopt-traces", help="Store traces of unknown programs as rollouts of their own.")
@@ -118,6 +126,7 @@ def serve(
     allow_origins: AllowOrigins = None,
     models: Models = None,
     routes: Routes = None,
+    allow_unattributed: AllowUnattributed = False,
     tinker: Tinker = None,
     tinker_weights: TinkerWeights = None,
     otlp_export: OtlpExport = None,
@@ -138,6 +147,7 @@ def serve(
     \b
     Examples:
       agl serve --store hub.db --model support=models/current --keep-days 30
+      agl serve --model runs/first/checkpoint --allow-unattributed
       AGL_TOKEN=... agl serve --host 0.0.0.0 --store postgresql://agl@db/agl
     """
     with open_output(as_json) as output:
@@ -166,6 +176,7 @@ def serve(
                 "allowed_hosts": tuple(allow_hosts or ()),
                 "allowed_origins": tuple(allow_origins or ()),
                 "adopt_traces": adopt_traces,
+                "allow_unattributed": allow_unattributed,
                 "max_body_bytes": read_size(max_body),
                 "grace_seconds": grace_seconds,
             },
@@ -352,6 +363,7 @@ def _announce(server: Server, options: Options, output: Output) -> None:
     ]
     served = [*options.models, *routed]
     models = ", ".join(served) or "none; add one with --model MODEL or --routes FILE"
+    openai = [("openai", f"OPENAI_BASE_URL={server.url}/v1")] if served and options.server["allow_unattributed"] else []
     for name, value in (
         ("serving", f"{database_name(options.store)} at {server.url}"),
         ("client", f'agentlightning.LightningStoreClient("{server.url}"){token}'),
@@ -360,5 +372,6 @@ def _announce(server: Server, options: Options, output: Output) -> None:
         ("metrics", f"{server.url}/metrics"),
         ("dashboard", f"{server.url}/dashboard"),
         ("models", models),
+        *openai,
     ):
         console.print(f"{name:<9} {value}", markup=False)

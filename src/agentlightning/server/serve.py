@@ -51,6 +51,7 @@ async def serve(
     routing: GatewayConfig | None = None,
     accept_any_model: bool | None = None,
     require_key: bool = False,
+    allow_unattributed: bool = False,
     budget_file: Path | None = None,
     joined: JoinedPolicies | None = None,
     **options: Unpack[ServerOptions],
@@ -58,7 +59,8 @@ async def serve(
     """Run a server for `store`, and a gateway for `engines` (model name to engine) and the providers in `routing`.
 
     `engines=None` means no gateway. The first engine is the default model. It also answers calls for unknown model
-    names if `accept_any_model`; by default it does so unless `routing` has routes. Training runs elsewhere may join the
+    names if `accept_any_model`; by default it does so unless `routing` has routes. With
+    `allow_unattributed` calls of no attempt are answered, and not recorded. Training runs elsewhere may join the
     gateway as `joined`. The server has stopped when the context ends; the store and the engines stay open.
     """
     gateway = None
@@ -75,6 +77,7 @@ async def serve(
             default_model=default,
             accept_any_model=accept_any_model,
             require_key=require_key,
+            allow_unattributed=allow_unattributed,
         )
     if joined is not None and gateway is not None:
         options["pages"] = [*joined.attach(gateway, token), *options.get("pages", ())]

@@ -34,6 +34,7 @@ from agentlightning.training.sources.transcripts import transcript_of
 from agentlightning.training.sources.trials import run_trials
 from agentlightning.training.starting_policy import has_random_weights
 from agentlightning.training.tracking.tracking import check_installed
+from agentlightning.util.json_values import recorded_objects
 
 # -- observation -----------------------------------------------------------------------------------------------------
 
@@ -75,6 +76,8 @@ class DryRunRollout:
     sampled_tokens: int = 0
     truncated: int = 0
     """Answers that were cut off at their token limit."""
+    offered_tools: tuple[str, ...] = ()
+    """Tools that the policy was offered."""
     tool_errors: tuple[str, ...] = ()
     """`NAME: error` of each tool that raised."""
     transcript: tuple[Mapping[str, Any], ...] = ()
@@ -104,6 +107,7 @@ def observe(
         without_tokens=len(untrainable_calls(own)),
         sampled_tokens=sum(len(span.attributes.get(names.RESPONSE_TOKEN_IDS) or ()) for span in own),
         truncated=sum("length" in (span.attributes.get(names.FINISH_REASONS) or ()) for span in own),
+        offered_tools=tuple(sorted({name for span in own for name in _offered(span)})),
         tool_errors=_tool_errors(spans),
         transcript=transcript_of(spans),
     )
@@ -114,13 +118,21 @@ def _error(span: Span) -> str:
     return str(text or "error")[:MOST_TEXT]
 
 
+def _parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    return (part for each in messages for part in each.get("parts") or () if isinstance(part, Mapping))
+
+
+def _offered(span: Span) -> Iterator[str]:
+    for tool in recorded_objects(span.attributes.get(names.TOOL_DEFINITIONS)):
+        yield str(tool.get("name") or (tool.get("function") or {}).get("name"))
+
+
 def _tool_errors(spans: Sequence[Span]) -> tuple[str, ...]:
     """Of recorded tool calls; and of the results that the model was given, which say it in words."""
     found = [f"{step.name}: {step.error}" for step in steps(spans) if step.kind == "tool" and step.error]
     if not found:
         named: dict[Any, Any] = {}
-        messages = (message.get("parts") or () for message in transcript_of(spans))
-        for part in (part for parts in messages for part in parts if isinstance(part, Mapping)):
+        for part in _parts(transcript_of(spans)):
             if part.get("type") == "tool_call":
                 named[part.get("id")] = part.get("name")
             elif part.get("type") == "tool_call_response":
@@ -142,6 +154,12 @@ IGNORED_ADDRESS: Final = (
     " configuration, for a .env file that overrides OPENAI_BASE_URL, OPENAI_API_BASE or ANTHROPIC_BASE_URL, for a"
     " client that reads none of these (take the parameters base_url and api_key, and give it those), for answers from a"
     " cache, and for errors that the agent catches; docs/guides/frameworks.md says what each framework needs"
+)
+
+
+LONG_ANSWERS: Final = (
+    "without max_tokens an answer may go on to the end of the model's context, which may take minutes: set it in the"
+    " agent"
 )
 
 
@@ -193,11 +211,12 @@ def checks_of(rollouts: Sequence[DryRunRollout], *, trains: bool, random_weights
         ended = (
             f"{len(failed)} of {len(rollouts)} failed{times}. The first, {failed[0].rollout_id}:\n{failed[0].failure}"
         )
+    alone = f"run the agent on this task by itself: {_short(failed[0].task)}" if failed else None
     yield DryRunCheck(
         "rollouts",
         "ok" if not failed else "failed" if len(failed) * 2 > len(rollouts) else "warning",
         ended,
-        "run the agent on this task by itself: " + _short(failed[0].task) if failed else None,
+        f"{LONG_ANSWERS}. Or {alone}" if any(map(_waits, failed)) else alone,
     )
     if trains:
         yield check_calls(rollouts)
@@ -212,6 +231,8 @@ def checks_of(rollouts: Sequence[DryRunRollout], *, trains: bool, random_weights
         text = f"the answer of the task is in the prompt of {share:.0%} of the tasks: the policy may learn to copy it"
         advice = "do not give the agent the field of the task that the reward compares with"
         yield DryRunCheck("prompts", "warning", text, advice)
+    if (unused := check_tool_use(rollouts)) is not None and not random_weights:
+        yield unused
     if errors := [error for each in rollouts for error in each.tool_errors]:
         counts = Counter(error.partition(":")[0] for error in errors)
         named = ", ".join(f"{name} {count} times" for name, count in counts.most_common())
@@ -221,6 +242,21 @@ def checks_of(rollouts: Sequence[DryRunRollout], *, trains: bool, random_weights
         yield DryRunCheck("tools", "warning", f"tools raised: {named}. The first: {errors[0]}", advice)
     if len(failed) < len(rollouts):
         yield check_reward([each for each in rollouts if each.failure is None], random_weights, trains)
+
+
+def _waits(rollout: DryRunRollout) -> bool:
+    """Whether it was stopped before any answer arrived."""
+    return rollout.status == "timeout" and not rollout.policy_calls
+
+
+def check_tool_use(rollouts: Sequence[DryRunRollout]) -> DryRunCheck | None:
+    """A warning where the policy is offered tools, and never calls one."""
+    tools = sorted({name for each in rollouts for name in each.offered_tools})
+    if not tools or any(part.get("type") == "tool_call" for each in rollouts for part in _parts(each.transcript)):
+        return None
+    text = f"the model is offered {', '.join(tools)}, and no answer calls a tool: what never happens is never rewarded"
+    advice = "name the tool in the system prompt, or show its use once, in demonstrations (warm_start.dataset)"
+    return DryRunCheck("tools", "warning", text, advice)
 
 
 def check_recorded_calls(rollouts: Sequence[DryRunRollout]) -> DryRunCheck:
@@ -250,8 +286,11 @@ def check_calls(rollouts: Sequence[DryRunRollout]) -> DryRunCheck:
         if errors:
             text += f", and {len(errors)} that were refused: {errors[0]}"
         elif silent:
-            text += f"; {silent} rollouts made none"
+            waiting = sum(map(_waits, rollouts))
+            text += f"; {waiting} rollouts were stopped before an answer" if waiting else ""
+            text += f"; {silent - waiting} rollouts made none" if silent > waiting else ""
             advice = "nothing is learned from those; see whether the agent skips the call, or catches an error"
+            advice = LONG_ANSWERS if waiting else advice
         elif others:
             text += f"; also answered: {others}"
     elif others:
@@ -263,6 +302,10 @@ def check_calls(rollouts: Sequence[DryRunRollout]) -> DryRunCheck:
         text, advice = "the agent made no call to the model that is to learn", IGNORED_ADDRESS
         if all(each.failure for each in rollouts):  # Its error may be why, or what a wrong address leads to.
             text, advice = f"{text} before it failed", f"see the error above first. Or: {IGNORED_ADDRESS}"
+            if any(map(_waits, rollouts)):
+                advice = f"{LONG_ANSWERS}. Or: {IGNORED_ADDRESS}"
+            elif all("agentlightning.errors." in (each.failure or "") for each in rollouts):
+                advice = "mend the error above"
     return DryRunCheck("calls", outcome, text, advice)
 
 
@@ -306,8 +349,8 @@ def check_reward(ended: Sequence[DryRunRollout], random_weights: bool, trains: b
         return DryRunCheck("reward", "ok", f"{sum(rewards) / len(rewards):.3f} on average, from {low:g} to {high:g}")
     why = ": rollouts that do not differ teach nothing" if trains else ""
     advice = (
-        "see whether the reward reads the answer in the form that the agent gives it, and what it gives a right and a"
-        " wrong one"
+        "see whether the reward reads its parameter output (others are filled from the task), in the form that the agent"
+        " gives it, and what it gives a right and a wrong one"
     )
     if random_weights:
         advice = (
@@ -422,7 +465,8 @@ def check_tasks(config: TrainConfig, tasks: Tasks) -> DryRunCheck:
     if shared := tasks.shared():
         return DryRunCheck("tasks", "warning", f"{counts}; {shared[0]}", "give each task to one part")
     if len(tasks.held_out) < FEW_HELD_OUT:
-        advice = f"with {FEW_HELD_OUT} or more held-out tasks the interval of the gain is narrow enough to show one"
+        advice = f"with {FEW_HELD_OUT} or more held-out tasks (data.held_out, data.held_out_share=0.5) the interval of"
+        advice += " the gain is narrow enough to show one"
         return DryRunCheck("tasks", "warning", counts, advice)
     return DryRunCheck("tasks", "ok", counts)
 

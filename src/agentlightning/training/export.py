@@ -25,7 +25,7 @@ from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
 from agentlightning.tracing.rewards import find_final_reward
-from agentlightning.training.persistence.run_dir import check_run, read_state, write_atomically
+from agentlightning.training.persistence.run_dir import check_run, read_state, unfinished, write_atomically
 from agentlightning.util.json_values import dumps, recorded_objects
 
 # -- weights ---------------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def checkpoint_of(run_dir: Path) -> Path:
     """The result of a finished run. Raises ConfigError where there is none."""
     check_run(run_dir)
     if not (checkpoint := run_dir / "checkpoint").is_dir():
-        raise ConfigError(f"{run_dir} is not finished, so that there is no {checkpoint}; finish it with --resume")
+        raise ConfigError(f"there is no {checkpoint}: {unfinished(run_dir)}")
     return checkpoint
 
 

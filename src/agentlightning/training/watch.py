@@ -11,10 +11,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from agentlightning.assemble import calls
 from agentlightning.errors import AgentLightningError
 from agentlightning.rollouts import Attempt, Rollout, RolloutStatus
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.training.sources.collector import describe_failure
+from agentlightning.training.sources.collector import cause_of_failure
 from agentlightning.training.sources.transcripts import said, text_of, transcript_of
 from agentlightning.util.progress import Progress, RolloutCounts
 
@@ -72,7 +73,7 @@ class _Watch:
         failed = await self._count("failed")
         if failed != self.failed:
             self.failed, newest = failed, await self._newest("failed")
-            self.cause = newest and describe_failure(newest).splitlines()[-1][:MOST_TEXT]
+            self.cause = newest and cause_of_failure(newest)[:MOST_TEXT]
         retried = 0
         if not self.own:
             counts = await self.store.statistics()
@@ -103,9 +104,11 @@ class _Watch:
                 continue
             rollout = await self.store.get_rollout_by_id(attempt.rollout_id)
             task = "" if rollout is None else f" on task {text_of(rollout.input)[:MOST_TEXT]}"
+            answers = len(calls(await self.store.query_spans(attempt.rollout_id, attempt.attempt_id)))
             further = " Further ones are not named" if len(self.named) == MOST_NAMED else ""
             self.progress.note(
-                f"warning: rollout {attempt.rollout_id} hangs: it has run for {seconds:.0f} s{task}; it is stopped"
+                f"warning: rollout {attempt.rollout_id} hangs: it has run for {seconds:.0f} s{task}, and got {answers}"
+                f" {'answer' if answers == 1 else 'answers'} of a model; it is stopped"
                 f" after {self.timeout:g} s (runner.timeout_seconds).{further}"
             )
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+from contextlib import closing
 from pathlib import Path
 
 import orjson
 import pytest
 from tests.support.made_up_runs import write_runs
+
+from agentlightning.training.persistence.run_dir import RunDir
 
 pytestmark = pytest.mark.integration
 
@@ -51,6 +54,14 @@ def test_a_run_that_is_not_finished_has_a_page_and_no_text(invoke, runs):
     text = (path / "report.html").read_text()
     assert "The run is not finished" in text
     assert "<b>truncated outputs</b>, since step" in text
+
+
+def test_a_run_in_progress_is_not_to_be_resumed(invoke, runs):
+    path = runs / "calculator-rloo"
+    with closing(RunDir.open(path)):
+        for command in ("report", "export"):
+            assert "the run is in progress; wait for its end" in " ".join(invoke(command, str(path)).output.split())
+    assert f"agl train --resume {path}" in " ".join(invoke("report", str(path)).output.split())
 
 
 def test_a_directory_without_a_run_is_named(invoke, tmp_path):

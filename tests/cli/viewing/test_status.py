@@ -53,6 +53,7 @@ def test_the_state_of_a_run_and_its_rollouts(run: Path) -> None:
     assert "finished, step 2" in shown.stdout
     assert "reward      0.750  ▁█  from 0.250, best 0.750" in shown.stdout
     assert "validation  greedy 0.550  (step 2)" in shown.stdout
+    assert "start       greedy 0.100, on 3 of 4 held-out tasks" in shown.stdout, "the agent fails at one"
     record = json.loads(agl_program("status", str(run), "--json").stdout)
     assert (record["status"], record["step"], record["reward"], record["seconds_left"]) == ("finished", 2, 0.75, None)
     assert [each["cause"] for each in record["failures"]] == ["LookupError"]

@@ -2,7 +2,14 @@
 
 import pytest
 
-from agentlightning.attempt_address import attempt_key, read_worker_key, root_span_id_of, trace_id_of, worker_key
+from agentlightning.attempt_address import (
+    attempt_key,
+    attempt_secret,
+    read_worker_key,
+    root_span_id_of,
+    trace_id_of,
+    worker_key,
+)
 from agentlightning.attempt_variables import worker_environment
 from agentlightning.gateway.callers.attempts import AttemptTable
 from agentlightning.gateway.callers.attribution import Attribution
@@ -294,6 +301,17 @@ async def test_a_call_that_names_nobody_is_refused_unless_that_is_allowed(whose)
     with pytest.raises(ApiError, match="names no attempt"):
         await whose({"traceparent": f"00-{FOREIGN}-00f067aa0ba902b7-01"})
     assert (await whose(allow_unattributed=True)).attempt is None
+
+
+async def test_one_that_is_allowed_needs_the_access_token_where_keys_are_asked_for(store):
+    shared = new_attribution(store, attempt_secret("a token"), require_key=True, allow_unattributed=True)
+    assert (await shared.caller(bearer("a token"), {})).attempt is None
+    for headers in ({}, bearer("another")):
+        with pytest.raises(ApiError, match="requires the AGL_KEY"):
+            await shared.caller(headers, {})
+    strict = new_attribution(store, attempt_secret("a token"), require_key=True)
+    with pytest.raises(ApiError, match="requires the AGL_KEY"):
+        await strict.caller(bearer("a token"), {})
 
 
 async def test_a_url_of_one_point_o_says_its_mode(store, whose):

@@ -192,6 +192,14 @@ def test_an_instance_with_run_is_told_to_be_its_class() -> None:
         load_agent(Agent())  # pyright: ignore[reportArgumentType]
 
 
+def test_a_graph_of_langgraph_is_told_to_be_invoked_by_a_function() -> None:
+    class CompiledStateGraph:
+        def invoke(self, state: Any) -> Any: ...
+
+    with pytest.raises(AgentError, match="give a function of the task that calls its invoke"):
+        load_agent(CompiledStateGraph())  # pyright: ignore[reportArgumentType]
+
+
 def test_a_reward_must_be_a_function() -> None:
     with pytest.raises(AgentError, match="there is no reward function 'score it'"):
         function_spec("score it")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import urllib.request
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tests.support.tokenizer import tiny_tokenizer
 
 import agentlightning as agl
 from agentlightning.chat.hf import HFChatFormat
-from agentlightning.training.dry_run import DryRun, check_tool_format
+from agentlightning.training.dry_run import DryRun, DryRunRollout, check_tool_format, checks_of
 from agentlightning.util.progress import Progress
 
 pytest.importorskip("torch")
@@ -178,3 +179,54 @@ def test_where_tools_stand_is_said_if_the_template_has_no_place_for_them(setting
     assert [each.text for each in found if "in Hermes' format" in each.text] == [each.text for each in found]
     assert len(found) == texts
     assert not check_tool_format(HFChatFormat(tiny_tokenizer()))
+
+
+STOPPED = DryRunRollout("r1", {"word": "a"}, "timeout", 20.0, failure="did not end within 20 s")
+ANSWERED = DryRunRollout(
+    "r2", {"word": "b"}, "succeeded", 1.0, "b", 0.0, policy_calls=1, sampled_tokens=6, offered_tools=("stock",)
+)
+
+
+def advice_of(*rollouts: DryRunRollout, random_weights: bool = False) -> dict[str, str]:
+    found = checks_of(rollouts, trains=True, random_weights=random_weights)
+    return {each.name: f"{each.text}. {each.advice}" for each in found if each.outcome != "ok"}
+
+
+def test_an_agent_that_waits_for_a_long_answer_until_its_time_is_over_is_told_of_max_tokens():
+    some = advice_of(STOPPED, ANSWERED, ANSWERED)
+    assert "without max_tokens" in some["rollouts"]
+    assert "; 1 rollouts were stopped before an answer. without max_tokens" in some["calls"]
+    assert "made none" not in some["calls"]
+    assert "without max_tokens" in advice_of(STOPPED, STOPPED)["calls"]
+    silent = advice_of(replace(ANSWERED, policy_calls=0), ANSWERED)["calls"]
+    assert "; 1 rollouts made none" in silent
+    assert "max_tokens" not in silent
+
+
+def test_tools_that_are_offered_and_never_called_are_named():
+    assert "the model is offered stock, and no answer calls a tool" in advice_of(ANSWERED)["tools"]
+    call = {"type": "tool_call", "id": "1", "name": "stock", "arguments": {}}
+    assert "tools" not in advice_of(ANSWERED, replace(ANSWERED, transcript=({"role": "assistant", "parts": [call]},)))
+    assert "tools" not in advice_of(replace(ANSWERED, offered_tools=()))
+    assert "tools" not in advice_of(ANSWERED, random_weights=True), "its answers are noise"
+
+
+@pytest.mark.slow
+def test_the_tools_that_an_agent_offers_are_seen_in_its_calls(tmp_path):
+    found = dry_run(offers_a_tool, tmp_path)
+    assert {each.offered_tools for each in found.rollouts} == {("stock",)}
+
+
+async def offers_a_tool(word: str) -> str:
+    tool = {"type": "function", "function": {"name": "stock", "parameters": {"type": "object", "properties": {}}}}
+    return await asyncio.to_thread(ask, word, tools=[tool])
+
+
+@pytest.mark.slow
+def test_an_agent_without_a_value_for_a_parameter_is_not_sent_to_look_for_addresses(tmp_path):
+    calls = check(dry_run(needs_a_key, tmp_path), "calls")
+    assert calls.advice == "mend the error above"
+
+
+async def needs_a_key(task: dict, missing: str) -> str:
+    return await good(missing)

@@ -2,15 +2,16 @@
 
 import asyncio
 import contextlib
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from agentlightning.assemble.call_validation import TokenLimits
 from agentlightning.credit.rejection import Rejection
-from agentlightning.errors import TrainingStopped, UnknownTokensError
+from agentlightning.errors import Failure, TrainingStopped, UnknownTokensError
 from agentlightning.resources import ProxyLLM
 from agentlightning.rollouts import RolloutConfig
+from agentlightning.runner.agents.command import CommandError
 from agentlightning.span import (
     LOGPROBS,
     OPERATION_NAME,
@@ -22,7 +23,7 @@ from agentlightning.span import (
     new_span_id,
 )
 from agentlightning.store.types import Retention
-from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan
+from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan, cause_of_failure
 from agentlightning.training.sources.reader import TrajectoryReader
 
 PLANS = [RolloutPlan(f"run-{index}", {"n": index}, group=f"g{index // 2}") for index in range(4)]
@@ -273,3 +274,23 @@ async def test_a_rollout_that_ran_out_of_time_fails_or_has_the_reward_it_was_giv
         collected = await collect(collector, plans=again, timeout_reward=-1.0, max_failed_share=0.0)
     assert (collected.timeouts, collected.failed) == (2, ())
     assert [each.reward for each in collected.trajectories] == [1.0, -1.0, -1.0, 1.0]
+
+
+def with_note(error: Exception) -> Exception:
+    error.add_note("During task with name 'tools' and id '37f1'")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (with_note(KeyError("drills")), "KeyError: 'drills'"),
+        (ValueError("2 fields are wrong\nname: missing"), "ValueError: 2 fields are wrong"),
+        (CommandError("'python a.py' exited with status 1", "Traceback\nLookupError: no page"), "LookupError: no page"),
+    ],
+)
+async def test_a_failure_is_named_by_its_error_and_not_by_notes_of_a_framework(store, error, cause):
+    rollout = await store.start_rollout({"n": 1})
+    ids = rollout.rollout_id, rollout.attempt.attempt_id
+    await store.update_attempt(*ids, status="failed", metadata={"error": asdict(Failure.of(error))})
+    assert cause_of_failure(await store.get_latest_attempt(rollout.rollout_id)) == cause

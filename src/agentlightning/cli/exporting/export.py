@@ -77,7 +77,7 @@ def export(
                 )
             weights = export_weights(run, to.value, path, precision or "f16")
             found = {"path": str(path), "files": list(weights.files), "merged": weights.merged}
-            after = agl("serve", model=path)
+            after = agl("serve", "--allow-unattributed", model=path)
         else:
             selection = Selection(min_reward, target_agent, weights_of(reward_weights, run))
             rows = asyncio.run(export_dataset(run, to.value, path, selection, store))

@@ -74,10 +74,7 @@ def print_prompt_diff(diff: str, console: Console) -> None:
 
 
 def print_closing(result: TrainingResult, console: Console) -> None:
-    """What is wrong with the result, and why: no gain, groups without a spread, failures by cause; two transcripts."""
-    for mode, gain in result.held_out.items():
-        if gain.tasks and gain.interval[0] <= 0:
-            console.print(f"not better than the start ({mode})", style="yellow", markup=False)
+    """What a result has beside its warnings: groups without a spread, failures by cause, two transcripts."""
     records, _ = read_records(result.run_dir / "metrics.jsonl")
     groups, flat = sum(each.groups for each in records), sum(each.groups_without_spread for each in records)
     if flat:

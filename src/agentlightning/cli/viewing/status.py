@@ -77,7 +77,9 @@ def _print(record: dict[str, Any], rewards: list[float | None], console: Console
     for mode, value in record["validation"].items():
         console.print(f"validation  {mode} {value:.3f}  (step {record['validated_at']})", markup=False)
     for mode, value in record["start"].items():
-        console.print(f"start       {mode} {value:.3f}, on held-out tasks", markup=False)
+        scored, tasks = record.get("start_tasks", {}).get(mode, (0, 0))  # A server elsewhere may be older.
+        some = "" if scored == tasks else f"{scored} of {tasks} "
+        console.print(f"start       {mode} {value:.3f}, on {some}held-out tasks", markup=False)
     if record["tokens_per_second"]:
         console.print(f"speed       {record['tokens_per_second']:,.0f} tokens/s")
     rejected = sum(record["rejected_rollouts"].values())

@@ -29,8 +29,8 @@ def record_of(found: Examination, records: Sequence[StepRecord]) -> dict[str, An
     total = None if state.algorithm or state.recorded else _total_steps(found.run_dir)
     per_step = state.seconds / state.step if state.step else None
     left = per_step * (total - state.step) if per_step and total and found.status != "finished" else None
-    means = {
-        name.removeprefix("before-"): sum(known) / len(known)
+    start = {
+        name.removeprefix("before-"): (known, len(each))
         for name, each in state.evaluations.items()
         if name.startswith("before-") and (known := [value for value in each if value is not None])
     }
@@ -42,7 +42,8 @@ def record_of(found: Examination, records: Sequence[StepRecord]) -> dict[str, An
         "seconds": round(state.seconds, 1),
         "seconds_left": None if left is None else round(left, 1),
         **_reward_figures([each.reward for each in records]),
-        "start": means,
+        "start": {mode: sum(known) / len(known) for mode, (known, _) in start.items()},
+        "start_tasks": {mode: (len(known), tasks) for mode, (known, tasks) in start.items()},
         "validation": dict(validated.validation) if validated else {},
         "validated_at": validated.step if validated else None,
         "tokens_per_second": records[-1].tokens_per_second if records else None,

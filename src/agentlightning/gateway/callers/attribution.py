@@ -231,7 +231,7 @@ class Attribution:
     """Finds the caller of each call.
 
     `secret` signs the keys. With `require_key` a URL alone is not enough; with `allow_unattributed` a call that names
-    no attempt is served. `mode_temperatures` belong to 1.0's URLs.
+    no attempt is served, for which the access token is key enough. `mode_temperatures` belong to 1.0's URLs.
     """
 
     def __init__(
@@ -292,9 +292,12 @@ class Attribution:
     def check_key(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> None:
         """Check a request that is not a model call. Raises ApiError 401 if keys are required and it has none; the
         access token that the secret was derived from is accepted as well."""
-        key = api_key(headers)
-        if self.requires_key and not (key and hmac.compare_digest(attempt_secret(key), self._secret)):
+        if self.requires_key and not self._is_access_token(api_key(headers)):
             self._read(headers, path_params)
+
+    def _is_access_token(self, key: str) -> bool:
+        """Whether it is the token that the secret was derived from."""
+        return bool(key) and hmac.compare_digest(attempt_secret(key), self._secret)
 
     def _refuse(self, doubt: str, attempt: AttemptIds | None) -> ApiError:
         """`doubt`: why the attempt is uncertain (UNCERTAIN, ENDED)."""
@@ -337,6 +340,7 @@ class Attribution:
             raise conflict("judge_as_agent", _REWARD_CALL)
         of_key, worker_id = read_attempt_key(self._secret, key), read_worker_key(self._secret, key)
         has_key = of_key is not None or worker_id is not None
+        has_key = has_key or (self._allow_unattributed and self._is_access_token(key))
         if is_ours and not has_key:
             raise bad_key("the API key is not valid here; use the AGL_KEY of this attempt")
         of_header = self._attempt_from_header(headers)
@@ -378,7 +382,8 @@ class Attribution:
         if not self._allow_unattributed:
             raise bad_key(
                 "the call names no attempt, so it cannot be recorded; use AGL_OPENAI_BASE_URL as the base URL, or "
-                "AGL_KEY as the API key, from the environment of the attempt"
+                "AGL_KEY as the API key, from the environment of the attempt. `agl serve --allow-unattributed` answers "
+                "calls of no attempt"
             )
         return None, None
 

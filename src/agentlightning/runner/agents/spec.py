@@ -234,10 +234,12 @@ def resolve(module: ModuleType, name: str) -> Any:
 
 def not_callable_message(found: Any, role: str) -> str:
     """Error message for an object that cannot be called."""
+    kind = type(found).__qualname__
     if role == "agent" and hasattr(found, "run"):
-        kind = type(found).__qualname__
         return f"the agent is an instance of {kind}; pass the class {kind} itself: each attempt makes its own"
+    if role == "agent" and callable(getattr(found, "invoke", None)):
+        return f"the agent is a {kind}; give a function of the task that calls its invoke, and returns the answer"
     return (
-        f"the {role} is {found!r}, a {type(found).__qualname__}, which cannot be called; "
+        f"the {role} is {found!r}, a {kind}, which cannot be called; "
         "give a function, a LitAgent, or a class with a run method"
     )

@@ -21,7 +21,7 @@ from agentlightning.task import Overlap
 from agentlightning.training.health.signs import SignHistory, sign_history
 from agentlightning.training.health.step_record import StepRecord
 from agentlightning.training.persistence.run_dir import RunState, check_run, is_locked, read_state, whole_lines
-from agentlightning.training.sources.collector import describe_failure
+from agentlightning.training.sources.collector import cause_of_failure
 
 # -- milestones ------------------------------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ def failures_of(path: Path, state: RunState, notes: list[str]) -> tuple[Failures
         notes.append(f"{path} cannot be read, so that failures are not listed by cause: {error}")
         return ()
     counts = Counter(map(_cause, attempts))
-    examples = {_cause(each): f"{each.rollout_id}: {describe_failure(each).splitlines()[-1]}" for each in attempts}
+    examples = {_cause(each): f"{each.rollout_id}: {cause_of_failure(each)}" for each in attempts}
     return tuple(Failures(cause, count, examples[cause][:MOST_TEXT]) for cause, count in counts.most_common())
 
 

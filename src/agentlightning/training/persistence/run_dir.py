@@ -291,6 +291,13 @@ def check_run(path: Path) -> None:
         raise ConfigError(f"{path} holds no run: there is no state.json in it; give the directory of a run")
 
 
+def unfinished(run_dir: Path) -> str:
+    """Why a run has no result yet, and what to do."""
+    if is_locked(run_dir):
+        return f"the run is in progress; wait for its end (agl status {run_dir})"
+    return f"the run is not finished; finish it with agl train --resume {run_dir}"
+
+
 def is_locked(run_dir: Path) -> bool:
     """Whether a process has the run open."""
     try:

@@ -16,7 +16,7 @@ from agentlightning.gateway.upstream.budget import spend_of_spans
 from agentlightning.resources import PromptTemplate
 from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.training.persistence.run_dir import RunState, read_state
+from agentlightning.training.persistence.run_dir import RunState, read_state, unfinished
 from agentlightning.training.sources.transcripts import said, transcript_of
 from agentlightning.util.event_loop import run_sync
 from agentlightning.util.json_values import as_text, dumps, loads
@@ -313,7 +313,7 @@ async def markdown_report(run_dir: Path, examples: int, store: LightningStoreBas
     """The report in Markdown. Raises ConfigError where the run is not finished."""
     path = run_dir / "report.json"
     if not path.exists():
-        raise ConfigError(f"{run_dir} has no report.json: the run is not finished; finish it with --resume")
+        raise ConfigError(f"{run_dir} has no report.json: {unfinished(run_dir)}")
     report, state = loads(path.read_bytes()), read_state(run_dir)
     lines = (run_dir / "data" / "held_out.jsonl").read_bytes().splitlines()
     titles = [_inline(as_text(loads(line)))[:120] for line in lines]

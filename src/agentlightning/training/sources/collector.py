@@ -9,6 +9,7 @@ its task again under a new id. The collector never runs an agent and never calls
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -250,7 +251,7 @@ class RolloutCollector:
         found: dict[str, Rejection] = {}
         if collected.failed:
             rollout_id = collected.failed[0].rollout_id
-            message = describe_failure(await self.store.get_latest_attempt(rollout_id)).splitlines()[-1]
+            message = cause_of_failure(await self.store.get_latest_attempt(rollout_id))
             found[FAILED] = Rejection(rollout_id, FAILED, message)
         for each in collected.rejected:
             found.setdefault(each.reason, each)
@@ -296,6 +297,15 @@ def describe_failure(attempt: Attempt | None) -> str:
     error: Mapping[str, Any] = attempt.metadata.get("error") or {}
     text = error.get("traceback") or error.get("message")
     return str(text).rstrip() if text else f"(attempt {attempt.attempt_id} ended as {attempt.status})"
+
+
+def cause_of_failure(attempt: Attempt | None) -> str:
+    """The line of a failure that names it: of an exception of the agent the first of its own, since a framework may add
+    notes below it; of a program, the last that it wrote."""
+    lines = describe_failure(attempt).splitlines()
+    error: Mapping[str, Any] = {} if attempt is None else attempt.metadata.get("error") or {}
+    raised = re.compile(rf"(?!agentlightning\.)[\w.<>]*{re.escape(str(error.get('type')))}(:|$)")
+    return next((line for line in reversed(lines) if raised.match(line)), lines[-1])
 
 
 def _chunks(items: Sequence[T]) -> Iterator[Sequence[T]]:
