@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import pytest
 
 import agentlightning as agl
-from agentlightning.training.tracking import tracking as module
-from agentlightning.training.tracking.trackers import TrackedRun, Transcript
+from agentlightning.training import tracking as module
+from agentlightning.training.tracking import TrackedRun, Transcript
 from agentlightning.util.progress import Progress
 
 pytestmark = pytest.mark.slow
