@@ -145,12 +145,13 @@ def test_several_texts_are_optimised_and_others_stay(server, tmp_path):
     )
     seen = []
     server.overrides["critic"] = lambda text: seen.append(text) or "Be quick next time."
-    made = trainer(server, tmp_path / "run", prompts=prompts, resources=["prompt", "skill"])
+    made = trainer(server, tmp_path / "run", prompts=prompts, resources=["prompt", "skill"], playbooks=["skill"])
     result = fit(made)
     assert result.prompts["other"].template == "untouched"
     assert result.prompts["prompt"].template == START
     assert "## skill\n[1] - Be kind." in seen[0]
     assert "untouched" not in seen[0]
+    assert "The lines of skill are items" in seen[0]
     assert "Output: report" in seen[0]
 
 

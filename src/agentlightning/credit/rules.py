@@ -529,7 +529,7 @@ class StateValueCredit(CreditRule):
     that neither is noise in its advantage.
 
     - `history` k > 0: V is a weighted mean over the last 0 to k states being the same as well, of those orders with two
-      visits or more, with weights order + 1 (HGPO, arXiv:2602.22817).
+      visits or more, with weights (order + 1)^history_power (HGPO, arXiv:2602.22817).
     - `pool` d > 0: visits of earlier groups of the task count d per group that has passed: n' = n + d c and
       V = (n mean(G) + d c m) / n', which are then remembered as c and m: a moving mean.
     - A state with less than two visits, earlier ones included, has V = (n mean(G) + k prior) / (n + k), k =
@@ -544,6 +544,8 @@ class StateValueCredit(CreditRule):
     """States are the same from this similarity of their observations on; 1: only equal ones."""
     history: int = Field(default=0, ge=0, le=8)
     """Number of earlier states that may have to be the same, too."""
+    history_power: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """How much more a longer common history counts."""
     pool: float = Field(default=0.8, ge=0, lt=1)
     """What a visit counts one group of the same task later; 0: each group stands for itself."""
     prior_visits: float = Field(default=1.0, ge=0, allow_inf_nan=False)
@@ -615,7 +617,11 @@ class StateValueCredit(CreditRule):
         values: list[float] = []
         for t, call in enumerate(calls):
             found = [visits[order[t]] for order in orders]
-            shared = [(order + 1, mean) for order, (count, mean) in enumerate(found) if count >= SHARED_VISITS]
+            shared = [
+                ((order + 1) ** self.history_power, mean)
+                for order, (count, mean) in enumerate(found)
+                if count >= SHARED_VISITS
+            ]
             if shared:
                 values.append(sum(weight * mean for weight, mean in shared) / sum(weight for weight, _ in shared))
                 continue

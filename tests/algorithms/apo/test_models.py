@@ -29,7 +29,7 @@ async def test_the_critic_sees_numbered_texts_and_rollouts_cut_in_the_middle(mod
     asked = writer(model)
     critique = await asked.critique(TEXTS, FAILED)
     [text] = asked.critic.asked
-    assert critique == ADVICE
+    assert critique.text == ADVICE
     assert "## prompt\n[1] Say {word}." in text
     assert "## Rollout 1, reward 0.25" in text
     assert "## Rollout 2, reward none\nFailure: it broke" in text
@@ -39,13 +39,20 @@ async def test_the_critic_sees_numbered_texts_and_rollouts_cut_in_the_middle(mod
     assert asked.spending.money == pytest.approx(3.0)
 
 
+async def test_the_critic_counts_items_of_playbooks(model):
+    asked = writer(model, lambda _: f"{ADVICE}\nHELPFUL: 1, 3\nHARMFUL: [2]")
+    critique = await asked.critique(TEXTS, FAILED, ["book"])
+    assert "HELPFUL" in asked.critic.asked[0]
+    assert (critique.text, critique.helpful, critique.harmful) == (ADVICE, (1, 3), (2,))
+
+
 async def test_the_editor_sees_the_advice_and_the_edits_that_did_not_help(model):
     asked = writer(model)
-    await asked.edit(TEXTS, ADVICE, ["add 'Shout.'"])
+    await asked.edit(TEXTS, ADVICE, ["add 'Shout.'"], {"book": "Item [1] helped 2 and harmed 0 times."})
     [text] = asked.editor.asked
     assert "at most 2 edits" in text
     assert "- add 'Shout.'" in text
-    assert "[1] - Be kind." in text
+    assert "[1] - Be kind.\nItem [1] helped 2" in text
     assert ADVICE in text
 
 

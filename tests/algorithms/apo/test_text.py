@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentlightning.algorithms.apo.text import (
+    PRUNE_MARGIN,
     Edit,
+    Playbook,
     ReplyError,
     Texts,
     apply_edits,
@@ -129,3 +131,21 @@ def test_an_edit_keeps_the_placeholders(engine, before, after, problem):
 
 def test_a_placeholder_is_known_by_its_name_alone():
     assert placeholders(PromptTemplate(template="{task.name!r:>10} {rows[0]}")) == {"task", "rows"}
+
+
+def test_a_playbook_counts_its_items_and_drops_those_that_harm():
+    playbook = Playbook(["book"])
+    candidate = {"book": "- Keep.\n- Drop.", "prompt": "- Drop."}
+    playbook.count(candidate, helpful=[1], harmful=[2])
+    assert "[1] helped 1 and harmed 0" in playbook.notes(candidate)["book"]
+    assert playbook.pruned(candidate) == candidate
+    for _ in range(PRUNE_MARGIN - 1):
+        playbook.count(candidate, helpful=[], harmful=[2, 99])
+    assert playbook.pruned(candidate) == {"book": "- Keep.", "prompt": "- Drop."}
+
+
+def test_an_item_keeps_its_counts_wherever_it_stands():
+    playbook = Playbook(["book"])
+    playbook.count({"book": "- Check units."}, [1], [])
+    copy = Playbook(["book"], playbook.counts)
+    assert "[2] helped 1" in copy.notes({"book": "new\n* check  UNITS."})["book"]

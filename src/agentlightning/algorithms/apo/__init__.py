@@ -1,1 +1,1 @@
-"""Prompt optimisation: APO edits prompt templates, tool descriptions and skills from what failed."""
+"""Prompt optimisation: APO edits prompt templates, tool descriptions and playbooks from what failed."""

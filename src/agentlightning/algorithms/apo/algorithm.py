@@ -2,7 +2,7 @@
 
 A critic reads rollouts that earned too little, an editor changes the texts, and a search decides which change stays:
 "reflective" (the default), "gepa" or "beam"; each is described in its file. What is optimised are the run's
-`PromptTemplate` resources, several at once: prompts, tool descriptions, skills. The result is chosen on the
+`PromptTemplate` resources, several at once: prompts, tool descriptions, playbooks. The result is chosen on the
 validation tasks, and its gain measured by the trainer on held-out tasks, which no search sees.
 """
 
@@ -174,7 +174,7 @@ class APO(Algorithm[APOConfig]):
         """The templates to optimise. Raises ConfigError where there are none, or an engine cannot read one."""
         found = prompts_in(training.resources)
         names = self.config.resources or tuple(found)
-        missing = [name for name in names if name not in found]
+        missing = [name for name in (*names, *self.config.playbooks) if name not in found]
         if missing or not names:
             there = ", ".join(found) or "none"
             asked = f"no prompt template is called {', '.join(missing)}" if missing else "there is no prompt template"

@@ -6,9 +6,9 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from agentlightning.algorithms.base import AlgorithmConfig
 from agentlightning.errors import ConfigError
@@ -98,6 +98,10 @@ class GepaSearchConfig(Section):
     """Tasks that a child and its parent are compared on."""
     validation_tasks: int | None = Field(default=20, ge=1)
     """Validation tasks that every accepted child runs on. None: all."""
+    candidate_selection: Literal["pareto", "current_best", "epsilon_greedy"] = "pareto"
+    """How a parent is chosen."""
+    use_merge: bool = False
+    """Whether candidates are also merged."""
 
 
 class APOConfig(AlgorithmConfig):
@@ -114,6 +118,9 @@ class APOConfig(AlgorithmConfig):
     gradients with a beam, as in Agent Lightning 0.x."""
     resources: tuple[str, ...] = ()
     """The prompt templates to optimise, by name. Empty: all that the run was given."""
+    playbooks: tuple[str, ...] = ()
+    """Those among them whose lines are items of a playbook or skill document: each has counts of how often it helped
+    and harmed, the editor sees these, and items that harm more than they help are deleted."""
     critic: PromptModel = Field(default_factory=PromptModel)
     """The model that reads failures and says what to change."""
     editor: PromptModel | None = None
@@ -150,6 +157,13 @@ class APOConfig(AlgorithmConfig):
     """Weights of the named dimensions of a reward."""
     seed: int = 0
     """The seed of the search's choices."""
+
+    @model_validator(mode="after")
+    def _check_playbooks(self) -> Self:
+        unknown = sorted(set(self.playbooks) - set(self.resources)) if self.resources else []
+        if unknown:
+            raise ValueError(f"playbooks names {', '.join(unknown)}, which resources does not; add it there")
+        return self
 
 
 # -- budget ----------------------------------------------------------------------------------------------------------

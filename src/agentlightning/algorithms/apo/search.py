@@ -26,6 +26,7 @@ from pydantic import TypeAdapter
 from agentlightning import span as names
 from agentlightning.algorithms.apo.config import APOConfig, PromptModel, SearchBudget, Spending, price
 from agentlightning.algorithms.apo.text import (
+    Playbook,
     ReplyError,
     Texts,
     apply_edits,
@@ -330,6 +331,10 @@ CRITIC_TASK: Final = (
     " 120 words what the texts lack or what in them misleads the agent, as general advice for tasks of this kind, not"
     " for these tasks alone."
 )
+COUNTERS_TASK: Final = (
+    "The lines of {names} are items of a playbook. End with two lines: `HELPFUL:` and `HARMFUL:`, each followed by the"
+    " numbers of the items that helped or misled the agent here."
+)
 EDITOR_ROLE: Final = "You edit the texts that steer an AI agent. You make small changes and keep what works."
 EDITOR_TASK: Final = (
     "Carry out the advice with at most {max_edits} edits of single lines. Keep all placeholders in braces as they are,"
@@ -337,6 +342,16 @@ EDITOR_TASK: Final = (
     ' TEXT}}, {{"op": "delete", "resource": NAME, "line": LINE}}, {{"op": "replace", "resource": NAME, "line": LINE,'
     ' "text": TEXT}}]}}. Line numbers are those shown; `after` 0 adds before the first line.'
 )
+_COUNTER = re.compile(r"^\W*(HELPFUL|HARMFUL)\b(.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Critique:
+    """What the critic says, and the items of playbooks that it counts as helpful or harmful, by line number."""
+
+    text: str
+    helpful: tuple[int, ...] = ()
+    harmful: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -354,10 +369,13 @@ class Writer:
     """By part, critic or editor: its unusable replies since the last one that was of use."""
     _first: dict[str, str] = field(default_factory=dict[str, str])
 
-    async def critique(self, texts: Mapping[str, str], rollouts: Sequence[Outcome]) -> str | None:
+    async def critique(
+        self, texts: Mapping[str, str], rollouts: Sequence[Outcome], playbooks: Sequence[str] = ()
+    ) -> Critique | None:
         """What the texts lack, from these rollouts. None: skipped and counted."""
+        counters = [COUNTERS_TASK.format(names=", ".join(playbooks))] if playbooks else []
         shown = [show_rollout(each, number, self.max_transcript_chars) for number, each in enumerate(rollouts, 1)]
-        parts = ["# Texts", show_texts(texts), "# Rollouts", *shown, "# Your task", CRITIC_TASK]
+        parts = ["# Texts", show_texts(texts, {}), "# Rollouts", *shown, "# Your task", CRITIC_TASK, *counters]
         reply = await self.ask("critic", CRITIC_ROLE, "\n\n".join(parts))
         if reply is None:
             return None
@@ -367,11 +385,19 @@ class Writer:
         if not re.search(r"\w+\W+\w+", text):
             return self.skip("critic", "critic_nonsense", f"the critic said {text[:100]!r}, which is no advice")
         self._in_a_row["critic"] = 0
-        return text
+        helpful, harmful = (_numbers(text, word) for word in ("HELPFUL", "HARMFUL"))
+        return Critique(_COUNTER.sub("", text).strip(), helpful, harmful)
 
-    async def edit(self, texts: Mapping[str, str], critique: str, rejected: Sequence[str] = ()) -> str | None:
-        """The editor's reply. `rejected` are edits of these texts that did not help. None: skipped and counted."""
-        parts = ["# Texts", show_texts(texts), "# Advice", critique]
+    async def edit(
+        self,
+        texts: Mapping[str, str],
+        critique: str,
+        rejected: Sequence[str] = (),
+        notes: Mapping[str, str] | None = None,
+    ) -> str | None:
+        """The editor's reply. `rejected` are edits of these texts that did not help; `notes` follow the texts they are
+        named after. None: skipped and counted."""
+        parts = ["# Texts", show_texts(texts, notes or {}), "# Advice", critique]
         if rejected:
             parts += ["# Edits tried before that did not help", "\n".join(f"- {each}" for each in rejected)]
         parts += ["# Your task", EDITOR_TASK.format(max_edits=self.max_edits)]
@@ -413,9 +439,10 @@ class Writer:
             )
 
 
-def show_texts(texts: Mapping[str, str]) -> str:
+def show_texts(texts: Mapping[str, str], notes: Mapping[str, str]) -> str:
     """The texts with numbered lines."""
-    return "\n\n".join(f"## {name}\n{numbered(text)}" for name, text in texts.items())
+    shown = {name: [f"## {name}", numbered(text), notes.get(name)] for name, text in texts.items()}
+    return "\n\n".join("\n".join(filter(None, parts)) for parts in shown.values())
 
 
 def show_rollout(outcome: Outcome, number: int, limit: int) -> str:
@@ -425,6 +452,11 @@ def show_rollout(outcome: Outcome, number: int, limit: int) -> str:
         text = f"{text[: limit // 2]}\n[{len(text) - limit} characters left out]\n{text[-(limit // 2) :]}"
     reward = "none" if outcome.score is None else f"{outcome.score:g}"
     return f"## Rollout {number}, reward {reward}\n{text}"
+
+
+def _numbers(text: str, word: str) -> tuple[int, ...]:
+    found = [numbers for name, numbers in _COUNTER.findall(text) if name == word]
+    return tuple(int(each) for numbers in found for each in re.findall(r"\d+", numbers))
 
 
 # -- search -----------------------------------------------------------------------------------------------------------
@@ -454,6 +486,10 @@ class SearchContext:
     """Called with the candidate that would be the result if the search ended now."""
     directory: Path = Path()
     """Where a search may keep files of its own."""
+    playbook: Playbook = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.playbook = Playbook(self.config.playbooks)
 
     @property
     def seed(self) -> Texts:
@@ -487,19 +523,22 @@ class SearchContext:
     ) -> tuple[Texts, str] | None:
         """A child of the critic's and the editor's, after these rollouts, and the edits in words. None: there is none,
         which is counted. `rejected`: edits that did not help."""
-        critique = await self.writer.critique(parent, rollouts)
-        return None if critique is None else await self.propose(parent, critique, rejected)
+        critique = await self.writer.critique(parent, rollouts, self.playbook.names)
+        if critique is None:
+            return None
+        self.playbook.count(parent, critique.helpful, critique.harmful)
+        return await self.propose(parent, critique.text, rejected)
 
     async def propose(self, parent: Texts, critique: str, rejected: Sequence[str] = ()) -> tuple[Texts, str] | None:
         """A child with the editor's bounded edits, and these in words. None: there was none, which is counted."""
-        reply = await self.writer.edit(parent, critique, rejected)
+        reply = await self.writer.edit(parent, critique, rejected, self.playbook.notes(parent))
         if reply is None:
             return None
         try:
             edits, dropped = read_edits(reply, self.config.max_edits, self.config.max_edit_chars)
             self.counts["edits_left_out"] += dropped
             try:
-                child = apply_edits(parent, edits)
+                child = self.playbook.pruned(apply_edits(parent, edits))
             except ReplyError as error:
                 raise self.refused(error) from None
             self.check(child)
@@ -549,14 +588,17 @@ class Search(ABC):
             name: TypeAdapter(kind).dump_python(getattr(self, name), mode="json") for name, kind in self.learned.items()
         }
         version, internal, gauss = self.random.getstate()
-        return {**own, "random": [version, list(internal), gauss]}
+        playbook = {"counts": self.context.playbook.counts}
+        return {**own, "playbook": playbook, "random": [version, list(internal), gauss]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
         for name, kind in self.learned.items():
             setattr(self, name, TypeAdapter(kind).validate_python(state[name]))
-        version, internal, gauss = state["random"]
-        self.random.setstate((version, tuple(internal), gauss))
+        if "random" in state:  # A gepa search of an earlier version kept none.
+            version, internal, gauss = state["random"]
+            self.random.setstate((version, tuple(internal), gauss))
+            self.context.playbook.counts = {item: list(counts) for item, counts in state["playbook"]["counts"].items()}
 
     def reopen(self) -> None:
         """Go on with a search that ended, because its budget has grown."""

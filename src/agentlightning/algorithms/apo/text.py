@@ -1,4 +1,4 @@
-"""The texts that are searched: candidates, their edits and placeholders."""
+"""The texts that are searched: candidates, their edits, placeholders and playbooks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypeAlias
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -181,3 +182,61 @@ def _json_in(reply: str) -> Any:
         with suppress(ValueError):
             return json.JSONDecoder().raw_decode(reply, start.start())[0]
     raise ReplyError("editor_nonsense", f"the editor's reply holds no JSON: {reply[:200]!r}")
+
+
+# -- playbook --------------------------------------------------------------------------------------------------------
+
+# Playbooks: texts whose lines are items, each with counts of how often it helped and harmed.
+#
+# The critic names helpful and harmful items of the rollouts it reads. The editor is shown the counts, and an item that
+# harmed at least `PRUNE_MARGIN` times more often than it helped is deleted. Items are told apart by their words, so an
+# item that is proposed again keeps its counts and is not added twice (delta updates with deterministic merging: Agentic
+# Context Engineering, arXiv:2510.04618, section 3).
+
+PRUNE_MARGIN: Final = 3
+
+
+@dataclass(slots=True)
+class Playbook:
+    """The counts of the items of all playbooks of a run."""
+
+    names: Sequence[str] = ()
+    """The resources that are playbooks."""
+    counts: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    """Item -> times it helped, times it harmed."""
+
+    def count(self, texts: Texts, helpful: Sequence[int], harmful: Sequence[int]) -> None:
+        """Count items by their line numbers in the playbooks among the texts. Numbers of no item are ignored."""
+        for _, lines in self._own(texts):
+            for place, numbers in enumerate((helpful, harmful)):
+                for number in numbers:
+                    if 1 <= number <= len(lines) and (item := _item(lines[number - 1])):
+                        self.counts.setdefault(item, [0, 0])[place] += 1
+
+    def notes(self, texts: Texts) -> dict[str, str]:
+        """What the editor is told of the items of the playbooks."""
+        found: dict[str, str] = {}
+        for name, lines in self._own(texts):
+            counts = [(number, *self._count(line)) for number, line in enumerate(lines, 1)]
+            told = [f"Item [{n}] helped {good} and harmed {bad} times." for n, good, bad in counts if good or bad]
+            found[name] = "\n".join(told)
+        return found
+
+    def pruned(self, texts: Texts) -> dict[str, str]:
+        """The texts without items that harm more than they help."""
+        found = dict(texts)
+        for name, lines in self._own(texts):
+            counts = [(line, *self._count(line)) for line in lines]
+            found[name] = joined([line for line, good, bad in counts if bad - good < PRUNE_MARGIN], texts[name])
+        return found
+
+    def _own(self, texts: Texts) -> list[tuple[str, list[str]]]:
+        return [(name, texts[name].splitlines()) for name in self.names if name in texts]
+
+    def _count(self, line: str) -> Sequence[int]:
+        return self.counts.get(_item(line), (0, 0))
+
+
+def _item(line: str) -> str:
+    """The words of an item, without its bullet."""
+    return " ".join(line.lstrip("-*# \t").split()).casefold()
