@@ -36,6 +36,7 @@ OTHERS = {
     "nll": "supervised learning: the warm start is made with it",
     "value": "trains a value head beside a policy loss",
     "distill": "needs a teacher",
+    "sdpo": "needs feedback in the conversation",
 }
 """Losses that cannot train the calculator by themselves, with the reason."""
 

@@ -72,6 +72,7 @@ def classes_in(hint: Any) -> Iterator[type]:
 
 
 def test_every_type_named_in_a_public_signature_is_public() -> None:
+    from agentlightning.algorithms.feedback import Feedback
     from agentlightning.algorithms.replay import Replay
     from agentlightning.algorithms.reward_shaping import OverlongPenalty
     from agentlightning.credit import ConstantNormalizer, Normalization
@@ -80,7 +81,7 @@ def test_every_type_named_in_a_public_signature_is_public() -> None:
     from agentlightning.policy.mismatch import CORRECTIONS, Correction
 
     by_type = [*LOSSES.values(), TokenLoss, *CORRECTIONS.values(), Correction, ConstantNormalizer]  # As a table.
-    by_type += [Normalization, OverlongPenalty, Replay]
+    by_type += [Normalization, Feedback, OverlongPenalty, Replay]
     known = {*map(id, PUBLIC.values()), *map(id, by_type)}
     names = {**PUBLIC, "ReadableSpan": ReadableSpan, "Objective": Objective}
     missing: dict[str, str] = {}

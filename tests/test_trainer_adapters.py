@@ -236,17 +236,19 @@ async def test_a_run_trains_several_agents_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_two_agents_learn_with_corrected_ratios_and_continue(tmp_path: Path) -> None:
+async def test_two_agents_learn_from_feedback_with_corrected_ratios_and_continue(tmp_path: Path) -> None:
     async def two_agents(ask: Ask) -> float:
         plan = await ask("Plan.", agent="planner")
         return float((len(plan) + 2 * len(await ask("Write.", agent="writer"))) % 5)
 
     job = Job(tmp_path, two_agents)
-    settings: dict[str, Any] = {"mismatch": "truncate"}
+    settings: dict[str, Any] = {"loss": ["ppo", "sdpo"], "mismatch": "truncate"}
     await job.fit(2, agents={"writer": Lora(r=4), "planner": "shared"}, **settings)
     result = await job.resume(**{"algorithm.steps": 3})
     assert [line["step"] for line in job.metrics] == [1, 2, 3]
+    assert sum(line["calls_with_feedback"] for line in job.metrics) > 0
     for line in job.metrics:
+        assert line["feedback_left_out"] == 0
         if line["groups_trained"]:
             for agent in ("writer", "shared"):
                 assert line[f"{agent}/tokens_trained"] > 0

@@ -28,7 +28,6 @@ from agentlightning.training.governance import read_audit
 from agentlightning.training.persistence.run_changes import changed_settings, check_changes
 from agentlightning.training.report import reward_curve
 from agentlightning.training.report.result import as_html, markdown_report
-from agentlightning.training.sources.stream import check_staleness
 from agentlightning.util.settings import dump_toml, load_settings
 
 pytestmark = pytest.mark.integration
@@ -560,8 +559,8 @@ def test_no_round_is_refused() -> None:
 
 def test_more_staleness_than_a_stage_has_steps_is_refused() -> None:
     stages = agl.Sequential([agl.APO(), agl.LightningRL(steps=2)])
-    with pytest.raises(agl.errors.ConfigError, match=r"run.max_staleness=3 is more than the 2 steps of lightning_rl"):
-        check_staleness(3, stages)
+    with pytest.raises(agl.errors.ConfigError, match=r"run.max_staleness=3 is more than the 2 steps of stage 2"):
+        stages.check_staleness(3)
 
 
 def test_recorded_sessions_are_learned_from_by_one_algorithm(tmp_path: Path) -> None:

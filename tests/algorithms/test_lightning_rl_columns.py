@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from agentlightning.algorithms.columns import Models, scores
 from agentlightning.algorithms.lightning_rl import PRESETS, LightningRL, LightningRLConfig
 from agentlightning.algorithms.reward_shaping import OverlongPenalty
 from agentlightning.algorithms.training import Collected
-from agentlightning.assemble import TURN_LIMIT_REACHED
+from agentlightning.assemble import TURN_LIMIT_REACHED, token_tree
 from agentlightning.credit.base import credit_rule
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.mismatch import GeometricMask, Truncation
+from agentlightning.training.learner import PolicyLearner
 from agentlightning.trajectory import Trajectory, Transition
 from agentlightning.util.settings import dump_toml, load_settings
 
@@ -37,6 +41,7 @@ class FakeLearner:
         self.calls: list[tuple[set[str], Path | None]] = []
         self.adapters: list[str | None] = []
         self.policy_version = 5
+        self.updates_of = int
 
     async def score(
         self, trees: Sequence[Any], what: set[str], *, reference: Path | None = None, adapter: str | None = None
@@ -161,18 +166,64 @@ async def test_a_correction_of_mismatch_computes_the_proximal_policy_and_reaches
         LightningRL(loss="dppo", mismatch="icepop")
 
 
-async def test_the_proximal_policy_is_computed_by_a_pass() -> None:
+async def test_the_proximal_policy_is_computed_by_a_pass_or_interpolated_by_age() -> None:
     by_pass = await trained(GOOD_AND_BAD, proximal="pass")
     assert by_pass.learner.calls == [({"logprobs"}, None)]
     assert "proximal_logprobs" in by_pass.updates[0][0][0].columns
+    older = [replace_version(each, version) for each, version in zip(GOOD_AND_BAD, (5, 2), strict=True)]
+    between = await trained(older, proximal="interpolate")
+    assert between.learner.calls == [], "no forward pass"
+    samples = between.updates[0][0]
+    found = {
+        node.rollout_id: column.tolist()
+        for sample in samples
+        for node, column in zip(sample.tree.nodes, sample.columns["interpolation"], strict=True)
+        if node.sampled
+    }
+    assert found == {"r1": [0, 0], "r2": [0.75, 0.75]}
     assert (await trained(GOOD_AND_BAD, proximal="behavior")).learner.calls == []
+
+
+@pytest.mark.parametrize(
+    ("resumes", "now", "ages"),
+    [
+        ((), 5, {3: 2, 5: 0}),
+        (((5, 9),), 10, {4: 2, 5: 1, 9: 1, 10: 0}),
+        (((5, 9),), 10, {6: 0}),  # of a step that the killed process did and this one repeats
+        (((2, 4), (6, 20)), 21, {1: 4, 4: 3, 6: 1, 20: 1, 21: 0}),
+    ],
+)
+async def test_the_age_of_a_token_is_counted_in_updates_across_resumes(
+    resumes: Any, now: int, ages: dict[int, int]
+) -> None:
+    trained_with = FakeTraining([])
+    learner = PolicyLearner(SimpleNamespace(policy_version=now), nullcontext, 100, resumes=resumes)  # type: ignore[arg-type]
+    trained_with.learner = learner  # type: ignore[assignment]
+    group = [replace_version(rollout(f"r{version}", 0.0), version) for version in ages]
+    columns = await scores(trained_with, [token_tree(group)], "interpolation", Models())  # type: ignore[arg-type]
+    found = [float(column[0]) for column in columns[0] if len(column)]
+    assert found == pytest.approx([age / (age + 1) for age in ages.values()])
+
+
+async def test_a_token_without_a_version_cannot_be_interpolated() -> None:
+    with pytest.raises(PolicyError, match=r'has no policy_version .* use proximal="pass"'):
+        await trained(GOOD_AND_BAD, proximal="interpolate")
+
+
+def replace_version(trajectory: Trajectory, version: int) -> Trajectory:
+    calls = tuple(dataclasses.replace(call, policy_version=version) for call in trajectory.transitions)
+    return dataclasses.replace(trajectory, transitions=calls)
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"proximal": "pass", "loss": "dppo"}, 'proximal="pass" is used by none of the losses "dppo"'),
+        ({"proximal": "interpolate", "loss": "nll"}, "is used by none of the losses"),
+        ({"proximal": "interpolate", "mismatch": "geometric_mask"}, 'use proximal="pass", or truncate'),
+        ({"proximal": "interpolate", "mismatch": {"type": "truncate", "level": "sequence"}}, 'use proximal="pass"'),
         ({"proximal": "behavior", "mismatch": "truncate"}, "leave mismatch out"),
+        ({"proximal": "interpolate", "agents": {"a": {"type": "lora"}}}, "counts versions of one policy"),
         ({"proximal": "best"}, "proximal"),
         ({"replay": {}, "loss": "nll"}, "leave replay out, or use ppo"),
         ({"replay": {}, "loss": ["ppo", "nll"]}, "imitates replayed tokens without a ratio"),
@@ -182,6 +233,13 @@ async def test_the_proximal_policy_is_computed_by_a_pass() -> None:
 def test_a_proximal_policy_or_a_replay_that_cannot_work_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LightningRL(**settings)
+
+
+def test_interpolation_is_refused_where_no_token_is_of_older_weights() -> None:
+    with pytest.raises(ConfigError, match=r"does nothing with run\.max_staleness=0"):
+        LightningRL(proximal="interpolate").check_staleness(0)
+    LightningRL(proximal="interpolate").check_staleness(1)
+    LightningRL(proximal="interpolate", replay={}).check_staleness(0)
 
 
 async def test_the_divergence_from_the_reference_is_taken_from_the_reward() -> None:

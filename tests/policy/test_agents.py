@@ -13,6 +13,7 @@ from tests.support.models import tiny_checkpoint
 
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.errors import PolicyError
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.config import LocalPolicyConfig, Lora, OptimizerConfig
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
@@ -122,6 +123,25 @@ async def test_tokens_are_scored_by_the_adapter_that_learns_from_them(policy: Lo
     assert below[1].tolist() == pytest.approx(frozen.logprobs, abs=1e-4), "the reference is the model below"
     with pytest.raises(PolicyError, match="adapter 'editor', which this policy does not train"):
         await policy.score([tree], {"logprobs"}, adapter="editor")
+
+
+async def test_the_moving_average_of_an_adapter_is_its_own(policy: LocalPolicy) -> None:
+    sample = await ask(policy, "writer")
+    tree = lesson(sample, "writer").tree
+
+    async def score(column: Any, adapter: str | None) -> list[float]:
+        ((_, values),) = (await policy.score([tree], {column}, adapter=adapter))[column]
+        return values.tolist()
+
+    before = {name: await score("logprobs", name) for name in ("writer", "critic")}
+    await policy.train([lesson(sample, "writer")], UpdateOptions(average=0.01))
+    now = await score("logprobs", "writer")
+    average = await score("average_logprobs", "writer")
+    moved = [abs(a - b) for a, b in zip(now, before["writer"], strict=True)]
+    lagged = [abs(a - b) for a, b in zip(average, before["writer"], strict=True)]
+    assert sum(lagged) < 0.5 * sum(moved), "the average of these weights follows slowly"
+    assert await score("logprobs", "writer") == now, "scoring with it changes nothing"
+    assert await score("average_logprobs", "critic") == before["critic"], "no average yet: the present weights"
 
 
 async def test_one_update_trains_several_adapters_with_their_own_optimisers_and_metrics(policy: LocalPolicy) -> None:

@@ -1,4 +1,4 @@
-"""A local policy scores recorded tokens under other models: a teacher of another shape, and a saved one."""
+"""A local policy scores recorded tokens under other models: a teacher of another shape, and its own moving average."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.support.models import tiny_checkpoint, tiny_model
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.errors import PolicyError
 from agentlightning.models.tiny import make_tiny
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.config import LocalPolicyConfig, Lora, OptimizerConfig
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.training.learner import PolicyLearner
@@ -123,3 +124,15 @@ async def test_adapters_that_were_saved_are_a_reference(checkpoint: Path, tmp_pa
     (scores,) = (await policy.score([tree], {"ref_logprobs"}, reference=tmp_path / "reference"))["ref_logprobs"]
     assert scores[1].tolist() == pytest.approx(sample.logprobs, abs=1e-4)
     await policy.close()
+
+
+async def test_tokens_are_scored_under_the_moving_average_of_the_weights(policy: LocalPolicy) -> None:
+    sample = await policy.sample(prompt(policy), PARAMS)
+    own = lesson(prompt(policy), sample)
+    start = (await policy.score([own.tree], {"average_logprobs"}))["average_logprobs"][0][1]
+    assert start.tolist() == pytest.approx(sample.logprobs, abs=1e-4)
+    for _ in range(2):
+        await policy.train([own], UpdateOptions(average=0.05))
+    scores = await policy.score([own.tree], {"logprobs", "average_logprobs"})
+    now, average = (scores[name][0][1].sum() for name in ("logprobs", "average_logprobs"))
+    assert start.sum() < average < now, "it follows more slowly"

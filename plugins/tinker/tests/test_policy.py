@@ -132,6 +132,8 @@ async def test_what_the_api_lacks_is_refused_by_name(model: Path, serving: Any, 
             await remote.train([lesson(sample, sample, temperature=0.7)])
         with pytest.raises(PolicyError, match="'writer'"):
             await remote.train([TrainingSample(good.tree, good.advantages, good.weights, adapter="writer")])
+        with pytest.raises(ConfigError, match="moving average"):
+            await remote.train([good], UpdateOptions(average=0.1))
         with pytest.raises(PolicyError, match="entropy"):
             await remote.score([good.tree], {"entropy"})
         with pytest.raises(PolicyError, match="reference"):

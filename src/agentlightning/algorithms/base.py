@@ -111,6 +111,9 @@ class Algorithm(ABC, Generic[C]):
         """Whether it learns from sessions of a store in a run without an agent, and not from data of its own."""
         return True
 
+    def check_staleness(self, max_staleness: int) -> None:
+        """Raises ConfigError for settings that cannot act in a run with this `run.max_staleness`."""
+
     def state_dict(self) -> Mapping[str, Any]:
         """What it has learned beside the weights, for checkpoints: anything that JSON holds. Empty: nothing."""
         return {}

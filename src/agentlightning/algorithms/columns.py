@@ -27,8 +27,14 @@ from agentlightning.credit.rules import ANSWER_LOGPROBS, InformationGainCredit
 from agentlightning.credit.training_samples import Trains
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.base import ScoreColumn
-from agentlightning.policy.losses import PROXIMAL_LOGPROBS, REF_LOGPROBS, TEACHER_LOGPROBS, TokenLoss
-from agentlightning.policy.mismatch import Mismatch, Proximal, as_tuple, is_off
+from agentlightning.policy.losses import (
+    INTERPOLATION,
+    PROXIMAL_LOGPROBS,
+    REF_LOGPROBS,
+    TEACHER_LOGPROBS,
+    TokenLoss,
+)
+from agentlightning.policy.mismatch import Mismatch, Proximal, as_tuple, interpolations, is_off
 from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample, Trajectory
 
 COMPUTED: Final = frozenset({REF_LOGPROBS, TEACHER_LOGPROBS, PROXIMAL_LOGPROBS})
@@ -58,6 +64,8 @@ def needed_columns(
 ) -> frozenset[str]:
     """The columns that an update needs and that are computed here."""
     found = frozenset[str]().union(*(loss.needs for loss in losses)) & COMPUTED
+    if proximal == "interpolate":
+        return found | {INTERPOLATION}
     corrects = proximal == "pass" or (mismatch is not None and not is_off(as_tuple(mismatch)))
     return found | {PROXIMAL_LOGPROBS} if corrects else found
 
@@ -93,22 +101,24 @@ async def scores(
 ) -> Sequence[tuple[FloatArray, ...]]:
     """A column of each tree; `adapters` are those that the trees train, by default the policy itself."""
     learner = learner_of(training)
+    if column == INTERPOLATION:
+        return [interpolations(tree, learner.policy_version, learner.updates_of) for tree in trees]
     if column == PROXIMAL_LOGPROBS:
-        return await _present_logprobs(learner, trees, adapters or [None] * len(trees))
+        return await scores_by_adapter(learner, trees, "logprobs", adapters or [None] * len(trees))
     model = await models.of(column, training)
     return (await learner.score(trees, {"ref_logprobs"}, reference=model))["ref_logprobs"]
 
 
-async def _present_logprobs(
-    learner: Learner, trees: Sequence[TokenTree], adapters: Sequence[str | None]
+async def scores_by_adapter(
+    learner: Learner, trees: Sequence[TokenTree], column: ScoreColumn, adapters: Sequence[str | None]
 ) -> list[tuple[FloatArray, ...]]:
-    """Of each tree under the adapter that it trains; None: the policy itself. The weights of an adapter are used for
-    all of its trees together."""
+    """A column of each tree under the adapter that it trains; None: the policy itself. The weights of an adapter are
+    used for all of its trees together."""
     found: dict[int, tuple[FloatArray, ...]] = {}
     for adapter in dict.fromkeys(adapters):
         places = [i for i, own in enumerate(adapters) if own == adapter]
-        scored = await learner.score([trees[i] for i in places], {"logprobs"}, adapter=adapter)
-        found.update(zip(places, scored["logprobs"], strict=True))
+        scored = await learner.score([trees[i] for i in places], {column}, adapter=adapter)
+        found.update(zip(places, scored[column], strict=True))
     return [found[i] for i in range(len(trees))]
 
 

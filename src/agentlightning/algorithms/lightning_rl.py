@@ -35,6 +35,7 @@ from agentlightning.algorithms.columns import (
     trains_values,
     with_columns,
 )
+from agentlightning.algorithms.feedback import Feedback, with_feedback
 from agentlightning.algorithms.replay import SIZE, Replay, ReplayBuffer, check_losses
 from agentlightning.algorithms.reward_shaping import (
     OverlongPenalty,
@@ -177,14 +178,18 @@ class LightningRLConfig(RolloutsConfig):
     geometric_mask, sequence_mask, off, a table with settings, or a list of these, which multiply. They need one more
     forward pass over each batch. None: truncation at 2 where samples have `proximal_logprobs` anyway."""
     proximal: Proximal | None = None
-    """What ratios are against and clipped around: behavior (the recorded log-probabilities), or pass (those of the
-    weights that the update starts from, by one more forward pass), whose difference from the recorded ones is corrected
-    as `mismatch` says. None: pass where `mismatch` is set, else behavior."""
+    """What ratios are against and clipped around: behavior (the recorded log-probabilities), pass (those of the weights
+    that the update starts from, by one more forward pass), or interpolate (between the recorded ones and those being
+    trained, by the age of a token and without a pass; for rollouts of older weights). The difference from the recorded
+    ones is corrected as `mismatch` says. None: pass where `mismatch` is set, else behavior."""
     reference: str | None = None
     """The model that loss "kl" and `kl_in_reward` keep the policy near, named as `policy.model`. None: the
     weights that the run started from; with adapters, those below them."""
     teacher: str | None = None
     """The model that loss "distill" learns from, named as `policy.model`, with the policy's tokenizer."""
+    feedback: Feedback | None = None
+    """What the policy is shown after it has answered, for loss "sdpo": errors of tools, answers of better rollouts.
+    None: both."""
     kl_in_reward: float = Field(default=0.0, ge=0)
     """What each nat of divergence from the reference costs a rollout, taken from its reward."""
     overlong: OverlongPenalty | None = None
@@ -240,6 +245,8 @@ class LightningRLConfig(RolloutsConfig):
         if self.mismatch is not None:
             check_combination(self.mismatch, self.losses)
         check_proximal(self.proximal, self.losses, self.mismatch)
+        if self.proximal == "interpolate" and self.agents:
+            raise ValueError('proximal="interpolate" counts versions of one policy; with agents use "pass"')
         if self.replay is not None:
             check_losses(self.losses)
         if self.equal_groups == "filter" and not self.reads_advantages:
@@ -250,12 +257,16 @@ class LightningRLConfig(RolloutsConfig):
             raise ValueError('loss "distill" learns from a teacher; set teacher=DIRECTORY of a model')
         if self.teacher is not None and "distill" not in types:
             raise ValueError(f'teacher={self.teacher!r} is used by no loss; add "distill", or leave it out')
+        if self.feedback is not None and "sdpo" not in types:
+            raise ValueError('feedback is used by no loss; add "sdpo", or leave it out')
         shapes = self.kl_in_reward or self.overlong is not None or self.truncated_reward is not None
         if shapes and (self.agent_rewards != "shared" or self.normalization.type == "gdpo"):
             raise ValueError(
                 "kl_in_reward, overlong and truncated_reward change the one reward of a rollout; use them with"
                 ' agent_rewards="shared" and without normalization "gdpo"'
             )
+        if {"sdpo", "distill"} <= types:
+            raise ValueError('losses "sdpo" and "distill" have different teachers for the same tokens; use one of them')
         return self
 
     @model_validator(mode="after")
@@ -345,6 +356,13 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
         if self._replay is not None:
             self._replay.load_state_dict(state.get("replay", {}))
 
+    def check_staleness(self, max_staleness: int) -> None:
+        if self.config.proximal == "interpolate" and not max_staleness and self.config.replay is None:
+            raise ConfigError(
+                'proximal="interpolate" does nothing with run.max_staleness=0, where no token is of older weights;'
+                " raise max_staleness, or leave proximal out"
+            )
+
     async def _step(self, training: Training) -> None:
         config, target = self.config, self._target(training)
         collected, replayed, counts = await self._collect(training, target)
@@ -364,8 +382,21 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
         }
         if config.mask_truncated:
             samples = without_weight(samples, truncated_rollouts(learned, target))
+        average = None
+        if "sdpo" in {loss.type for loss in config.losses}:
+            feedback = config.feedback or Feedback()
+            samples, own = await with_feedback(
+                training,
+                samples,
+                learned,
+                feedback,
+                target,
+                config.reward_weights,
+                self._roles.trains,
+            )
+            metrics, average = metrics | own, feedback.rate if feedback.rate < 1 else None
         if self._learns(samples):
-            metrics |= await self._update(training, samples)
+            metrics |= await self._update(training, samples, average)
         await training.finish_step(collected, metrics)
 
     def _learns(self, samples: Sequence[TrainingSample]) -> bool:
@@ -382,11 +413,14 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
         kept = most_uncertain(groups, self.config.keep_groups, self.config.reward_weights)
         return [each for group in kept for each in group], {"groups_filtered": float(len(groups) - len(kept))}
 
-    async def _update(self, training: Training, samples: Sequence[TrainingSample]) -> Mapping[str, float]:
+    async def _update(
+        self, training: Training, samples: Sequence[TrainingSample], average: float | None
+    ) -> Mapping[str, float]:
         config = self.config
         needed = needed_columns(config.losses, config.mismatch, config.proximal)
         samples = await with_columns(training, samples, needed, self._models, lambda each: self._learns([each]))
-        return await training.update(samples, UpdateOptions(config.loss, config.minibatches, config.mismatch))
+        options = UpdateOptions(config.loss, config.minibatches, config.mismatch, average)
+        return await training.update(samples, options)
 
     @property
     def _models(self) -> Models:

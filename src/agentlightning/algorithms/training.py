@@ -244,6 +244,10 @@ class Learner(Protocol):
         """The version of the present weights. It only grows."""
         ...
 
+    def updates_of(self, version: int) -> int:
+        """The number of updates behind weights of this version: loading a checkpoint raises it and is none."""
+        ...
+
     async def score(
         self,
         trees: Sequence[TokenTree],

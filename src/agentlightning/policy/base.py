@@ -15,7 +15,7 @@ from agentlightning.policy.losses import LossSetting
 from agentlightning.policy.mismatch import MismatchSetting
 from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
 
-ScoreColumn: TypeAlias = Literal["logprobs", "ref_logprobs", "values", "entropy"]
+ScoreColumn: TypeAlias = Literal["logprobs", "ref_logprobs", "values", "entropy", "average_logprobs"]
 Sharing: TypeAlias = Literal["auto", "rows", "merged", "shared"]
 Columns: TypeAlias = Mapping[str, Sequence[tuple[FloatArray, ...]]]
 """By name, for each tree a column as `TrainingSample` has them."""
@@ -37,6 +37,8 @@ class UpdateOptions:
     mismatch: MismatchSetting | None = None
     """Corrects the weights of losses against `proximal_logprobs` for what lies between these and the sampled ones;
     None: truncated importance sampling of tokens, where samples have the column."""
+    average: float | None = None
+    """With it, a moving average of the weights follows them at this rate (`weight_average`)."""
     token_budget: int | None = None
     """Bounds the tokens of one forward pass, padding included; None: `policy.token_budget`."""
     lr_factor: float = 1.0
@@ -126,7 +128,8 @@ class Policy(Engine, Protocol):
         adapter: str | None = None,
     ) -> Columns:
         """Columns of every sampled token of each tree, at the temperature it was sampled with and under the present
-        weights: `logprobs`, `entropy` (nats), `values`; and `ref_logprobs` under the model in
+        weights: `logprobs`, `entropy` (nats), `values`; `average_logprobs` under the moving average that `train` keeps
+        with `average` (before the first such update, the present weights); and `ref_logprobs` under the model in
         `reference`, a model named as in `PolicyConfig.model`, with the same tokenizer and of any size. They go into a
         `TrainingSample`, and are those of its `adapter`. Changes no weights.
 

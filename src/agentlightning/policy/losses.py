@@ -36,6 +36,9 @@ ADVANTAGES = "advantages"
 PROXIMAL_LOGPROBS = "proximal_logprobs"
 """The column of log p(token) under the weights that the update starts from. Where samples have it, ratios are against
 these and not against `sampled_logprobs` (decoupled PPO, Hilton et al. 2022, arXiv:2110.00641)."""
+INTERPOLATION = "interpolation"
+"""The column of how far the proximal log-probability of a token lies from the sampled one towards that of the weights
+being trained, 0 to 1 (`policy.proximal`)."""
 REF_LOGPROBS = "ref_logprobs"
 TEACHER_LOGPROBS = "teacher_logprobs"
 VALUES = "values"
@@ -81,6 +84,8 @@ class TokenBatch:
     where this batch holds a part of that rollout only."""
     step: int = 0
     """Optimiser steps before this one."""
+    past_entropy: float | None = None
+    """The mean entropy of the tokens of all earlier steps; None in the first one."""
 
     @property
     def weights(self) -> Tensor:
@@ -515,11 +520,13 @@ class EntropyLoss(TokenLoss):
 
     Entropy bonus: the entropy of each token's distribution is rewarded, by a coefficient on a schedule.
 
-        loss_t = -c(k) H_t
+        loss_t = -c(k) [ H_t - smoothing * ( max(0, lower Hbar - H_t) + max(0, H_t - upper Hbar) ) ]
         c(k) = coefficient + (final - coefficient) min(1, k / steps)           at optimiser step k
 
     H_t is the entropy over the whole vocabulary, at the temperature of sampling (Mnih et al. 2016, arXiv:1602.01783,
-    section 4).
+    section 4). Hbar is the mean entropy of all earlier steps: the second term keeps the entropy of a token within a
+    band around it, which dampens the oscillations of long episodes. It is the smoothing of EPO (Xu et al. 2025,
+    arXiv:2509.22576), with a penalty that grows with the distance from the band, so that it has a gradient.
     """
 
     type: Literal["entropy"] = "entropy"  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -530,6 +537,12 @@ class EntropyLoss(TokenLoss):
     """The factor from optimiser step `steps` on; between the two it changes linearly. None: constant."""
     steps: int = Field(default=100, ge=1)
     """The number of optimiser steps until `final`."""
+    smoothing: float = Field(default=0.0, ge=0)
+    """The weight of leaving the band around the mean entropy of earlier steps. 0: no band."""
+    lower: float = Field(default=0.8, ge=0)
+    """Where the band begins, as a factor of that mean."""
+    upper: float = Field(default=1.2, ge=1)
+    """Where the band ends, as a factor of that mean."""
 
     needs: ClassVar[frozenset[str]] = frozenset({SAMPLED_LOGPROBS})
     needs_entropy: ClassVar[bool] = True
@@ -543,7 +556,14 @@ class EntropyLoss(TokenLoss):
         entropy = tokens.entropy
         if entropy is None:
             raise PolicyError('loss "entropy" needs the entropy of each token, which this policy does not compute')
-        return LossValue(-(tokens.weights * entropy).sum(), {"entropy_bonus": entropy.detach().sum()})
+        bonus = entropy
+        sums = {"entropy_bonus": entropy.detach().sum()}
+        if self.smoothing and tokens.past_entropy is not None:
+            below = (self.lower * tokens.past_entropy - entropy).clamp(min=0)
+            above = (entropy - self.upper * tokens.past_entropy).clamp(min=0)
+            bonus = entropy - self.smoothing * (below + above)
+            sums["entropy_outside"] = ((below + above) > 0).sum().float()
+        return LossValue(-(tokens.weights * bonus).sum(), sums)
 
 
 MOMENTS = ("return_mean", "return_square", "value_error_mean", "value_error_square")
@@ -677,6 +697,38 @@ class DistillLoss(TokenLoss):
         gain = limited(tokens.columns[TEACHER_LOGPROBS] - tokens.trained_logprobs.detach())
         loss = -(tokens.weights * clamped_log_ratio(tokens).exp() * gain).sum()
         return LossValue(loss, {"teacher_kl": -gain.sum()})
+
+
+@register
+class SDPOLoss(TokenLoss):
+    """The divergence of the policy from itself given feedback, as a policy gradient.
+
+    SDPO: self-distillation from feedback. The teacher is the policy itself, shown what it could not know when it
+    answered: the error its tool call led to, or the answer of a sibling that succeeded.
+
+        loss_t = stop_gradient( min(r_t, clip) (logprob_t - teacher_logprob_t) ) logprob_t
+        r_t = exp(logprob_t - old_logprob_t),   teacher_logprob_t = log p(token_t | prompt, feedback, tokens before t)
+
+    Its gradient is that of KL(policy || policy given feedback), estimated at the sampled tokens: Huebotter et al. 2026,
+    arXiv:2601.20802, with the teacher's weights a moving average of the policy's and the importance ratio truncated. A
+    token that the policy would not write again after the feedback is made less likely, where it stands: the feedback
+    becomes credit for single tokens.
+    """
+
+    type: Literal["sdpo"] = "sdpo"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Which loss this is."""
+    clip: float = Field(default=2.0, gt=0)
+    """The largest importance ratio."""
+
+    stream: ClassVar[Stream] = "reference_kl"
+    needs: ClassVar[frozenset[str]] = frozenset({TEACHER_LOGPROBS, SAMPLED_LOGPROBS})
+
+    def __call__(self, tokens: TokenBatch) -> LossValue:
+        logprobs = tokens.trained_logprobs
+        difference = limited(logprobs.detach() - tokens.columns[TEACHER_LOGPROBS])
+        ratio = clamped_log_ratio(tokens).detach().exp()
+        loss = (tokens.weights * ratio.clamp(max=self.clip) * difference * logprobs).sum()
+        return LossValue(loss, {"teacher_kl": difference.sum(), "clip_fraction": (ratio > self.clip).sum().float()})
 
 
 MARGIN = "preference_margin"

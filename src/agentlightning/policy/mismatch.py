@@ -18,14 +18,14 @@ no torch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, cast
 
 from pydantic import Field
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.losses import LOG_RATIO_LIMIT, TokenLoss
-from agentlightning.trajectory import FloatArray
+from agentlightning.trajectory import FloatArray, TokenTree
 from agentlightning.util.plugins import Registry
 from agentlightning.util.settings import Chosen, OneOrSeveral, Part, chosen
 
@@ -42,6 +42,8 @@ class Correction(Part, ABC):
 
     multiplies: ClassVar[bool] = False
     """Whether the ratio itself is a factor; a mask is 0 or 1."""
+    of_rollout: ClassVar[bool] = False
+    """Whether the factor of a token depends on the other tokens of its rollout."""
 
     @abstractmethod
     def factors(self, log_ratio: FloatArray, rollout: Groups) -> FloatArray:
@@ -69,6 +71,10 @@ class Truncation(Correction):
     """The largest factor. None: 2 for tokens, 5 for sequences."""
 
     multiplies: ClassVar[bool] = True
+
+    @property
+    def of_rollout(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.level == "sequence"
 
     def factors(self, log_ratio: FloatArray, rollout: Groups) -> FloatArray:
         if self.level == "token":
@@ -103,6 +109,8 @@ class GeometricMask(Correction):
     high: float = Field(default=1.01, gt=1)
     """The largest mean ratio that counts."""
 
+    of_rollout: ClassVar[bool] = True
+
     def factors(self, log_ratio: FloatArray, rollout: Groups) -> FloatArray:
         sums, counts = _sums(log_ratio, rollout)
         return _within(_bounded_exp(sums / counts), self.low, self.high)
@@ -117,6 +125,8 @@ class SequenceMask(Correction):
     """The smallest product that counts."""
     high: float = Field(default=3.0, gt=1)
     """The largest product that counts."""
+
+    of_rollout: ClassVar[bool] = True
 
     def factors(self, log_ratio: FloatArray, rollout: Groups) -> FloatArray:
         return _within(_bounded_exp(_sums(log_ratio, rollout)[0]), self.low, self.high)
@@ -213,20 +223,58 @@ def _sums(values: Any, group: Groups) -> tuple[Any, Any]:
 #
 #     behavior      prox = sampled                           the ratio is against the recorded log-probabilities
 #     pass          prox = log p under the weights that the update starts from, by one forward pass
+#     interpolate   prox = sampled + a (logprob - sampled),   a = (v_prox - v_sampled) / (v_theta - v_sampled)
 #
-# The weight is exp(prox - sampled), corrected as `policy.mismatch` says.
+# The weight is exp(prox - sampled), corrected as `policy.mismatch` says. Interpolation (Fu et al. 2025, AReaL,
+# arXiv:2505.24298, and its log-linear approximation) needs no pass: v_theta is the version that the update makes,
+# v_prox = v_theta - 1 the one that it starts from, v_sampled that of the token, and no gradient flows through prox. A
+# token of the present version has a = 0. Needs no torch.
 
-Proximal: TypeAlias = Literal["behavior", "pass"]
+Proximal: TypeAlias = Literal["behavior", "pass", "interpolate"]
 """The setting `proximal`."""
 
 
 def check_proximal(proximal: Proximal | None, losses: Sequence[TokenLoss], mismatch: MismatchSetting | None) -> None:
     """Raises ConfigError for a proximal policy that no loss uses, or that contradicts `mismatch`."""
-    if proximal == "behavior" and mismatch is not None and not is_off(corrections(mismatch)):
+    several = () if mismatch is None else corrections(mismatch)
+    if proximal == "behavior" and not is_off(several):
         raise ConfigError(
             'proximal="behavior" computes no log-probabilities for mismatch to compare with; use proximal="pass", or '
             "leave mismatch out"
         )
-    if proximal == "pass" and not any(loss.decoupled for loss in losses):
+    if proximal not in ("pass", "interpolate"):
+        return
+    if not any(loss.decoupled for loss in losses):
         names = ", ".join(f'"{loss.type}"' for loss in losses)
-        raise ConfigError(f'proximal="pass" is used by none of the losses {names}; leave it out, or use ppo')
+        raise ConfigError(f'proximal="{proximal}" is used by none of the losses {names}; leave it out, or use ppo')
+    if proximal == "interpolate":
+        check_token_level(several)
+
+
+def check_token_level(several: Sequence[Correction]) -> None:
+    """Raises ConfigError for corrections of whole rollouts, whose tokens are not all known in a micro-batch."""
+    for each in several:
+        if each.of_rollout:
+            raise ConfigError(
+                f'proximal="interpolate" is known in the forward pass only, where mismatch "{each.type}" over whole '
+                'rollouts cannot be computed; use proximal="pass", or truncate (level="token") or icepop'
+            )
+
+
+def interpolations(tree: TokenTree, version: int, updates_of: Callable[[int], int] = int) -> tuple[FloatArray, ...]:
+    """For each node, `a` of its tokens, where the update starts from weights of this version; empty for prompts.
+    `updates_of` counts the updates behind a version, which resumes raise too.
+
+    Raises PolicyError for a token whose version is not recorded."""
+    import numpy as np
+
+    found: list[FloatArray] = []
+    for node in tree.nodes:
+        if node.sampled and node.policy_version is None:
+            raise PolicyError(
+                f"call {node.call} of rollout {node.rollout_id} has no policy_version to interpolate from; use "
+                'proximal="pass"'
+            )
+        age = max(0, updates_of(version) - updates_of(node.policy_version or 0)) if node.sampled else 0
+        found.append(np.full(len(node.token_ids) if node.sampled else 0, age / (age + 1), np.float32))
+    return tuple(found)

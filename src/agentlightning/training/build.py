@@ -227,7 +227,8 @@ def make_source(
 ) -> RolloutStream:
     """The stream of rollouts; with `max_staleness` 0, each step waits for its own. Raises ConfigError for a
     `max_staleness` or a curriculum that cannot be."""
-    check_staleness(config.run.max_staleness, algorithm)
+    check_staleness(config.run.max_staleness, algorithm.total_steps)
+    algorithm.check_staleness(config.run.max_staleness)
     if learner is None:
         check_calls_of_policy(config)
     return RolloutStream(

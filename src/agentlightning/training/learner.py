@@ -113,6 +113,10 @@ class PolicyLearner:
         policy = self.policy
         return policy.versions if isinstance(policy, AgentEngines) else {policy.model: policy.policy_version}
 
+    def updates_of(self, version: int) -> int:
+        """See `algorithms.training.Learner`."""
+        return updates_of(version, self.resumes)
+
     def version_of(self, adapter: str | None) -> int:
         """The version of what samples of this adapter train."""
         model = self.policy.model if adapter is None else f"{self.policy.model}:{adapter}"

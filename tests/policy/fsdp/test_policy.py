@@ -123,7 +123,7 @@ async def test_it_learns_what_one_process_learns_and_continues_on_another_number
         batch = [
             TrainingSample(s.tree, columns={**s.columns, **dict.fromkeys(columns, s.advantages)}) for s in samples(step)
         ]
-        options = UpdateOptions(loss=loss, minibatches=2, token_budget=40)
+        options = UpdateOptions(loss=loss, minibatches=2, token_budget=40, average=0.5)
         expected, found = await one.train(batch, options), await several.train(batch, options)
         assert found["idle_ranks"] == 0
         for metric in ("loss", "grad_norm", "entropy", "tokens_trained", "optimizer_steps", "lr"):
@@ -132,7 +132,7 @@ async def test_it_learns_what_one_process_learns_and_continues_on_another_number
     assert several.policy_version == one.policy_version == 2
     await several.save(tmp_path / "checkpoint", training_state=True)
     trees = [sample.tree for sample in samples(7)]
-    what = {"logprobs", "entropy"}
+    what = {"logprobs", "entropy", "average_logprobs"}
     expected, found = await one.score(trees, what), await several.score(trees, what)
     for column in what:
         for own, other in zip(expected[column], found[column], strict=True):
@@ -145,7 +145,10 @@ async def test_it_learns_what_one_process_learns_and_continues_on_another_number
     assert resumed.policy_version == 3
     await assert_same(one, resumed)
     last = samples(9)
-    expected, found = await one.train(last), await resumed.train(last)
+    expected, found = (
+        await one.train(last, UpdateOptions(average=0.5)),
+        await resumed.train(last, UpdateOptions(average=0.5)),
+    )
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
     assert found["lr"] == expected["lr"]
     await assert_same(one, resumed)

@@ -32,13 +32,14 @@ class Token:
 
 
 Tokens = Sequence[Token]
+Past = float | None
 
 
 def clip(x: float, low: float, high: float) -> float:
     return min(max(x, low), high)
 
 
-def ppo(tokens: Tokens) -> float:
+def ppo(tokens: Tokens, _: Past) -> float:
     """arXiv:1707.06347, equation 7, with a bound for A < 0 (arXiv:1912.09729, equation 5)."""
     total = 0.0
     for t in tokens:
@@ -61,7 +62,7 @@ def of_sequence(tokens: Tokens, name: str, low: float, high: float) -> float:
     return total
 
 
-def whole_rollout(tokens: Tokens) -> float:
+def whole_rollout(tokens: Tokens, _: Past) -> float:
     """arXiv:2402.14740, section 3: one action, whose ratio is that of the likelihoods of all that was sampled."""
     total = 0.0
     for t in tokens:
@@ -70,12 +71,12 @@ def whole_rollout(tokens: Tokens) -> float:
     return total
 
 
-def cispo(tokens: Tokens) -> float:
+def cispo(tokens: Tokens, _: Past) -> float:
     """arXiv:2506.13585, equations 4 and 5."""
     return -sum(t.weight * clip(math.exp(t.now - t.old), 0.7, 1.5) * t.advantage * t.now for t in tokens)
 
 
-def sapo(tokens: Tokens) -> float:
+def sapo(tokens: Tokens, _: Past) -> float:
     """arXiv:2511.20347."""
     total = 0.0
     for t in tokens:
@@ -84,7 +85,7 @@ def sapo(tokens: Tokens) -> float:
     return total
 
 
-def dppo(tokens: Tokens) -> float:
+def dppo(tokens: Tokens, _: Past) -> float:
     """arXiv:2602.04879, the binary total variation mask, with a squared log-ratio."""
     total = 0.0
     for t in tokens:
@@ -94,12 +95,19 @@ def dppo(tokens: Tokens) -> float:
     return total
 
 
-def entropy(tokens: Tokens) -> float:
-    return -sum(t.weight * t.entropy for t in tokens)
+def entropy(tokens: Tokens, past: Past) -> float:
+    """An entropy bonus with the band of arXiv:2509.22576."""
+    total = 0.0
+    for t in tokens:
+        penalty = 0.0
+        if past is not None:
+            penalty = max(0.0, 0.8 * past - t.entropy) + max(0.0, t.entropy - 1.2 * past)
+        total -= t.weight * (t.entropy - 0.5 * penalty)
+    return total
 
 
-def kl(estimator: str) -> Callable[[Tokens], float]:
-    def total(tokens: Tokens) -> float:
+def kl(estimator: str) -> Callable[[Tokens, Past], float]:
+    def total(tokens: Tokens, _: Past) -> float:
         found = 0.0
         for t in tokens:
             ratio = math.exp(t.ref) / math.exp(t.now)
@@ -112,32 +120,38 @@ def kl(estimator: str) -> Callable[[Tokens], float]:
     return total
 
 
-def distill(tokens: Tokens) -> float:
+def distill(tokens: Tokens, _: Past) -> float:
     return sum(t.weight * math.exp(t.now - t.old) * (t.now - t.teacher) for t in tokens)
 
 
-def awr(tokens: Tokens) -> float:
+def sdpo(tokens: Tokens, _: Past) -> float:
+    """arXiv:2601.20802, at the sampled tokens, with the truncated ratio."""
+    return sum(t.weight * min(math.exp(t.now - t.old), 2.0) * (t.now - t.teacher) * t.now for t in tokens)
+
+
+def awr(tokens: Tokens, _: Past) -> float:
     """arXiv:1910.00177, equation 3, with the bound of section 4."""
     return -sum(t.weight * min(math.exp(t.advantage / 0.5), 20.0) * t.now for t in tokens)
 
 
-FORMULAS: dict[str, tuple[dict[str, Any], Callable[[Tokens], float]]] = {
+FORMULAS: dict[str, tuple[dict[str, Any], Callable[[Tokens, Past], float]]] = {
     "ppo": ({"dual_clip": 1.5}, ppo),
-    "gspo": ({"clip_low": 0.1, "clip_high": 0.2}, lambda tokens: of_sequence(tokens, "rollout", 0.1, 0.2)),
-    "turn": ({}, lambda tokens: of_sequence(tokens, "call", 0.2, 0.28)),
+    "gspo": ({"clip_low": 0.1, "clip_high": 0.2}, lambda tokens, _: of_sequence(tokens, "rollout", 0.1, 0.2)),
+    "turn": ({}, lambda tokens, _: of_sequence(tokens, "call", 0.2, 0.28)),
     "cispo": ({"clip_low": 0.3, "clip_high": 0.5}, cispo),
     "sapo": ({}, sapo),
     "dppo": ({}, dppo),
-    "importance": ({}, lambda tokens: -sum(t.weight * math.exp(t.now - t.old) * t.advantage for t in tokens)),
+    "importance": ({}, lambda tokens, _: -sum(t.weight * math.exp(t.now - t.old) * t.advantage for t in tokens)),
     "importance, rollout": ({"level": "rollout"}, whole_rollout),
     "awr": ({}, awr),
-    "nll": ({}, lambda tokens: -sum(t.weight * t.now for t in tokens)),
-    "entropy": ({}, entropy),
+    "nll": ({}, lambda tokens, _: -sum(t.weight * t.now for t in tokens)),
+    "entropy": ({"smoothing": 0.5}, entropy),
     "kl": ({}, kl("unbiased")),
     "kl, k1": ({"estimator": "k1"}, kl("k1")),
     "kl, k2": ({"estimator": "k2"}, kl("k2")),
     "kl, k3": ({"estimator": "k3"}, kl("k3")),
     "distill": ({}, distill),
+    "sdpo": ({}, sdpo),
 }
 
 
@@ -160,7 +174,7 @@ def tokens_of(seed: int) -> list[Token]:
     return found
 
 
-def batch(tokens: Tokens, **columns: str) -> TokenBatch:
+def batch(tokens: Tokens, past: Past = None, **columns: str) -> TokenBatch:
     def vector(name: str) -> torch.Tensor:
         return torch.tensor([getattr(t, name) for t in tokens], dtype=torch.float64)
 
@@ -172,6 +186,7 @@ def batch(tokens: Tokens, **columns: str) -> TokenBatch:
         call=torch.tensor([t.call for t in tokens]),
         rollout=torch.tensor([t.rollout for t in tokens]),
         entropy=vector("entropy").requires_grad_(),
+        past_entropy=past,
     )
 
 
@@ -180,19 +195,21 @@ def test_every_loss_has_its_formula() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FORMULAS))
-@given(seed=st.integers(0, 10_000))
-def test_a_loss_is_its_formula(name: str, seed: int) -> None:
+@given(seed=st.integers(0, 10_000), past=st.sampled_from([None, 0.5, 1.5]))
+def test_a_loss_is_its_formula(name: str, seed: int, past: Past) -> None:
     tokens = tokens_of(seed)
-    value = loss_of(name)(batch(tokens))
-    assert value.loss.item() == pytest.approx(FORMULAS[name][1](tokens), rel=1e-9, abs=1e-9)
+    value = loss_of(name)(batch(tokens, past))
+    assert value.loss.item() == pytest.approx(FORMULAS[name][1](tokens, past), rel=1e-9, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", sorted(set(FORMULAS) - {"cispo", "distill", "gspo", "turn", "importance, rollout"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(FORMULAS) - {"cispo", "sdpo", "distill", "gspo", "turn", "importance, rollout"})
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_its_gradient_is_that_of_the_formula(name: str, seed: int) -> None:
     """Central differences of the transcription, for losses that stop no gradient."""
     tokens, width = tokens_of(seed), 1e-5
-    made = batch(tokens)
+    made = batch(tokens, 1.0)
     loss_of(name)(made).loss.backward()
     field, tensor = ("entropy", made.entropy) if name == "entropy" else ("now", made.trained_logprobs)
     assert tensor is not None
@@ -201,15 +218,18 @@ def test_its_gradient_is_that_of_the_formula(name: str, seed: int) -> None:
         sides = []
         for step in (width, -width):
             moved = Token(**{**token.__dict__, field: getattr(token, field) + step})
-            sides.append(FORMULAS[name][1]([*tokens[:i], moved, *tokens[i + 1 :]]))
+            sides.append(FORMULAS[name][1]([*tokens[:i], moved, *tokens[i + 1 :]], 1.0))
         assert tensor.grad[i].item() == pytest.approx((sides[0] - sides[1]) / 2 / width, rel=1e-4, abs=1e-6)
 
 
-def test_distillation_is_a_policy_gradient_with_the_teachers_surprise_as_advantage() -> None:
+@pytest.mark.parametrize("name", ["sdpo", "distill"])
+def test_distillation_is_a_policy_gradient_with_the_teachers_surprise_as_advantage(name: str) -> None:
     tokens = tokens_of(7)
     made = batch(tokens)
-    loss_of("distill")(made).loss.backward()
-    expected = [t.weight * math.exp(t.now - t.old) * (t.now - t.teacher) for t in tokens]
+    loss_of(name)(made).loss.backward()
+    ratios = [math.exp(t.now - t.old) for t in tokens]
+    caps = [min(r, 2.0) for r in ratios] if name == "sdpo" else ratios
+    expected = [t.weight * r * (t.now - t.teacher) for t, r in zip(tokens, caps, strict=True)]
     assert made.trained_logprobs.grad is not None
     assert made.trained_logprobs.grad.tolist() == pytest.approx(expected, rel=1e-9)
 

@@ -27,6 +27,7 @@ torch.set_num_threads(1)  # more threads cost more than they bring at this size
 SETTINGS: dict[str, dict[str, Any]] = {
     "gspo": {"clip_low": 0.9, "clip_high": 9.0},  # so wide that most rollouts learn
     "turn": {"clip_low": 0.9, "clip_high": 9.0},
+    "entropy": {"smoothing": 0.5},
     "importance, rollout": {"level": "rollout"},
 }
 TESTED = [*sorted(set(LOSSES) - {"value"}), "importance, rollout"]
@@ -36,7 +37,9 @@ DEPENDS_ON_CALLS = {"turn"}
 
 @pytest.fixture(scope="module")
 def updater() -> Updater:
-    return Updater(tiny_model())
+    made = Updater(tiny_model())
+    made.entropy.add(3.0)
+    return made
 
 
 def rollout(name: str, seed: int, prompt: Sequence[int], turns: int, reward: float) -> Trajectory:
@@ -95,9 +98,11 @@ def reorder(trajectory: Trajectory, draw: random.Random) -> Trajectory:
 
 def gradient(updater: Updater, batch: Sequence[TrainingSample], loss: Any, mismatch: Any, **plan: Any) -> torch.Tensor:
     losses = token_losses(loss)
-    prepared, _ = streams.corrected(streams.for_losses(batch, losses), corrections(mismatch))
+    prepared, within = streams.for_losses(batch, losses), corrections(mismatch)
+    if "interpolation" not in batch[0].columns:
+        (prepared, _), within = streams.corrected(prepared, within), ()
     updater.optimizer.zero_grad()
-    updater.accumulate(updater.forward.plan(streams.normalized(prepared, losses), **plan), losses)
+    updater.accumulate(updater.forward.plan(streams.normalized(prepared, losses), **plan), losses, within)
     return torch.cat([p.grad.flatten() for p in updater.optimizer.parameters if p.grad is not None])
 
 
@@ -125,6 +130,36 @@ def test_dividing_merging_reordering_and_packing_leave_the_gradient_unchanged(
     mismatch = ["truncate", {"type": "geometric_mask", "low": 0.8, "high": 1.3}]
     expected = gradient(updater, samples(plain), loss, mismatch, token_budget=10_000, sharing="merged")
     found = gradient(updater, samples(changed), loss, mismatch, token_budget=budget, sharing=mode)
+    assert apart(found, expected) < 2e-5
+
+
+def interpolated(groups: Sequence[Sequence[Trajectory]]) -> list[TrainingSample]:
+    """With an interpolation that is a function of the token."""
+    made = training_samples(groups)[0]
+    columns = [
+        [np.array([(t % 3) / 4 for t in n.token_ids] if n.sampled else [], np.float32) for n in s.tree.nodes]
+        for s in made
+    ]
+    return [replace(s, columns={**s.columns, "interpolation": c}) for s, c in zip(made, columns, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
+@settings(max_examples=5)
+@given(
+    seed=st.integers(0, 10_000),
+    change=st.sampled_from([divide, reorder]),
+    mode=st.sampled_from(["rows", "merged", "shared"]),
+    budget=st.integers(1, 80),
+)
+def test_with_interpolated_proximal_log_probabilities_too(
+    updater: Updater, name: str, seed: int, change: Any, mode: Any, budget: int
+) -> None:
+    draw = random.Random(seed)
+    plain = group(seed)
+    changed = [draw.sample([change(t, draw) for t in each], len(each)) for each in plain]
+    loss = {"type": name, **SETTINGS.get(name, {})}
+    expected = gradient(updater, interpolated(plain), loss, "truncate", token_budget=10_000, sharing="merged")
+    found = gradient(updater, interpolated(changed), loss, "truncate", token_budget=budget, sharing=mode)
     assert apart(found, expected) < 2e-5
 
 

@@ -185,7 +185,7 @@ def by_hand(network: nn.Module, batch: TrainingSample, loss: str) -> Tensor:
     return torch.cat([each.flatten() for each in found if each is not None])
 
 
-@pytest.mark.parametrize("loss", ["importance", "entropy", "kl", "distill"])
+@pytest.mark.parametrize("loss", ["importance", "entropy", "kl", "distill", "sdpo"])
 def test_the_gradient_of_each_loss_is_that_of_its_formula_over_the_sets_to_1e_9(loss: str) -> None:
     network = model()
     batch = sample(token_tree(group()), "ref_logprobs", "teacher_logprobs")

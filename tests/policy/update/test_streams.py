@@ -147,3 +147,17 @@ def test_the_entropy_bonus_raises_entropy_and_only_it_costs_a_gradient(updater: 
     ]
     assert entropies[-1] > entropies[0]
     assert seen == [False, *[True] * 6]
+
+
+def test_the_mean_entropy_of_earlier_steps_survives_a_resume(updater: Updater) -> None:
+    assert updater.entropy.value is None
+    first = updater.step([pair()])["entropy"]
+    second = updater.step([pair()])["entropy"]
+    assert updater.entropy.value == pytest.approx((first + second) / 2)
+    other = Updater(tiny_model(), OptimizerConfig(lr=1e-3))
+    other.load_state_dict(updater.state_dict())
+    assert other.entropy == updater.entropy
+    older = updater.state_dict()
+    del older["entropy"]
+    other.load_state_dict(older)
+    assert other.entropy.value is None

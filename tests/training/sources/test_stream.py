@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.training import BranchPoint, Collected, RolloutRequest, Want
 from agentlightning.config import Branching, TurnLimit
 from agentlightning.errors import ConfigError, TrainingStopped
@@ -435,9 +434,9 @@ async def test_too_many_deaths_stop_the_run_before_slow_agents_finish(
 
 
 def test_more_staleness_than_steps_is_refused() -> None:
-    check_staleness(3, LightningRL(steps=3))
+    check_staleness(3, 3)
     with pytest.raises(ConfigError, match=r"run.max_staleness=4 is more than the 3 steps"):
-        check_staleness(4, LightningRL(steps=3))
+        check_staleness(4, 3)
 
 
 # -- the engine's load -----------------------------------------------------------------------------------------------

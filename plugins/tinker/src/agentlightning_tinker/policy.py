@@ -204,6 +204,7 @@ class TinkerPolicy:
                 "base_model": self._session.base_model,
                 "policy_version": self._version,
                 "optimizer": self._updater.optimizer.state_dict(),
+                "entropy": [self._updater.entropy.mean, self._updater.entropy.steps],
             }
             await asyncio.to_thread(self._write, Path(directory), about)
 

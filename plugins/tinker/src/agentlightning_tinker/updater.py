@@ -34,9 +34,12 @@ from agentlightning.policy.losses import (
     TokenLoss,
     token_losses,
 )
+from agentlightning.policy.mismatch import Correction
 from agentlightning.policy.update import streams
 from agentlightning.policy.update.packing import MicroBatch, plan
 from agentlightning.policy.update.updater import (
+    EntropyHistory,
+    LossSpec,
     Updater,
     sum_of_losses,
     tokens_of,
@@ -126,11 +129,14 @@ class RemoteUpdater(Updater):
         self.session = session
         self.optimizer = cast(Any, RemoteOptimizer(session, optimizer))
         self.forward = cast(Any, RowPlanner())
-        self.value_head = self.value_optimizer = None
+        self.value_head = self.value_optimizer = self.average = None
+        self.entropy = EntropyHistory()
 
     def step(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> dict[str, float]:
         """See `Updater.step`. Raises PolicyError for losses and options that the API cannot express, before anything is
         sent, and UnfaithfulSampleError for tokens that were not sampled at temperature 1 from the whole vocabulary."""
+        if options.average is not None:
+            raise ConfigError('a moving average of the weights cannot be kept with policy.kind = "tinker"')
         losses = token_losses(options.loss)
         check_losses(losses)
         at_temperature = any(SAMPLED_LOGPROBS in loss.needs for loss in losses)
@@ -160,32 +166,38 @@ class RemoteUpdater(Updater):
     def restore(self, about: Mapping[str, Any]) -> None:
         """Continue from what a checkpoint says of the optimiser."""
         self.optimizer.load_state_dict(about["optimizer"])
+        mean, steps = about["entropy"]
+        self.entropy = EntropyHistory(float(mean), int(steps))
 
-    def _step(self, part: Sequence[TrainingSample], options: UpdateOptions) -> dict[str, float]:
+    def _step(self, part: Sequence[TrainingSample], spec: LossSpec) -> dict[str, float]:
         """Rollouts whose data is not finite are left out before anything is sent."""
-        needs = {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in token_losses(options.loss)))
+        needs = {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in spec.losses))
         left_out = 0
         kept: list[TrainingSample] = []
         for sample in part:
             broken = streams.not_finite_in_data(sample, needs)
             left_out += len(broken)
             kept.append(streams.without(sample, lambda node, b=broken: str(node.rollout_id) in b) if broken else sample)
-        sums = self._gradient(kept, options)
+        sums = self._gradient(kept, spec)
         if not sums:
             return {}
         return {**sums, **self.optimizer.step(sums["loss"]), "rollouts_not_finite": float(left_out)}
 
-    def accumulate(self, batches: Sequence[MicroBatch], loss: LossSetting = "ppo") -> dict[str, float]:
+    def accumulate(
+        self, batches: Sequence[MicroBatch], loss: LossSetting = "ppo", within: Sequence[Correction] = ()
+    ) -> dict[str, float]:
         """See `Updater.accumulate`."""
         losses, totals = token_losses(loss), dict[str, float]()
         for batch in batches:
-            for name, value in self._accumulate(batch, losses).items():
+            for name, value in self._accumulate(batch, losses, within).items():
                 totals[name] = totals.get(name, 0.0) + float(value)
         return totals
 
-    def _accumulate(self, batch: MicroBatch, losses: Sequence[TokenLoss]) -> dict[str, float | Tensor]:
+    def _accumulate(
+        self, batch: MicroBatch, losses: Sequence[TokenLoss], within: Sequence[Correction]
+    ) -> dict[str, float | Tensor]:
         entropy_N = torch.zeros(len(batch.places))
-        own = native(losses[0]) if len(losses) == 1 else None
+        own = native(losses[0]) if len(losses) == 1 and not within else None
         if own is not None:
             unknown = self._tokens(batch, torch.zeros(len(batch.places)), entropy_N, None)
             logprobs_N = self._native(batch, _tokens_with_all(unknown, losses[0]), losses[0], *own)
@@ -193,7 +205,7 @@ class RemoteUpdater(Updater):
             zeros = np.zeros(len(batch.places), np.float32)
             logprobs_N = self._send(batch, "cross_entropy", {}, {"weights": zeros}, backward=False).requires_grad_()
         tokens = replace(self._tokens(batch, logprobs_N, entropy_N, None), entropy=None)
-        value, sums = sum_of_losses(losses, tokens)
+        value, sums = sum_of_losses(losses, tokens, within)
         if own is None:
             if not bool(torch.isfinite(value)):
                 raise PolicyError("the loss of this step is not finite; nothing was sent to be learned from")

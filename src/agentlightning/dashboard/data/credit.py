@@ -96,8 +96,8 @@ def _notes(config: LightningRLConfig, rule: str) -> list[str]:
         found.append("kl_in_reward takes a divergence from the reference off the rewards, which is not kept")
     if config.replay is not None:
         found.append("replay adds rollouts of earlier steps to groups; they are left out here")
-    if any(loss.type == "distill" for loss in config.losses):
-        found.append('loss "distill" also learns from the distribution of a teacher, which is not kept')
+    if any(loss.type in ("sdpo", "distill") for loss in config.losses):
+        found.append('losses "sdpo" and "distill" also learn from the distribution of a teacher, which is not kept')
     return found
 
 

@@ -26,9 +26,9 @@ from agentlightning.policy.fsdp.sharding import Ranks, ShardedForward, divide
 from agentlightning.policy.model_loading import load_model, with_adapters_of
 from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.learner import Learner
-from agentlightning.policy.update.optimizer import Optimizer
+from agentlightning.policy.update.optimizer import Optimizer, WeightAverage
 from agentlightning.policy.update.packing import MicroBatch
-from agentlightning.policy.update.updater import Updater
+from agentlightning.policy.update.updater import EntropyHistory, LossSpec, Updater
 from agentlightning.policy.update.value_head import ValueHead
 from agentlightning.trajectory import TrainingSample
 
@@ -71,10 +71,10 @@ class ShardedUpdater(Updater):
         imbalance = sum(max(loads) for loads in busy) * self.ranks.count / max(sum(map(sum, busy)), 1e-9)
         return {**metrics, "idle_ranks": float(idle), "rank_imbalance": imbalance}
 
-    def _gradient(self, part: Sequence[TrainingSample], options: UpdateOptions) -> dict[str, float]:
-        own = [part[i] for i in self._own(part, options)]
-        batches = self._plan(own, options) if own else []
-        sums = self.ranks.sum(self.accumulate(batches, options.loss))
+    def _gradient(self, part: Sequence[TrainingSample], spec: LossSpec) -> dict[str, float]:
+        own = [part[i] for i in self._own(part, spec.options)]
+        batches = self._plan(own, spec.options) if own else []
+        sums = self.ranks.sum(self.accumulate(batches, spec.losses, spec.within))
         self.ranks.sum_gradients(self.whole)
         return sums
 
@@ -100,6 +100,7 @@ class ShardedUpdater(Updater):
 #
 #     weight/OWNER/NAME          float32, or the frozen dtype
 #     moment/OWNER/NAME/KIND     what the optimiser remembers of it
+#     average/OWNER/NAME         the moving average, where one is kept
 #
 # An owner is the model, an adapter or the value head. Counters are no tensors; `load_state` is given what `save_state`
 # returned.
@@ -116,25 +117,38 @@ class TrainedParameters:
     def __init__(self, owner: str, module: nn.Module, optimizer: Optimizer, updater: Updater) -> None:
         self.owner, self.optimizer = owner, optimizer
         self.updater = updater if updater.optimizer is optimizer else None
-        """Whose history is that of these weights."""
+        """Whose history and average are those of these weights."""
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self.by_name = {names[id(parameter)]: parameter for parameter in optimizer.masters}
 
+    @property
+    def average(self) -> WeightAverage | None:
+        """The moving average of these weights, where one is kept."""
+        return self.updater and self.updater.average
+
     def tensors(self) -> dict[str, Tensor]:
-        moments = self.optimizer.moments()
+        moments, average = self.optimizer.moments(), self.average
         found: dict[str, Tensor] = {}
-        for name, parameter in self.by_name.items():
+        for i, (name, parameter) in enumerate(self.by_name.items()):
             found[f"weight/{self.owner}/{name}"] = parameter.detach()
             for kind, value in moments.get(parameter, {}).items():
                 found[f"moment/{self.owner}/{name}/{kind}"] = value
+            if average is not None:
+                found[f"average/{self.owner}/{name}"] = average.weights[i]
         return found
 
     def counters(self) -> dict[str, Any]:
-        return {"type": self.optimizer.config.type, "steps": self.optimizer.steps}
+        history = EntropyHistory() if self.updater is None else self.updater.entropy
+        return {
+            "type": self.optimizer.config.type,
+            "steps": self.optimizer.steps,
+            "entropy": [history.mean, history.steps],
+            "average": None if self.average is None else self.average.rate,
+        }
 
     def empty(self, saved: Container[str]) -> dict[str, Tensor]:
         """New tensors for what is `saved` of these weights, and for all weights."""
-        kinds = [("weight", ""), *(("moment", f"/{kind}") for kind in MOMENTS)]
+        kinds = [("weight", ""), ("average", ""), *(("moment", f"/{kind}") for kind in MOMENTS)]
         return {
             key: torch.zeros(()) if kind == "/step" else torch.zeros_like(parameter.detach())
             for name, parameter in self.by_name.items()
@@ -152,6 +166,11 @@ class TrainedParameters:
             moments[parameter] = {kind: tensors[key] for kind, key in keys.items() if key in tensors}
         self.optimizer.set_moments(moments)
         self.optimizer.steps = int(counters["steps"])
+        if self.updater is not None:
+            mean, steps = counters["entropy"]
+            self.updater.entropy = EntropyHistory(float(mean), int(steps))
+            averages = [tensors[key] for name in self.by_name if (key := f"average/{self.owner}/{name}") in tensors]
+            self.updater.set_average(counters["average"], averages)
 
 
 def check_complete(directory: Path) -> None:

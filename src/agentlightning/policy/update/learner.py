@@ -161,6 +161,9 @@ class Learner:
         if present := what & {"logprobs", "entropy", "values"}:
             with self.use(name):
                 found |= own.forward.score(trees, present, value_head=self.value_head)
+        if "average_logprobs" in what:
+            with self.use(name), own.average_in_use() if name in updaters else nullcontext():
+                found["average_logprobs"] = own.forward.score(trees, {"logprobs"})["logprobs"]
         if "ref_logprobs" in what:
             reference_forward = own.forward if reference is None else self._reference_at(reference)
             found["ref_logprobs"] = reference_forward.score(trees, {"logprobs"})["logprobs"]

@@ -17,10 +17,12 @@ from agentlightning.errors import PolicyError, UnfaithfulSampleError
 from agentlightning.policy.losses import (
     ADVANTAGES,
     CORRECTED_WEIGHTS,
+    INTERPOLATION,
     PROXIMAL_LOGPROBS,
     SAMPLED_LOGPROBS,
     STREAM_WEIGHTS,
     WEIGHTS,
+    TokenBatch,
     TokenLoss,
 )
 from agentlightning.policy.mismatch import Correction, factors, measures
@@ -68,6 +70,8 @@ def _completed(
             _refuse_greedy(tree.nodes, weights)
     if PROXIMAL_LOGPROBS in given:
         columns.setdefault(PROXIMAL_LOGPROBS, tuple(_array(node.logprobs) for node in tree.nodes))
+    if INTERPOLATION in given:
+        columns.setdefault(INTERPOLATION, _zeros(tree.nodes))
     columns[TRAINED] = _trained(tree.nodes, columns, losses, given)
     faithful = {weights_name(loss, given) for loss in losses if SAMPLED_LOGPROBS in loss.needs}
     if not any(_any(columns[name]) for name in faithful):  # Imitated only: the whole distribution at temperature 1.
@@ -140,6 +144,27 @@ def corrected(
         return found, {}
     measured = measures(np.concatenate(log_ratios), np.concatenate(products))
     return found, {name: float(values.mean()) for name, values in measured.items()}
+
+
+def interpolated(tokens: TokenBatch) -> TokenBatch:
+    """The tokens with `proximal_logprobs`, without gradient, where they have the column `interpolation`."""
+    if INTERPOLATION not in tokens.columns:
+        return tokens
+    sampled = tokens.columns[SAMPLED_LOGPROBS]
+    proximal = sampled + tokens.columns[INTERPOLATION] * (tokens.trained_logprobs.detach() - sampled)
+    return replace(tokens, columns={**tokens.columns, PROXIMAL_LOGPROBS: proximal})
+
+
+def corrected_tokens(tokens: TokenBatch, several: Sequence[Correction]) -> tuple[TokenBatch, dict[str, float], int]:
+    """Interpolated tokens with `corrected_weights`; the sums of `measures`, and of how many tokens. The corrections are
+    those of tokens: no rollout is whole here."""
+    log_ratio = (tokens.columns[PROXIMAL_LOGPROBS] - tokens.columns[SAMPLED_LOGPROBS]).double().cpu().numpy()
+    product = factors(log_ratio, tokens.rollout.cpu().numpy(), several)
+    weights = tokens.weights
+    counts = (weights != 0).cpu().numpy()
+    sums = {name: float(values.sum()) for name, values in measures(log_ratio[counts], product[counts]).items()}
+    tokens = replace(tokens, columns={**tokens.columns, CORRECTED_WEIGHTS: weights * weights.new_tensor(product)})
+    return tokens, sums, int(counts.sum())
 
 
 def _rollouts(sample: TrainingSample) -> np.ndarray[Any, Any]:

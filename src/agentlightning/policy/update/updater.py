@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from agentlightning.errors import PolicyError
+from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy import mismatch as mismatches
 from agentlightning.policy.base import UPDATE, UpdateOptions
 from agentlightning.policy.config import OptimizerConfig
 from agentlightning.policy.losses import (
     CORRECTED_WEIGHTS,
+    INTERPOLATION,
     PROXIMAL_LOGPROBS,
     SAMPLED_LOGPROBS,
     WEIGHTS,
@@ -32,7 +34,7 @@ from agentlightning.policy.losses import (
 from agentlightning.policy.mismatch import Correction, MismatchSetting
 from agentlightning.policy.update import streams
 from agentlightning.policy.update.forward import Forward
-from agentlightning.policy.update.optimizer import Optimizer
+from agentlightning.policy.update.optimizer import Optimizer, WeightAverage
 from agentlightning.policy.update.packing import IntArray, KeptTokens, MicroBatch
 from agentlightning.policy.update.value_head import NO_HEAD, ValueHead
 from agentlightning.trajectory import TrainingSample
@@ -41,6 +43,33 @@ logger = logging.getLogger(__name__)
 
 TOKEN_BUDGET = 8192
 """Tokens of one forward pass, where neither the update nor a configuration says otherwise."""
+
+
+@dataclass(slots=True)
+class EntropyHistory:
+    """The mean entropy of the trained tokens over all steps."""
+
+    mean: float = 0.0
+    steps: int = 0
+
+    @property
+    def value(self) -> float | None:
+        return self.mean if self.steps else None
+
+    def add(self, entropy: float) -> None:
+        if math.isfinite(entropy):
+            self.steps += 1
+            self.mean += (entropy - self.mean) / self.steps
+
+
+@dataclass(frozen=True, slots=True)
+class LossSpec:
+    """What the gradient of samples is computed of."""
+
+    losses: Sequence[TokenLoss]
+    within: Sequence[Correction] = ()
+    """Corrections of weights against interpolated proximal log-probabilities."""
+    options: UpdateOptions = UPDATE
 
 
 class Updater:
@@ -66,6 +95,9 @@ class Updater:
             None if value_head is None else Optimizer(value_head, value_head.optimizer_config(self.optimizer.config))
         )
         """Of the head alone: its gradient does not count in the norm by which that of the policy is clipped."""
+        self.entropy = EntropyHistory()
+        self.average: WeightAverage | None = None
+        """A moving average of the weights, from the first step that asks for one."""
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -88,38 +120,45 @@ class Updater:
             optimizer.lr_factor = options.lr_factor
         losses = token_losses(options.loss)
         check_value_head(losses, self.value_head)
+        if options.average is not None:
+            self._average_at(options.average)
         samples = streams.for_losses(samples, losses)
         several = _corrections(samples, losses, options.mismatch)
-        samples, corrections = streams.corrected(samples, several) if several else (samples, {})
-        totals, options = dict.fromkeys(COUNTS, 0.0), replace(options, loss=losses)
+        within = several if _interpolates(samples) else ()
+        samples, corrections = streams.corrected(samples, several) if several and not within else (samples, {})
+        totals, spec = dict.fromkeys(COUNTS, 0.0), LossSpec(losses, within, options)
         for index, part in enumerate(_split_minibatches(samples, options.minibatches)):
-            sums = self._step(streams.normalized(part, losses), options)
-            if index == 0 and "approx_kl" in sums and not has_proximal(samples):
+            sums = self._step(streams.normalized(part, losses), spec)
+            if index == 0 and "approx_kl" in sums and not within and not has_proximal(samples):
                 # What sampler and trainer disagree about, before the first change of weights.
                 corrections["mismatch_kl"] = sums["approx_kl"] / max(1.0, sums[f"{COUNT_OF}approx_kl"])
             _add(totals, sums)
         metrics: Mapping[str, float] = _means(totals)
         for loss in losses:
             metrics = loss.summary(metrics)
+        if totals["tokens_trained"]:
+            self.entropy.add(metrics["entropy"])
         return {**metrics, **corrections}
 
-    def _step(self, part: Sequence[TrainingSample], options: UpdateOptions) -> dict[str, float]:
+    def _step(self, part: Sequence[TrainingSample], spec: LossSpec) -> dict[str, float]:
         """One optimiser step. If the gradient is not finite, the rollouts responsible are left out."""
-        sums = self._gradient(part, options)
+        sums = self._gradient(part, spec)
         if not sums:
             return {}
         norm, left_out = self.optimizer.grad_norm(), 0
         if not _finite(sums, norm):
-            part, left_out = self._without_not_finite(part, options)
+            part, left_out = self._without_not_finite(part, spec)
             if left_out:
                 self.zero_grad()
-                sums = self._gradient(part, options) or {"loss": math.nan}
+                sums = self._gradient(part, spec) or {"loss": math.nan}
                 norm = self.optimizer.grad_norm()
         return {**sums, **self._optimize(sums["loss"], norm), "rollouts_not_finite": float(left_out)}
 
     def _optimize(self, loss: float, norm: Tensor) -> dict[str, float]:
         """The step of the policy's optimiser, and of the value head's, which is skipped where the policy's is."""
         metrics = self.optimizer.step(loss, norm)
+        if self.average is not None and metrics["optimizer_steps"]:
+            self.average.update()
         if self.value_optimizer is None:
             return metrics
         own = self.value_optimizer.step(loss if metrics["optimizer_steps"] else math.nan)
@@ -131,17 +170,17 @@ class Updater:
             optimizer.zero_grad()
 
     def _without_not_finite(
-        self, part: Sequence[TrainingSample], options: UpdateOptions
+        self, part: Sequence[TrainingSample], spec: LossSpec
     ) -> tuple[Sequence[TrainingSample], int]:
         """The samples without the rollouts whose data, loss or gradient is not finite, and their number: 0 where that
         is so of all, because the weights themselves are broken."""
-        needs = {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in token_losses(options.loss)))
+        needs = {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in spec.losses))
         found = {(i, rollout) for i, each in enumerate(part) for rollout in streams.not_finite_in_data(each, needs)}
         if not found:
             every = sorted(
                 {(i, str(n.rollout_id)) for i, each in enumerate(part) for n in each.tree.nodes if n.sampled}
             )
-            found = self._not_finite(part, every, options)
+            found = self._not_finite(part, every, spec)
             if len(found) == len(every):
                 return part, 0
         logger.warning(
@@ -152,30 +191,33 @@ class Updater:
         return _where(part, lambda rollout: rollout not in found), len(found)
 
     def _not_finite(
-        self, part: Sequence[TrainingSample], rollouts: Sequence[tuple[int, str]], options: UpdateOptions
+        self, part: Sequence[TrainingSample], rollouts: Sequence[tuple[int, str]], spec: LossSpec
     ) -> set[tuple[int, str]]:
         """Those of the rollouts whose gradient alone is not finite, found by halving. Several processes that train
         together (`policy.fsdp`) all ask about the same rollouts in the same order: each gradient is theirs together."""
         self.zero_grad()
-        sums = self._gradient(_where(part, set(rollouts).__contains__), options)
+        sums = self._gradient(_where(part, set(rollouts).__contains__), spec)
         if not sums or _finite(sums, self.optimizer.grad_norm()):
             return set()
         if len(rollouts) == 1:
             return set(rollouts)
         half = len(rollouts) // 2
-        return self._not_finite(part, rollouts[:half], options) | self._not_finite(part, rollouts[half:], options)
+        return self._not_finite(part, rollouts[:half], spec) | self._not_finite(part, rollouts[half:], spec)
 
-    def _gradient(self, part: Sequence[TrainingSample], options: UpdateOptions) -> dict[str, float]:
+    def _gradient(self, part: Sequence[TrainingSample], spec: LossSpec) -> dict[str, float]:
         """Add the gradient of samples, and return sums over their tokens; empty where nothing is trained."""
-        batches = self._plan(part, options)
-        return self.accumulate(batches, options.loss) if batches else {}
+        batches = self._plan(part, spec.options)
+        return self.accumulate(batches, spec.losses, spec.within) if batches else {}
 
     def _plan(self, part: Sequence[TrainingSample], options: UpdateOptions) -> list[MicroBatch]:
         budget = options.token_budget or TOKEN_BUDGET
         return self.forward.plan(part, token_budget=budget, sharing=options.sharing)
 
-    def accumulate(self, batches: Sequence[MicroBatch], loss: LossSetting = "ppo") -> dict[str, float]:
-        """Add the gradient of `batches` to that of `optimizer.masters`; returns sums over tokens, and counts."""
+    def accumulate(
+        self, batches: Sequence[MicroBatch], loss: LossSetting = "ppo", within: Sequence[Correction] = ()
+    ) -> dict[str, float]:
+        """Add the gradient of `batches` to that of `optimizer.masters`; returns sums over tokens, and counts. `within`
+        corrects weights against interpolated proximal log-probabilities."""
         losses = token_losses(loss)
         needs = frozenset[str]().union(*(each.needs for each in losses))
         at_temperature, entropy = SAMPLED_LOGPROBS in needs, any(each.needs_entropy for each in losses)
@@ -189,7 +231,7 @@ class Updater:
                 logprobs_N, entropy_N = self.forward.logprobs(batch, states, at_temperature, entropy)
                 tokens = self._tokens(batch, logprobs_N, entropy_N, ratios_R)
                 tokens = tokens if critic is None else replace(tokens, values=critic(states.hidden))
-                value, sums = sum_of_losses(losses, tokens)
+                value, sums = sum_of_losses(losses, tokens, within)
                 value.backward()
                 _add(totals, {"loss": value.detach(), "entropy": entropy_N.detach().sum(), **sums})
                 _add(totals, {"tokens_trained": len(logprobs_N), "tokens_computed": batch.tokens, "micro_batches": 1})
@@ -226,12 +268,29 @@ class Updater:
         found = [np.unique(batch.table.rollout[batch.places]) for batch in batches]
         return sum(map(len, found)) > len(np.unique(np.concatenate(found))) if found else False
 
+    def average_in_use(self) -> AbstractContextManager[None]:
+        """Forward passes within use the moving average of the weights, where one is kept."""
+        return nullcontext() if self.average is None else self.average.in_use()
+
+    def _average_at(self, rate: float) -> None:
+        if self.average is None:
+            self.average = WeightAverage(self.optimizer.parameters, self.optimizer.masters, rate)
+        self.average.rate = rate
+
+    def set_average(self, rate: float | None, weights: Sequence[Tensor]) -> None:
+        """Continue a moving average; None: there is none."""
+        self.average = None
+        if rate is not None:
+            self._average_at(float(rate))
+            assert self.average is not None
+            self.average.load_state_dict({"weights": weights})
+
     def state_dict(self) -> dict[str, Any]:
         """All that a resume needs beside the weights."""
-        state = self.optimizer.state_dict()
+        state = {**self.optimizer.state_dict(), "entropy": [self.entropy.mean, self.entropy.steps]}
         if self.value_optimizer is not None:
             state["value_head"] = self.value_optimizer.state_dict()
-        return state
+        return state if self.average is None else {**state, "average": self.average.state_dict()}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises ConfigError for a state that `load_state_dict` would refuse."""
@@ -244,11 +303,15 @@ class Updater:
         self.optimizer.load_state_dict(state)
         if self.value_optimizer is not None and "value_head" in state:
             self.value_optimizer.load_state_dict(state["value_head"])
+        mean, steps = state.get("entropy", (0.0, 0))
+        self.entropy = EntropyHistory(float(mean), int(steps))
+        average: Mapping[str, Any] = state.get("average") or {"rate": None, "weights": ()}
+        self.set_average(average["rate"], average["weights"])
 
     def _tokens(self, batch: MicroBatch, logprobs_N: Tensor, entropy_N: Tensor, ratios_R: Tensor | None) -> TokenBatch:
         table, places = batch.table, batch.places
         rollout = table.rollout[places]
-        return TokenBatch(
+        tokens = TokenBatch(
             trained_logprobs=logprobs_N,
             columns={name: self.forward.tensor(values[places]) for name, values in sorted(table.columns.items())},
             call=self.forward.tensor(_renumbered(table.call[places])),
@@ -256,7 +319,14 @@ class Updater:
             entropy=entropy_N,
             rollout_log_ratio=None if ratios_R is None else ratios_R[:, self.forward.tensor(rollout)],
             step=self.optimizer.steps,
+            past_entropy=self.entropy.value,
         )
+        return streams.interpolated(tokens)
+
+
+def _interpolates(samples: Sequence[TrainingSample]) -> bool:
+    """Whether the proximal policy is interpolated, and weights corrected, within each micro-batch."""
+    return any(INTERPOLATION in sample.columns for sample in samples)
 
 
 def _corrections(
@@ -264,7 +334,17 @@ def _corrections(
 ) -> tuple[Correction, ...]:
     """The corrections of weights; none where none applies."""
     several = mismatches.DEFAULT if mismatch is None else mismatches.check_combination(mismatch, losses)
-    if mismatches.is_off(several) or not any(loss.decoupled for loss in losses):
+    decoupled = any(loss.decoupled for loss in losses)
+    if _interpolates(samples):
+        if any(PROXIMAL_LOGPROBS in sample.columns for sample in samples):
+            raise PolicyError(
+                f"samples have both {INTERPOLATION!r} and {PROXIMAL_LOGPROBS!r}; give one of these columns"
+            )
+        if not decoupled:
+            raise ConfigError(f"the column {INTERPOLATION!r} is used by none of the losses; leave it out, or use ppo")
+        mismatches.check_token_level(several)
+        return several
+    if mismatches.is_off(several) or not decoupled:
         return ()
     if mismatch is not None and samples and not has_proximal(samples):
         raise PolicyError(f'mismatch={mismatch!r} needs the column "{PROXIMAL_LOGPROBS}", which samples do not have')
@@ -315,19 +395,27 @@ def tokens_of(tokens: TokenBatch, loss: TokenLoss) -> TokenBatch:
     )
 
 
-def sum_of_losses(losses: Sequence[TokenLoss], tokens: TokenBatch) -> tuple[Tensor, dict[str, float | Tensor]]:
-    """The sum of all losses, and the sums of their metrics, each with the number of its tokens (`COUNT_OF`). Where two
-    losses log under one name, the later one's has its type before it."""
+def sum_of_losses(
+    losses: Sequence[TokenLoss], tokens: TokenBatch, within: Sequence[Correction] = ()
+) -> tuple[Tensor, dict[str, float | Tensor]]:
+    """The sum of all losses, and the sums of their metrics and of those of the corrections `within`, each with the
+    number of its tokens (`COUNT_OF`). Where two losses log under one name, the later one's has its type before it."""
     sums: dict[str, float | Tensor] = {}
+    if within:
+        tokens, found, count = streams.corrected_tokens(tokens, within)
+        sums |= _counted(found, count)
     total = tokens.trained_logprobs.sum() * 0.0
     for loss in losses:
         own = tokens_of(tokens, loss)
         value = value_of(loss, own)
         total = total + value.loss * loss.coefficient_at(tokens.step)
         named = {f"{loss.type}_{name}" if name in sums else name: each for name, each in value.sums.items()}
-        counts = dict.fromkeys((f"{COUNT_OF}{name}" for name in named), float(len(own.trained_logprobs)))
-        sums = {**sums, **named, **counts}
+        sums |= _counted(named, len(own.trained_logprobs))
     return total, sums
+
+
+def _counted(sums: Mapping[str, float | Tensor], count: float) -> dict[str, float | Tensor]:
+    return {**sums, **dict.fromkeys((f"{COUNT_OF}{name}" for name in sums), float(count))}
 
 
 def _split_minibatches(samples: Sequence[TrainingSample], minibatches: int) -> list[Sequence[TrainingSample]]:
@@ -382,7 +470,7 @@ def _add(totals: dict[str, float], values: Mapping[str, float | Tensor]) -> None
 
 def _kept_metrics(kept: KeptTokens) -> dict[str, float | Tensor]:
     count = float(np.count_nonzero(kept.sizes))
-    return {KEPT_COUNT: count, "kept_set_size": float(kept.sizes.sum()), f"{COUNT_OF}kept_set_size": count}
+    return {KEPT_COUNT: count, **_counted({"kept_set_size": float(kept.sizes.sum())}, count)}
 
 
 def _means(totals: dict[str, float]) -> dict[str, float]:

@@ -141,6 +141,7 @@ CHANGEABLE = (
     "algorithm.proximal",
     "algorithm.reference",
     "algorithm.teacher",
+    "algorithm.feedback",
     "algorithm.kl_in_reward",
     "algorithm.overlong",
     "algorithm.truncated_reward",

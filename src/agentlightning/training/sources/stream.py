@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Final
 
-from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.training import BranchPoint, Collected, RolloutRequest, Want
 from agentlightning.assemble import REPLAY_MISMATCHES, REPLAYED_CALLS, TURN_LIMIT, TURN_LIMIT_REACHED
 from agentlightning.config import Branching, TurnLimit
@@ -576,11 +575,10 @@ def _end_time(group: Group) -> float:
     return max((rollout.end_time or 0.0 for rollout in group.ended.values()), default=0.0)
 
 
-def check_staleness(max_staleness: int, algorithm: Algorithm[Any]) -> None:
-    """Raises ConfigError where rollouts would have to run for more steps than the algorithm, or a stage of it, has."""
-    for stage in getattr(algorithm, "stages", (algorithm,)):
-        if max_staleness > stage.total_steps and (stage.learns_weights or stage is algorithm):
-            raise ConfigError(
-                f"run.max_staleness={max_staleness} is more than the {stage.total_steps} steps of {stage.name}; use at"
-                f" most {stage.total_steps}, or more steps (algorithm.steps)"
-            )
+def check_staleness(max_staleness: int, total_steps: int) -> None:
+    """Raises ConfigError where rollouts would have to run for more steps than there are."""
+    if max_staleness > total_steps:
+        raise ConfigError(
+            f"run.max_staleness={max_staleness} is more than the {total_steps} steps of the run; use at most"
+            f" {total_steps}, or more steps (algorithm.steps)"
+        )
