@@ -43,7 +43,7 @@ OTHERS = {
 
 def presets() -> list[str]:
     """The presets of this version, if it has any."""
-    module = "agentlightning.algorithms.presets"
+    module = "agentlightning.algorithms.lightning_rl"
     return list(import_module(module).PRESETS) if find_spec(module) else []
 
 

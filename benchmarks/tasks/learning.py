@@ -15,8 +15,7 @@ import torch
 
 from agentlightning.assemble import token_tree
 from agentlightning.credit import CreditContext, CreditRule, credit_rule, group_trajectories, training_samples
-from agentlightning.credit.base import CallColumns
-from agentlightning.credit.columns import by_call
+from agentlightning.credit.base import CallColumns, by_call
 from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.config import OptimizerConfig, ValueHeadConfig
 from agentlightning.trajectory import Trajectory

@@ -17,7 +17,7 @@ from agentlightning.algorithms.apo.config import (
     SearchBudget,
 )
 from agentlightning.algorithms.base import ALGORITHMS, AlgorithmConfig
-from agentlightning.algorithms.credit_assignment import check_value_head
+from agentlightning.algorithms.columns import check_value_head
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.algorithms.preference import DPOConfig
 from agentlightning.algorithms.recorded.plan import MethodSetting
@@ -64,7 +64,7 @@ __all__ = [
     "WeightsConfig",
 ]
 
-TRACKERS_HOME: Final = "agentlightning.training.tracking.trackers"
+TRACKERS_HOME: Final = "agentlightning.training.tracking"
 TRACKERS = Registry(
     "trackers",
     "tracker",

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from agentlightning.algorithms.credit_assignment import CreditAssigner, check_critic
+from agentlightning.algorithms.columns import CreditAssigner, check_critic
 from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
 from agentlightning.algorithms.training import Collected
 from agentlightning.credit import Assignment

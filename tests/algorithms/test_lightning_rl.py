@@ -249,7 +249,7 @@ async def test_credit_is_assigned_in_a_thread_beside_the_event_loop(monkeypatch)
         threads.append(threading.current_thread())
         return training_samples(*arguments, **options)
 
-    monkeypatch.setattr("agentlightning.algorithms.credit_assignment.training_samples", recorded)
+    monkeypatch.setattr("agentlightning.algorithms.columns.training_samples", recorded)
     training = FakeTraining(*GOOD_AND_BAD)
     await LightningRL(steps=1, group_size=2).run(training)
     assert len(training.updates) == 1

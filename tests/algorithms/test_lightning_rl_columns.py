@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from agentlightning.algorithms.columns import Models, scores
-from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
-from agentlightning.algorithms.presets import PRESETS
+from agentlightning.algorithms.lightning_rl import PRESETS, LightningRL, LightningRLConfig
 from agentlightning.algorithms.reward_shaping import OverlongPenalty
 from agentlightning.algorithms.training import Collected
 from agentlightning.assemble import TURN_LIMIT_REACHED, token_tree

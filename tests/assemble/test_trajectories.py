@@ -20,7 +20,7 @@ from agentlightning.assemble import (
     transitions,
     untrainable_calls,
 )
-from agentlightning.assemble.call_validation import LEAST_LOGPROB, TokenLimits
+from agentlightning.assemble.model_calls import LEAST_LOGPROB, TokenLimits
 from agentlightning.errors import RewardError, RolloutRejectedError
 from agentlightning.span import Span
 from agentlightning.util.kept_sets import KeptSets

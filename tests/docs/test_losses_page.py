@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agentlightning.algorithms.presets import PRESETS
+from agentlightning.algorithms.lightning_rl import PRESETS
 from agentlightning.policy.losses import LOSSES
 from agentlightning.policy.mismatch import CORRECTIONS
 

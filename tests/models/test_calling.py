@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from agentlightning.models.calling import cache_argument
+from agentlightning.models.checkpoint import cache_argument
 
 
 def test_a_model_takes_its_cache_by_that_name() -> None:

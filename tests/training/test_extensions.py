@@ -21,14 +21,14 @@ from agentlightning.runner.agents.spec import function_spec
 from agentlightning.task import load_dataset
 from agentlightning.training.persistence.run_changes import check_extensions, extensions_of
 from agentlightning.training.persistence.run_dir import RunState
-from agentlightning.training.tracking.tracking import check_installed, load_tracker
+from agentlightning.training.tracking import check_installed, load_tracker
 from agentlightning.util.settings import dump_toml, load_settings
 
 CODE = """
 import agentlightning as agl
 from agentlightning.engine.servers.clients.vllm import VllmServer
 from agentlightning.task import DatasetKind
-from agentlightning.training.tracking.trackers import Tracker
+from agentlightning.training.tracking import Tracker
 
 class Lines(Tracker):
     def start(self, run):

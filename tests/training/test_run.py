@@ -1,4 +1,4 @@
-"""What an algorithm asks of a run arrives at the source of its rollouts, and earlier ones come back by their age."""
+"""What an algorithm asks of a run arrives at the source of its rollouts or at its learner; recall goes by age."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from agentlightning.algorithms.training import Check, Collected, RolloutRequest, Want
+from agentlightning.config import RunConfig
+from agentlightning.policy.base import UpdateOptions
+from agentlightning.training.governance import Health, HealthState
 from agentlightning.training.run import TrainingRun
 from agentlightning.trajectory import Trajectory, Transition
 
@@ -58,3 +61,19 @@ async def test_rollouts_are_recalled_until_they_are_older_than_the_given_number_
     run = TrainingRun(cast("Any", account), nothing, cast("Any", learner), nothing, nothing, total_steps=1)
     found = await run.recall({}, tasks={}, max_age=2)
     assert [each.rollout_id for each in found] == ["ro-3", "ro-4", "ro-5"]
+
+
+async def test_the_learning_rate_that_a_rollback_has_lowered_reaches_the_update() -> None:
+    given: list[UpdateOptions] = []
+
+    async def update(samples: Any, options: UpdateOptions) -> dict[str, float]:
+        given.append(options)
+        return {}
+
+    nothing = cast("Any", None)
+    health = Health(RunConfig(), nothing, nothing)
+    health.state = HealthState(lr_factor=0.3)
+    account, learner = SimpleNamespace(callbacks=[health], each=Account().each), SimpleNamespace(update=update)
+    run = TrainingRun(cast("Any", account), nothing, cast("Any", learner), nothing, nothing, total_steps=1)
+    await run.update([], UpdateOptions(minibatches=2, lr_factor=0.5))
+    assert given == [UpdateOptions(minibatches=2, lr_factor=0.15)]

@@ -49,7 +49,7 @@ GUIDES = {
     "policy.open": "open_policy",
     "testing.prompt_server": "PromptWorldServer",
     "testing.prompt_world": "PromptWorld grade report_tasks",
-    "training.tracking.trackers": "Tracker",
+    "training.tracking": "Tracker",
 }
 """Module -> what the guides import from it beside the names that were at the top once."""
 SPLIT = {

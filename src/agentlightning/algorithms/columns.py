@@ -1,15 +1,31 @@
-"""The columns that losses need and samples lack: log-probabilities under a reference, a teacher, or the weights that an
-update starts from. They are computed here, in one place, whichever loss reads them."""
+"""What a step asks of the policy before it learns: the columns that losses need and samples lack (log-probabilities
+under a reference, a teacher, or the weights that an update starts from), and those that a credit rule reads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 from agentlightning.algorithms.training import Learner, Training
-from agentlightning.errors import ConfigError
+from agentlightning.assemble import shared_calls, token_tree
+from agentlightning.credit import (
+    Aggregate,
+    Assignment,
+    CreditContext,
+    CreditMemory,
+    CreditReport,
+    CreditRule,
+    canonical_credit,
+    group_trajectories,
+    training_samples,
+)
+from agentlightning.credit.base import CallColumns, answering, by_call
+from agentlightning.credit.rules import ANSWER_LOGPROBS, InformationGainCredit
+from agentlightning.credit.training_samples import Trains
+from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.base import ScoreColumn
 from agentlightning.policy.losses import (
     INTERPOLATION,
@@ -19,7 +35,7 @@ from agentlightning.policy.losses import (
     TokenLoss,
 )
 from agentlightning.policy.mismatch import Mismatch, Proximal, as_tuple, interpolations, is_off
-from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
+from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample, Trajectory
 
 COMPUTED: Final = frozenset({REF_LOGPROBS, TEACHER_LOGPROBS, PROXIMAL_LOGPROBS})
 
@@ -111,3 +127,131 @@ def learner_of(training: Training) -> Learner:
     if training.learner is None:
         raise ConfigError("this run trains no model, so there are no log-probabilities to compare with")
     return training.learner
+
+
+# -- credit of a step --------------------------------------------------------------------------------------------------
+
+# The credit of a step: asks the policy for the columns that a credit rule reads, and keeps what the rule remembers.
+
+VALUES, RETURNS = "values", "returns"
+
+
+@dataclass(frozen=True, slots=True)
+class CreditAssigner:
+    """Turns the trajectories of each step into training samples."""
+
+    assignment: Assignment
+    aggregate: Aggregate | Mapping[str, Any] = "rollout"
+    trains_values: bool = False
+    """Whether a loss trains the policy's value head, so that rules may use its values."""
+    memory: CreditMemory = field(default_factory=CreditMemory)
+
+    async def samples(
+        self,
+        training: Training,
+        trajectories: Sequence[Trajectory],
+        target_agent: str | None,
+        trains: Trains | None = None,
+    ) -> tuple[list[TrainingSample], CreditReport]:
+        """The samples of one step, and what became of its groups. `trains` says what each call trains."""
+        groups = group_trajectories(trajectories)
+        columns = await self._columns(training, groups)
+        return await asyncio.to_thread(
+            training_samples,
+            groups,
+            self.assignment,
+            aggregate=self.aggregate,
+            target_agent=target_agent,
+            trains=trains,
+            context=CreditContext(self.memory, columns),
+        )
+
+    async def _columns(self, training: Training, groups: Sequence[Sequence[Trajectory]]) -> CallColumns:
+        rule = self.assignment.rule
+        wanted = rule.needs | (rule.uses if self.trains_values else frozenset())
+        if not wanted or not any(each.transitions for group in groups for each in group):
+            return {}
+        if training.learner is None:
+            raise ConfigError(f'credit rule "{rule.type}" needs {sorted(wanted)} of a policy, and this run trains none')
+        found: dict[str, Mapping[tuple[str, str], Any]] = {}
+        for name in sorted(wanted):
+            if name == ANSWER_LOGPROBS and isinstance(rule, InformationGainCredit):
+                trees = await asyncio.to_thread(_answer_trees, rule, groups, training.learner)
+                found[name] = by_call(trees, await _score(training.learner, trees, "logprobs", rule.type))
+            else:
+                trees = await asyncio.to_thread(lambda: [token_tree(group) for group in groups])
+                column = await _score(training.learner, trees, cast("ScoreColumn", name), rule.type)
+                found[name] = _with_shared(by_call(trees, column), groups)
+        return found
+
+
+def _with_shared(
+    found: Mapping[tuple[str, str], Any], groups: Sequence[Sequence[Trajectory]]
+) -> Mapping[tuple[str, str], Any]:
+    """The numbers of each call, those of calls that repeat a recorded answer too."""
+    shared = {call: first for group in groups for call, first in shared_calls(group).items()}
+    return {**found, **{call: found[first] for call, first in shared.items() if first in found}}
+
+
+async def _score(learner: Learner, trees: Sequence[TokenTree], column: ScoreColumn, rule: str) -> Any:
+    try:
+        return (await learner.score(trees, {column}))[column]
+    except PolicyError as error:
+        raise ConfigError(f'credit rule "{rule}" needs the column {column!r} of the policy: {error}') from error
+
+
+def _answer_trees(
+    rule: InformationGainCredit, groups: Sequence[Sequence[Trajectory]], learner: Learner
+) -> list[TokenTree]:
+    """For each group, its prompts followed by the known answers."""
+    found: list[TokenTree] = []
+    for group in groups:
+        answers = {each.rollout_id: learner.chat.encode(rule.answer_text(each)) for each in group}
+        found.append(token_tree(answering(group, answers)))
+    return found
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def one_credit_setting(settings: Any) -> Any:
+    """Settings in which `credit_assignment`, another name of `credit`, is replaced by it. Raises ConfigError where both
+    are given and differ."""
+    if not isinstance(settings, Mapping) or "credit_assignment" not in settings:
+        return settings
+    given = dict(cast("Mapping[str, Any]", settings))
+    other = given.pop("credit_assignment")
+    if "credit" in given and canonical_credit(given["credit"]) != canonical_credit(other):
+        raise ConfigError(
+            f"credit={given['credit']!r} and credit_assignment={other!r} are two names of one setting; give one of them"
+        )
+    return given | {"credit": other}
+
+
+def trains_values(losses: Any) -> bool:
+    """Whether one of the losses trains a value head."""
+    several = losses if isinstance(losses, Sequence) else (losses,)
+    return any(RETURNS in loss.needs for loss in several)
+
+
+def check_value_head(losses: Any, value_head: object) -> None:
+    """Raises ConfigError for a loss that trains a value head which the policy does not have."""
+    if trains_values(losses) and value_head is None:
+        raise ConfigError(
+            'loss "value" trains a critic, and the policy has no value head; set policy.value_head="linear" (or "mlp"),'
+            " or leave the loss out"
+        )
+
+
+def check_critic(rule: CreditRule, losses: Any) -> None:
+    """Raises ConfigError for a critic that no rule gives returns to, and for a rule with values that no loss trains."""
+    if trains_values(losses) and not rule.gives_returns:
+        raise ConfigError(
+            f'loss "value" trains a critic on returns, which credit rule "{rule.type}" does not give; use '
+            'credit="value", "state_value" or "hierarchical", or leave the loss out'
+        )
+    if VALUES in rule.needs and not trains_values(losses):
+        raise ConfigError(
+            f'credit rule "{rule.type}" needs the values of a trained critic: set policy.value_head="linear" and '
+            'loss=["ppo", "value"]'
+        )

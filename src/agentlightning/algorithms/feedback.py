@@ -18,7 +18,7 @@ from agentlightning.assemble import token_tree
 from agentlightning.chat.base import ChatFormat
 from agentlightning.credit import group_trajectories, is_target
 from agentlightning.credit.agent_rewards import team_score
-from agentlightning.credit.columns import by_call, by_node
+from agentlightning.credit.base import by_call, by_node
 from agentlightning.credit.training_samples import OWN, Trains
 from agentlightning.policy.base import ScoreColumn
 from agentlightning.policy.losses import ADVANTAGES, STREAM_WEIGHTS, TEACHER_LOGPROBS, WEIGHTS

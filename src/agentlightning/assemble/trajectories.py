@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from agentlightning import span as names
-from agentlightning.assemble.call_validation import NO_LIMITS, TokenLimits
 from agentlightning.assemble.model_calls import (
+    NO_LIMITS,
+    TokenLimits,
     calls,
     is_call,
     known_transitions,

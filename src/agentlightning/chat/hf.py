@@ -27,8 +27,8 @@ from agentlightning.chat.base import ChatFormat, Message, ParsedMessage
 from agentlightning.chat.token_escaping import TokenEscaper
 from agentlightning.chat.tool_calls import FORMATS, HERMES, call_format
 from agentlightning.chat.tool_calls.format import CallFormat, Tools
+from agentlightning.chat.tool_calls.formats import response_template_format
 from agentlightning.chat.tool_calls.in_messages import offer_tools, write_calls, write_results
-from agentlightning.chat.tool_calls.response_template import response_template_format
 from agentlightning.chat.tool_calls.template_probe import ARGUMENTS, IDS, KEY, NAME, parse_answer, probe_layout
 from agentlightning.errors import ConfigError
 from agentlightning.util.templates import TemplateLimitError, bounded, check_length

@@ -25,6 +25,7 @@ from agentlightning.credit.base import (
     discounted,
     final_rewards,
     memory_key,
+    monte_carlo_returns,
     plain_reward,
     register,
     returns_to_go,
@@ -32,7 +33,6 @@ from agentlightning.credit.base import (
     standardised,
     step_reward,
 )
-from agentlightning.credit.columns import monte_carlo_returns
 from agentlightning.credit.states import (
     Evidence,
     Predictor,

@@ -1,14 +1,15 @@
-"""Checkpoints of a local policy: directories that `transformers` loads, written atomically."""
+"""Models of transformers: checkpoints, directories that it loads, written atomically; and what their calls raise."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 import tempfile
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -17,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import logging
 
-from agentlightning.errors import PolicyError
+from agentlightning.errors import AgentLightningError, PolicyError
 from agentlightning.models import INPUT_EMBEDDING, OUTPUT_HEAD
 
 TRAINING_STATE = "training_state.pt"
@@ -172,3 +173,33 @@ def _flush_one(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# -- calls of a model --------------------------------------------------------------------------------------------------
+
+# Calls of a model: the name of the argument for its key-value cache, and what it raises where it cannot be used, which
+# is a typed error when it is opened in place of any other at the first call.
+
+FORWARD_ERRORS: Final = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError)
+"""What the forward pass of a model raises for inputs that it does not know."""
+
+
+@contextmanager
+def refusing(model: PreTrainedModel) -> Generator[None]:
+    """Within, whatever the model raises is the PolicyError that it cannot be used."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, AgentLightningError):
+        raise
+    except FORWARD_ERRORS as error:
+        raise PolicyError(
+            f"{type(model).__name__} cannot be used here ({type(error).__name__}: {error}); use another model, or serve"
+            " this one with vLLM"
+        ) from error
+
+
+def cache_argument(model: Any) -> str:
+    """`cache` since transformers 5.24, `past_key_values` in versions before and in models that patch their forward.
+    `model` may be a model of peft, which passes its arguments on."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return "cache" if "cache" in inspect.signature(base.forward).parameters else "past_key_values"

@@ -41,7 +41,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models import SHARED
-from agentlightning.models.calling import FORWARD_ERRORS
+from agentlightning.models.checkpoint import FORWARD_ERRORS
 from agentlightning.models.resolve import resolve_model
 
 logger = logging.getLogger(__name__)

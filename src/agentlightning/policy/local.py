@@ -32,7 +32,7 @@ from agentlightning.engine.local.scheduler import ContinuousBatcher
 from agentlightning.engine.local.worker import EngineWorker
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models import checkpoint
-from agentlightning.models.calling import refusing
+from agentlightning.models.checkpoint import refusing
 from agentlightning.models.lora import write_adapter
 from agentlightning.models.resolve import shared_name
 from agentlightning.policy.base import UPDATE, Capabilities, Columns, ScoreColumn, UpdateOptions

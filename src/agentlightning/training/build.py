@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute
 
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.training import RolloutSource
-from agentlightning.assemble.call_validation import NO_LIMITS, TokenLimits
+from agentlightning.assemble.model_calls import NO_LIMITS, TokenLimits
 from agentlightning.attempt_variables import OTLP_ENDPOINTS
 from agentlightning.config import TrainConfig
 from agentlightning.engine.base import Engine
@@ -51,7 +51,7 @@ from agentlightning.training.sources.group_rewards import GroupRewardSource
 from agentlightning.training.sources.in_flight_limit import InFlightLimit
 from agentlightning.training.sources.reader import TrajectoryReader
 from agentlightning.training.sources.stream import RolloutStream, check_staleness
-from agentlightning.training.tracking.tracking import Tracking
+from agentlightning.training.tracking import Tracking
 from agentlightning.util.plugins import load_plugin
 
 

@@ -27,13 +27,13 @@ from agentlightning.span import Span
 from agentlightning.task import load_dataset
 from agentlightning.training.agent_runner import run_beside
 from agentlightning.training.health.signs import LEAK_SHARE, answers_in_prompts
+from agentlightning.training.measurements import run_trials
 from agentlightning.training.persistence.run_changes import Tasks, read_tasks
 from agentlightning.training.persistence.run_dir import RunDir
 from agentlightning.training.run import TrainingRun
 from agentlightning.training.sources.transcripts import transcript_of
-from agentlightning.training.sources.trials import run_trials
 from agentlightning.training.starting_policy import has_random_weights
-from agentlightning.training.tracking.tracking import check_installed
+from agentlightning.training.tracking import check_installed
 from agentlightning.util.json_values import recorded_objects
 
 # -- observation -----------------------------------------------------------------------------------------------------

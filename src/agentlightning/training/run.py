@@ -29,12 +29,11 @@ from agentlightning.training.health.batch import batch_metrics
 from agentlightning.training.health.examination import closing_warnings
 from agentlightning.training.health.step_record import VALIDATION
 from agentlightning.training.learner import PolicyLearner, age
-from agentlightning.training.measurements import TEMPERATURES, Measurements
+from agentlightning.training.measurements import TEMPERATURES, Measurements, run_trials
 from agentlightning.training.persistence.checkpoints import Checkpoints
 from agentlightning.training.persistence.run_dir import RunState, StageRecord, write_atomically
 from agentlightning.training.recorded import RecordedSource
 from agentlightning.training.report.result import TrainingResult, cost_of_steps, stage_results, with_providers
-from agentlightning.training.sources.trials import run_trials
 from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.plugins import calls_of
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from agentlightning.algorithms.apo.config import APOConfig, PromptModel, Spending
-from agentlightning.algorithms.apo.models import Completion
-from agentlightning.algorithms.apo.search import Outcome, SearchContext, Trial, Writer
+from agentlightning.algorithms.apo.search import Completion, Outcome, SearchContext, Trial, Writer
 from agentlightning.algorithms.apo.text import Texts
 from agentlightning.resources import PromptTemplate
 from agentlightning.testing.prompt_world import START, PromptWorld, grade, report_tasks

@@ -10,10 +10,9 @@ import orjson
 import pytest
 from tests.support.provider import Reply, ScriptedProvider, Seen
 
-from agentlightning.algorithms.apo import models
+from agentlightning.algorithms.apo import search
 from agentlightning.algorithms.apo.config import PromptModel, SearchBudget, Spending
-from agentlightning.algorithms.apo.models import ModelError, open_model
-from agentlightning.algorithms.apo.search import MAX_CRITIQUE_CHARS, MAX_SKIPS, Outcome, Writer
+from agentlightning.algorithms.apo.search import MAX_CRITIQUE_CHARS, MAX_SKIPS, ModelError, Outcome, Writer, open_model
 from agentlightning.errors import ConfigError, TrainingStopped
 from agentlightning.testing.prompt_world import START, PromptWorld
 
@@ -116,7 +115,7 @@ def chat(text: str, finish: str = "stop") -> dict[str, object]:
 
 
 async def ask(script, monkeypatch, **settings):
-    monkeypatch.setattr(models, "BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr(search, "BACKOFF_SECONDS", 0.0)
     async with ScriptedProvider(script) as provider, AsyncExitStack() as stack:
         given = PromptModel(model="m", base_url=f"{provider.url}/v1", **settings)
         opened = await open_model(given, None, stack, "critic")

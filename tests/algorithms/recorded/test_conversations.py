@@ -7,7 +7,7 @@ import pytest
 from tests.chat.sentencepiece import KINDS, TEMPLATES, own_tokens, sentencepiece
 from tests.support.tokenizer import CHATML, tiny_tokenizer
 
-from agentlightning.algorithms.recorded.preference_records import load_preferences, to_preferences
+from agentlightning.algorithms.preference import load_preferences, to_preferences
 from agentlightning.algorithms.recorded.sessions import Tokenizer
 from agentlightning.algorithms.sft import SFTAlgorithm
 from agentlightning.chat.hf import HFChatFormat

@@ -285,6 +285,17 @@ def test_supervised_learning_maximises_the_answers_whatever_they_were_sampled_wi
     assert surprise[-1] < surprise[0] / 2
 
 
+def test_the_factor_of_an_update_multiplies_the_learning_rate_of_that_update_alone(updater: Updater) -> None:
+    batch, config = samples(groups()), OptimizerConfig(lr=1e-3)
+    slowed = Updater(copy.deepcopy(updater.model), config)
+    slow = Updater(copy.deepcopy(updater.model), config.model_copy(update={"lr": 1e-4}))
+    rates = [slowed.step(batch, UpdateOptions(lr_factor=0.1))["lr"], slow.step(batch)["lr"]]
+    assert rates == pytest.approx([1e-4, 1e-4])
+    for ours, theirs in zip(slowed.model.parameters(), slow.model.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-7)
+    assert slowed.step(batch)["lr"] == pytest.approx(1e-3)
+
+
 def test_rewarded_answers_become_likelier() -> None:
     model = made(llama)
     updater = Updater(model, OptimizerConfig(lr=1e-3))

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import agentlightning as agl
-from agentlightning.algorithms.recorded.preference_records import load_preferences, to_preferences
+from agentlightning.algorithms.preference import load_preferences, to_preferences
 from agentlightning.algorithms.recorded.sessions import Tokenizer
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.cli.main import build

@@ -295,7 +295,7 @@ def test_an_interrupted_run_measures_the_weights_that_it_began_with_once(
 
 
 TRACKER = """
-from agentlightning.training.tracking.trackers import Tracker
+from agentlightning.training.tracking import Tracker
 
 class Steps(Tracker):
     def start(self, run):

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import pytest
 
 import agentlightning as agl
-from agentlightning.training.tracking import tracking as module
-from agentlightning.training.tracking.trackers import TrackedRun, Transcript
+from agentlightning.errors import ExtensionError
+from agentlightning.training import tracking as module
+from agentlightning.training.tracking import TrackedRun, Transcript
 from agentlightning.util.progress import Progress
 
 pytestmark = pytest.mark.slow
@@ -72,7 +73,7 @@ def test_a_resumed_run_continues_the_same_run_of_its_tracker(tmp_path: Path, mon
     broken.fails_after = 2
     options: dict[str, Any] = {"progress": Progress(enabled=False)}
     first = agl.Trainer(settings, algorithm=broken, run_dir=tmp_path / "run", **options)
-    with pytest.raises(RuntimeError, match="went away"):
+    with pytest.raises(ExtensionError, match="went away"):
         first.fit(agent, tasks[:2], tasks[2:4], held_out_dataset=tasks[4:])
     again = agl.Trainer.resume(tmp_path / "run", algorithm=Measure(), **options)
     again.fit(agent)

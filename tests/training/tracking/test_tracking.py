@@ -18,11 +18,10 @@ import pytest
 from agentlightning.algorithms.training import Collected
 from agentlightning.config import TrainConfig
 from agentlightning.errors import MissingExtraError
+from agentlightning.training import tracking as module
 from agentlightning.training.callbacks import FinishedStep
 from agentlightning.training.persistence.run_dir import RunState
-from agentlightning.training.tracking import tracking as module
-from agentlightning.training.tracking.trackers import Transcript
-from agentlightning.training.tracking.tracking import Tracking, flat_settings
+from agentlightning.training.tracking import Tracking, Transcript, flat_settings
 
 ROW = Transcript("greedy", '{"word": "red"}', "user: say <red> | now\nassistant: red", "red", 0.5, "r1-validation-0")
 RESULT = {

@@ -22,9 +22,17 @@ from agentlightning.algorithms.apo.config import (
     check_budget,
 )
 from agentlightning.algorithms.apo.gepa import GepaSearch
-from agentlightning.algorithms.apo.models import ModelError, ask_endpoint, open_model
 from agentlightning.algorithms.apo.reflective import ReflectiveSearch
-from agentlightning.algorithms.apo.search import RunEvaluator, Search, SearchContext, Writer, templates
+from agentlightning.algorithms.apo.search import (
+    ModelError,
+    RunEvaluator,
+    Search,
+    SearchContext,
+    Writer,
+    ask_endpoint,
+    open_model,
+    templates,
+)
 from agentlightning.algorithms.apo.text import placeholders
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.training import Collected, Training

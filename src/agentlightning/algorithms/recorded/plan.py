@@ -22,9 +22,8 @@ from typing import Any, Final, Literal, TypeAlias
 
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.lightning_rl import LightningRL
-from agentlightning.algorithms.preference import DPO
+from agentlightning.algorithms.preference import DPO, load_preferences, to_preferences
 from agentlightning.algorithms.recorded.filters import successful
-from agentlightning.algorithms.recorded.preference_records import load_preferences, to_preferences
 from agentlightning.algorithms.recorded.sessions import (
     NO_LOGPROBS,
     PART,

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, get_l
 
 from agentlightning.engine.local.prefix_cache import Segment
 from agentlightning.errors import PolicyError
-from agentlightning.models.calling import cache_argument
+from agentlightning.models.checkpoint import cache_argument
 
 BLOCK = 64
 """Capacity grows in blocks of this many tokens."""

@@ -42,7 +42,7 @@ from agentlightning.engine.local.kv_cache import KVCache, probe_layout
 from agentlightning.engine.local.prefix_cache import Match, RadixPrefixCache
 from agentlightning.engine.stop_strings import StopScanner
 from agentlightning.errors import AgentLightningError, ConfigError, PolicyError
-from agentlightning.models.calling import FORWARD_ERRORS, cache_argument
+from agentlightning.models.checkpoint import FORWARD_ERRORS, cache_argument
 from agentlightning.models.lora import Adapters
 from agentlightning.util.common_prefix import common_prefix_length
 from agentlightning.util.kept_sets import KeptSets

@@ -26,7 +26,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentlightning.errors import ConfigError, PolicyError
-from agentlightning.models.calling import FORWARD_ERRORS, cache_argument
+from agentlightning.models.checkpoint import FORWARD_ERRORS, cache_argument
 from agentlightning.policy.base import Sharing
 from agentlightning.policy.update.chunked_logprobs import Chosen, Kept, logprobs_from_logits
 from agentlightning.policy.update.output_head import (

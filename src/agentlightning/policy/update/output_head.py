@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from agentlightning.errors import PolicyError
-from agentlightning.models.calling import FORWARD_ERRORS
+from agentlightning.models.checkpoint import FORWARD_ERRORS
 from agentlightning.policy.update.chunked_logprobs import Chosen, Kept, logprobs_from_linear, logprobs_from_logits
 
 # -- head positions --------------------------------------------------------------------------------------------------

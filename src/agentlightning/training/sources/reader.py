@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from agentlightning.algorithms.recorded.sessions import group_of, succeeded
 from agentlightning.assemble import TURN_LIMIT_REACHED, calls, trajectory
-from agentlightning.assemble.call_validation import NO_LIMITS, TokenLimits
+from agentlightning.assemble.model_calls import NO_LIMITS, TokenLimits
 from agentlightning.credit.rejection import REJECTING, UNREADABLE, Check, Rejection, rejection
 from agentlightning.errors import NotFoundError
 from agentlightning.rollouts import RolloutMode

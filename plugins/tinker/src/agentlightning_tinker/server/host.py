@@ -28,7 +28,7 @@ from agentlightning.engine.local.scheduler import ContinuousBatcher
 from agentlightning.engine.local.worker import EngineWorker
 from agentlightning.errors import PolicyError
 from agentlightning.models import SHARED
-from agentlightning.models.calling import refusing
+from agentlightning.models.checkpoint import refusing
 from agentlightning.models.lora import Adapter, Adapters, find_layers, read_weights, set_weights, write_adapter
 from agentlightning.models.resolve import shared_name
 from agentlightning.policy.config import LocalPolicyConfig
