@@ -349,8 +349,8 @@ def check_reward(ended: Sequence[DryRunRollout], random_weights: bool, trains: b
         return DryRunCheck("reward", "ok", f"{sum(rewards) / len(rewards):.3f} on average, from {low:g} to {high:g}")
     why = ": rollouts that do not differ teach nothing" if trains else ""
     advice = (
-        "see whether the reward reads its parameter output (others are filled from the task), in the form that the agent"
-        " gives it, and what it gives a right and a wrong one"
+        "see whether the reward reads its parameter output (others are filled from the task), in the form that the"
+        " agent gives it, and what it gives a right and a wrong one"
     )
     if random_weights:
         advice = (
