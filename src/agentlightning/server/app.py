@@ -294,14 +294,17 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Bind and listen. Connections wait until a server is started with the socket. Raises ServerError."""
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """Bind and listen; `shared`: on a port of several sockets. Connections wait until a server is started with the
+    socket. Raises ServerError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(
         family, socket.SOCK_STREAM, socket.IPPROTO_TCP
     )  # with this protocol number asyncio sets TCP_NODELAY
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
         listener.listen(2048)
     except (OSError, OverflowError) as error:

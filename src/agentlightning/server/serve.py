@@ -52,6 +52,7 @@ async def serve(
     accept_any_model: bool | None = None,
     require_key: bool = False,
     budget_file: Path | None = None,
+    replies_file: Path | None = None,
     joined: JoinedPolicies | None = None,
     **options: Unpack[ServerOptions],
 ) -> AsyncGenerator[Server]:
@@ -72,6 +73,7 @@ async def serve(
             secret=secret,
             config=routing,
             budget_file=budget_file,
+            replies_file=replies_file,
             default_model=default,
             accept_any_model=accept_any_model,
             require_key=require_key,
