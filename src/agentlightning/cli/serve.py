@@ -337,7 +337,7 @@ async def _open(options: Options, stack: AsyncExitStack, process: ServerProcess 
         require_key=options.token is not None,
         budget_file=file_beside_store(options.store, ".spent"),
         joined=joined,
-        replies_file=None if process is None else process.directory / "replies.db",
+        shared=process and process.directory,
         metrics=metrics,
         slow=slow,
         pages=[*await _tinker_routes(options, stack), *dashboard_routes(data, options.token)],

@@ -34,6 +34,7 @@ class ServerOptions(TypedDict, total=False):
     grace_seconds: int
     metrics: Metrics
     slow: SlowLog
+    shared: Path | None
     adopt_traces: bool
     max_body_bytes: int
     allowed_hosts: tuple[str, ...]
@@ -52,7 +53,6 @@ async def serve(
     accept_any_model: bool | None = None,
     require_key: bool = False,
     budget_file: Path | None = None,
-    replies_file: Path | None = None,
     joined: JoinedPolicies | None = None,
     **options: Unpack[ServerOptions],
 ) -> AsyncGenerator[Server]:
@@ -73,7 +73,7 @@ async def serve(
             secret=secret,
             config=routing,
             budget_file=budget_file,
-            replies_file=replies_file,
+            shared=options.get("shared"),
             default_model=default,
             accept_any_model=accept_any_model,
             require_key=require_key,

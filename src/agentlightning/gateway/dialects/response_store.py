@@ -4,7 +4,7 @@ It also stores the turns that a provider wants back unchanged (`signed_reasoning
 of messages, each message once, so that a client that sends its whole history with every call costs no more than one
 that sends only what is new. Nothing outlives its attempt, or the server.
 
-The replies are in SQLite: in memory, or in a file that several processes of one server share.
+The replies are in SQLite: in memory, or in a folder that several processes of one server share.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from os import PathLike
+from pathlib import Path
 from typing import Any, Final
 
 from agentlightning.chat.base import Message
 from agentlightning.gateway.dialects.message_digest import extend_digest
 from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.util.json_values import dumps, loads
+from agentlightning.util.shared_cache import open_cache
 
 Attempt = tuple[str, str]
 """(rollout_id, attempt_id)."""
@@ -28,10 +29,7 @@ Entry = tuple[Any, Any, Any]
 """The columns parent, first and value."""
 _ENTRY_BYTES: Final = 100
 """Approximate size of an entry without content."""
-_BUSY_SECONDS: Final = 10.0
 _SCHEMA: Final = """
-PRAGMA journal_mode = WAL;
-PRAGMA synchronous = OFF;
 CREATE TABLE IF NOT EXISTS attempts (
     key INTEGER PRIMARY KEY, rollout_id TEXT, attempt_id TEXT, size INTEGER DEFAULT 0, used INTEGER,
     UNIQUE (rollout_id, attempt_id)
@@ -91,15 +89,11 @@ class ResponseLookup:
 
 
 class ResponseStore:
-    """The replies of recently active attempts; above `max_bytes`, the least recently used attempts are evicted. `file`
-    is created if it does not exist."""
+    """The replies of recently active attempts; above `max_bytes`, the least recently used attempts are evicted."""
 
-    def __init__(self, file: str | PathLike[str] | None = None, max_bytes: int = 256 * 1024 * 1024) -> None:
+    def __init__(self, shared: Path | None = None, max_bytes: int = 256 * 1024 * 1024) -> None:
         self._max_bytes = max_bytes
-        self._database = sqlite3.connect(
-            file or ":memory:", _BUSY_SECONDS, isolation_level=None, check_same_thread=False
-        )
-        self._database.executescript(_SCHEMA)
+        self._database = open_cache(shared, "replies.db", _SCHEMA)
         self._lock = threading.Lock()
         """Large requests are read in threads."""
 
