@@ -54,7 +54,7 @@ from line import free_port
 LOADS: tuple[tuple[str | None, int], ...] = (
     *(("agent", count) for count in (16, 64, 200)),
     *(("reader", count) for count in (16, 64)),
-    *((None, count) for count in (1, 16)),
+    *((None, count) for count in (1, 16, 64)),
 )
 """(user of the calls, connections). None calls without a pause, all with one attempt."""
 ATTEMPTS = 200

@@ -175,5 +175,5 @@ def test_processes_divide_the_limits_of_a_provider_without_a_rest(processes):
         assert (sum(each), max(each) - min(each) <= 1, min(each) > 0) == (limit, True, True)
     unlimited = Provider(name="them", base_urls=("http://host/v1",)).divided(1, processes)
     assert (unlimited.requests_per_minute, unlimited.tokens_per_minute) == (None, None)
-    with pytest.raises(ConfigError, match="requests_per_minute=3 .* between 4 processes"):
+    with pytest.raises(ConfigError, match=r"requests_per_minute=3 .* between 4 processes"):
         provider.divided(1, 4)

@@ -57,18 +57,17 @@ class ResponseLookup:
 
     def messages(self, response_id: str) -> list[Message]:
         """The conversation up to and including a reply. Raises ApiError 400 for a reply that is not stored."""
-        reply = self._find("reply", response_id)
-        if reply is None:
+        entry = self._find("reply", response_id)
+        first, messages = entry and entry[1], list[Message]()
+        while entry is not None and entry[0] != first:
+            entry = self._find("message", entry[0])
+            messages += [loads(entry[2])] if entry else []
+        if entry is None:
             message = (
                 f"previous_response_id={response_id!r} is not stored here: replies are stored while their attempt runs;"
                 " send the whole conversation as input"
             )
             raise ApiError(400, message, code="previous_response_not_found", param="previous_response_id")
-        digest, first, _ = reply
-        messages: list[Message] = []
-        while digest != first and (found := self._find("message", digest)) is not None:
-            digest, _, message = found
-            messages.append(loads(message))
         return messages[::-1]
 
     def item(self, item_id: str) -> dict[str, Any]:
