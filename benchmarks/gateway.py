@@ -13,6 +13,11 @@ sent, a million of them.
 
     python benchmarks/gateway.py [--rounds 3] [--seconds 10] [--streams 1000] [--tokens 1000000] [--ours] [--check]
         [--beside CHECKOUT]     another checkout of this project takes turns, too
+        [--workers N]           and so does `agl serve --workers N`, whose attempts are spread over N processes
+
+Calls a second say little of several workers where these have to share the cores with the load and the stub, so the
+table has the cores of each as well. What counts is N times the CPU time of a call of one process, by that of N: how
+many times as much N processes carry, given a core each.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +56,7 @@ LOADS: tuple[tuple[str | None, int], ...] = (
     *(("agent", count) for count in (16, 64, 200)),
     *(("reader", count) for count in (16, 64, 200, 800)),
     *(("stream", count) for count in (64, 256)),
-    *((None, count) for count in (1, 16)),
+    *((None, count) for count in (1, 16, 64)),
     ("rollouts", 16),
 )
 """(user of the calls, connections). None calls without a pause, all with one attempt; "stream" is a reader."""
@@ -59,6 +64,7 @@ USER_OPTIONS = {"agent": ["--user", "agent"], "reader": ["--user", "reader"], No
 USER_OPTIONS |= {"stream": ["--user", "reader", "--stream"], "rollouts": ["--rollouts"]}
 ATTEMPTS = 800
 LITELLM = Path(os.environ.get("AGL_PEER_LITELLM") or HERE.parent / ".peers/litellm/bin/litellm")
+MANY = "ours, N workers"
 MODEL, PATH = "stub", "/v1/chat/completions"
 NGINX = """
 daemon off; worker_processes 1; pid {folder}/nginx.pid; error_log {folder}/nginx.log;
@@ -80,6 +86,7 @@ class Arm:
     name: str
     urls: list[str]
     pid: int
+    """The parent, of several processes."""
     without: tuple[str, ...] = ("rollouts",)
     """Users that it does not serve."""
     runs: dict[tuple[str | None, int], list[dict[str, float]]] = field(default_factory=dict)
@@ -89,8 +96,6 @@ class Arm:
 
     def cpu_seconds(self) -> float:
         """Of the process and its children, those that have ended included."""
-        if not self.pid:
-            return 0.0
         own = psutil.Process(self.pid)
         return sum(sum(each.cpu_times()[:4]) for each in (own, *own.children(recursive=True)))
 
@@ -137,14 +142,16 @@ def post(url: str, body: Any) -> Any:
 
 
 @contextlib.contextmanager
-def ours(stub: str, folder: Path, source: Path = HERE.parent, name: str = "ours") -> Iterator[Arm]:
+def ours(
+    stub: str, folder: Path, source: Path = HERE.parent, name: str = "ours", more: tuple[str, ...] = ()
+) -> Iterator[Arm]:
     routes = folder / "routes.toml"
     routes.write_text(
         f'[[providers]]\nname = "stub"\nbase_urls = ["{stub}/v1"]\ntoken_ids = true\nmax_concurrency = 4096\n'
         '[[routes]]\nmodel = "*"\nprovider = "stub"\n'
     )
     command = [sys.executable, "-c", "from agentlightning.cli import main; main()", "serve", "--port", "0", "--json"]
-    command += ["--db", str(folder / "store.db"), "--routes", str(routes)]
+    command += ["--store", str(folder / "store.db"), "--routes", str(routes), *more]
     environment = os.environ | {"PYTHONPATH": str(source / "src")}
     with running(command, said=True, env=environment) as (process, line):
         server = json.loads(line)["url"]
@@ -204,36 +211,36 @@ def litellm(stub: str, folder: Path) -> Iterator[Arm]:
 # -- the load ----------------------------------------------------------------------------------------------------------
 
 
-def measure(arm: Arm, load: tuple[str | None, int], seconds: float) -> dict[str, float]:
-    """Calls, errors, latencies in ms, and ms of CPU a call."""
+def measure(arm: Arm, load: tuple[str | None, int], seconds: float, stub: Arm) -> dict[str, float]:
+    """Calls, errors, latencies in ms, ms of CPU a call, and the cores that the arm, and load and stub, have used."""
     user, connections = load
     urls = arm.urls[:connections] if user else arm.urls[:1] * connections
     if user == "rollouts":
         urls = [re.match(r"http://[^/]+", arm.urls[0])[0]] * connections  # type: ignore[index]
-    command = [
-        sys.executable,
-        str(HERE / "arms/gateway_load.py"),
-        "--seconds",
-        str(seconds),
-        *urls,
-        *USER_OPTIONS[user],
-    ]
-    before = arm.cpu_seconds()
+    command = [sys.executable, str(HERE / "arms/gateway_load.py"), "--seconds", str(seconds)]
+    command += [*urls, *USER_OPTIONS[user]]
+    before, beside, began = arm.cpu_seconds(), stub.cpu_seconds() + cpu_of_ended_children(), time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the load failed on {arm.name}: {done.stderr}")
     figures = json.loads(done.stdout)
-    return figures | {"cpu": 1e3 * (arm.cpu_seconds() - before) / figures["calls"]}
+    used, wall = arm.cpu_seconds() - before, time.perf_counter() - began
+    beside = stub.cpu_seconds() + cpu_of_ended_children() - beside
+    return figures | {"cpu": 1e3 * used / figures["calls"], "cores": used / wall, "beside": beside / wall}
+
+
+def cpu_of_ended_children() -> float:
+    return sum(os.times()[2:4])
 
 
 def take_turns(arms: list[Arm], options: argparse.Namespace) -> None:
     for arm in arms:
-        measure(arm, (None, 16), min(1.0, options.seconds))  # warm
+        measure(arm, (None, 16), min(1.0, options.seconds), arms[-1])  # warm
     for _ in range(options.rounds):
         for load in LOADS:
             for arm in arms:
                 if load[0] not in arm.without:
-                    arm.runs.setdefault(load, []).append(measure(arm, load, options.seconds))
+                    arm.runs.setdefault(load, []).append(measure(arm, load, options.seconds, arms[-1]))
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
@@ -275,7 +282,7 @@ def measure_streams(options: argparse.Namespace) -> dict[str, float]:
     sizes = ["--tokens", str(tokens), "--pieces", str(pieces), "--pause", "0.1"]
     with tempfile.TemporaryDirectory(dir=options.directory) as name, stub_of(sizes) as stub:
         folder = Path(name)
-        with ours(stub, folder) as arm:
+        with ours(stub.urls[0], folder) as arm:
             process, most = psutil.Process(arm.pid), 0
 
             async def watch() -> None:
@@ -323,15 +330,17 @@ async def compare_tokens(database: Path, tokens: int, pieces: int) -> tuple[int,
 
 
 @contextlib.contextmanager
-def stub_of(sizes: list[str]) -> Iterator[str]:
-    with running([sys.executable, str(HERE / "arms/gateway_stub.py"), *sizes], said=True) as (_, line):
-        yield line.split()[0]
+def stub_of(sizes: list[str]) -> Iterator[Arm]:
+    with running([sys.executable, str(HERE / "arms/gateway_stub.py"), *sizes], said=True) as (process, line):
+        yield Arm("the stub itself", [line.split()[0]], process.pid)
 
 
 def available(options: argparse.Namespace) -> list[Any]:
     """Who takes part; who does not is named."""
     arms: list[Any] = [ours]
     arms += [partial(ours, source=source, name=source.name) for source in options.beside]
+    if options.workers > 1:
+        arms.append(partial(ours, name=MANY, more=("--workers", str(options.workers))))
     for name, arm, there in (
         ("nginx", nginx, shutil.which("nginx") is not None),
         ("1.0", agl1, PYTHONS["agl1"].exists()),
@@ -355,10 +364,10 @@ def measure_calls(options: argparse.Namespace) -> tuple[list[Arm], dict[str, flo
                 own = folder / str(number)
                 own.mkdir()
                 try:
-                    arms.append(stack.enter_context(start(stub, own)))
+                    arms.append(stack.enter_context(start(stub.urls[0], own)))
                 except RuntimeError as error:
                     print(f"an arm is left out: {error}", file=sys.stderr)
-            arms.append(Arm("the stub itself", [stub + PATH] * ATTEMPTS, 0))
+            arms.append(replace(stub, urls=[stub.urls[0] + PATH] * ATTEMPTS))
             take_turns(arms, options)
         spans = asyncio.run(count_spans(folder / "0/store.db"))
     calls = {"rollouts": 3}
@@ -373,7 +382,9 @@ async def count_spans(database: Path) -> int:
     return next(value for name, value in statistics.items() if "span" in name)
 
 
-def limits(arms: list[Arm], kept: dict[str, float], streams: dict[str, float]) -> list[tuple[str, float, str, bool]]:
+def limits(
+    arms: list[Arm], kept: dict[str, float], streams: dict[str, float], workers: int
+) -> list[tuple[str, float, str, bool]]:
     """(what, the figure, its limit, whether it is met)."""
     by_name = {arm.name: arm for arm in arms}
     mine, alone = by_name["ours"], by_name["the stub itself"]
@@ -392,7 +403,11 @@ def limits(arms: list[Arm], kept: dict[str, float], streams: dict[str, float]) -
     for load in (("reader", 800), ("stream", 256)):
         added = mine.median(load, "p99") - alone.median(load, "p99")
         found.append((f"added p99, ms, {named(load)}", added, "at most 50", added <= 50))
-    errors = sum(run["errors"] for runs in mine.runs.values() for run in runs)
+    for load in LOADS if MANY in by_name else ():
+        times = workers * mine.median(load, "cpu") / by_name[MANY].median(load, "cpu")
+        text = f"{workers} workers carry times as much as one, {named(load)}"
+        found.append((text, times, "at least 0.8 a worker", times >= 0.8 * workers))
+    errors = sum(run["errors"] for arm in (mine, by_name.get(MANY, mine)) for runs in arm.runs.values() for run in runs)
     found.append(("calls that failed", errors, "none", errors == 0))
     lost = max(0.0, kept["calls_answered"] - kept["spans_kept"])
     found.append(("calls answered and not in the store", lost, "none", lost == 0))
@@ -413,12 +428,13 @@ def main() -> int:
     parser.add_argument("--directory", type=Path, default=None, help="where the database files go")
     parser.add_argument("--ours", action="store_true", help="leave the peers out")
     parser.add_argument("--beside", type=Path, default=[], action="append", help="another checkout of this project")
+    parser.add_argument("--workers", type=int, default=1, help="processes of another server that takes turns")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a limit is missed")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     arms, kept = measure_calls(options)
     streams = measure_streams(options) if options.streams else {}
-    found = limits(arms, kept, streams)
+    found = limits(arms, kept, streams, options.workers)
     if options.json:
         measured = {arm.name: {named(each): runs for each, runs in arm.runs.items()} for arm in arms}
         print(json.dumps({"title": "gateway", "measured": measured, "kept": kept, "streams": streams, "limits": found}))
@@ -436,10 +452,12 @@ def named(load: tuple[str | None, int]) -> str:
 
 def show(arms: list[Arm], kept: dict[str, float], streams: dict[str, float], found: list[Any]) -> None:
     for load in LOADS:
-        print(f"{named(load)}: ms of CPU a call, calls a second (p50 / p99 in ms), medians of the rounds")
+        columns = "ms of CPU a call, calls a second (p50 / p99 in ms), cores of it + of load and stub"
+        print(f"{named(load)}: {columns}, medians of the rounds")
         for arm in (arm for arm in arms if load in arm.runs):
-            cpu, rate, p50, p99 = (arm.median(load, value) for value in ("cpu", "rate", "p50", "p99"))
-            print(f"  {arm.name:16}{cpu:8.3f} {rate:9,.0f} ({p50:.2f} / {p99:.1f})")
+            names = ("cpu", "rate", "p50", "p99", "cores", "beside")
+            cpu, rate, p50, p99, cores, beside = (arm.median(load, value) for value in names)
+            print(f"  {arm.name:16}{cpu:8.3f} {rate:9,.0f} ({p50:.2f} / {p99:.1f}) {cores:5.2f} + {beside:.2f}")
     print("  " + ", ".join(f"{name} {value:,.0f}" for name, value in (kept | streams).items()))
     for text, value, limit, met in found:
         print(f"  {'MET   ' if met else 'MISSED'}  {text}: {value:,.3g}, {limit}")

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +18,7 @@ import typer
 
 from agentlightning.cli.formatting.units import read_size, retention_from
 from agentlightning.cli.opening import (
+    POSTGRES,
     database_name,
     file_beside_store,
     open_engines,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from agentlightning.observability.logs import SlowLog
     from agentlightning.observability.metrics import Metrics
     from agentlightning.server.app import Server
+    from agentlightning.server.processes import ServerProcess
     from agentlightning.store.base import LightningStoreBase
     from agentlightning.store.types import Retention
 
@@ -73,6 +75,13 @@ AllowUnattributed = Annotated[
         "--allow-unattributed",
         help="Also answer calls that belong to no rollout, without recording them: for agents that are to use a model,"
         " and not to be measured.",
+    ),
+]
+Workers = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Processes that serve the port; for providers and the store, not for --model. Linux.",
     ),
 ]
 OtlpExport = Annotated[str | None, typer.Option(help="Export all spans to this OTLP/HTTP endpoint.")]
@@ -119,6 +128,7 @@ SlowMs = Annotated[float, typer.Option(min=0, help="Log operations that take lon
 def serve(
     host: Host = "127.0.0.1",
     port: Port = 4747,
+    workers: Workers = 1,
     store: Store = None,
     token: Token = None,
     no_token: NoToken = False,
@@ -181,6 +191,8 @@ def serve(
                 "grace_seconds": grace_seconds,
             },
         )
+        if workers > 1:
+            raise typer.Exit(_serve_in_processes(workers, options, output))
         uvloop.run(_serve(options, output))
 
 
@@ -204,14 +216,18 @@ class Options:
     server: Mapping[str, Any]
 
 
-async def _serve(options: Options, output: Output) -> None:
+async def _serve(options: Options, output: Output, process: ServerProcess | None = None) -> None:
+    """Serve until stopped. `process`: as one of several, which their parent announces."""
     from agentlightning.cli.process.stop_signals import StopSignals
     from agentlightning.errors import ServerError
 
     async with AsyncExitStack() as stack:
         signals = stack.enter_context(StopSignals())
-        server = await _open(options, stack)
-        _announce(server, options, output)
+        server = await _open(options, stack, process)
+        if process is None:
+            _announce(server.url, options, output)
+        else:
+            process.ready()
         _collect_less()
         if not await signals.while_running(server.wait()):
             raise ServerError(f"the server at {server.url} ended by itself")
@@ -227,10 +243,71 @@ def _collect_less() -> None:
     gc.set_threshold(20_000, 10, 10)
 
 
+# -- several processes -----------------------------------------------------------------------------------------------
+
+
+def _serve_in_processes(workers: int, options: Options, output: Output) -> int:
+    """Serve in so many processes until stopped; the exit status."""
+    import uvloop
+
+    from agentlightning.observability.logs import about
+    from agentlightning.server.app import url_of
+    from agentlightning.server.processes import Processes
+
+    _check_workers(workers, options)
+
+    def work(process: ServerProcess) -> int:
+        own = replace(
+            options,
+            routing=options.routing.divided(process.number, workers),
+            retention=options.retention if process.number == 1 else None,
+            server={**options.server, "listener": process.listener},
+        )
+        try:
+            with open_output(output.as_json) as errors, about(process=str(process.number)):
+                uvloop.run(_serve(own, errors, process))
+        except typer.Exit as end:
+            return end.exit_code
+        return 0
+
+    def announce(port: int) -> None:
+        _announce(url_of(options.host, port), options, output, workers)
+
+    return Processes(workers, options.host, options.server["port"], work, announce).run()
+
+
+def _check_workers(workers: int, options: Options) -> None:
+    """Raises ConfigError for what one process has to hold."""
+    from agentlightning.errors import ConfigError
+    from agentlightning.store.base import store_url
+    from agentlightning.store.sql.sqlite import locate
+
+    routing = options.routing
+    served = "serve it with vLLM or SGLang, and name that in --routes as a provider with token_ids"
+    is_database = str(store_url(options.store)).startswith(POSTGRES)
+    for what, is_given, otherwise in (
+        (
+            "a store in memory",
+            not is_database and locate(options.store) is None,
+            "give a file or a PostgreSQL database",
+        ),
+        ("--model", options.models, served),
+        ("models of the routes file", routing.models, served),
+        ("--tinker", options.tinker, "start a server of its own for it"),
+        ("a budget", routing.budget, "set it in a server of its own, or leave it out"),
+    ):
+        if is_given:
+            raise ConfigError(
+                f"--workers {workers} cannot share {what}, which one process has to hold: {otherwise}; or leave"
+                " --workers out"
+            )
+    routing.divided(1, workers)
+
+
 # -- the parts -------------------------------------------------------------------------------------------------------
 
 
-async def _open(options: Options, stack: AsyncExitStack) -> Server:
+async def _open(options: Options, stack: AsyncExitStack, process: ServerProcess | None = None) -> Server:
     """Open the store, the models and the server; the stack closes them."""
     from agentlightning.attempt_address import attempt_secret
     from agentlightning.dashboard.app import dashboard_routes
@@ -257,7 +334,9 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
     store = instrument(database, observers)
     data = DashboardData(Catalog(store, roots=() if options.runs is None else [options.runs]), writable=True)
     stack.push_async_callback(data.close)
-    joined = JoinedPolicies()
+    if process is not None:
+        await stack.enter_async_context(process.sharing(metrics))
+    joined = JoinedPolicies(process is None)
     metrics.add_source(joined.metrics)
     stack.push_async_callback(joined.close)
     serving = serve(
@@ -269,6 +348,7 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
         require_key=options.token is not None,
         budget_file=file_beside_store(options.store, ".spent"),
         joined=joined,
+        shared=process and process.directory,
         metrics=metrics,
         slow=slow,
         pages=[*await _tinker_routes(options, stack), *dashboard_routes(data, options.token)],
@@ -349,10 +429,10 @@ async def prune_regularly(
 # -- output ----------------------------------------------------------------------------------------------------------
 
 
-def _announce(server: Server, options: Options, output: Output) -> None:
+def _announce(url: str, options: Options, output: Output, workers: int = 1) -> None:
     if output.as_json:
-        store = database_name(options.store)
-        record = {"url": server.url, "pid": os.getpid(), "store": store, "token": options.token is not None}
+        store, has_token = database_name(options.store), options.token is not None
+        record = {"url": url, "pid": os.getpid(), "store": store, "token": has_token, "workers": workers}
         output.finish(record, lambda console: None)
         sys.stdout.flush()
         return
@@ -363,14 +443,14 @@ def _announce(server: Server, options: Options, output: Output) -> None:
     ]
     served = [*options.models, *routed]
     models = ", ".join(served) or "none; add one with --model MODEL or --routes FILE"
-    openai = [("openai", f"OPENAI_BASE_URL={server.url}/v1")] if served and options.server["allow_unattributed"] else []
+    openai = [("openai", f"OPENAI_BASE_URL={url}/v1")] if served and options.server["allow_unattributed"] else []
     for name, value in (
-        ("serving", f"{database_name(options.store)} at {server.url}"),
-        ("client", f'agentlightning.LightningStoreClient("{server.url}"){token}'),
-        ("runner", f"agl runner --server {server.url} --agent module:name{token}"),
-        ("traces", f"OTEL_EXPORTER_OTLP_ENDPOINT={server.url}"),
-        ("metrics", f"{server.url}/metrics"),
-        ("dashboard", f"{server.url}/dashboard"),
+        ("serving", f"{database_name(options.store)} at {url}{f' in {workers} processes' if workers > 1 else ''}"),
+        ("client", f'agentlightning.LightningStoreClient("{url}"){token}'),
+        ("runner", f"agl runner --server {url} --agent module:name{token}"),
+        ("traces", f"OTEL_EXPORTER_OTLP_ENDPOINT={url}"),
+        ("metrics", f"{url}/metrics"),
+        ("dashboard", f"{url}/dashboard"),
         ("models", models),
         *openai,
     ):

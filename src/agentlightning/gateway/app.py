@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from os import PathLike
+from pathlib import Path
 
 from starlette.routing import Route
 
@@ -43,7 +44,8 @@ class Gateway:
     `engines` maps model names to engines. A call belongs to the attempt in its URL or in its key, which is signed with
     `secret`; a call without an attempt is rejected unless `allow_unattributed`. A URL is enough unless `require_key`,
     which is for servers that strangers can reach. `config` has the routes to providers and the budget; `budget_file`
-    stores what was spent, unless the budget names a file. `default_model` serves requests without a model and, with
+    stores what was spent, unless the budget names a file; `shared` is a folder for what several processes of one server
+    share. `default_model` serves requests without a model and, with
     `accept_any_model`, those for an unknown one, unless `config` says otherwise. Calls above `max_concurrency` wait.
     Every `check_seconds` the store is asked which attempts have ended. `agents` are rules that recognize agents;
     `mode_temperatures` are the temperatures for URLs of version 1.0, unless the trainer sets one.
@@ -57,6 +59,7 @@ class Gateway:
         secret: str,
         config: GatewayConfig | None = None,
         budget_file: str | PathLike[str] | None = None,
+        shared: Path | None = None,
         default_model: str | None = None,
         accept_any_model: bool | None = None,
         require_key: bool = False,
@@ -71,7 +74,7 @@ class Gateway:
         self._store = store
         self.counters = Counters()
         self.conversations = Conversations()
-        self.kept = ResponseStore()
+        self.kept = ResponseStore(shared)
         self.gates = UpdateGates()
         """One gate for each engine, closed while its weights change."""
         self._transports: dict[ConnectOptions, Transport] = {}

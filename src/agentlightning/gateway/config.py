@@ -106,3 +106,8 @@ class GatewayConfig(BaseModel):
                 listed = ", ".join(sorted(known)) or "none"
                 raise ValueError(f"routes.{number} leads to the provider {rule.provider!r}; known: {listed}")
         return self
+
+    def divided(self, number: int, count: int) -> GatewayConfig:
+        """The configuration of one of `count` processes, by number from 1, which share the limits of providers. Raises
+        ConfigError for a limit that cannot be divided."""
+        return self.model_copy(update={"providers": tuple(each.divided(number, count) for each in self.providers)})

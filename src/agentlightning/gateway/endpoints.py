@@ -122,7 +122,7 @@ class Endpoints:
                 pool = self.providers[provider]
                 body = await request_stored_response(pool, request.method, attempt, response_id)
                 if request.method != "DELETE":
-                    await self.forwarding.record_poll(attempt, response_id, body)
+                    await self.forwarding.record_poll(pool, attempt, response_id, body)
                 return Response(body, media_type="application/json")
             if request.method != "DELETE":
                 return Response(self.responses.body(attempt, response_id), media_type="application/json")

@@ -9,19 +9,22 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from pathlib import Path
+from typing import Any, Final
 
 from agentlightning.attempt_address import attempt_of_trace
 from agentlightning.errors import NotFoundError
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.tracing.otlp.decode import Decoded
+from agentlightning.util.shared_cache import open_cache
 
 CACHED: Final = 16384
-"""Traces and attempts whose attempt and rollout are cached."""
+"""Attempts whose rollout is cached."""
+TRACES: Final = 65536
+"""Traces whose attempt is kept, the latest."""
 ROLLOUT_IDS: Final = ("agentlightning.rollout_id", "agl.rollout_id")
 ATTEMPT_IDS: Final = ("agentlightning.attempt_id", "agl.attempt_id")
 
-T = TypeVar("T")
 AttemptIds = tuple[str, str]
 """(rollout_id, attempt_id)."""
 NamedIds = tuple[str | None, str | None]
@@ -29,20 +32,43 @@ NamedIds = tuple[str | None, str | None]
 UNNAMED: Final[NamedIds] = (None, None)
 
 
+class TraceOwners:
+    """The attempts of the latest traces that are not an attempt's own, in memory or in a folder that several processes
+    share."""
+
+    def __init__(self, shared: Path | None = None) -> None:
+        schema = (
+            "CREATE TABLE IF NOT EXISTS owners (number INTEGER PRIMARY KEY, trace_id TEXT, by_token INTEGER,"
+            " rollout_id TEXT, attempt_id TEXT, UNIQUE (trace_id, by_token))"
+        )
+        self._run = open_cache(shared, "traces.db", schema).execute
+
+    def find(self, trace_id: str) -> AttemptIds | None:
+        """The attempt of a trace. What holders of the access token sent takes precedence over claims of attempts."""
+        query = (
+            "SELECT rollout_id, attempt_id FROM owners WHERE trace_id = ? AND rollout_id > '' ORDER BY by_token DESC"
+        )
+        return self._run(query, (trace_id,)).fetchone()
+
+    def note(self, trace_id: str, ids: AttemptIds, *, by_token: bool) -> None:
+        """Note that an attempt has made a model call or sent spans in a trace, by its key; or that a holder of the
+        access token said so. If several attempts claim a trace, it belongs to none of them."""
+        columns, noted = "trace_id, by_token, rollout_id, attempt_id", (trace_id, by_token, *ids)
+        if self._run(f"SELECT 1 FROM owners WHERE ({columns}) = (?, ?, ?, ?)", noted).fetchone():
+            return
+        changed = "excluded.rollout_id, excluded.attempt_id" if by_token else "NULL, NULL"
+        change = f"ON CONFLICT DO UPDATE SET (rollout_id, attempt_id) = ({changed})"
+        self._run(f"INSERT INTO owners ({columns}) VALUES (?, ?, ?, ?) {change}", noted)
+        self._run("DELETE FROM owners WHERE number <= last_insert_rowid() - ?", (TRACES,))
+
+
 @dataclass(slots=True)
 class AttemptResolver:
     """Finds the attempts of spans, and caches those of the latest traces."""
 
     store: LightningStoreBase
-    traces: OrderedDict[str, AttemptIds] = field(default_factory=OrderedDict[str, AttemptIds])
+    owners: TraceOwners
     attempts: OrderedDict[str, AttemptIds] = field(default_factory=OrderedDict[str, AttemptIds])
-    claims: OrderedDict[str, AttemptIds | None] = field(default_factory=OrderedDict[str, "AttemptIds | None"])
-    """The attempts that made model calls or sent spans with their key in a trace; None if there are several."""
-
-    def claim(self, trace_id: str, ids: AttemptIds) -> None:
-        """Note that an attempt has made a model call or sent spans in a trace."""
-        known = self.claims.get(trace_id, ids)
-        _cache(self.claims, trace_id, ids if known == ids else None)
 
     async def resolve(
         self, spans: Sequence[Decoded], caller: AttemptIds | None, rejected: Counter[str]
@@ -64,10 +90,7 @@ class AttemptResolver:
             else:
                 rejected[ids] += 1
         for trace_id, ids in traces.items():
-            if caller is None:
-                _cache(self.traces, trace_id, ids)
-            else:
-                self.claim(trace_id, ids)
+            self.owners.note(trace_id, ids, by_token=caller is None)
         return attributed, unattributed
 
     async def _by_name(
@@ -108,7 +131,9 @@ class AttemptResolver:
         ids = self.attempts.get(attempt_id)
         if ids is None and (attempt := await self.store.get_attempt(attempt_id)) is not None:
             ids = attempt.rollout_id, attempt_id
-            _cache(self.attempts, attempt_id, ids)
+            self.attempts[attempt_id] = ids
+            if len(self.attempts) > CACHED:
+                self.attempts.popitem(last=False)
         return ids
 
     async def by_trace(self, trace_id: str) -> AttemptIds | None:
@@ -117,7 +142,7 @@ class AttemptResolver:
         attempt_id = attempt_of_trace(trace_id)
         if attempt_id is not None and (ids := await self._of_attempt(attempt_id)) is not None:
             return ids
-        return self.traces.get(trace_id) or self.claims.get(trace_id)
+        return self.owners.find(trace_id)
 
 
 def _named_ids(attributes: Mapping[str, Any]) -> NamedIds:
@@ -137,10 +162,3 @@ def _as_caller(caller: AttemptIds, ids: AttemptIds | str | None) -> AttemptIds |
     if ids is None or ids == caller:
         return caller
     return f"the key is that of attempt {caller[1]!r}, which may not send spans of another"
-
-
-def _cache(cache: OrderedDict[str, T], key: str, value: T) -> None:
-    cache[key] = value
-    cache.move_to_end(key)
-    if len(cache) > CACHED:
-        cache.popitem(last=False)

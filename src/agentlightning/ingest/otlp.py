@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import orjson
@@ -37,7 +38,7 @@ from agentlightning.errors import (
     StoreClosedError,
     StoreFullError,
 )
-from agentlightning.ingest.attribution import AttemptIds, AttemptResolver
+from agentlightning.ingest.attribution import AttemptIds, AttemptResolver, TraceOwners
 from agentlightning.ingest.unknown_traces import UnknownTraces
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
@@ -152,12 +153,13 @@ class OtlpReceiver:
         *,
         adopt: bool = False,
         max_body_bytes: int = MAX_BODY_BYTES,
+        shared: Path | None = None,
     ) -> None:
         self._store = store
         self._secret = secret
         self._token = token
         self._max_body_bytes = max_body_bytes
-        self._attempts = AttemptResolver(store)
+        self._attempts = AttemptResolver(store, TraceOwners(shared))
         self._unknown = UnknownTraces(store) if adopt else None
         self._large = asyncio.Semaphore(MAX_CONCURRENT)
         self.counts = Counts()
@@ -185,7 +187,7 @@ class OtlpReceiver:
     def claim(self, trace_id: str, ids: AttemptIds) -> None:
         """Note that an attempt has made a call in this trace: other spans of it then belong to the attempt, unless two
         attempts claim the trace."""
-        self._attempts.claim(trace_id, ids)
+        self._attempts.owners.note(trace_id, ids, by_token=False)
 
     # -- HTTP --------------------------------------------------------------------------------------------------------
 

@@ -13,12 +13,13 @@ import threading
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -90,6 +91,10 @@ class Metrics:
         self._database_metrics: list[Metric] = []
         self._cached_until = float("-inf")
         self._query_lock = asyncio.Lock()
+        self.process = 0
+        """The number of this process, where several serve one port; 0: it is alone."""
+        self.others: Callable[[], Awaitable[Mapping[int, bytes]]] | None = None
+        """Returns what `render_own` gives in each of the other processes."""
 
     def add_source(self, source: Source) -> None:
         """Add the metrics of another part."""
@@ -149,9 +154,19 @@ class Metrics:
                 self._database_metrics = await self._query_database()
                 now = time.monotonic()
                 self._cached_until = now + max(CACHE_SECONDS, CACHE_FACTOR * (now - started))
-        return generate_latest(
-            _Registry([*self._database_metrics, *self._observed_metrics(), *self._process.collect()])
-        )
+        own: Iterable[Metric] = self._own_metrics()
+        if self.others is not None:
+            texts = {number: text.decode() for number, text in (await self.others()).items()}
+            others = {number: text_string_to_metric_families(text) for number, text in texts.items()}
+            own = _by_process({self.process: own, **others})
+        return generate_latest(_Registry([*self._database_metrics, *own]))
+
+    def render_own(self) -> bytes:
+        """The metrics of this process, without the counts of the database."""
+        return generate_latest(_Registry([*self._own_metrics()]))
+
+    def _own_metrics(self) -> Iterable[Metric]:
+        return *self._observed_metrics(), *self._process.collect()
 
     async def _query_database(self) -> list[Metric]:
         """The counts of the database. `agentlightning_up` is 0 if the store fails."""
@@ -226,6 +241,17 @@ class _Registry:
 
     def collect(self) -> list[Metric]:
         return self._metrics
+
+
+def _by_process(processes: Mapping[int, Iterable[Metric]]) -> Iterable[Metric]:
+    """The metrics of several processes, each sample with the label `process`. They are not added up: after a process
+    was started again, the sum would fall, which Prometheus takes for a restart of all."""
+    families: dict[str, Metric] = {}
+    for number, metrics in sorted(processes.items()):
+        for metric in metrics:
+            family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+            family.samples += [each._replace(labels={**each.labels, "process": str(number)}) for each in metric.samples]
+    return families.values()
 
 
 def counters(prefix: str, help_text: str, values: Mapping[str, float]) -> Iterable[Metric]:

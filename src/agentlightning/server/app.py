@@ -14,6 +14,7 @@ from collections.abc import Generator, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from math import ceil
+from pathlib import Path
 from typing import Self
 
 import orjson
@@ -96,7 +97,8 @@ class Server:
     enables `/metrics`, `slow` logs slow requests, `adopt_traces` stores traces of unknown programs as rollouts of their
     own. Requests to the store and of traces may have up to `max_body_bytes`. A request that stalls for
     `stalled_seconds` before its end gets a 408, and its connection is closed; incomplete request bodies take at most
-    `max_unfinished_bytes` together. `pages` are further routes, those of the dashboard.
+    `max_unfinished_bytes` together. `pages` are further routes, those of the dashboard. `shared` is a folder for what
+    several processes of one server share.
 
     Pages of other sites are rejected, except those of `allowed_origins` (CORS): `https://name:port`, or "*" if there is
     a token; anything else is a ConfigError. Against DNS rebinding, a server without a token accepts only requests whose
@@ -124,8 +126,11 @@ class Server:
         allowed_hosts: Iterable[str] = (),
         allowed_origins: Iterable[str] = (),
         pages: Iterable[BaseRoute] = (),
+        shared: Path | None = None,
     ) -> None:
-        self.traces = OtlpReceiver(store, secret, token, adopt=adopt_traces, max_body_bytes=max_body_bytes)
+        self.traces = OtlpReceiver(
+            store, secret, token, adopt=adopt_traces, max_body_bytes=max_body_bytes, shared=shared
+        )
         calls, origins = gateway.routes() if gateway else [], tuple(allowed_origins)
         probes = Probes(store)
         self.app = Starlette(
@@ -294,14 +299,17 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Bind and listen. Connections wait until a server is started with the socket. Raises ServerError."""
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """Bind and listen; `shared`: on a port of several sockets. Connections wait until a server is started with the
+    socket. Raises ServerError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(
         family, socket.SOCK_STREAM, socket.IPPROTO_TCP
     )  # with this protocol number asyncio sets TCP_NODELAY
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
         listener.listen(2048)
     except (OSError, OverflowError) as error:

@@ -171,7 +171,9 @@ class JoinedPolicy(PooledEngine):
 class JoinedPolicies:
     """The policies of the runs that have joined a gateway. Create it in the event loop that serves."""
 
-    def __init__(self) -> None:
+    def __init__(self, accepts: bool = True) -> None:
+        self._accepts = accepts
+        """False: this process is one of several, of which a run's request would reach one."""
         self._gateway: Gateway | None = None
         self._policies: dict[str, JoinedPolicy] = {}
         """By the name of their model."""
@@ -197,6 +199,12 @@ class JoinedPolicies:
 
     async def _answer(self, model: str, request: RunRequest) -> JoinStatus:
         """Do what the run whose policy is `model` asks for: see `engine.servers.joining`. Raises RequestError."""
+        if not self._accepts:
+            raise RequestError(
+                "this server has several processes (agl serve --workers), and a run must pause and update each: start"
+                " servers without --workers, and list all of them in run.gateways",
+                422,
+            )
         try:
             if isinstance(request, CheckRequest):
                 self._refuse_conflicts(model, request.run_id, request.urls, request.changes_weights)

@@ -34,6 +34,7 @@ class ServerOptions(TypedDict, total=False):
     grace_seconds: int
     metrics: Metrics
     slow: SlowLog
+    shared: Path | None
     adopt_traces: bool
     max_body_bytes: int
     allowed_hosts: tuple[str, ...]
@@ -74,6 +75,7 @@ async def serve(
             secret=secret,
             config=routing,
             budget_file=budget_file,
+            shared=options.get("shared"),
             default_model=default,
             accept_any_model=accept_any_model,
             require_key=require_key,

@@ -15,6 +15,7 @@ from agentlightning.gateway.callers.attempts import AttemptTable
 from agentlightning.gateway.callers.attribution import Attribution
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.http import headers_by_name
+from agentlightning.ingest.attribution import TraceOwners
 from agentlightning.ingest.otlp import OtlpReceiver
 from agentlightning.ingest.unknown_traces import ids_of_trace
 from agentlightning.span import AGENT_KEY, AGENT_NAME, ATTRIBUTION, ATTRIBUTION_IGNORED, MODE
@@ -97,6 +98,20 @@ async def test_a_trace_that_somebody_knows_names_its_attempt(store, secret):
     await attribution.caller(within, in_url(other))
     with pytest.raises(ApiError, match="names no attempt"):  # the trace is around both
         await attribution.caller(within, {})
+
+
+def test_processes_that_share_a_folder_share_whose_traces_are(tmp_path):
+    one, other = TraceOwners(tmp_path), TraceOwners(tmp_path)
+    first, second = ("ro-1", "at-1"), ("ro-2", "at-2")
+    one.note("t", first, by_token=False)
+    assert other.find("t") == first
+    other.note("t", second, by_token=False)
+    assert (one.find("t"), other.find("t")) == (None, None)
+    one.note("t", first, by_token=False)  # claimed by two attempts once, it belongs to none of them
+    assert other.find("t") is None
+    other.note("t", second, by_token=True)
+    one.note("t", first, by_token=True)
+    assert other.find("t") == first
 
 
 async def test_a_trace_nobody_knows_becomes_a_rollout_where_such_are_kept(store, secret):

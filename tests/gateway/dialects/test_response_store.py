@@ -59,6 +59,22 @@ def test_the_store_is_bounded_and_forgets_an_attempt():
     assert (len(store), store.size) == (0, 0)
 
 
+def test_processes_that_share_a_folder_share_replies_and_their_bound(tmp_path):
+    one, other = ResponseStore(tmp_path, max_bytes=3000), ResponseStore(tmp_path, max_bytes=3000)
+    messages = say(one, "r1", [user("a")], "A")
+    say(other, "r2", [*messages, user("b")], "B")
+    assert [message["content"] for message in one.lookup(ATTEMPT).messages("r2")] == ["a", "A", "b", "B"]
+    one.note_provider(ATTEMPT, "r3", "them", {"is": "pending"})
+    assert other.take_pending(ATTEMPT, "r3") == {"is": "pending"}
+    assert (one.take_pending(ATTEMPT, "r3"), one.provider_of(ATTEMPT, "r3")) == (None, "them")
+    for index in range(5):
+        say((one, other)[index % 2], "r", [user("x" * 1000)], "A", attempt=("ro", str(index)))
+    assert one.size == other.size <= 3000
+    assert (len(one), one.lookup(("ro", "4")).messages("r")[0]) == (2, user("x" * 1000))
+    other.forget(("ro", "4"))
+    assert (len(one), one.size) == (1, other.size)
+
+
 def test_a_reply_that_was_not_stored_is_continued_and_not_retrieved():
     store = ResponseStore()
     say(store, "r1", [user("a")], "A", body=None)

@@ -163,3 +163,17 @@ def test_what_a_provider_is_shown_as_holds_no_key():
     secret = "a-secret-that-nobody-sees"
     options = {"api_key": secret, "headers": {"api-key": secret}, "proxy": f"http://me:{secret}@proxy:3128"}
     assert secret not in repr(Provider(name="x", base_urls=("http://h",), **options))
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_processes_divide_the_limits_of_a_provider_without_a_rest(processes):
+    limits = {"max_concurrency": 8, "requests_per_minute": 3, "tokens_per_minute": 1000}
+    provider = Provider(name="them", base_urls=("http://host/v1",), **limits)
+    parts = [provider.divided(number, processes) for number in range(1, processes + 1)]
+    for name, limit in limits.items():
+        each = [getattr(part, name) for part in parts]
+        assert (sum(each), max(each) - min(each) <= 1, min(each) > 0) == (limit, True, True)
+    unlimited = Provider(name="them", base_urls=("http://host/v1",)).divided(1, processes)
+    assert (unlimited.requests_per_minute, unlimited.tokens_per_minute) == (None, None)
+    with pytest.raises(ConfigError, match=r"requests_per_minute=3 .* between 4 processes"):
+        provider.divided(1, 4)

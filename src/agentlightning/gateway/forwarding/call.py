@@ -14,8 +14,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
+import msgspec
+from msgspec import structs
+
 from agentlightning import span as names
 from agentlightning.gateway.answer import PENDING, Answer, Json, ProviderResponse, Usage, objects
+from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.dialects.base import ApiPath
 from agentlightning.gateway.dialects.content_parts import object_of
 from agentlightning.gateway.dialects.output_constraint import Constraint
@@ -36,7 +40,8 @@ from agentlightning.gateway.record import CallRecord, failure_of, output_attribu
 from agentlightning.gateway.routing import ModelRoute
 from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest
 from agentlightning.gateway.upstream.failures import display_text
-from agentlightning.gateway.upstream.provider import Provider
+from agentlightning.gateway.upstream.provider import Price, Provider
+from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.span import Span
 from agentlightning.util.json_values import dumps
 
@@ -82,6 +87,30 @@ class ProviderRecord(CallRecord):
     def __post_init__(self) -> None:
         self.name = f"{OPERATIONS[self.path]} {self.route.name}"
         self.response = DIALECTS[self.path].response()
+
+    def to_json(self) -> Json:
+        """What `of_poll` needs, in whichever process of the server the poll comes."""
+        route, price = self.route, self.route.price
+        return {
+            "caller": msgspec.to_builtins(structs.replace(self.caller, parent_id=self.span_id)),
+            "route": [route.name, route.send_model, price and price.model_dump()],
+            "call": [self.trace_id, self.started, self.path, self.data, dict(self.forced)],
+        }
+
+    @classmethod
+    def of_poll(cls, call: Json, servers: ServerPool) -> ProviderRecord:
+        """The record of the answer that a poll of a call (`to_json`) brings: below the span of the call."""
+        name, send_model, price = call["route"]
+        trace_id, started, path, data, forced = call["call"]
+        return cls(
+            caller=msgspec.convert(call["caller"], Caller),
+            trace_id=trace_id,
+            started=started,
+            path=path,
+            route=ModelRoute(name, None, servers, send_model, price and Price.model_validate(price)),
+            data=data,
+            forced=forced,
+        )
 
     @property
     def is_pending(self) -> bool:

@@ -6,11 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal, cast
-
-from msgspec import structs
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError, StoreError
@@ -150,25 +148,23 @@ class ForwardingService:
         attempt, provider, response_id = record.caller.attempt, record.route.provider, record.response.id
         is_stored = record.path == "responses" and record.data.get("store") is not False
         if is_stored and attempt is not None and provider is not None and response_id:
-            pending = record if record.is_pending else None
+            pending = record.to_json() if record.is_pending else None
             self.responses.note_provider(attempt, response_id, provider.name, pending)
 
     def _count_tokens(self, usage: Usage) -> None:
         self.counters.prompt_tokens += usage.input_tokens
         self.counters.response_tokens += usage.output_tokens
 
-    async def record_poll(self, attempt: AttemptIds, response_id: str, body: bytes) -> None:
+    async def record_poll(self, pool: ServerPool, attempt: AttemptIds, response_id: str, body: bytes) -> None:
         """Record the end of a response that its provider worked on in the background, once: as a span below that of
         the call, with the answer, its usage and its cost. Raises StoreError."""
-        call: ProviderRecord | None = self.responses.take_pending(attempt, response_id)
+        call = self.responses.take_pending(attempt, response_id)
         if call is None:
             return
-        pool = call.route.servers
-        assert pool is not None
-        ended = replace(call, caller=structs.replace(call.caller, parent_id=call.span_id))
+        ended = ProviderRecord.of_poll(call, pool)
         with suppress(ValueError):
             ended.response.read(loads(body))
-        usage, price = ended.response.usage or Usage(), call.route.price or pool.provider.price
+        usage, price = ended.response.usage or Usage(), ended.route.price or pool.provider.price
         used: dict[str, Any] = {names.INPUT_TOKENS: usage.input_tokens, names.OUTPUT_TOKENS: usage.output_tokens}
         used |= {names.COST: price.dollars(usage)} if price else {}
         is_end = bool(ended.response.choices) and not ended.is_pending

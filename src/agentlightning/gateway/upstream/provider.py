@@ -167,6 +167,20 @@ class Provider(BaseModel):
         host = urlsplit(self.base_urls[0]).hostname or ""
         return "max_completion_tokens" if host.endswith(_NEW_LIMIT_HOSTS) else "max_tokens"
 
+    def divided(self, number: int, count: int) -> Provider:
+        """See `GatewayConfig.divided`."""
+        parts: dict[str, int] = {}
+        for name in ("max_concurrency", "requests_per_minute", "tokens_per_minute"):
+            limit = getattr(self, name)
+            if limit is not None and limit < count:
+                raise ConfigError(
+                    f"{name}={limit} of the provider {self.name!r} cannot be divided between {count} processes; use at"
+                    f" most {limit}, or raise it"
+                )
+            if limit is not None:
+                parts[name] = limit // count + (number <= limit % count)
+        return self.model_copy(update=parts)
+
     def serves(self, path: str) -> bool:
         return path in (_DEFAULT_PATHS[self.dialect] if self.paths is None else self.paths)
 

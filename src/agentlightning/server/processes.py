@@ -1,0 +1,259 @@
+"""Several processes that serve one port: `agl serve --workers N`.
+
+The parent binds a socket for each process and forks them; the kernel divides new connections between the sockets
+(SO_REUSEPORT). The parent serves nothing itself: it passes signals on, and starts a process again that has died. The
+socket of such a process keeps the connections that come meanwhile. What the processes share beside the store lies in a
+directory that the parent makes and removes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+from agentlightning.errors import ConfigError
+from agentlightning.observability.metrics import Metrics, counters
+from agentlightning.server.app import listen
+
+logger = logging.getLogger(__name__)
+
+RESTART_SECONDS: Final = 1.0
+"""Time before a process is started again that died before it served."""
+ASK_SECONDS: Final = 2.0
+"""How long a process waits for what another one says."""
+_PR_SET_PDEATHSIG: Final = 1
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerProcess:
+    """What one of the processes knows of itself."""
+
+    number: int
+    """From 1."""
+    count: int
+    """Of all processes."""
+    restarts: int
+    """How often it was started again."""
+    listener: socket.socket
+    directory: Path
+    """What the processes share beside the store."""
+    ready: Callable[[], None]
+    """To be called once it serves."""
+
+    @asynccontextmanager
+    async def sharing(self, metrics: Metrics) -> AsyncGenerator[None]:
+        """Give the metrics of this process to the others, and `metrics` theirs."""
+
+        async def give(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(metrics.render_own())
+            writer.close()
+
+        metrics.add_source(lambda: counters("process", "The process of the server", {"restarts": self.restarts}))
+        metrics.process, metrics.others = self.number, self._ask_others
+        async with await asyncio.start_unix_server(give, self._socket_of(self.number)):
+            yield
+
+    async def _ask_others(self) -> dict[int, bytes]:
+        """The metrics of the other processes; one that does not answer in time is left out."""
+        others = [number for number in range(1, self.count + 1) if number != self.number]
+        found = await asyncio.gather(*map(self._ask, others))
+        return {number: text for number, text in zip(others, found, strict=True) if text is not None}
+
+    async def _ask(self, number: int) -> bytes | None:
+        try:
+            async with asyncio.timeout(ASK_SECONDS):
+                reader, writer = await asyncio.open_unix_connection(self._socket_of(number))
+                with closing(writer):
+                    return await reader.read()
+        except (OSError, TimeoutError):
+            return None
+
+    def _socket_of(self, number: int) -> Path:
+        return self.directory / f"{number}.sock"
+
+
+class _Child:
+    """One of the processes, as the parent sees it."""
+
+    def __init__(self, number: int, listener: socket.socket) -> None:
+        self.number, self.listener = number, listener
+        self.running: BaseProcess | None = None
+        self.receiver: Connection | None = None
+        """Has a message once the process serves."""
+        self.serves = False
+        self.restarts = 0
+        self.start_at = 0.0
+        """When it may be started (monotonic seconds)."""
+        self.end = ""
+        """How it ended last."""
+
+    def waits_for(self) -> list[Connection | int]:
+        objects: list[Connection | int] = [] if self.running is None else [self.running.sentinel]
+        return objects if self.receiver is None else [*objects, self.receiver]
+
+    def notice_start(self) -> None:
+        if self.receiver is not None and self.receiver.poll():
+            with self.receiver, suppress(EOFError):
+                self.serves = bool(self.receiver.recv())
+            self.receiver = None
+
+    def take_end(self) -> int | None:
+        """The exit status of a process that has ended, once; as in a shell, 128 and the number of a signal."""
+        if self.running is None or self.running.is_alive():
+            return None
+        running, self.running = self.running, None
+        code = running.exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        self.end = f"process {self.number} of the server (pid {running.pid}) {how}"
+        return 128 - code if code < 0 else code
+
+    def plan_restart(self) -> None:
+        pause = 0.0 if self.serves else RESTART_SECONDS
+        self.serves, self.start_at = False, time.monotonic() + pause
+        self.restarts += 1
+        logger.error("%s; it is started again, time %d", self.end, self.restarts)
+
+
+class Processes:
+    """The parent. `work` is what each process does until it is stopped, and returns its exit status; `on_ready(port)`
+    is called once all processes serve. Raises ServerError if the address is not available."""
+
+    def __init__(
+        self, count: int, host: str, port: int, work: Callable[[ServerProcess], int], on_ready: Callable[[int], None]
+    ) -> None:
+        if not sys.platform.startswith("linux"):
+            raise ConfigError(
+                f"--workers {count} needs Linux, whose kernel divides connections between processes; start several"
+                " servers on ports of their own instead, behind a load balancer"
+            )
+        self._work, self._on_ready = work, on_ready
+        self._children = [_Child(number, each) for number, each in enumerate(_listen(count, host, port), 1)]
+        self._signals = 0
+
+    def run(self) -> int:
+        """Returns the exit status once all processes have ended. One that fails at the first start, for its options
+        perhaps, reports that itself and ends the others."""
+        with TemporaryDirectory(prefix="agl-serve-") as directory, self._signals_noted() as noted:
+            begun = announced = False
+            while not self._signals:
+                for child in self._children if begun else self._children[:1]:
+                    if child.running is None and child.start_at <= time.monotonic():
+                        self._start(child, Path(directory))
+                self._wait(noted)
+                for child in self._children:
+                    child.notice_start()
+                    status = child.take_end()
+                    if status is not None and not announced:
+                        logger.error(child.end)
+                        return max(status, self._end(noted))
+                    if status is not None:
+                        child.plan_restart()
+                begun = begun or self._children[0].serves
+                if not announced and all(child.serves for child in self._children):
+                    announced = True
+                    self._on_ready(self._children[0].listener.getsockname()[1])
+            return self._end(noted)
+
+    def _start(self, child: _Child, directory: Path) -> None:
+        context, parent = multiprocessing.get_context("fork"), os.getpid()
+        child.receiver, sender = context.Pipe(duplex=False)
+        process = ServerProcess(
+            child.number,
+            len(self._children),
+            child.restarts,
+            child.listener,
+            directory,
+            lambda: sender.send(True),
+        )
+        child.running = context.Process(target=self._run_child, args=(process, parent), daemon=True)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the child has let go of our handlers
+        child.running.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        sender.close()
+
+    def _run_child(self, process: ServerProcess, parent: int) -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # where the parent is killed
+        signal.set_wakeup_fd(-1)
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        if os.getppid() != parent:
+            return
+        os.setpgid(0, 0)  # Ctrl-C goes to the parent alone, which passes it on
+        for child in self._children:
+            if child.number != process.number:
+                child.listener.close()
+        sys.exit(self._work(process))
+
+    def _wait(self, noted: socket.socket) -> None:
+        """Until a signal has come, a process has begun to serve or has ended, or one may be started."""
+        due = [child.start_at for child in self._children if child.running is None and child.start_at]
+        timeout = max(0.0, min(due) - time.monotonic()) if due else None
+        wait([noted, *(each for child in self._children for each in child.waits_for())], timeout)
+        with suppress(BlockingIOError):
+            noted.recv(64)
+
+    def _end(self, noted: socket.socket) -> int:
+        """Pass signals on until all processes have ended; the first is SIGTERM in any case."""
+        for child in self._children:  # that of a process takes connections until the process closes it
+            child.listener.close()
+            child.start_at = 0.0
+        status, passed, self._signals = 0, 0, max(1, self._signals)
+        while any(child.running for child in self._children):
+            for child in self._children:
+                if child.running is not None and passed < self._signals:
+                    os.kill(child.running.pid or 0, signal.SIGTERM)
+            passed += passed < self._signals
+            if passed == self._signals:
+                self._wait(noted)
+            for child in self._children:
+                child.notice_start()
+                if ended := child.take_end():
+                    logger.error(child.end)
+                    status = max(status, ended)
+        return status
+
+    @contextmanager
+    def _signals_noted(self) -> Generator[socket.socket]:
+        """Count SIGTERM and SIGINT. The socket becomes readable with each."""
+
+        def note(*_: object) -> None:
+            self._signals += 1
+
+        reader, writer = socket.socketpair()
+        with reader, writer:
+            reader.setblocking(False)
+            writer.setblocking(False)
+            before = {number: signal.signal(number, note) for number in _SIGNALS}
+            signal.set_wakeup_fd(writer.fileno())
+            try:
+                yield reader
+            finally:
+                signal.set_wakeup_fd(-1)
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+
+def _listen(count: int, host: str, port: int) -> Sequence[socket.socket]:
+    """A socket for each process, all with one port."""
+    if port != 0:  # with SO_REUSEPORT alone, two servers would share the port unnoticed
+        listen(host, port).close()
+    listeners = [listen(host, port, shared=True)]
+    port = listeners[0].getsockname()[1]
+    return listeners + [listen(host, port, shared=True) for _ in range(1, count)]
