@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from agentlightning.errors import StoreClosedError, StoreError
+from agentlightning.errors import StoreClosedError, StoreError, StoreVersionError
 from agentlightning.rollouts import is_private_queue
 from agentlightning.store.clock import Clock
 from agentlightning.store.sql import attempts
@@ -201,8 +201,8 @@ class DatabaseThread:
         for last in (False,) * (MAX_ATTEMPTS - 1) + (True,):
             try:
                 if not self._reading:
-                    self._connection.begin(False)
                     self._reading = True
+                    self._connection.begin(False)
                 return command, command.run(self._connection), None
             except Exception as error:  # noqa: BLE001  the caller raises it
                 self._end_reading()
@@ -469,7 +469,8 @@ class Committer(DatabaseThread):
         self._last_tick = self._clock.steady()
         known = isinstance(error, (*self._database.errors, StoreError))
         fault = self._explain(error) if known else StoreError(f"{self.name}: {error!r}")
-        commands = dict.fromkeys([*batch, *(command for command, _, _ in results)])
+        waiting = self._waiters.all() if isinstance(error, StoreVersionError) else ()  # no later transaction succeeds
+        commands = dict.fromkeys([*batch, *(command for command, _, _ in results), *waiting])
         if commands or str(fault) != self._last_failure:
             what = "a transaction was rolled back" if commands else "the store could not check deadlines; retrying"
             logger.warning("%s: %s", what, fault, exc_info=error)

@@ -12,11 +12,13 @@ from typing import Any, ClassVar, Final, Protocol, get_args, get_type_hints
 
 from msgspec import Struct, field
 
-from agentlightning.errors import StoreError
+from agentlightning.errors import StoreVersionError
 
 SCHEMA_VERSION: Final = 1
 _SINCE: Final = "2.0.0"
 """Beside the version in the table `about`, as development versions of 2.0 counted schemas of their own."""
+FIND_VERSION: Final = "SELECT value FROM about WHERE name = 'schema_version'"
+"""What every transaction begins with (`check_version`)."""
 MAX_PACK: Final = 128
 """Spans in one pack at most."""
 IS_WAITING: Final = "status IN ('queuing', 'requeuing')"
@@ -206,7 +208,8 @@ class Schema(Protocol):
     """The name of the database in errors."""
 
     def exclusive(self) -> AbstractContextManager[Any]:
-        """A transaction during which no other process changes the schema; rolled back if the block raises."""
+        """A transaction during which no other process changes the schema, and none that uses an existing one is in a
+        transaction; rolled back if the block raises."""
         ...
 
     def create(self) -> None:
@@ -233,8 +236,8 @@ def _version(about: Mapping[str, str]) -> str:
 
 
 def migrate(schema: Schema, latest: int = SCHEMA_VERSION, steps: Mapping[int, Step] = STEPS) -> None:
-    """Bring a database to version `latest` in one transaction. Raises StoreError for one of another version, or no
-    store: this code could lose what is in it."""
+    """Bring a database to version `latest` in one transaction. Raises StoreVersionError for one of another version, and
+    StoreError for no store: this code could lose what is in it."""
     if _version(schema.about()) == str(latest):
         return
     with schema.exclusive():
@@ -253,9 +256,20 @@ def migrate(schema: Schema, latest: int = SCHEMA_VERSION, steps: Mapping[int, St
 def _steps(name: str, found: str, latest: int, steps: Mapping[int, Step]) -> list[Step]:
     numbers = range(int(found) + 1, latest + 1) if found.isdecimal() else ()
     if not numbers or not set(numbers) <= steps.keys():
-        raise StoreError(
-            f"{name} was written by another version of agentlightning (its schema is "
-            f"{found or 'of a development one'}, this one has {latest}); export it with that version (agl store "
-            "export FILE.jsonl) and import the file into a new store with this one (agl store import FILE.jsonl)"
-        )
+        raise _refusal(name, found or "of a development one", latest)
     return [steps[number] for number in numbers]
+
+
+def check_version(name: str, found: str) -> None:
+    """Called with the answer to FIND_VERSION when a transaction has begun. Raises StoreVersionError where a process of
+    a later version has migrated the database since it was opened."""
+    if found != str(SCHEMA_VERSION):
+        raise _refusal(name, found, SCHEMA_VERSION)
+
+
+def _refusal(name: str, found: str, own: int) -> StoreVersionError:
+    return StoreVersionError(
+        f"{name} was written by another version of agentlightning (its schema is {found}, this one has {own}); use "
+        "that version, or export it with that version (agl store export FILE.jsonl) and import the file into a new store "
+        "with this one (agl store import FILE.jsonl)"
+    )

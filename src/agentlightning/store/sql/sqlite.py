@@ -23,7 +23,7 @@ from agentlightning.errors import ConfigError, StoreError, StoreFullError, Store
 from agentlightning.store.base import DEFAULT_STORE, store_url
 from agentlightning.store.clock import SYNC_SECONDS, Clock
 from agentlightning.store.sql.rollouts import NEXT_WAITING
-from agentlightning.store.sql.schema import ddl, migrate
+from agentlightning.store.sql.schema import FIND_VERSION, check_version, ddl, migrate
 from agentlightning.store.sql.tx import LAST_SIGN_OF_LIFE, Connection, Database
 
 BUSY_SECONDS: Final = 30.0
@@ -156,6 +156,7 @@ class SqliteConnection(Connection):
         self._cursor.execute("BEGIN IMMEDIATE" if write else "BEGIN")
         self._writing = write
         self._changes_before = self.raw.total_changes
+        check_version(str(self._path), *(self._cursor.execute(FIND_VERSION).fetchone() or ("",)))
 
     def check_files(self) -> None:
         if self._files is not None:

@@ -29,7 +29,7 @@ from agentlightning.store.sql.postgres.server import (
     payloads,
 )
 from agentlightning.store.sql.rollouts import NEXT_WAITING
-from agentlightning.store.sql.schema import migrate
+from agentlightning.store.sql.schema import FIND_VERSION, check_version, migrate
 from agentlightning.store.sql.tx import LAST_SIGN_OF_LIFE, Connection, Wake
 
 MIN_VERSION: Final = 130_000
@@ -115,6 +115,8 @@ _WRITE: Final = b"BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
 _RELAXED: Final = b"; SET LOCAL synchronous_commit = off"
 _READ: Final = b"BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 """All queries of one transaction see the same snapshot."""
+_CHECK: Final = f"; {FIND_VERSION}".encode()
+"""It also holds up migrations (`PostgresSchema.exclusive`) until the transaction ends."""
 
 
 @cache
@@ -190,12 +192,13 @@ class PostgresConnection(Connection):
             try:
                 if self._connection.closed:
                     self._use(self._server.reopen())
-                self._send(start)
-                return
+                found = self._send(start + _CHECK)
+                break
             except psycopg.Error as error:
                 if not is_lost(error) or not again:
                     raise
                 self._connection.close()
+        check_version(self._server.name, (found.get_value(0, 0) or b"").decode())
 
     def _forget(self) -> None:
         for call in self._calls:
@@ -236,9 +239,9 @@ class PostgresConnection(Connection):
             if not self._was_committed():
                 raise
 
-    def _send(self, command: bytes) -> None:
-        """Bypasses psycopg, which forgets every prepared statement when it sees a ROLLBACK."""
-        _check(self._connection.pgconn.exec_(command))
+    def _send(self, command: bytes) -> pq.abc.PGresult:
+        """The last result. Bypasses psycopg, which forgets every prepared statement when it sees a ROLLBACK."""
+        return _check(self._connection.pgconn.exec_(command))
 
     def _was_committed(self) -> bool:
         backend = self._backend
@@ -348,16 +351,15 @@ class PostgresConnection(Connection):
 
     def last_position(self) -> int:
         self.rollback()
-        last = _check(self._connection.pgconn.exec_(_SHOW.encode())).get_value(0, 0)
+        last = self._send(_SHOW.encode()).get_value(0, 0)
         self.begin(False)
         return int(last or 0)
 
     def sync_clock(self, clock: Clock) -> None:
         """A single statement in a transaction of its own, so that a server that is suspended meanwhile blocks no
         other."""
-        self._forget()
-        if self._connection.closed:
-            self._use(self._server.reopen())
+        self.begin(False)  # checks the version
+        self.rollback()
         sent = clock.reading()
         while not (rows := self.all(_SYNC_CLOCK, OUTAGE_SECONDS, clock.certain_seconds())):
             self.run(_START_CLOCK)
@@ -482,6 +484,8 @@ class PostgresSchema:
         lock = "SELECT pg_advisory_lock(hashtextextended('agentlightning ' || %s, 0))"
         self.connection.execute(lock, [self._place])
         with self.connection.transaction():
+            if self._has("about"):
+                self.execute("LOCK TABLE about")
             yield
 
     def about(self) -> dict[str, str]:
