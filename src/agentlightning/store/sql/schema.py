@@ -270,6 +270,6 @@ def check_version(name: str, found: str) -> None:
 def _refusal(name: str, found: str, own: int) -> StoreVersionError:
     return StoreVersionError(
         f"{name} was written by another version of agentlightning (its schema is {found}, this one has {own}); use "
-        "that version, or export it with that version (agl store export FILE.jsonl) and import the file into a new store "
-        "with this one (agl store import FILE.jsonl)"
+        "that version, or export it with that version (agl store export FILE.jsonl) and import the file into a new "
+        "store with this one (agl store import FILE.jsonl)"
     )

@@ -187,17 +187,17 @@ class PostgresConnection(Connection):
     def begin(self, write: bool, durable: bool = True) -> None:
         self._wrote = False
         self._forget()
-        start = (_WRITE + (b"" if durable else _RELAXED) if write else _READ) + self._discard_plans()
-        for again in (True, False):
-            try:
-                if self._connection.closed:
-                    self._use(self._server.reopen())
-                found = self._send(start + _CHECK)
-                break
-            except psycopg.Error as error:
-                if not is_lost(error) or not again:
-                    raise
-                self._connection.close()
+        start = (_WRITE + (b"" if durable else _RELAXED) if write else _READ) + self._discard_plans() + _CHECK
+        try:
+            if self._connection.closed:
+                self._use(self._server.reopen())
+            found = self._send(start)
+        except psycopg.Error as error:
+            if not is_lost(error):
+                raise
+            self._connection.close()
+            self._use(self._server.reopen())
+            found = self._send(start)
         check_version(self._server.name, (found.get_value(0, 0) or b"").decode())
 
     def _forget(self) -> None:
