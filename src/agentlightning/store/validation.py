@@ -22,16 +22,19 @@ _url_part = re.compile(r"[A-Za-z0-9_:-]{1,128}")
 # -- JSON ------------------------------------------------------------------------------------------------------------
 
 
-def to_json(value: Any, what: str) -> str:
-    """`value` as JSON; `what` names it in the error. Refuses NaN and infinity, which orjson writes as null."""
+def to_json(value: Any, what: str, of: str = "") -> str:
+    """`value` as JSON; `what` names it in the error, and `of` what it belongs to. Refuses NaN and infinity, which
+    orjson writes as null."""
     try:
         text = dumps(value).decode()
     except TypeError as error:
         raise ConfigError(
-            f"{what} cannot be stored as JSON: {error}; use str, int, float, bool, None, list, dict"
+            f"{what}{of} cannot be stored as JSON: {error}; use str, int, float, bool, None, list, dict"
         ) from error
     if "null" in text and (found := find_not_finite(value)) is not None:
-        raise ConfigError(f"{what}{found[0]} is {found[1]}, which JSON cannot hold; leave it out or send it as text")
+        raise ConfigError(
+            f"{what}{found[0]}{of} is {found[1]}, which JSON cannot hold; leave it out or send it as text"
+        )
     return text
 
 
@@ -62,20 +65,20 @@ def find_not_finite(value: Any) -> tuple[str, float] | None:
 # -- arguments -------------------------------------------------------------------------------------------------------
 
 
-def check_text(value: Any, what: str) -> None:
-    """Refuse what is not text that every database can store."""
+def check_text(value: Any, what: str, of: str = "", limit: int = MAX_TEXT) -> None:
+    """Refuse what is not text that every database can store. `of` says what it belongs to."""
     if type(value) is str and value.isascii() and len(value) <= MAX_TEXT and "\0" not in value:
         return
     if not isinstance(value, str):
-        raise ConfigError(f"{what}={value!r} is not a string")
-    if len(value) > MAX_TEXT:
-        raise ConfigError(f"{what}={value[:40]!r}... has {len(value)} characters; the store takes {MAX_TEXT}")
+        raise ConfigError(f"{what}={value!r}{of} is not a string")
+    if len(value) > limit:
+        raise ConfigError(f"{what}={value[:40]!r}...{of} has {len(value)} characters; the store takes {limit}")
     if "\0" in value:
-        raise ConfigError(f"{what}={value!r} contains a NUL character; leave it out")
+        raise ConfigError(f"{what}={value!r}{of} contains a NUL character; leave it out")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{what}={value!r} is not Unicode text: {error.reason}") from error
+        raise ConfigError(f"{what}={value!r}{of} is not Unicode text: {error.reason}") from error
 
 
 def check_texts(values: Sequence[Any] | None, what: str) -> None:

@@ -31,10 +31,10 @@ def test_a_wait_is_affected_once_enough_of_its_rollouts_have_finished() -> None:
 
 def test_claims_wait_in_order_of_arrival() -> None:
     waiters, first, second = Waiters(), Command(), Command()
-    waiters.add_claim(first, None)
-    waiters.add_claim(second, ("train",))
-    waiters.add_claim(first, None)
-    assert list(waiters.claims.items()) == [(first, None), (second, ("train",))]
+    waiters.add_claim(first)
+    waiters.add_claim(second)
+    waiters.add_claim(first)
+    assert list(waiters.claims) == [first, second]
     waiters.remove(first)
     waiters.remove(first)
     assert waiters.all() == [second]
@@ -43,7 +43,7 @@ def test_claims_wait_in_order_of_arrival() -> None:
 def test_expired_waiters_stay_until_they_are_removed() -> None:
     now = time.monotonic()
     waiters, late, later = Waiters(), Command(now - 1), Command(now + 60)
-    waiters.add_claim(late, None)
+    waiters.add_claim(late)
     waiters.add_wait(later, {"a"}, 1)
     assert waiters.deadline == late.deadline
     assert waiters.expired() == waiters.expired() == [late]

@@ -152,7 +152,8 @@ def to_rollout(row: RolloutColumns) -> Rollout:
     return Rollout(*_rollout_fields(row))
 
 
-def to_attempted(row: RolloutColumns, attempt: AttemptColumns) -> AttemptedRollout:
+def to_attempted(attempt: AttemptRow) -> AttemptedRollout:
+    row = attempt.rollout
     return AttemptedRollout(*_rollout_fields(row), attempt=to_attempt(attempt, row.rollout_id))
 
 

@@ -25,11 +25,11 @@ from agentlightning.rollouts import (
     is_private_queue,
 )
 from agentlightning.store import validation
-from agentlightning.store.ids import claimed_id, new_id
+from agentlightning.store.ids import claimed_id, first_of_claim, new_id
 from agentlightning.store.sql import mapping
 from agentlightning.store.sql.schema import OPEN, AttemptRow, RolloutRow, WorkerRow
 from agentlightning.store.sql.tx import LOAD_BY_KEY, Tx
-from agentlightning.store.sql.waiting import WAIT, Command, QueueNames, Waiters
+from agentlightning.store.sql.waiting import WAIT, Command, QueueNames, Waiters, given
 from agentlightning.store.types import Unset
 
 logger = logging.getLogger(__name__)
@@ -239,8 +239,8 @@ def set_aside(tx: Tx, rollout: RolloutRow, error: StoreError) -> None:
         number = changes["attempt_count"]
         tx.add_attempt(
             AttemptRow(
-                *(0, rollout.key, number, new_id("at"), "failed", tx.wall, tx.wall, None, None, text),
-                *(0, 0, 0, 0, None, None, None, 1),
+                *(0, rollout.key, number, new_id("at"), "failed", tx.wall, tx.wall),
+                metadata=text,
                 rollout=rollout,
                 stored=False,
             )
@@ -280,16 +280,16 @@ def start(tx: Tx, new: New, has_id: bool, worker_id: str | None, claim_id: str |
     _, row = new
     tx.check_resources(row.resources_id)
     if before := claimed_before(tx, claim_id, 1):
-        return mapping.to_attempted(before[0].rollout, before[0])
+        return mapping.to_attempted(before[0])
     if has_id and tx.find_rollout(row.rollout_id) is not None:
         raise ConflictError(f"rollout {row.rollout_id!r} exists already; use start_attempt")
-    return claim(tx, add(tx, row), worker_id, None if claim_id is None else claimed_id(claim_id, 0))
+    return claim(tx, add(tx, row), worker_id, first_of_claim(claim_id))
 
 
 def start_attempt(tx: Tx, rollout_id: str, worker_id: str | None, claim_id: str | None) -> AttemptedRollout:
     if before := claimed_before(tx, claim_id, 1):
-        return mapping.to_attempted(before[0].rollout, before[0])
-    return claim(tx, tx.rollout(rollout_id), worker_id, None if claim_id is None else claimed_id(claim_id, 0))
+        return mapping.to_attempted(before[0])
+    return claim(tx, tx.rollout(rollout_id), worker_id, first_of_claim(claim_id))
 
 
 # -- claims ----------------------------------------------------------------------------------------------------------
@@ -311,8 +311,11 @@ def claim(tx: Tx, rollout: RolloutRow, worker_id: str | None, attempt_id: str | 
     _apply(tx, rollout, "preparing", attempt_count=number)
     attempt = tx.add_attempt(
         AttemptRow(
-            *(0, rollout.key, number, attempt_id or new_id("at"), "preparing", tx.wall, None, worker_id, None, "{}"),
-            *(0, 0, 0, 0, timeout_at, silence, silent_at, 1),
+            *(0, rollout.key, number, attempt_id or new_id("at"), "preparing", tx.wall),
+            worker_id=worker_id,
+            timeout_at=timeout_at,
+            silence=silence,
+            silent_at=silent_at,
             rollout=rollout,
             stored=False,
         )
@@ -322,7 +325,7 @@ def claim(tx: Tx, rollout: RolloutRow, worker_id: str | None, attempt_id: str | 
             tx.note_deadline(deadline)
     if worker is not None:
         beat_worker(tx, worker)
-    return mapping.to_attempted(rollout, attempt)
+    return mapping.to_attempted(attempt)
 
 
 def beat_worker(tx: Tx, worker: WorkerRow, **changes: Any) -> None:
@@ -368,8 +371,7 @@ class ClaimRollouts(Command):
         self, name: str, limit: int, worker_id: str | None, queues: Sequence[str] | None, claim_id: str | None
     ) -> None:
         super().__init__(name, self._repeat)
-        self.workers = () if worker_id is None else (worker_id,)
-        self.attempts = () if claim_id is None else (claimed_id(claim_id, 0),)
+        self.workers, self.attempts = given(worker_id), given(first_of_claim(claim_id))
         self.queues: QueueNames = None if queues is None else tuple(dict.fromkeys(queues))
         self.limit = limit
         self._worker_id = worker_id
@@ -386,7 +388,7 @@ class ClaimRollouts(Command):
             if attempt.status == "preparing" and not attempt.superseded:
                 tx.set(attempt, claims=attempt.claims + 1)
         self._answer_counts = [attempt.claims for attempt in before]
-        return [mapping.to_attempted(attempt.rollout, attempt) for attempt in before] or WAIT
+        return [*map(mapping.to_attempted, before)] or WAIT
 
     def claim(self, tx: Tx, claims: Claims) -> Any:
         """Return the result, or WAIT."""
@@ -424,7 +426,7 @@ class ClaimRollouts(Command):
         release_claim(tx, zip(result, self._answer_counts, strict=True))
 
     def wait(self, waiters: Waiters) -> None:
-        waiters.add_claim(self, self.queues)
+        waiters.add_claim(self)
 
 
 class Claims:

@@ -70,23 +70,23 @@ class AttemptColumns(Struct, eq=False):
     attempt_id: str
     status: str
     start_time: float
-    end_time: float | None
-    worker_id: str | None
-    last_heartbeat_time: float | None
-    metadata: str
-    superseded: int
-    last_span: int
+    end_time: float | None = None
+    worker_id: str | None = None
+    last_heartbeat_time: float | None = None
+    metadata: str = "{}"
+    superseded: int = 0
+    last_span: int = 0
     """The highest sequence number assigned."""
-    spans: int
-    bytes: int
+    spans: int = 0
+    bytes: int = 0
     """Of its packs and prompts."""
-    timeout_at: float | None
+    timeout_at: float | None = None
     """Its deadline, on the steady clock."""
-    silence: float | None
+    silence: float | None = None
     """How long it may send no heartbeat."""
-    silent_at: float | None
+    silent_at: float | None = None
     """The deadline that follows from it."""
-    claims: int
+    claims: int = 1
     """How often its claim was answered: more than once if it was repeated."""
 
 

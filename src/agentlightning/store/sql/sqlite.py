@@ -60,7 +60,6 @@ class SqliteDatabase(Database):
     """A file, or a database in memory that ends with its connection."""
 
     shared = False
-    position = "r.key"
     next_waiting = (
         f"SELECT r.key FROM queues q JOIN rollouts r ON r.key IN {NEXT_WAITING.format('w.key', '')} "
         "WHERE q.name = ANY (?) AND typeof(r.rollout_id) = 'text'"

@@ -44,6 +44,8 @@ class Connection(Protocol):
     """One connection, used by one thread at a time. It raises the driver's own errors. Methods with a body are what a
     database does whose write transactions are serialised."""
 
+    position: str = "r.key"
+    """The SQL of the place of a rollout in order of creation."""
     writer_id: str = ""
     """Whose counters it adds to: "" on a database with one writer, else a name of its own."""
 
@@ -131,8 +133,6 @@ class Database(Protocol):
     """Several processes write at once, each locking the rows it works with. Otherwise there is one write lock."""
     single: bool
     """One connection serves everything (a database in memory)."""
-    position: str
-    """The SQL of the place of a rollout in order of creation."""
     next_waiting: str
     """See `rollouts.take`."""
     errors: ClassVar[tuple[type[Exception], ...]]

@@ -139,6 +139,8 @@ class _Call(NamedTuple):
 class PostgresConnection(Connection):
     """One connection, reopened when it is lost. Raises ConnectError if that fails."""
 
+    position = "coalesce(r.position, r.key)"
+
     def __init__(self, server: PostgresServer, read_only: bool) -> None:
         self._server = server
         self.writer_id = server.id
@@ -516,7 +518,6 @@ class PostgresSchema:
 class PostgresDatabase(PostgresServer):
     """See tx.py for each method."""
 
-    position = "coalesce(r.position, r.key)"
     next_waiting = (
         f"SELECT r.key FROM queues q CROSS JOIN LATERAL {NEXT_WAITING.format('w.key', ' FOR UPDATE SKIP LOCKED')} r "
         "WHERE q.name = ANY (?)"
