@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Final, cast
 
 from agentlightning.errors import ConfigError
-from agentlightning.rollouts import ATTEMPT_TRANSITIONS, ROLLOUT_TRANSITIONS
 from agentlightning.util.json_values import dumps
 
 MAX_TEXT: Final = 512
@@ -110,15 +109,9 @@ def check_page(limit: Any, offset: Any = 0) -> tuple[int, int]:
     return (NO_LIMIT if limit == -1 else min(limit, NO_LIMIT)), min(offset, NO_LIMIT)
 
 
-def check_rollout_status(value: Any) -> str:
-    if value not in ROLLOUT_TRANSITIONS:
-        raise ConfigError(f"status={value!r} is not a rollout status; use one of {', '.join(ROLLOUT_TRANSITIONS)}")
-    return value
-
-
-def check_attempt_status(value: Any) -> str:
-    if value not in ATTEMPT_TRANSITIONS:
-        raise ConfigError(f"status={value!r} is not an attempt status; use one of {', '.join(ATTEMPT_TRANSITIONS)}")
+def check_status(value: Any, known: Collection[str], of: str = "") -> str:
+    if value not in known:
+        raise ConfigError(f"status={value!r}{of} is unknown; use one of {', '.join(known)}")
     return value
 
 

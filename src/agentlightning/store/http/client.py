@@ -155,15 +155,8 @@ class LightningStoreClient(LightningStoreBase):
         token = (os.environ.get("AGL_TOKEN") or None) if token is None else token
         self._transport = ClientTransport(url, token, timeout, patience)
         self._releases: set[asyncio.Task[None]] = set()
-
-    @property
-    def token(self) -> str | None:
-        """The access token that calls carry."""
-        return self._transport.token
-
-    @property
-    def url(self) -> str:
-        return self._transport.url
+        self.url, self.token = self._transport.url, token
+        """Of the server, and the access token that calls carry."""
 
     def __repr__(self) -> str:
         return f"LightningStoreClient({self.url!r})"

@@ -270,8 +270,7 @@ def prepare(record: RolloutRecord) -> PreparedRecord:
 
 
 def _check_rollout(rollout: Rollout) -> None:
-    if rollout.status not in ROLLOUT_TRANSITIONS:
-        raise ConfigError(f"status={rollout.status!r} of rollout {rollout.rollout_id!r} is not a rollout status")
+    validation.check_status(rollout.status, ROLLOUT_TRANSITIONS, f" of rollout {rollout.rollout_id!r}")
     validation.check_time(rollout.start_time, "start_time")
     if rollout.status in FINISHED:
         validation.check_time(rollout.end_time, "end_time")
@@ -300,8 +299,7 @@ def _attempt_row(rollout: RolloutRow, attempt: Attempt, superseded: bool, packs:
             validation.check_time(value, name)
     if attempt.worker_id is not None:
         validation.check_text(attempt.worker_id, "worker_id")
-    if attempt.status not in ATTEMPT_TRANSITIONS:
-        raise ConfigError(f"status={attempt.status!r} of attempt {attempt.attempt_id!r} is not an attempt status")
+    validation.check_status(attempt.status, ATTEMPT_TRANSITIONS, f" of attempt {attempt.attempt_id!r}")
     status, metadata, end_time = str(attempt.status), attempt.metadata, attempt.end_time
     if status in OPEN:
         error = rollouts.failure("Superseded", "its rollout was taken to another store")

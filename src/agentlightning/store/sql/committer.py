@@ -57,7 +57,7 @@ class DatabaseThread:
     """A thread, its connection, and the queue of commands. Used as it is, it runs queries."""
 
     def __init__(self, name: str, database: Database, connection: Connection) -> None:
-        self._database = database
+        self._database, self.name = database, database.name
         self._connection = connection
         self._queue: deque[Command] = deque()
         self._lock = threading.Lock()
@@ -69,27 +69,14 @@ class DatabaseThread:
         self._closed = False
         self._reading = False
         """A read-only transaction is open."""
-        self._crash: BaseException | None = None
+        self.crash: BaseException | None = None
         """The error that ended the thread."""
         self._running: list[Command] = []
         """The batch that is being run."""
         self._process_id = os.getpid()
         self.observe: CommandObserver | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def name(self) -> str:
-        return self._database.name
-
-    @property
-    def crashed(self) -> bool:
-        """Whether an error has ended the thread."""
-        return self._crash is not None
-
-    @property
-    def thread(self) -> threading.Thread:
-        return self._thread
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
 
     def submit(self, command: Command) -> None:
         """Queue a command; its future is resolved in its own event loop."""
@@ -113,8 +100,8 @@ class DatabaseThread:
     def _closed_error(self) -> StoreClosedError:
         if self._process_id != os.getpid():
             return StoreClosedError(f"{self.name} was opened by a parent process; open it again in this one")
-        if self._crash is not None:
-            return StoreClosedError(f"{self.name}: its thread ended with {self._crash!r}; open it again")
+        if self.crash is not None:
+            return StoreClosedError(f"{self.name}: its thread ended with {self.crash!r}; open it again")
         return StoreClosedError(f"{self.name} is closed; open it again with LightningStore(...)")
 
     def _notify(self) -> None:
@@ -164,9 +151,9 @@ class DatabaseThread:
         self._reject_all(f"{self.name} was closed while this call waited")
 
     def _on_crash(self, error: BaseException) -> None:
-        logger.critical("%s: the thread %s has ended: %r", self.name, self._thread.name, error, exc_info=error)
+        logger.critical("%s: the thread %s has ended: %r", self.name, self.thread.name, error, exc_info=error)
         with self._lock:
-            self._crash = error
+            self.crash = error
             self._closed = True
         running, self._running = self._running, []
         reason = f"{self.name}: its thread ended with {error!r} before it answered this call"

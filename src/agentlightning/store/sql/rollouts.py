@@ -155,13 +155,9 @@ def _listed(statuses: frozenset[str]) -> str:
 def requeue(tx: Tx, rollout_id: str, reason: str) -> Rollout:
     rollout = tx.rollout(rollout_id)
     if rollout.status not in WAITING:
-        _requeue(tx, rollout, reason)
+        close_attempts(tx, rollout, reason)
+        set_rollout_status(tx, rollout, "requeuing")
     return mapping.to_rollout(rollout)
-
-
-def _requeue(tx: Tx, rollout: RolloutRow, reason: str) -> None:
-    close_attempts(tx, rollout, reason)
-    set_rollout_status(tx, rollout, "requeuing")
 
 
 def cancel(tx: Tx, rollout_id: str) -> Rollout:
@@ -184,7 +180,7 @@ def update(tx: Tx, rollout_id: str, changes: dict[str, Any], status: str | Unset
     if changes:
         tx.set(rollout, **changes)
     if not isinstance(status, Unset):
-        _update_status(tx, rollout, validation.check_rollout_status(status))
+        _update_status(tx, rollout, validation.check_status(status, ROLLOUT_TRANSITIONS))
     return mapping.to_rollout(rollout)
 
 
@@ -194,7 +190,7 @@ def _update_status(tx: Tx, rollout: RolloutRow, status: str) -> None:
     if status == old:
         return
     if status == "requeuing" and old not in WAITING:
-        _requeue(tx, rollout, "update_rollout set it to requeuing")
+        requeue(tx, rollout.rollout_id, "update_rollout set it to requeuing")
         return
     if status == "cancelled":
         _cancel(tx, rollout)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any, ClassVar, Final, Protocol, get_args, get_type_hints
 
 from msgspec import Struct, field
@@ -124,6 +125,9 @@ Row = RolloutRow | AttemptRow | WorkerRow
 ROLLOUT: Final = RolloutColumns.__struct_fields__
 ATTEMPT: Final = AttemptColumns.__struct_fields__
 WORKER: Final = WorkerColumns.__struct_fields__
+rollout_columns: Final = attrgetter(*ROLLOUT)
+attempt_columns: Final = attrgetter(*ATTEMPT)
+worker_columns: Final = attrgetter(*WORKER)
 PACK: Final = ("key", "attempt_key", "first_sequence", "count", "superseded", "ids", "body")
 """`count` spans, MAX_PACK at most, whose sequence numbers are consecutive and begin with `first_sequence`."""
 RESOURCES: Final = ("resources_id", "version", "create_time", "body", "update_time")

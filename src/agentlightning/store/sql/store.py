@@ -20,6 +20,7 @@ from typing import Any, Final, TypeVar
 from agentlightning.errors import ConfigError, StoreClosedError, StoreError
 from agentlightning.resources import NamedResources, ResourcesUpdate
 from agentlightning.rollouts import (
+    ATTEMPT_TRANSITIONS,
     Attempt,
     AttemptedRollout,
     AttemptStatus,
@@ -122,7 +123,7 @@ class SqlStore(LightningStoreBase):
             # The last command: once its result has arrived, all results before it have.
             await self.write(Command("close", lambda db: None, reads=True))
         except StoreClosedError:
-            if not self.writer.crashed:
+            if self.writer.crash is None:
                 return
         except StoreError as error:  # nothing of a read is lost
             logger.warning("the store was closed while its database could not be reached: %s", error)
@@ -341,7 +342,7 @@ class SqlStore(LightningStoreBase):
         validation.check_text(rollout_id, "rollout_id")
         validation.check_text(attempt_id, "attempt_id")
         if status is not UNSET:
-            validation.check_attempt_status(status)
+            validation.check_status(status, ATTEMPT_TRANSITIONS)
         if worker_id is not UNSET:
             validation.check_text(worker_id, "worker_id")
         if last_heartbeat_time is not UNSET:

@@ -29,7 +29,10 @@ from agentlightning.store.sql.schema import (
     RolloutRow,
     Row,
     WorkerRow,
+    attempt_columns,
+    rollout_columns,
     select,
+    worker_columns,
 )
 from agentlightning.store.validation import NO_LIMIT
 
@@ -199,11 +202,10 @@ _USUAL_FIELDS: Final = {table: frozenset(columns) for table, columns in _USUAL.i
 _FEW_ROLLOUTS: Final = _Writes("rollouts", ("key", *_USUAL["rollouts"]), ("key",))
 _FEW_ATTEMPTS: Final = _Writes("attempts", ("key", *_USUAL["attempts"]), ("key",))
 _COLUMNS: Final = {"rollouts": ROLLOUT, "attempts": ATTEMPT, "workers": WORKER}
-_SNAPSHOTS: Final = {table: attrgetter(*columns) for table, columns in _COLUMNS.items()}
+_SNAPSHOTS: Final = {"rollouts": rollout_columns, "attempts": attempt_columns, "workers": worker_columns}
 _WRITE_WORKER: Final = f"{insert_sql('workers', WORKER)} ON CONFLICT (worker_id) DO UPDATE SET " + ", ".join(
     f"{name} = excluded.{name}" for name in WORKER[1:]
 )
-_worker_columns: Final = attrgetter(*WORKER)
 _INSERT_PACK: Final = insert_sql("span_packs", PACK)
 _INSERT_PLACE: Final = insert_sql("span_places", ("attempt_key", "span_id", "pack_key")) + " ON CONFLICT DO NOTHING"
 _INSERT_PROMPT: Final = insert_sql("prompts", ("place", "attempt_key", "root", "base", "keep", "ids"))
@@ -535,7 +537,7 @@ class Tx:
         if workers:
             if not all(row.stored for row in workers):
                 self.connection.commit_in_order("workers")
-            self.connection.write(_WRITE_WORKER, sorted([_worker_columns(row) for row in workers]))
+            self.connection.write(_WRITE_WORKER, sorted([worker_columns(row) for row in workers]))
         if rollouts:
             self._write(_ROLLOUTS, _FEW_ROLLOUTS, rollouts)
             for row in rollouts:

@@ -25,7 +25,9 @@ from agentlightning.store.sql.postgres.server import (
     PostgresListener,
     PostgresServer,
     UnknownOutcomeError,
+    is_fatal,
     is_lost,
+    may_retry,
     payloads,
 )
 from agentlightning.store.sql.rollouts import NEXT_WAITING
@@ -518,6 +520,7 @@ class PostgresSchema:
 class PostgresDatabase(PostgresServer):
     """See tx.py for each method."""
 
+    is_fatal, may_retry = staticmethod(is_fatal), staticmethod(may_retry)
     next_waiting = (
         f"SELECT r.key FROM queues q CROSS JOIN LATERAL {NEXT_WAITING.format('w.key', ' FOR UPDATE SKIP LOCKED')} r "
         "WHERE q.name = ANY (?)"
