@@ -2,7 +2,7 @@
 
 Callers in any event loop submit a command and await its future. The committer takes everything queued as one batch: the
 rows it names are loaded at once, each command runs as a function of the transaction, the changes are written and
-committed, and only then are the results delivered: a result is durable. A command that raises is undone alone. Long
+committed, and only then are the results delivered: a result is durable. A command that raises fails alone. Long
 queries run on a thread and a connection of their own, which see everything that was answered.
 
 A command that finds nothing to do yet may return WAIT. It runs again after each batch that may concern it, until it
@@ -262,8 +262,8 @@ class _Committed(NamedTuple):
     """Without the deadlines set by this transaction."""
 
 
-class _CannotUndoError(Exception):
-    """A command raised an error, the cause of this one, after something that it changed was written."""
+class _CommandError(Exception):
+    """A command raised an error, the cause of this one, after it had changed something."""
 
     def __init__(self, command: Command) -> None:
         super().__init__(command.name)
@@ -297,9 +297,7 @@ class Committer(DatabaseThread):
         """Logged once, not for each tick that fails the same way."""
         self._committed: list[Result] = []
         """Durable results that are not delivered yet."""
-        self.batches = 0
         self.commits = 0
-        self.commands = 0
         super().__init__(name, database, connection)
         self._listener = None
         try:
@@ -390,48 +388,47 @@ class Committer(DatabaseThread):
         started = time.perf_counter()
         results = self._try_batch(batch)
         self._committed += results
-        self.batches += 1
-        self.commands += len(batch)
         if self.observe is not None:
             seconds = time.perf_counter() - started
             for command, _, _ in results:
                 self._notify_observer(command, started, seconds, len(batch))
 
     def _try_batch(self, batch: list[Command]) -> list[Result]:
-        """Run a batch in one transaction. If that fails, possibly through one command, run each in its own."""
-        for last in (False,) * (MAX_ATTEMPTS - 1) + (True,):
+        """Run a batch in one transaction, without the commands that fail after they have changed something. If it fails
+        otherwise, possibly through one command, run each in its own."""
+        failed: list[Result] = []
+        attempts_left = MAX_ATTEMPTS
+        while True:
             results: list[Result] = []
             try:
                 committed = self._transact(batch, results)
-            except _CannotUndoError as error:
+                break
+            except _CommandError as error:
                 self._undo_all(results)
-                return self._without(error.command, batch, error.__cause__)
+                guilty = error.command
+                guilty.done = True
+                self._waiters.remove(guilty)
+                failed.append((guilty, None, error.__cause__))
+                batch = [command for command in batch if command is not guilty]
             except Exception as error:  # noqa: BLE001  every caller of the batch raises it
                 self._undo_all(results)
-                if not last and self._database.may_retry(error):
+                attempts_left -= 1
+                if attempts_left and self._database.may_retry(error):
                     continue
                 fatal = isinstance(error, StoreError) or self._database.is_fatal(error)
-                if len(batch) > 1 and not fatal:
-                    text = "a transaction of %d calls was rolled back; retrying each call on its own: %r"
-                    logger.warning(text, len(batch), error)
-                    return [result for command in batch for result in self._try_batch([command])]
-                return self._failures(batch, results, error)
-            try:
-                self._after_commit(committed)
-            except Exception:  # what is durable must not run again
-                logger.exception("%s: failed after a commit; rows in memory are dropped and read again", self.name)
-                self._reset()
-            for command, _, _ in results:
-                self._waiters.remove(command)
-            return results
-        raise AssertionError("unreachable")
-
-    def _without(self, guilty: Command, batch: list[Command], error: BaseException | None) -> list[Result]:
-        """The results of a batch of which one command failed, and could not be undone alone."""
-        guilty.done = True
-        self._waiters.remove(guilty)
-        rest = [command for command in batch if command is not guilty]
-        return [(guilty, None, error), *self._try_batch(rest)]
+                if fatal or len(batch) <= 1:
+                    return failed + self._failures(batch, results, error)
+                text = "a transaction of %d calls was rolled back; retrying each call on its own: %r"
+                logger.warning(text, len(batch), error)
+                return failed + [result for command in batch for result in self._try_batch([command])]
+        try:
+            self._after_commit(committed)
+        except Exception:  # what is durable must not run again
+            logger.exception("%s: failed after a commit; rows in memory are dropped and read again", self.name)
+            self._reset()
+        for command, _, _ in results:
+            self._waiters.remove(command)
+        return failed + results
 
     def _undo_all(self, results: list[Result]) -> None:
         self._roll_back()
@@ -483,7 +480,6 @@ class Committer(DatabaseThread):
         self._prefetch(writing)
         for command, value in undelivered:
             command.undo(tx, value)
-            tx.mark()
         for command in writing:
             if not isinstance(command, ClaimRollouts):
                 self._run_command(command, results)
@@ -605,6 +601,7 @@ class Committer(DatabaseThread):
 
     def _execute(self, command: Command, run: Callable[[Tx], Any], results: list[Result]) -> bool:
         tx = self.tx
+        tx.changed = False
         try:
             if command.idempotent is None:
                 value = run(tx)
@@ -613,16 +610,11 @@ class Committer(DatabaseThread):
         except self._database.errors:
             raise
         except Exception as error:
-            if self.spans.touched:
-                self.spans.clear()
-            if tx.written:
-                raise _CannotUndoError(command) from error
-            tx.undo()
+            if tx.changed:
+                raise _CommandError(command) from error
             command.done = True
             results.append((command, None, error))
             return True
-        tx.mark()
-        self.spans.touched = False
         if value is WAIT:
             command.wait(self._waiters)
             return False

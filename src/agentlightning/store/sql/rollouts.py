@@ -56,15 +56,16 @@ def set_attempt_status(tx: Tx, attempt: AttemptRow, status: str, error: dict[str
             f"attempt {attempt.attempt_id!r} of rollout {rollout.rollout_id!r} is {old!r} and cannot become "
             f"{status!r}; from there it may become: {_listed(ATTEMPT_TRANSITIONS[old])}"
         )
-    if old == "unresponsive" or error is not None:  # a lost attempt that comes back has no error any more
-        metadata = mapping.metadata_of(attempt)
-        if metadata.pop("error", None) is not None or error is not None:
-            _set_metadata(tx, attempt, metadata if error is None else {**metadata, "error": error})
     target = _rollout_status(attempt, status)
     if status == "timeout" and old == "unresponsive" and rollout.status == "requeuing":
         target = "requeuing"  # the loss of the attempt already earned a retry, and the timeout does not revoke it
-    _set_status(tx, attempt, status, keep_timeout=target not in FINISHED)
+    metadata = mapping.metadata_of(attempt) if old == "unresponsive" or error is not None else {}
     set_rollout_status(tx, rollout, target)
+    _set_status(tx, attempt, status, keep_timeout=target not in FINISHED)
+    if error is not None:
+        _set_metadata(tx, attempt, {**metadata, "error": error})
+    elif metadata.pop("error", None) is not None:  # a lost attempt that comes back has no error any more
+        _set_metadata(tx, attempt, metadata)
 
 
 def _set_status(tx: Tx, attempt: AttemptRow, status: str, keep_timeout: bool) -> None:
@@ -155,8 +156,8 @@ def _listed(statuses: frozenset[str]) -> str:
 def requeue(tx: Tx, rollout_id: str, reason: str) -> Rollout:
     rollout = tx.rollout(rollout_id)
     if rollout.status not in WAITING:
-        close_attempts(tx, rollout, reason)
         set_rollout_status(tx, rollout, "requeuing")
+        close_attempts(tx, rollout, reason)
     return mapping.to_rollout(rollout)
 
 
@@ -168,8 +169,8 @@ def cancel(tx: Tx, rollout_id: str) -> Rollout:
 
 
 def _cancel(tx: Tx, rollout: RolloutRow) -> None:
-    close_attempts(tx, rollout, "the rollout was cancelled")
     set_rollout_status(tx, rollout, "cancelled")
+    close_attempts(tx, rollout, "the rollout was cancelled")
 
 
 def update(tx: Tx, rollout_id: str, changes: dict[str, Any], status: str | Unset) -> Rollout:
@@ -177,10 +178,10 @@ def update(tx: Tx, rollout_id: str, changes: dict[str, Any], status: str | Unset
     rollout = tx.rollout(rollout_id)
     if isinstance(changes.get("resources_id"), str):
         tx.check_resources(changes["resources_id"])
-    if changes:
-        tx.set(rollout, **changes)
     if not isinstance(status, Unset):
         _update_status(tx, rollout, validation.check_status(status, ROLLOUT_TRANSITIONS))
+    if changes:
+        tx.set(rollout, **changes)
     return mapping.to_rollout(rollout)
 
 
@@ -298,9 +299,9 @@ def claim(tx: Tx, rollout: RolloutRow, worker_id: str | None, attempt_id: str | 
         raise ConflictError(f"rollout {rollout.rollout_id!r} has {rollout.status}; enqueue the task as a new rollout")
     worker = None if worker_id is None else tx.worker(worker_id)
     number = rollout.attempt_count + 1
+    config = mapping.DEFAULT_CONFIG if rollout.config is None else mapping.config_of(rollout)
     if rollout.attempt_count:
         close_attempts(tx, rollout, f"attempt {number} was started")
-    config = mapping.DEFAULT_CONFIG if rollout.config is None else mapping.config_of(rollout)
     timeout, silence = config.timeout_seconds, config.unresponsive_seconds
     timeout_at = None if timeout is None else tx.steady + timeout
     silent_at = None if silence is None else tx.steady + silence
@@ -411,7 +412,6 @@ class ClaimRollouts(Command):
                     set_aside(tx, rollout, error)
             if len(sound) == len(found):
                 return found
-            tx.mark()
             claims.clear()
 
     def on_timeout(self, tx: Tx) -> list[AttemptedRollout]:

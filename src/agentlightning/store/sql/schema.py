@@ -53,7 +53,6 @@ class RolloutRow(RolloutColumns, eq=False, kw_only=True):
 
     table: ClassVar[str] = "rollouts"
     stored: bool = True
-    mark: int = 0
     attempts: dict[str, AttemptRow] = field(default_factory=dict[str, "AttemptRow"])
     """By id, the latest one last."""
     counted: str | None = None
@@ -96,7 +95,6 @@ class AttemptRow(AttemptColumns, eq=False, kw_only=True):
 
     table: ClassVar[str] = "attempts"
     stored: bool = True
-    mark: int = 0
     rollout: RolloutRow
 
 
@@ -116,7 +114,6 @@ class WorkerRow(WorkerColumns, eq=False, kw_only=True):
 
     table: ClassVar[str] = "workers"
     stored: bool = True
-    mark: int = 0
     open_attempts: dict[str, str] = field(default_factory=dict[str, str])
     """The rollout id by attempt id, the newest attempt last."""
 

@@ -169,12 +169,9 @@ class SpanWriter:
     def __init__(self, connection: Connection) -> None:
         self._ids = SpanIds()
         self._prompts = PromptCache(connection)
-        self.touched = False
-        """The command that is running has added something to what is remembered."""
 
     def clear(self) -> None:
         """After something was undone: what is remembered may not be in the database."""
-        self.touched = False
         self._ids.clear()
         self._prompts.clear()
 
@@ -233,7 +230,7 @@ class SpanWriter:
     def add_pack(self, tx: Tx, attempt: AttemptRow, part: SpanPack, first: int, superseded: int | None = None) -> int:
         """Add a pack of new spans with consecutive numbers; returns the bytes of its prompts. superseded: whether the
         attempt was, when it sent them; by default, whether it is now."""
-        self.touched = True
+        tx.changed = True  # from here on, what is remembered is
         key = tx.connection.new_key("span_packs", 0)
         prompts: list[tuple[Any, ...]] = []
         for index, ids in part.prompts:

@@ -111,10 +111,6 @@ class SqlStore(LightningStoreBase):
     def observe(self, observer: CommandObserver | None) -> None:
         self.writer.observe = self.reader.observe = observer
 
-    def counters(self) -> dict[str, int]:
-        """Since the store was opened: `calls` that change something, `batches` they were taken in, `commits`."""
-        return {"calls": self.writer.commands, "batches": self.writer.batches, "commits": self.writer.commits}
-
     # -- life ------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
