@@ -191,7 +191,7 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        return cls(type=type(error).__qualname__, message=_valid_utf8(_message(error)), traceback=_valid_utf8(text))
+        return cls(type(error).__qualname__, _valid_utf8(_message(error)), _valid_utf8(text))
 
 
 def _valid_utf8(text: str) -> str:
