@@ -19,7 +19,7 @@ SCHEMA_VERSION: Final = 1
 _SINCE: Final = "2.0.0"
 """Beside the version in the table `about`, as development versions of 2.0 counted schemas of their own."""
 FIND_VERSION: Final = "SELECT value FROM about WHERE name = 'schema_version'"
-"""What every transaction begins with (`check_version`)."""
+"""What a transaction begins with (`check_version`), unless nobody else has written."""
 MAX_PACK: Final = 128
 """Spans in one pack at most."""
 IS_WAITING: Final = "status IN ('queuing', 'requeuing')"

@@ -102,8 +102,8 @@ class Connection(Protocol):
         ...
 
     def changed(self) -> bool:
-        """Whether another connection has written since the last call; valid until the end of the transaction. On a
-        `shared` database, nobody asks."""
+        """Whether another connection has written since the last call; valid until the end of the transaction, which
+        begins with it if it writes. On a `shared` database, nobody asks."""
         return True
 
     def notify(self, queued: bool, finished: Sequence[str]) -> None:
