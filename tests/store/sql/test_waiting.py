@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import sqlite3
 import time
 from typing import Any
 
-from agentlightning.store.sql.waiting import Waiters
+from agentlightning.store.sql.schema import migrate
+from agentlightning.store.sql.sqlite import SqliteSchema, _translated
+from agentlightning.store.sql.waiting import _FINISHED_AMONG, Waiters
 
 
 class Deadline:
@@ -52,3 +55,11 @@ def test_expired_waiters_stay_until_they_are_removed() -> None:
     assert waiters.deadline == later.deadline
     waiters.remove(later)
     assert waiters.deadline == math.inf
+
+
+def test_finished_rollouts_are_found_by_their_ids_and_not_among_all_that_have_finished() -> None:
+    connection = sqlite3.connect(":memory:", isolation_level=None)
+    migrate(SqliteSchema(connection, "store.db"))
+    plan = connection.execute("EXPLAIN QUERY PLAN " + _translated(_FINISHED_AMONG), ['["ro-1"]']).fetchall()
+    assert "(rollout_id=?)" in plan[0][3]
+    connection.close()

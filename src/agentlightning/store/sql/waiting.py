@@ -87,8 +87,9 @@ class Command:
 
 _FINISHED_AMONG: Final = (
     f"SELECT {select('r', ROLLOUT)} FROM rollouts r "
-    "WHERE r.rollout_id = ANY (?) AND r.status IN ('succeeded', 'failed', 'cancelled')"
+    "WHERE r.rollout_id = ANY (?) AND coalesce(r.status, '') IN ('succeeded', 'failed', 'cancelled')"
 )
+"""`coalesce` keeps SQLite from the index of the status, in which it would read every rollout that has finished."""
 _KNOWN_AMONG: Final = "SELECT rollout_id FROM rollouts WHERE rollout_id = ANY (?)"
 
 
