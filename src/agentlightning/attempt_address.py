@@ -36,7 +36,10 @@ def attempt_path(rollout_id: str, attempt_id: str) -> str:
 
 def attempt_key(secret: str, rollout_id: str, attempt_id: str) -> str:
     """An API key of one attempt, signed with `secret`, so that agents cannot impersonate each other."""
-    body = f"{rollout_id}.{attempt_id}"
+    return _signed(secret, f"{rollout_id}.{attempt_id}")
+
+
+def _signed(secret: str, body: str) -> str:
     signature = hmac.new(secret.encode(), body.encode(), hashlib.sha256).hexdigest()[:24]
     return f"agl-{body}.{signature}"
 
@@ -95,9 +98,7 @@ def worker_path(worker_id: str) -> str:
 
 def worker_key(secret: str, worker_id: str) -> str:
     """An API key of one worker, signed with `secret`; valid for the attempts of that worker."""
-    body = f"worker-{base64.urlsafe_b64encode(worker_id.encode()).decode().rstrip('=')}"
-    signature = hmac.new(secret.encode(), body.encode(), hashlib.sha256).hexdigest()[:24]
-    return f"agl-{body}.{signature}"
+    return _signed(secret, f"worker-{base64.urlsafe_b64encode(worker_id.encode()).decode().rstrip('=')}")
 
 
 def read_worker_key(secret: str, key: str) -> str | None:

@@ -17,6 +17,7 @@
     │   ├── StoreFullError     the disk is full
     │   ├── StoreClosedError   the store was closed, or its database is not usable
     │   ├── StoreLostError     the database was deleted or replaced while it was open
+    │   ├── StoreVersionError  the database has the schema of another version of this package
     │   └── StoreServerError   the server of a remote store is unreachable, or has an incompatible version
     │       └── StoreAuthError the server requires a token, or rejects the given one
     ├── PolicyError            a model that cannot be loaded, sampled from or trained
@@ -128,6 +129,10 @@ class StoreLostError(StoreError):
     """The database files were deleted or replaced while open; further writes would be lost."""
 
 
+class StoreVersionError(StoreError):
+    """The database has the schema of another version of this package, perhaps since it was opened."""
+
+
 class StoreServerError(StoreError):
     """The server of a remote store is unreachable, or has an incompatible version."""
 
@@ -186,7 +191,7 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        return cls(type=type(error).__qualname__, message=_valid_utf8(_message(error)), traceback=_valid_utf8(text))
+        return cls(type(error).__qualname__, _valid_utf8(_message(error)), _valid_utf8(text))
 
 
 def _valid_utf8(text: str) -> str:

@@ -136,7 +136,7 @@ class AttemptedRollout(Rollout, frozen=True, kw_only=True, gc=False):
 
 
 @as_dataclass
-class EnqueueRolloutRequest(FrozenStruct, frozen=True, gc=False):
+class EnqueueRolloutRequest(FrozenStruct, frozen=True, gc=False, forbid_unknown_fields=True):
     """One rollout for `enqueue_many_rollouts`.
 
     >>> requests = [agl.EnqueueRolloutRequest({"number": number}, mode="train") for number in range(3)]

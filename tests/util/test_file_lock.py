@@ -43,7 +43,7 @@ def load(names):
 names = ["agentlightning" + name for name in (
     "", ".store", ".server", ".gateway.app", ".gateway.upstream.budget",
     ".training.persistence.run_dir", ".cli.main", ".cli.run", ".tracing.tracer",
-    ".store.http.client", ".runner.attempt_executor", ".trainer",
+    ".store.http.client", ".runner.runner", ".trainer",
 )]
 load(names)  # what others need of POSIX they have from here on
 for name in [name for name in sys.modules if name.split(".")[0] == "agentlightning"]:

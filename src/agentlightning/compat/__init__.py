@@ -37,8 +37,8 @@ MOVED = {
         "AgentError AgentLightningError AgentTimeoutError ConfigError ConflictError ContextLengthError DatasetError "
         "ExtensionError MissingExtraError MissingRewardError ModelNotFoundError NotFoundError PolicyError RankError "
         "ResumeError RewardError RewardServiceError RolloutRejectedError ServerError StoreAuthError StoreClosedError "
-        "StoreError StoreFullError StoreLostError StoreServerError TrainingStopped UnfaithfulSampleError "
-        "UnknownTokensError"
+        "StoreError StoreFullError StoreLostError StoreServerError StoreVersionError TrainingStopped "
+        "UnfaithfulSampleError UnknownTokensError"
     ),
     "evaluation.comparison": "Comparison",
     "evaluation.intervals": "Gain",

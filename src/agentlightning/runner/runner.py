@@ -22,23 +22,34 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from agentlightning.attempt_variables import PATIENCE_SECONDS, import_environment
+from agentlightning.attempt_variables import (
+    PATIENCE,
+    PATIENCE_SECONDS,
+    attempt_environment,
+    import_environment,
+    worker_environment,
+)
 from agentlightning.errors import (
+    AgentError,
     AgentLightningError,
+    AgentTimeoutError,
     ConfigError,
     ConflictError,
+    Failure,
     NotFoundError,
     StoreClosedError,
     StoreError,
 )
 from agentlightning.observability.logs import about
-from agentlightning.resources import NamedResources
-from agentlightning.rollouts import AttemptedRollout
+from agentlightning.resources import LLM, NamedResources, ProxyLLM
+from agentlightning.rollouts import AttemptedRollout, AttemptStatus
+from agentlightning.runner.agents.arguments import first_llm
 from agentlightning.runner.agents.spec import AgentLike
-from agentlightning.runner.attempt_executor import AttemptExecutor
 from agentlightning.runner.hosts.attempt_process import LostAttemptError
 from agentlightning.runner.hosts.host_pool import HostPool
-from agentlightning.runner.span_writer import SpanWriter
+from agentlightning.runner.hosts.messages import Done
+from agentlightning.runner.span_writer import SpanWriter, failure_span
+from agentlightning.span import ERROR_TYPE, TURN_LIMIT_REACHED
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.ids import new_id
 from agentlightning.tracing.outbox import Retry
@@ -220,7 +231,9 @@ class Runner:
         )
         self.error: BaseException | None = None
         """The error that ended the runner."""
-        self._secret = secret
+        self.server_url = server_url
+        """Where agents reach the gateway; None until it is known."""
+        self._secret, self._redirect = secret, redirect
         self._loaded = False
         self._concurrency = concurrency
         self._queues = None if queues is None else tuple(queues)
@@ -239,17 +252,6 @@ class Runner:
         self._counts = RunnerStatistics()
         self._active: dict[str, _ActiveAttempt] = {}
         self._writer = SpanWriter(store, self._retry, self._discard)
-        self._executor = AttemptExecutor(
-            store,
-            self.pool,
-            self._writer,
-            self._retry,
-            worker_id=self.worker_id,
-            secret=secret,
-            server_url=server_url,
-            redirect=redirect,
-            patience=patience,
-        )
         self._wake = asyncio.Event()
         self._ended = asyncio.Event()
         self._stop_at_once = asyncio.Event()
@@ -264,23 +266,13 @@ class Runner:
         """Rollouts whose next attempt has a process of its own."""
         self._helpers: list[asyncio.Task[None]] = []
 
-    @property
-    def server_url(self) -> str | None:
-        """Where agents reach the gateway; None until it is known."""
-        return self._executor.server_url
-
-    @server_url.setter
-    def server_url(self, url: str | None) -> None:
-        self._executor.server_url = url
-
     # -- life --------------------------------------------------------------------------------------------------------
 
     def start_hosts(self, redirect: bool | None = None) -> None:
         """Start importing the agent in another process, and return immediately. Needs no event loop and no server URL;
         with both a URL and `redirect`, clients that the agent creates at import time use that server too."""
-        executor = self._executor
-        executor.redirect = executor.redirect if redirect is None else redirect
-        url = executor.server_url if executor.redirect else None
+        self._redirect = self._redirect if redirect is None else redirect
+        url = self.server_url if self._redirect else None
         self.pool.spawn(None if url is None else import_environment(url, self._secret, self.worker_id))
 
     async def load(self) -> None:
@@ -297,10 +289,9 @@ class Runner:
 
     async def start(self, server_url: str | None = None, redirect: bool | None = None) -> None:
         """Wait until the runner has ended or has completed `max_rollouts`. Raises the error that ended it."""
-        executor = self._executor
-        executor.server_url = server_url or executor.server_url
-        executor.redirect = executor.redirect if redirect is None else redirect
-        if executor.server_url is None:
+        self.server_url = server_url or self.server_url
+        self._redirect = self._redirect if redirect is None else redirect
+        if self.server_url is None:
             raise ConfigError("the runner needs server_url, where agents reach the gateway; pass it to start()")
         await self.load()
         await self._retry(self._register)
@@ -520,7 +511,7 @@ class Runner:
         with about(rollout_id=claimed.rollout_id, attempt_id=claimed.attempt.attempt_id, worker_id=self.worker_id):
             rollout_id = claimed.rollout_id
             try:
-                outcome = await self._executor.execute(claimed, resources, rollout_id in self._alone)
+                outcome = await self._execute(claimed, resources, rollout_id in self._alone)
             except LostAttemptError as lost:
                 outcome = lost
             attempt = self._active.get(claimed.attempt.attempt_id)
@@ -532,9 +523,80 @@ class Runner:
             status, metadata = outcome
             if status == "succeeded":
                 self._alone.discard(rollout_id)
-            self._count(await self._executor.report(claimed, status, metadata))
+            self._count(await self._report(claimed, status, metadata))
             if status != "succeeded":
                 logger.info("an attempt ended as %s: %s", status, metadata["error"]["message"])
+
+    async def _execute(
+        self, claimed: AttemptedRollout, resources: NamedResources | None, alone: bool = False
+    ) -> tuple[AttemptStatus, dict[str, Any]]:
+        """Run an attempt until it ends: its status, and the metadata to store with it. One that fails because it has
+        had all the answers that it may have has not failed by itself: what it did until then is its rollout. Raises
+        LostAttemptError for one that is to be repeated. `alone`: in a process of its own."""
+        status, metadata = await self._outcome(claimed, resources, alone)
+        if status == "failed" and await self._ended_at_turn_limit(claimed, resources or {}):
+            return "succeeded", {**metadata, TURN_LIMIT_REACHED: True}
+        return status, metadata
+
+    async def _outcome(
+        self, claimed: AttemptedRollout, resources: NamedResources | None, alone: bool
+    ) -> tuple[AttemptStatus, dict[str, Any]]:
+        seconds = claimed.config.timeout_seconds
+        try:
+            if resources is None:
+                raise AgentError(f"the rollout asks for the resources {claimed.resources_id!r}, which the store lacks")
+            done = await self._run(claimed, resources, alone)
+        except LostAttemptError:
+            raise
+        except TimeoutError:
+            timeout = AgentTimeoutError(f"the agent did not end within its {seconds:g} s and was stopped")
+            return "timeout", self._record_failure(claimed, timeout)
+        except AgentError as error:
+            return "failed", self._record_failure(claimed, error)
+        if done.failure is not None:
+            return "failed", {"error": asdict(done.failure)}
+        return "succeeded", {} if done.output is None else {"output": done.output}
+
+    async def _ended_at_turn_limit(self, claimed: AttemptedRollout, resources: NamedResources) -> bool:
+        """Whether a call was refused because of the limit on answers."""
+        if not any(isinstance(each, LLM) and each.max_calls is not None for each in resources.values()):
+            return False
+        ids = claimed.rollout_id, claimed.attempt.attempt_id
+        spans = await self._retry(lambda: self.store.query_spans(*ids))
+        return any(span.attributes.get(ERROR_TYPE) == TURN_LIMIT_REACHED for span in spans)
+
+    async def _run(self, claimed: AttemptedRollout, resources: NamedResources, alone: bool) -> Done:
+        url = self.server_url or ""
+        ids = claimed.rollout_id, claimed.attempt.attempt_id
+        llm = first_llm(resources)
+        proxy_url = llm.root_url if isinstance(llm, ProxyLLM) else None
+        redirect = self._redirect or (self._redirect is None and proxy_url is not None)
+        environment = attempt_environment(url, self._secret, *ids, redirect=redirect, model_url=proxy_url)
+        environment[PATIENCE] = f"{self._retry.patience:g}"
+        if redirect:
+            environment |= worker_environment(proxy_url or url, self._secret, self.worker_id)
+        if redirect and llm is not None:
+            environment["AGL_MODEL"] = llm.model
+        timeout = claimed.config.timeout_seconds
+        return await self.pool.run(claimed, resources, url, environment, self._writer.put, timeout, alone)
+
+    def _record_failure(self, claimed: AttemptedRollout, error: AgentError) -> dict[str, Any]:
+        """Record a failure that the agent's process could not record itself."""
+        failure = Failure.of(error.with_traceback(None))  # the runner's own frames say nothing about the agent
+        self._writer.put([failure_span(claimed, failure)])
+        return {"error": asdict(failure)}
+
+    async def _report(self, claimed: AttemptedRollout, status: AttemptStatus, metadata: dict[str, Any]) -> str:
+        """Report the end of an attempt to the store. Returns its status, or "discarded" if the store had moved on."""
+        ids = (claimed.rollout_id, claimed.attempt.attempt_id)
+        try:
+            attempt = await self._retry(lambda: self.store.update_attempt(*ids, status=status, metadata=metadata))
+        except NotFoundError:
+            return "discarded"
+        except ConflictError:  # the store has ended it; if that was the same timeout, only the metadata is missing
+            attempt = await self._retry(lambda: self.store.update_attempt(*ids, metadata=metadata))
+            return status if attempt.status == status else "discarded"
+        return "discarded" if attempt.metadata.get("superseded") else status
 
     async def _repeat(self, claimed: AttemptedRollout, lost: LostAttemptError) -> None:
         """Requeue a rollout whose attempt was lost for no fault of its own."""

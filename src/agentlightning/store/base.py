@@ -36,11 +36,12 @@ sort by instead (None comes first), `sort_order` "desc" reverses the order; both
 # pyright: reportReturnType=false
 from __future__ import annotations
 
+import abc
+import functools
 import inspect
 import os
 import pkgutil
-from abc import ABC
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
@@ -109,7 +110,7 @@ class _OpeningSignature:
         return inspect.Signature([url], return_annotation="LightningStore")
 
 
-class LightningStore(TrajectoryQueries, ABC):
+class LightningStore(TrajectoryQueries, abc.ABC):
     """A store of rollouts, attempts, spans and resources. The base class of every kind of store.
 
     `LightningStore(url)` opens a durable store embedded in this process. url: a path, `sqlite:///PATH`,
@@ -495,6 +496,14 @@ class LightningStore(TrajectoryQueries, ABC):
     async def add_records(self, records: Sequence[RolloutRecord]) -> int:
         """Add rollouts as another store recorded them, in one transaction; returns how many are new. A known id is
         skipped. An unfinished rollout waits again: its attempts are superseded, an open one becomes `unresponsive`."""
+
+
+def implement(store: type[LightningStore], methods: Mapping[str, Callable[..., Any]]) -> None:
+    """Give a class of stores these methods of the contract, by name. Type checkers and editors see the signatures of
+    the contract."""
+    for name, method in methods.items():  # `updated`: it must not be abstract
+        setattr(store, name, functools.update_wrapper(method, getattr(LightningStore, name), updated=()))
+    abc.update_abstractmethods(store)
 
 
 LightningStoreBase = LightningStore

@@ -22,6 +22,11 @@ def new_id(kind: str) -> str:
     return f"{kind}-{time.time_ns() // 1_000_000:012x}{random_bits(48):012x}"
 
 
+def first_of_claim(claim_id: str | None) -> str | None:
+    """The id of the first attempt that a claim starts; None without a claim_id."""
+    return None if claim_id is None else claimed_id(claim_id, 0)
+
+
 def claimed_id(claim_id: str, index: int) -> str:
     """The id of the attempt that a claim starts at `index`: the same each time the claim is repeated. Its time is that
     of the claim_id, where `new_id` made that."""

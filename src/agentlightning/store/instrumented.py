@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from agentlightning.span import Span
-from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.base import LightningStoreBase, implement
 from agentlightning.store.types import RolloutRecord
 
 logger = logging.getLogger(__name__)
@@ -107,8 +107,6 @@ def _forward(name: str) -> Callable[..., Any]:
         self.notify_end(CallRecord(name, arguments, options, time.perf_counter() - start, result, spans=spans))
         return result
 
-    method.__name__ = name
-    method.__doc__ = getattr(LightningStoreBase, name).__doc__
     return method
 
 
@@ -126,12 +124,12 @@ METHODS: Final = tuple(
 )
 """The awaited methods of the contract."""
 
-_Generated: Any = type("InstrumentedStore", (_InstrumentedStore,), {name: _forward(name) for name in METHODS})
+implement(_InstrumentedStore, {name: _forward(name) for name in METHODS})
 
 
 def instrument(store: LightningStoreBase, observers: Sequence[Observer]) -> LightningStoreBase:
     """Wrap a store so that every call is reported to the observers."""
-    return _Generated(store, observers)
+    return _InstrumentedStore(store, observers)
 
 
 def ids_of(call: CallRecord) -> dict[str, str]:

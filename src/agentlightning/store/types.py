@@ -7,6 +7,7 @@ from typing import Any, Final, Literal
 
 from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
+from agentlightning.util.frozen_struct import FrozenStruct, as_dataclass
 
 SortOrder = Literal["asc", "desc"]
 FilterLogic = Literal["and", "or"]
@@ -68,8 +69,8 @@ class Queue:
     open: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
+@as_dataclass
+class Retention(FrozenStruct, frozen=True, forbid_unknown_fields=True):
     """Limits on the finished rollouts, which `prune` enforces; None: no limit. The oldest are removed first.
 
     >>> store = agl.InMemoryLightningStore()

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Final, cast
 
 from agentlightning.errors import ConfigError
-from agentlightning.rollouts import ATTEMPT_TRANSITIONS, ROLLOUT_TRANSITIONS
 from agentlightning.util.json_values import dumps
 
 MAX_TEXT: Final = 512
@@ -22,16 +21,19 @@ _url_part = re.compile(r"[A-Za-z0-9_:-]{1,128}")
 # -- JSON ------------------------------------------------------------------------------------------------------------
 
 
-def to_json(value: Any, what: str) -> str:
-    """`value` as JSON; `what` names it in the error. Refuses NaN and infinity, which orjson writes as null."""
+def to_json(value: Any, what: str, of: str = "") -> str:
+    """`value` as JSON; `what` names it in the error, and `of` what it belongs to. Refuses NaN and infinity, which
+    orjson writes as null."""
     try:
         text = dumps(value).decode()
     except TypeError as error:
         raise ConfigError(
-            f"{what} cannot be stored as JSON: {error}; use str, int, float, bool, None, list, dict"
+            f"{what}{of} cannot be stored as JSON: {error}; use str, int, float, bool, None, list, dict"
         ) from error
     if "null" in text and (found := find_not_finite(value)) is not None:
-        raise ConfigError(f"{what}{found[0]} is {found[1]}, which JSON cannot hold; leave it out or send it as text")
+        raise ConfigError(
+            f"{what}{found[0]}{of} is {found[1]}, which JSON cannot hold; leave it out or send it as text"
+        )
     return text
 
 
@@ -62,20 +64,20 @@ def find_not_finite(value: Any) -> tuple[str, float] | None:
 # -- arguments -------------------------------------------------------------------------------------------------------
 
 
-def check_text(value: Any, what: str) -> None:
-    """Refuse what is not text that every database can store."""
+def check_text(value: Any, what: str, of: str = "", limit: int = MAX_TEXT) -> None:
+    """Refuse what is not text that every database can store. `of` says what it belongs to."""
     if type(value) is str and value.isascii() and len(value) <= MAX_TEXT and "\0" not in value:
         return
     if not isinstance(value, str):
-        raise ConfigError(f"{what}={value!r} is not a string")
-    if len(value) > MAX_TEXT:
-        raise ConfigError(f"{what}={value[:40]!r}... has {len(value)} characters; the store takes {MAX_TEXT}")
+        raise ConfigError(f"{what}={value!r}{of} is not a string")
+    if len(value) > limit:
+        raise ConfigError(f"{what}={value[:40]!r}...{of} has {len(value)} characters; the store takes {limit}")
     if "\0" in value:
-        raise ConfigError(f"{what}={value!r} contains a NUL character; leave it out")
+        raise ConfigError(f"{what}={value!r}{of} contains a NUL character; leave it out")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{what}={value!r} is not Unicode text: {error.reason}") from error
+        raise ConfigError(f"{what}={value!r}{of} is not Unicode text: {error.reason}") from error
 
 
 def check_texts(values: Sequence[Any] | None, what: str) -> None:
@@ -107,15 +109,9 @@ def check_page(limit: Any, offset: Any = 0) -> tuple[int, int]:
     return (NO_LIMIT if limit == -1 else min(limit, NO_LIMIT)), min(offset, NO_LIMIT)
 
 
-def check_rollout_status(value: Any) -> str:
-    if value not in ROLLOUT_TRANSITIONS:
-        raise ConfigError(f"status={value!r} is not a rollout status; use one of {', '.join(ROLLOUT_TRANSITIONS)}")
-    return value
-
-
-def check_attempt_status(value: Any) -> str:
-    if value not in ATTEMPT_TRANSITIONS:
-        raise ConfigError(f"status={value!r} is not an attempt status; use one of {', '.join(ATTEMPT_TRANSITIONS)}")
+def check_status(value: Any, known: Collection[str], of: str = "") -> str:
+    if value not in known:
+        raise ConfigError(f"status={value!r}{of} is unknown; use one of {', '.join(known)}")
     return value
 
 

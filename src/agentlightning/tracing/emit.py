@@ -216,12 +216,11 @@ def record_event(
     attributes: Mapping[str, Any] | None,
     propagate: bool,
     error: str | None = None,
-    start_time: float | None = None,
 ) -> None:
     """Record a span. Where names collide, its own attributes take precedence over the user's."""
     further = dict(flatten(attributes)) if attributes else {}
     if propagate:
-        record(name, {**further, **own} if further else own, error, start_time)
+        record(name, {**further, **own} if further else own, error)
 
 
 def _number(value: Any, dimension: str | None = None) -> float:

@@ -322,9 +322,8 @@ def mark_critical() -> Generator[None]:
             _marked.reset(token)
 
 
-def inherited_scope() -> Scope | None:
-    """The scope that was entered or inherited, whether it is still valid or not."""
-    return _scope.get()
+inherited_scope = _scope.get
+"""The scope that was entered or inherited, whether it is still valid or not; None without one."""
 
 
 # -- entering one ------------------------------------------------------------------------------------------------------
@@ -332,17 +331,13 @@ def inherited_scope() -> Scope | None:
 
 def current_agent() -> str | None:
     """Name of the current agent: of the innermost `track_agent`, else of the scope."""
-    tracked = _agent.get()
-    if tracked is not None:
-        return tracked
-    inside = current_scope()
-    return inside and inside.agent
+    return agent_in(current_scope())
 
 
-def agent_in(inside: Scope) -> str | None:
+def agent_in(inside: Scope | None) -> str | None:
     """`current_agent` for a caller that already has the current scope."""
     tracked = _agent.get()
-    return inside.agent if tracked is None else tracked
+    return inside and inside.agent if tracked is None else tracked
 
 
 @contextmanager

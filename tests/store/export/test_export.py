@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import os
+import re
 import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -348,22 +349,38 @@ async def test_a_gzip_file_cut_off_is_named(other: LightningStoreBase, tmp_path:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda line: line.replace(b'"start_time":100.0,', b""), "line 4 of .*missing required field `start_time`"),
-        (lambda line: line.replace(b'"priority"', b'"colour"'), "line 4 of .*unknown field `colour`"),
-        (lambda line: line.replace(b'"succeeded"', b'"happy"'), "line 4 of .*Invalid enum value 'happy'"),
-        (lambda line: line.replace(b"100.0", b"NaN"), "line 4 of .*malformed"),
-        (lambda line: line.replace(b'"max_attempts":2', b'"max_attempts":0'), "line 4 of .*greater than or equal to 1"),
-        (lambda line: line.replace(b"6 x 7?", b"\xff"), "(?i)line 4 of .*utf-8"),
-        (lambda line: b"", "3 rollouts were exported and 2 are here"),
+        (lambda line: line.replace(b'"start_time":101.0,', b"", 1), "missing required field `start_time`"),
+        (lambda line: line.replace(b'"priority"', b'"colour"'), "unknown field `colour`"),
+        (lambda line: line.replace(b'"succeeded"', b'"happy"'), "Invalid enum value 'happy'"),
+        (lambda line: line.replace(b"101.0", b"NaN"), "malformed"),
+        (lambda line: line.replace(b'"max_attempts":2', b'"max_attempts":0'), "greater than or equal to 1"),
+        (lambda line: line.replace(b"6 x 7?", b"\xff"), "(?i:utf-8)"),
+        (lambda line: line[:100] + b"\n", "truncated"),
     ],
 )
-async def test_a_damaged_line_is_named(
+async def test_a_damaged_line_is_named_and_only_what_comes_before_it_is_imported(
     other: LightningStoreBase, tmp_path: Path, lines: list[bytes], damage: Any, message: str
 ) -> None:
     path = tmp_path / "damaged.jsonl"
-    path.write_bytes(b"".join([*lines[:3], damage(lines[3]), *lines[4:]]))
-    with pytest.raises(DatasetError, match=message):
+    path.write_bytes(b"".join([*lines[:4], damage(lines[4]), *lines[5:]]))
+    where, before = f"line 5 of {re.escape(str(path))}: ", r"What comes before is in the store \(1 rollouts\)"
+    with pytest.raises(DatasetError, match=f"{where}.*{message}.*{before}"):
         await import_store(other, path)
+    assert await everything(other) == [record(0)]
+    assert len(await other.query_resources()) == 2
+    path.write_bytes(b"".join(lines))
+    assert await import_store(other, path) == Imported(resources=2, rollouts=2, known=1)
+    assert await everything(other) == [record(number) for number in range(3)]
+
+
+async def test_a_line_that_was_removed_is_known_from_the_last_one(
+    other: LightningStoreBase, tmp_path: Path, lines: list[bytes]
+) -> None:
+    path = tmp_path / "damaged.jsonl"
+    path.write_bytes(b"".join([*lines[:4], *lines[5:]]))
+    with pytest.raises(DatasetError, match=f"line 6 of {path}: 3 rollouts were exported and 2 are here"):
+        await import_store(other, path)
+    assert await everything(other) == [record(0), record(2)]
 
 
 async def test_a_file_of_another_kind_is_refused_by_name(store: LightningStoreBase, tmp_path: Path) -> None:

@@ -73,8 +73,6 @@ class Invocation:
     cancelled: bool = False
     program: Stoppable | None = None
     """The attempt's program, if it is a command."""
-    cancel: Callable[[], object] | None = None
-    """Cancels an async agent that has an event loop of its own."""
     needs_process: str = ""
     """What it has touched that all attempts in its process share."""
 

@@ -17,6 +17,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
@@ -113,7 +114,7 @@ class RunningCommand:
     def _signal(self, number: signal.Signals) -> None:
         with self._lock:  # the group id cannot be reused until the program is waited for
             if self.process.returncode is None:
-                _signal_group(self.process.pid, number)
+                signal_group(self.process.pid, number)
 
     def communicate(self, task: bytes) -> str:
         """Write the task to stdin, read the output and wait for the program to exit."""
@@ -167,7 +168,7 @@ class RunningCommand:
         """Reap the program if it has exited and kill its group immediately, before the group id can be reused."""
         with self._lock:
             if self.process.returncode is None and self.process.poll() is not None:
-                _signal_group(self.process.pid, signal.SIGKILL)
+                signal_group(self.process.pid, signal.SIGKILL)
             return self.process.returncode is not None
 
     def _reap(self) -> None:
@@ -220,11 +221,10 @@ def _write(fd: int, waiting: memoryview) -> memoryview:
         return waiting[len(waiting) :]
 
 
-def _signal_group(group: int, number: signal.Signals) -> None:
-    try:
+def signal_group(group: int, number: signal.Signals) -> None:
+    """Signal what is left of a process group."""
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
-    except ProcessLookupError:
-        return
 
 
 def describe_exit(code: int) -> str:

@@ -45,14 +45,12 @@ def _finite(value: Any, source: str) -> float:
         number = float(value)
     except OverflowError:
         number = math.inf if value > 0 else -math.inf
-    if not math.isfinite(number):
-        raise RewardError(
-            f"{source} gave {number}, which cannot be learned from; return a finite number, "
-            "or raise an exception if there is no reward"
-        )
-    if abs(number) > MAX_REWARD:
-        raise RewardError(f"{source} gave {number:g}; rewards range from {-MAX_REWARD:g} to {MAX_REWARD:g}: scale it")
-    return number
+    if abs(number) <= MAX_REWARD:
+        return number
+    raise RewardError(
+        f"{source} gave {number:g}, which cannot be learned from: rewards range from {-MAX_REWARD:g} to "
+        f"{MAX_REWARD:g}; scale it, or raise an exception if there is no reward"
+    )
 
 
 @dataclass(frozen=True, slots=True)

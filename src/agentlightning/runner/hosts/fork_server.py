@@ -33,6 +33,7 @@ from typing import IO, Any, NoReturn, cast
 from agentlightning.errors import AgentError
 from agentlightning.runner import attempt_environ
 from agentlightning.runner.agents.agent import load_agent, load_object
+from agentlightning.runner.agents.command import signal_group
 from agentlightning.runner.agents.reward import RewardFunction
 from agentlightning.runner.hosts import context_propagation
 from agentlightning.runner.hosts.host import LoneHost, Setup, SharedHost
@@ -203,14 +204,14 @@ class ForkServer:
                 child = self._children.pop(ended[0], None)  # or an orphan
                 if child is not None:
                     self._ended_groups[ended[0]] = time.monotonic() + KILL_SECONDS
-                    _signal_group(ended[0], signal.SIGTERM)  # which multiprocessing's trackers of resources survive
+                    signal_group(ended[0], signal.SIGTERM)  # which multiprocessing's trackers of resources survive
                     self._report(child, os.waitstatus_to_exitcode(ended[1]))
 
     def _kill_groups(self, now: float) -> None:
         """Kill what is left of groups whose time is over."""
         for group in [group for group, until in self._ended_groups.items() if until <= now]:
             del self._ended_groups[group]
-            _signal_group(group, signal.SIGKILL)
+            signal_group(group, signal.SIGKILL)
 
     def _report(self, child: _Child, status: int) -> None:
         text = os.pread(child.report.fileno(), 64_000, 0).decode(errors="replace")
@@ -223,7 +224,7 @@ class ForkServer:
             time.sleep(0.01)
             self._reap()
         for pid in self._children:
-            _signal_group(pid, signal.SIGKILL)
+            signal_group(pid, signal.SIGKILL)
         self._kill_groups(math.inf)
         while (orphans := _child_pids()) and time.monotonic() < deadline + SHUTDOWN_SECONDS:
             for pid in orphans:
@@ -231,11 +232,6 @@ class ForkServer:
                     os.kill(pid, signal.SIGKILL)
             self._reap()
             time.sleep(0.01)
-
-
-def _signal_group(group: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
 
 
 def _adopt_orphans() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -164,19 +163,19 @@ async def import_store(store: LightningStoreBase, path: str | Path, *, report: R
     then been imported, and the import of a complete file adds the rest. Raises ConflictError if the store has other
     resources with the same id; no rollout has been added then.
     """
-    progress = _Progress()
+    done = Imported(0, 0, 0)
     source = Path(path)
     check_source(source)
     with closing(JsonlReader(source).items()) as items:
         while True:
             batch, error = await _in_thread(_next_batch, items)
-            await _add(store, batch, progress)
+            done = await _add(store, batch, done)
             if error is not None:
-                raise DatasetError(f"{error}. {progress.describe()}") from error
+                raise DatasetError(f"{error}. {_describe(done)}") from error
             if not batch:
-                return Imported(progress.resources, progress.rollouts, progress.known)
+                return done
             if report is not None:
-                report(progress.rollouts + progress.known, None)
+                report(done.rollouts + done.known, None)
 
 
 def check_source(path: Path) -> None:
@@ -187,20 +186,13 @@ def check_source(path: Path) -> None:
         raise DatasetError(f"there is no file {str(path)!r}; give the path of an export")
 
 
-@dataclass(slots=True)
-class _Progress:
-    resources: int = 0
-    rollouts: int = 0
-    known: int = 0
-
-    def describe(self) -> str:
-        found = self.rollouts + self.known
-        if not found and not self.resources:
-            return "Nothing was imported"
-        return (
-            f"What comes before is in the store ({found:,} rollouts); "
-            "importing a complete file adds the rest and repeats nothing"
-        )
+def _describe(done: Imported) -> str:
+    if done == Imported(0, 0, 0):
+        return "Nothing was imported"
+    return (
+        f"What comes before is in the store ({done.rollouts + done.known:,} rollouts); "
+        "importing a complete file adds the rest and repeats nothing"
+    )
 
 
 def _next_batch(items: Iterator[tuple[Item, int]]) -> tuple[list[Item], DatasetError | None]:
@@ -219,15 +211,13 @@ def _next_batch(items: Iterator[tuple[Item, int]]) -> tuple[list[Item], DatasetE
     return batch, None
 
 
-async def _add(store: LightningStoreBase, batch: Sequence[Item], progress: _Progress) -> None:
+async def _add(store: LightningStoreBase, batch: Sequence[Item], done: Imported) -> Imported:
     records: list[RolloutRecord] = []
     for item in batch:
         if isinstance(item, ResourcesRecord):
             await store.add_resources(item.resources, resources_id=item.resources_id)
-            progress.resources += 1
         else:
             records.append(item)
-    if records:
-        new = await store.add_records(records)
-        progress.rollouts += new
-        progress.known += len(records) - new
+    new = await store.add_records(records) if records else 0
+    resources = done.resources + len(batch) - len(records)
+    return Imported(resources, done.rollouts + new, done.known + len(records) - new)

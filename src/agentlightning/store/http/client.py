@@ -7,7 +7,6 @@ not idempotent by nature carries a key under which the store remembers its resul
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import dataclasses
 import functools
@@ -15,7 +14,7 @@ import inspect
 import math
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, cast
 
 import msgspec
 from msgspec import Raw, structs
@@ -27,7 +26,7 @@ from agentlightning.resources import named_resources
 from agentlightning.rollouts import EnqueueRolloutRequest, Rollout
 from agentlightning.span import LOGPROBS, Span
 from agentlightning.store import validation
-from agentlightning.store.base import LightningStoreBase, store_url
+from agentlightning.store.base import LightningStoreBase, implement, store_url
 from agentlightning.store.http.encoding import check_resources, decode_unknown, encode
 from agentlightning.store.http.operations import CURSORS, METHODS, SENDS_KEY, SLOW, hints_of, parameters_of
 from agentlightning.store.http.transport import ClientTransport
@@ -35,8 +34,6 @@ from agentlightning.store.ids import claimed_id, new_hex, new_id
 from agentlightning.store.instrumented import WAITING_CALLS
 from agentlightning.store.paging import PageSizer, read_pages
 from agentlightning.store.types import UNSET
-
-Client = TypeVar("Client", bound="type[LightningStoreBase]")
 
 WAIT_SECONDS: Final = 25.0
 """A call that waits is repeated after this time, so that nothing on the way takes the connection for dead."""
@@ -130,29 +127,6 @@ def _result_decoder(method: str) -> Callable[[bytes | Raw], Any]:
 # -- the client ------------------------------------------------------------------------------------------------------
 
 
-def _forwards(client: Client) -> Client:
-    """Class decorator: every method of the contract that the class does not define sends its arguments to the server.
-    Type checkers and editors see the signatures of the contract."""
-    for name in METHODS:
-        if name not in vars(client):
-            setattr(client, name, _forwarder(name))
-    return abc.update_abstractmethods(client)
-
-
-def _forwarder(name: str) -> Callable[..., Any]:
-    bind = inspect.Signature(list(parameters_of(name).values())).bind
-    ids = GENERATED_IDS.get(name, {})
-
-    async def forward(self: LightningStoreClient, *positional: Any, **keywords: Any) -> Any:
-        arguments = bind(*positional, **keywords).arguments
-        arguments |= {argument: new_id(kind) for argument, kind in ids.items() if arguments.get(argument) is None}
-        return await self._forward(name, arguments)  # pyright: ignore[reportPrivateUsage]
-
-    functools.update_wrapper(forward, getattr(LightningStoreBase, name), updated=())  # it must not be abstract
-    return forward
-
-
-@_forwards
 class LightningStoreClient(LightningStoreBase):
     """A store in another process or on another machine. Any number of tasks, event loops and threads may use one
     object at the same time; it can be pickled.
@@ -181,15 +155,8 @@ class LightningStoreClient(LightningStoreBase):
         token = (os.environ.get("AGL_TOKEN") or None) if token is None else token
         self._transport = ClientTransport(url, token, timeout, patience)
         self._releases: set[asyncio.Task[None]] = set()
-
-    @property
-    def token(self) -> str | None:
-        """The access token that calls carry."""
-        return self._transport.token
-
-    @property
-    def url(self) -> str:
-        return self._transport.url
+        self.url, self.token = self._transport.url, token
+        """Of the server, and the access token that calls carry."""
 
     def __repr__(self) -> str:
         return f"LightningStoreClient({self.url!r})"
@@ -292,6 +259,22 @@ class LightningStoreClient(LightningStoreBase):
             lists = await asyncio.gather(*(self.query_spans(each, "latest", tokens=tokens) for each in ids))
             for rollout_id, spans in zip(ids, lists, strict=True):
                 yield rollout_id, spans
+
+
+def _forwarder(name: str) -> Callable[..., Any]:
+    bind = inspect.Signature(list(parameters_of(name).values())).bind
+    ids = GENERATED_IDS.get(name, {})
+
+    async def forward(self: LightningStoreClient, *positional: Any, **keywords: Any) -> Any:
+        arguments = bind(*positional, **keywords).arguments
+        arguments |= {argument: new_id(kind) for argument, kind in ids.items() if arguments.get(argument) is None}
+        return await self._forward(name, arguments)  # pyright: ignore[reportPrivateUsage]
+
+    return forward
+
+
+_FORWARDED: Final = [name for name in METHODS if name not in vars(LightningStoreClient)]
+implement(LightningStoreClient, {name: _forwarder(name) for name in _FORWARDED})
 
 
 def _is_complete(result: Any, arguments: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ import importlib.metadata
 import time
 from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache
-from typing import Annotated, Any, Final, Literal, cast, get_type_hints
+from typing import Annotated, Any, Final, Literal, cast
 
 import msgspec
 import orjson
@@ -22,10 +22,10 @@ from pydantic import BaseModel, ValidationError
 
 from agentlightning.errors import ConfigError
 from agentlightning.resources import NamedResources, ResourcesUpdate, named_resources
-from agentlightning.rollouts import Attempt, EnqueueRolloutRequest, Rollout, RolloutConfig
+from agentlightning.rollouts import Attempt, Rollout, RolloutConfig
 from agentlightning.span import Span, SpanEvent
 from agentlightning.store.http.errors import decode_error
-from agentlightning.store.types import Retention, RolloutRecord, Worker
+from agentlightning.store.types import RolloutRecord, Worker
 from agentlightning.tracing import conventions
 
 BASE_PATH: Final = "/v1/agl"
@@ -139,20 +139,6 @@ class RecordBody(Struct, kw_only=True):
     spans: list[SpanBody] = []
 
 
-def _body_type(kind: Any) -> type[Struct]:
-    """A msgspec type for a dataclass; it rejects unknown fields."""
-    types = get_type_hints(kind)
-    fields: list[Any] = []
-    for field in dataclasses.fields(kind):
-        given = () if field.default is dataclasses.MISSING else (field.default,)
-        fields.append((field.name, Integer if types[field.name] is int else types[field.name], *given))
-    return msgspec.defstruct(kind.__name__, fields, module=kind.__module__, kw_only=True, forbid_unknown_fields=True)
-
-
-EnqueueBody: Final = _body_type(EnqueueRolloutRequest)
-RetentionBody: Final = _body_type(Retention)
-
-
 # -- conversion ------------------------------------------------------------------------------------------------------
 
 
@@ -241,11 +227,7 @@ BODIES: Final[dict[Any, Any]] = {
     RolloutRecord: RecordBody,
 }
 """Types of the contract that have another shape in the REST API."""
-INPUTS: Final[dict[Any, Any]] = {
-    NamedResources: Resources,
-    EnqueueRolloutRequest: EnqueueBody,
-    Retention: RetentionBody,
-}
+INPUTS: Final[dict[Any, Any]] = {NamedResources: Resources}
 """Types of arguments that are decoded as another shape, in the REST API and in batches."""
 _TO_REST: Final[dict[Any, Callable[[Any], Any]]] = {
     dict: statistics_body,
@@ -258,8 +240,6 @@ _FROM_WIRE: Final[dict[Any, Callable[[Any], Any]]] = {
     SpanBody: lambda body: _complete(span_of(body)),
     RecordBody: lambda body: RolloutRecord(body.rollout, tuple(body.attempts), tuple(map(span_of, body.spans))),
     Resources: dict,
-    EnqueueBody: lambda body: EnqueueRolloutRequest(**msgspec.structs.asdict(body)),
-    RetentionBody: lambda body: Retention(**msgspec.structs.asdict(body)),
 }
 
 

@@ -25,7 +25,7 @@ from agentlightning.store import validation
 from agentlightning.store.sql import mapping, pack, queries, rollouts, spans
 from agentlightning.store.sql.pack import SpanPack
 from agentlightning.store.sql.schema import MAX_PACK, OPEN, RESOURCES, AttemptRow, RolloutRow
-from agentlightning.store.sql.spans import SpanQuery, SpanWriter
+from agentlightning.store.sql.spans import SpanWriter
 from agentlightning.store.sql.tx import ATTEMPTS, SPANS, Connection, Tx, insert_sql
 from agentlightning.store.types import Retention, RolloutRecord
 from agentlightning.util.json_values import loads
@@ -216,10 +216,11 @@ class Excess:
 
 
 def read_records(connection: Connection, rollout_ids: Sequence[str]) -> list[RolloutRecord]:
+    validation.check_texts(rollout_ids, "rollout_ids")
     records: list[RolloutRecord] = []
     for rollout_id in rollout_ids:
         attempts = queries.attempts(connection, rollout_id)
-        found = spans.query(connection, SpanQuery(rollout_id))
+        found = spans.query(connection, rollout_id)
         rollout = queries.rollout(connection, rollout_id)
         assert rollout is not None
         records.append(RolloutRecord(rollout, tuple(attempts), tuple(found)))
@@ -228,7 +229,6 @@ def read_records(connection: Connection, rollout_ids: Sequence[str]) -> list[Rol
 
 class PreparedPack(NamedTuple):
     pack: SpanPack
-    body: bytes
     superseded: bool
     """Whether the attempt was superseded when it sent these spans."""
 
@@ -270,8 +270,7 @@ def prepare(record: RolloutRecord) -> PreparedRecord:
 
 
 def _check_rollout(rollout: Rollout) -> None:
-    if rollout.status not in ROLLOUT_TRANSITIONS:
-        raise ConfigError(f"status={rollout.status!r} of rollout {rollout.rollout_id!r} is not a rollout status")
+    validation.check_status(rollout.status, ROLLOUT_TRANSITIONS, f" of rollout {rollout.rollout_id!r}")
     validation.check_time(rollout.start_time, "start_time")
     if rollout.status in FINISHED:
         validation.check_time(rollout.end_time, "end_time")
@@ -289,8 +288,7 @@ def _pack(some: Sequence[Span]) -> tuple[PreparedPack, ...]:
             last = (superseded, list[Span]())
             groups.append(last)
         last[1].append(span)
-    packs = ((pack.pack(group), superseded) for superseded, group in groups)
-    return tuple(PreparedPack(each, each.body, superseded) for each, superseded in packs)
+    return tuple(PreparedPack(pack.pack(group), superseded) for superseded, group in groups)
 
 
 def _attempt_row(rollout: RolloutRow, attempt: Attempt, superseded: bool, packs: Sequence[PreparedPack]) -> AttemptRow:
@@ -301,8 +299,7 @@ def _attempt_row(rollout: RolloutRow, attempt: Attempt, superseded: bool, packs:
             validation.check_time(value, name)
     if attempt.worker_id is not None:
         validation.check_text(attempt.worker_id, "worker_id")
-    if attempt.status not in ATTEMPT_TRANSITIONS:
-        raise ConfigError(f"status={attempt.status!r} of attempt {attempt.attempt_id!r} is not an attempt status")
+    validation.check_status(attempt.status, ATTEMPT_TRANSITIONS, f" of attempt {attempt.attempt_id!r}")
     status, metadata, end_time = str(attempt.status), attempt.metadata, attempt.end_time
     if status in OPEN:
         error = rollouts.failure("Superseded", "its rollout was taken to another store")
@@ -313,8 +310,7 @@ def _attempt_row(rollout: RolloutRow, attempt: Attempt, superseded: bool, packs:
         *(attempt.last_heartbeat_time, validation.dict_to_json(metadata, "metadata"), int(superseded)),
         max((max(each.pack.sequence_ids) for each in packs), default=0),
         sum(each.pack.count for each in packs),
-        sum(len(each.body) + 9 * each.pack.count for each in packs),
-        *(None, None, None, 1),
+        sum(len(each.pack.body) + 9 * each.pack.count for each in packs),
         rollout=rollout,
         stored=False,
     )
@@ -342,7 +338,7 @@ def add_records(tx: Tx, writer: SpanWriter, records: Sequence[PreparedRecord]) -
         for prepared, packs in record.attempts:
             attempt = tx.add_attempt(structs.replace(prepared, rollout=rollout))
             writer.forget(attempt)
-            for part, body, superseded in packs:
-                size = writer.add_pack(tx, attempt, part, body, part.sequence_ids[0], int(superseded))
+            for part, superseded in packs:
+                size = writer.add_pack(tx, attempt, part, part.sequence_ids[0], int(superseded))
                 tx.set(attempt, bytes=attempt.bytes + size)
     return len(new)

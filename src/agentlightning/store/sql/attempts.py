@@ -135,7 +135,6 @@ def expire(tx: Tx) -> float | None:
     for worker in map(tx.worker, names):
         if worker.lost_at is not None and worker.lost_at <= now:
             tx.set(worker, lost_at=None, lost=1)
-            tx.mark()
             message = f"its worker {worker.worker_id!r} gave no sign of life for {worker.lease_seconds or 0:g} s"
             for attempt_id, rollout_id in list(worker.open_attempts.items()):
                 attempt = tx.rollout(rollout_id).attempts[attempt_id]
@@ -167,9 +166,7 @@ def _end(tx: Tx, attempt: AttemptRow, status: str, error: dict[str, str]) -> Non
     try:
         set_attempt_status(tx, attempt, status, error)
         record_failure(tx, worker, attempt)
-    except StoreError as refusal:
-        tx.undo()
+    except StoreError as refusal:  # before anything was changed
         tx.set(attempt, timeout_at=None, silent_at=None)
         if is_current(attempt):
             set_aside(tx, attempt.rollout, refusal)
-    tx.mark()

@@ -2,7 +2,7 @@
 
 Callers in any event loop submit a command and await its future. The committer takes everything queued as one batch: the
 rows it names are loaded at once, each command runs as a function of the transaction, the changes are written and
-committed, and only then are the results delivered: a result is durable. A command that raises is undone alone. Long
+committed, and only then are the results delivered: a result is durable. A command that raises fails alone. Long
 queries run on a thread and a connection of their own, which see everything that was answered.
 
 A command that finds nothing to do yet may return WAIT. It runs again after each batch that may concern it, until it
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from agentlightning.errors import StoreClosedError, StoreError
+from agentlightning.errors import StoreClosedError, StoreError, StoreVersionError
 from agentlightning.rollouts import is_private_queue
 from agentlightning.store.clock import Clock
 from agentlightning.store.sql import attempts
@@ -57,7 +57,7 @@ class DatabaseThread:
     """A thread, its connection, and the queue of commands. Used as it is, it runs queries."""
 
     def __init__(self, name: str, database: Database, connection: Connection) -> None:
-        self._database = database
+        self._database, self.name = database, database.name
         self._connection = connection
         self._queue: deque[Command] = deque()
         self._lock = threading.Lock()
@@ -69,27 +69,14 @@ class DatabaseThread:
         self._closed = False
         self._reading = False
         """A read-only transaction is open."""
-        self._crash: BaseException | None = None
+        self.crash: BaseException | None = None
         """The error that ended the thread."""
         self._running: list[Command] = []
         """The batch that is being run."""
         self._process_id = os.getpid()
         self.observe: CommandObserver | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def name(self) -> str:
-        return self._database.name
-
-    @property
-    def crashed(self) -> bool:
-        """Whether an error has ended the thread."""
-        return self._crash is not None
-
-    @property
-    def thread(self) -> threading.Thread:
-        return self._thread
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
 
     def submit(self, command: Command) -> None:
         """Queue a command; its future is resolved in its own event loop."""
@@ -113,8 +100,8 @@ class DatabaseThread:
     def _closed_error(self) -> StoreClosedError:
         if self._process_id != os.getpid():
             return StoreClosedError(f"{self.name} was opened by a parent process; open it again in this one")
-        if self._crash is not None:
-            return StoreClosedError(f"{self.name}: its thread ended with {self._crash!r}; open it again")
+        if self.crash is not None:
+            return StoreClosedError(f"{self.name}: its thread ended with {self.crash!r}; open it again")
         return StoreClosedError(f"{self.name} is closed; open it again with LightningStore(...)")
 
     def _notify(self) -> None:
@@ -164,9 +151,9 @@ class DatabaseThread:
         self._reject_all(f"{self.name} was closed while this call waited")
 
     def _on_crash(self, error: BaseException) -> None:
-        logger.critical("%s: the thread %s has ended: %r", self.name, self._thread.name, error, exc_info=error)
+        logger.critical("%s: the thread %s has ended: %r", self.name, self.thread.name, error, exc_info=error)
         with self._lock:
-            self._crash = error
+            self.crash = error
             self._closed = True
         running, self._running = self._running, []
         reason = f"{self.name}: its thread ended with {error!r} before it answered this call"
@@ -201,8 +188,8 @@ class DatabaseThread:
         for last in (False,) * (MAX_ATTEMPTS - 1) + (True,):
             try:
                 if not self._reading:
-                    self._connection.begin(False)
                     self._reading = True
+                    self._connection.begin(False)
                 return command, command.run(self._connection), None
             except Exception as error:  # noqa: BLE001  the caller raises it
                 self._end_reading()
@@ -275,8 +262,8 @@ class _Committed(NamedTuple):
     """Without the deadlines set by this transaction."""
 
 
-class _CannotUndoError(Exception):
-    """A command raised an error, the cause of this one, after something that it changed was written."""
+class _CommandError(Exception):
+    """A command raised an error, the cause of this one, after it had changed something."""
 
     def __init__(self, command: Command) -> None:
         super().__init__(command.name)
@@ -310,9 +297,7 @@ class Committer(DatabaseThread):
         """Logged once, not for each tick that fails the same way."""
         self._committed: list[Result] = []
         """Durable results that are not delivered yet."""
-        self.batches = 0
         self.commits = 0
-        self.commands = 0
         super().__init__(name, database, connection)
         self._listener = None
         try:
@@ -403,48 +388,47 @@ class Committer(DatabaseThread):
         started = time.perf_counter()
         results = self._try_batch(batch)
         self._committed += results
-        self.batches += 1
-        self.commands += len(batch)
         if self.observe is not None:
             seconds = time.perf_counter() - started
             for command, _, _ in results:
                 self._notify_observer(command, started, seconds, len(batch))
 
     def _try_batch(self, batch: list[Command]) -> list[Result]:
-        """Run a batch in one transaction. If that fails, possibly through one command, run each in its own."""
-        for last in (False,) * (MAX_ATTEMPTS - 1) + (True,):
+        """Run a batch in one transaction, without the commands that fail after they have changed something. If it fails
+        otherwise, possibly through one command, run each in its own."""
+        failed: list[Result] = []
+        attempts_left = MAX_ATTEMPTS
+        while True:
             results: list[Result] = []
             try:
                 committed = self._transact(batch, results)
-            except _CannotUndoError as error:
+                break
+            except _CommandError as error:
                 self._undo_all(results)
-                return self._without(error.command, batch, error.__cause__)
+                guilty = error.command
+                guilty.done = True
+                self._waiters.remove(guilty)
+                failed.append((guilty, None, error.__cause__))
+                batch = [command for command in batch if command is not guilty]
             except Exception as error:  # noqa: BLE001  every caller of the batch raises it
                 self._undo_all(results)
-                if not last and self._database.may_retry(error):
+                attempts_left -= 1
+                if attempts_left and self._database.may_retry(error):
                     continue
                 fatal = isinstance(error, StoreError) or self._database.is_fatal(error)
-                if len(batch) > 1 and not fatal:
-                    text = "a transaction of %d calls was rolled back; retrying each call on its own: %r"
-                    logger.warning(text, len(batch), error)
-                    return [result for command in batch for result in self._try_batch([command])]
-                return self._failures(batch, results, error)
-            try:
-                self._after_commit(committed)
-            except Exception:  # what is durable must not run again
-                logger.exception("%s: failed after a commit; rows in memory are dropped and read again", self.name)
-                self._reset()
-            for command, _, _ in results:
-                self._waiters.remove(command)
-            return results
-        raise AssertionError("unreachable")
-
-    def _without(self, guilty: Command, batch: list[Command], error: BaseException | None) -> list[Result]:
-        """The results of a batch of which one command failed, and could not be undone alone."""
-        guilty.done = True
-        self._waiters.remove(guilty)
-        rest = [command for command in batch if command is not guilty]
-        return [(guilty, None, error), *self._try_batch(rest)]
+                if fatal or len(batch) <= 1:
+                    return failed + self._failures(batch, results, error)
+                text = "a transaction of %d calls was rolled back; retrying each call on its own: %r"
+                logger.warning(text, len(batch), error)
+                return failed + [result for command in batch for result in self._try_batch([command])]
+        try:
+            self._after_commit(committed)
+        except Exception:  # what is durable must not run again
+            logger.exception("%s: failed after a commit; rows in memory are dropped and read again", self.name)
+            self._reset()
+        for command, _, _ in results:
+            self._waiters.remove(command)
+        return failed + results
 
     def _undo_all(self, results: list[Result]) -> None:
         self._roll_back()
@@ -469,7 +453,8 @@ class Committer(DatabaseThread):
         self._last_tick = self._clock.steady()
         known = isinstance(error, (*self._database.errors, StoreError))
         fault = self._explain(error) if known else StoreError(f"{self.name}: {error!r}")
-        commands = dict.fromkeys([*batch, *(command for command, _, _ in results)])
+        waiting = self._waiters.all() if isinstance(error, StoreVersionError) else ()  # no later transaction succeeds
+        commands = dict.fromkeys([*batch, *(command for command, _, _ in results), *waiting])
         if commands or str(fault) != self._last_failure:
             what = "a transaction was rolled back" if commands else "the store could not check deadlines; retrying"
             logger.warning("%s: %s", what, fault, exc_info=error)
@@ -495,7 +480,6 @@ class Committer(DatabaseThread):
         self._prefetch(writing)
         for command, value in undelivered:
             command.undo(tx, value)
-            tx.mark()
         for command in writing:
             if not isinstance(command, ClaimRollouts):
                 self._run_command(command, results)
@@ -617,6 +601,7 @@ class Committer(DatabaseThread):
 
     def _execute(self, command: Command, run: Callable[[Tx], Any], results: list[Result]) -> bool:
         tx = self.tx
+        tx.changed = False
         try:
             if command.idempotent is None:
                 value = run(tx)
@@ -625,16 +610,11 @@ class Committer(DatabaseThread):
         except self._database.errors:
             raise
         except Exception as error:
-            if self.spans.touched:
-                self.spans.clear()
-            if tx.written:
-                raise _CannotUndoError(command) from error
-            tx.undo()
+            if tx.changed:
+                raise _CommandError(command) from error
             command.done = True
             results.append((command, None, error))
             return True
-        tx.mark()
-        self.spans.touched = False
         if value is WAIT:
             command.wait(self._waiters)
             return False

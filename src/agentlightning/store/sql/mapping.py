@@ -6,8 +6,9 @@ import logging
 import struct
 from collections.abc import Callable, Container, Hashable, Sequence
 from functools import lru_cache
-from typing import Any, Final, cast
+from typing import Any, Final, cast, get_args, get_type_hints
 
+from msgspec import Struct
 from pydantic import ValidationError
 
 from agentlightning.errors import ConfigError, StoreError
@@ -24,7 +25,15 @@ from agentlightning.rollouts import (
 )
 from agentlightning.store import validation
 from agentlightning.store.ids import new_id
-from agentlightning.store.sql.schema import AttemptColumns, AttemptRow, RolloutColumns, RolloutRow, WorkerColumns
+from agentlightning.store.sql.schema import (
+    AttemptColumns,
+    AttemptRow,
+    RolloutColumns,
+    RolloutRow,
+    WorkerColumns,
+    attempt_columns,
+    rollout_columns,
+)
 from agentlightning.store.types import Worker
 from agentlightning.util.json_values import loads
 
@@ -132,19 +141,18 @@ def new_rollout(request: EnqueueRolloutRequest, time: float) -> tuple[Rollout, R
     return rollout, row
 
 
-_NUMBER: Final = (float, int)
-_TEXT_OR_NONE: Final = (str, type(None))
-_NUMBER_OR_NONE: Final = (float, int, type(None))
-_ROLLOUT: Final = (
-    *(str, str, _TEXT_OR_NONE, _TEXT_OR_NONE, str, _NUMBER, _NUMBER_OR_NONE, _TEXT_OR_NONE),
-    *(str, int, str, int),
-)
-"""The types of the columns, which SQLite does not enforce."""
-_ATTEMPT: Final = (str, int, str, _NUMBER, _NUMBER_OR_NONE, _TEXT_OR_NONE, _NUMBER_OR_NONE, str)
+def _kinds(columns: type[Struct]) -> tuple[Any, ...]:
+    """The types of the columns, which SQLite does not enforce."""
+    hints = [get_args(hint) or (hint,) for hint in get_type_hints(columns).values()]
+    return tuple([(*kinds, int) if float in kinds else kinds for kinds in hints])
 
 
-def _check(row: Sequence[Any], kinds: Sequence[Any], status: Any, known: Container[Any]) -> None:
-    if status not in known or not all(map(isinstance, row, kinds)):
+_ROLLOUT: Final = _kinds(RolloutColumns)
+_ATTEMPT: Final = _kinds(AttemptColumns)
+
+
+def _check(columns: Sequence[Any], kinds: Sequence[Any], status: Any, known: Container[Any]) -> None:
+    if status not in known or not all(map(isinstance, columns, kinds)):
         raise TypeError("a column has a value of another type")
 
 
@@ -152,17 +160,14 @@ def to_rollout(row: RolloutColumns) -> Rollout:
     return Rollout(*_rollout_fields(row))
 
 
-def to_attempted(row: RolloutColumns, attempt: AttemptColumns) -> AttemptedRollout:
+def to_attempted(attempt: AttemptRow) -> AttemptedRollout:
+    row = attempt.rollout
     return AttemptedRollout(*_rollout_fields(row), attempt=to_attempt(attempt, row.rollout_id))
 
 
 def _rollout_fields(row: RolloutColumns) -> tuple[Any, ...]:
     try:
-        columns = (
-            *(row.rollout_id, row.input, row.mode, row.resources_id, row.status, row.start_time, row.end_time),
-            *(row.config, row.metadata, row.attempt_count, row.queue, row.priority),
-        )
-        _check(columns, _ROLLOUT, row.status, ROLLOUT_TRANSITIONS)
+        _check(rollout_columns(row), _ROLLOUT, row.status, ROLLOUT_TRANSITIONS)
         config = DEFAULT_CONFIG if row.config is None else load_config(row.config)
         return (
             *(row.rollout_id, loads(row.input), row.start_time, row.status, row.mode, row.resources_id, row.end_time),
@@ -203,11 +208,7 @@ def repairs(row: RolloutRow) -> tuple[dict[str, Any], dict[str, str]]:
 
 def to_attempt(row: AttemptColumns, rollout_id: str) -> Attempt:
     try:
-        columns = (
-            *(row.attempt_id, row.sequence_id, row.status, row.start_time, row.end_time),
-            *(row.worker_id, row.last_heartbeat_time, row.metadata),
-        )
-        _check(columns, _ATTEMPT, row.status, ATTEMPT_TRANSITIONS)
+        _check(attempt_columns(row), _ATTEMPT, row.status, ATTEMPT_TRANSITIONS)
         metadata = load_dict(row.metadata)
     except UNREADABLE as error:
         raise _damaged_attempt(row.attempt_id, rollout_id, error) from error

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import re
 import struct
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from struct import Struct as Layout
@@ -41,7 +42,7 @@ from agentlightning.span import (
     SpanEvent,
     new_span_id,
 )
-from agentlightning.store.validation import find_not_finite
+from agentlightning.store import validation
 from agentlightning.util.json_values import dumps, loads
 from agentlightning.util.random_ids import random_bytes
 
@@ -68,21 +69,14 @@ class SpanPack(Struct, frozen=True, gc=False):
     """`span_ids` as `join_ids` encodes them."""
     sequence_ids: tuple[int, ...]
     """As the caller gave them; 0: the store assigns the next one."""
-    json: bytes
-    numbers: bytes = b""
+    body: bytes
+    """The encoded spans, which `unpack` decodes."""
     prompts: tuple[tuple[int, bytes], ...] = ()
     """(index of the span, tokens of its prompt), for those that are kept apart."""
 
     @property
     def count(self) -> int:
         return len(self.span_ids)
-
-    @property
-    def body(self) -> bytes:
-        """The encoded spans, which `unpack` decodes."""
-        if not self.numbers and not self.prompts and self.json.startswith(b"["):
-            return self.json
-        return _header.pack(len(self.json)) + self.json + self.numbers
 
 
 # -- spans to bytes --------------------------------------------------------------------------------------------------
@@ -127,8 +121,10 @@ def pack(spans: Sequence[Span]) -> SpanPack:
     span_ids = split_ids(generated) if generated else tuple([span_id or new_span_id() for span_id in requested_ids])
     _check_text(spans, span_ids, texts)
     _check_sequence_ids(spans, sequence_ids)
-    ids = generated or join_ids(span_ids)
-    return SpanPack(span_ids, ids, tuple(sequence_ids), _dump(rows, spans), b"".join(numbers), tuple(prompts))
+    ids, body = generated or join_ids(span_ids), _dump(rows, spans)
+    if any(numbers) or prompts:
+        body = b"".join([_header.pack(len(body)), body, *numbers])
+    return SpanPack(span_ids, ids, tuple(sequence_ids), body, tuple(prompts))
 
 
 def _long_row(
@@ -181,11 +177,14 @@ def _dump(rows: list[tuple[Any, ...]], spans: Sequence[Span]) -> bytes:
         json = dumps(rows)
     except TypeError as error:
         for span in spans:
-            _refuse_not_json(span)
+            _refuse_values(span)
         raise ConfigError(f"these spans cannot be stored as JSON: {error}") from error
     if _has_null(json):
         for span in spans:
-            _refuse_not_finite(span)
+            events = [(event.timestamp, event.attributes) for event in span.events]
+            values = (span.start_time, span.end_time, span.attributes, span.resource, events)
+            if validation.find_not_finite(values) is not None:
+                _refuse_values(span)
     return json
 
 
@@ -396,7 +395,6 @@ def read_logprobs(data: bytes) -> list[float]:
 
 MAX_SEQUENCE_ID: Final = 2**53
 """Larger integers are rounded by JSON parsers of other languages."""
-MAX_ID_CHARACTERS: Final = 512
 
 _EXPECTED: Final = frozenset(
     (str, start, end, str, parent, str, message, dict)
@@ -419,7 +417,7 @@ def _check_fields(span: Span) -> None:
     texts |= {"parent_id": span.parent_id or "", "status_message": span.status_message or ""}
     for field, value in texts.items():
         if not isinstance(value, str):
-            raise ConfigError(f"{field}={value!r} of span {span.name!r} is not a string")
+            validation.check_text(value, field, _of(span))
     for field, time in (("start_time", span.start_time), ("end_time", 0 if span.end_time is None else span.end_time)):
         if not isinstance(time, int | float) or isinstance(time, bool):
             raise ConfigError(f"{field}={time!r} of span {span.name!r} is not a number of seconds since 1970")
@@ -430,31 +428,18 @@ def _check_fields(span: Span) -> None:
 def _check_text(spans: Sequence[Span], span_ids: Sequence[str], others: Sequence[str]) -> None:
     """Refuse an id or a name that not every database can store. others: every name and other id of the spans."""
     parts = [*span_ids, *others]
-    try:
+    if set(map(type, span_ids)) <= {str}:
         text = "".join(parts)
-    except TypeError as error:
-        bad = next(value for value in span_ids if not isinstance(value, str))
-        raise ConfigError(f"span_id={bad!r} is not a string") from error
-    if "\0" not in text and text.isascii() and max(map(len, parts), default=0) <= MAX_ID_CHARACTERS:
-        return
+        if "\0" not in text and text.isascii() and max(map(len, parts), default=0) <= validation.MAX_TEXT:
+            return
     for span, span_id in zip(spans, span_ids, strict=True):
-        ids = (("span_id", span_id), ("trace_id", span.trace_id), ("parent_id", span.parent_id or ""))
-        for field, value in (*ids, ("name", span.name)):
-            _check_one_text(field, value, span)
-        for field, value in ids:
-            if len(value) > MAX_ID_CHARACTERS:
-                raise ConfigError(
-                    f"{field} of span {span.name!r} has {len(value)} characters; the store takes {MAX_ID_CHARACTERS}"
-                )
+        validation.check_text(span.name, "name", _of(span), sys.maxsize)
+        for field, value in (("span_id", span_id), ("trace_id", span.trace_id), ("parent_id", span.parent_id or "")):
+            validation.check_text(value, field, _of(span))
 
 
-def _check_one_text(field: str, value: str, span: Span) -> None:
-    if "\0" in value:
-        raise ConfigError(f"{field}={value!r} of span {span.name!r} contains a NUL character; leave it out")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{field}={value!r} of span {span.name!r} is not Unicode text: {error.reason}") from error
+def _of(span: Span) -> str:
+    return f" of span {span.name!r}"
 
 
 def _check_sequence_ids(spans: Sequence[Span], sequence_ids: Sequence[int]) -> None:
@@ -481,31 +466,11 @@ def _parts(span: Span) -> list[tuple[str, Any]]:
     return parts
 
 
-def _refuse_not_json(span: Span) -> None:
-    """Refuse a value that orjson does not encode."""
+def _refuse_values(span: Span) -> None:
+    """Refuse a value that JSON cannot hold."""
     containers = [span.attributes, span.resource, *(event.attributes for event in span.events)]
     for name in (name for container in containers for name in container):
         if not isinstance(name, str):
             raise ConfigError(f"{name!r}, the name of an attribute of span {span.name!r}, is not a string")
     for name, value in _parts(span):
-        try:
-            dumps(value)
-        except TypeError as error:
-            raise ConfigError(
-                f"{name} of span {span.name!r} cannot be stored as JSON: {error}; "
-                "use str, int, float, bool, None, list, dict"
-            ) from error
-
-
-def _refuse_not_finite(span: Span) -> None:
-    """Refuse NaN and infinity, which orjson writes as null."""
-    events = [(event.timestamp, event.attributes) for event in span.events]
-    if find_not_finite((span.start_time, span.end_time, span.attributes, span.resource, events)) is None:
-        return
-    for name, value in _parts(span):
-        found = find_not_finite(value)
-        if found is not None:
-            raise ConfigError(
-                f"{name}{found[0]} is {found[1]} in span {span.name!r}, which JSON cannot hold; "
-                "leave it out or send it as text"
-            )
+        validation.to_json(value, name, _of(span))

@@ -1,4 +1,7 @@
-"""Queries of rollouts, attempts, resources, workers, queues and totals; the fields and the order of lists."""
+"""Queries of rollouts, attempts, resources, workers, queues and totals; the fields and the order of lists.
+
+What a method of the contract reads is a function here, or in spans.py, of a connection and the arguments of the method.
+"""
 
 from __future__ import annotations
 
@@ -99,10 +102,6 @@ class Order:
         return f"ORDER BY {column}{suffix} NULLS {'LAST' if self.descending else 'FIRST'}, {place}{suffix}"
 
 
-NATURAL: Final = Order()
-"""Without `sort_by`."""
-
-
 def check_logic(filter_logic: FilterLogic) -> bool:
     """Whether one filter is enough. Raises ConfigError for an unknown logic."""
     if filter_logic not in ("and", "or"):
@@ -116,8 +115,8 @@ def check_logic(filter_logic: FilterLogic) -> bool:
 class Filters:
     """Conditions with the value of each. Raises ConfigError for a value that is no filter."""
 
-    def __init__(self, any_of: bool = False) -> None:
-        self._any_of = any_of
+    def __init__(self, filter_logic: FilterLogic = "and") -> None:
+        self._any_of = check_logic(filter_logic)
         """Whether one of them is enough."""
         self._conditions: list[str] = []
         self.values: list[Any] = []
@@ -154,23 +153,23 @@ class RolloutFilters(Filters):
 
     def __init__(
         self,
-        status_in: Sequence[str] | None,
-        rollout_id_in: Sequence[str] | None,
-        rollout_id_contains: str | None,
-        queue_in: Sequence[str] | None,
-        mode_in: Sequence[str] | None,
-        any_of: bool,
+        status_in: Sequence[str] | None = None,
+        rollout_id_in: Sequence[str] | None = None,
+        rollout_id_contains: str | None = None,
+        queue_in: Sequence[str] | None = None,
+        mode_in: Sequence[str] | None = None,
+        filter_logic: FilterLogic = "and",
     ) -> None:
-        super().__init__(any_of)
+        super().__init__(filter_logic)
         self.among("r.status", "status_in", status_in).among("r.rollout_id", "rollout_id_in", rollout_id_in)
         self.contains("r.rollout_id", "rollout_id_contains", rollout_id_contains)
         self.among("r.queue", "queue_in", queue_in).among("r.mode", "mode_in", mode_in)
         self.statuses, self.queues = status_in, queue_in
-        one_of_two = any_of and status_in is not None and queue_in is not None
+        one_of_two = self._any_of and status_in is not None and queue_in is not None
         counted = (each is not None for each in (status_in, queue_in))
         self.counted = len(self.values) == sum(counted) and not one_of_two
         """Whether the table of counters has how many rollouts fit."""
-        self.by_status = status_in is not None and not any_of
+        self.by_status = status_in is not None and not self._any_of
 
 
 # -- rollouts --------------------------------------------------------------------------------------------------------
@@ -178,21 +177,26 @@ class RolloutFilters(Filters):
 
 def rollouts(
     connection: Connection,
-    position: str,
-    filters: RolloutFilters,
-    order: Order,
-    after: str | None,
-    limit: int,
-    offset: int,
+    *,
+    newest_first: bool = False,
+    sort_by: str | None = None,
+    sort_order: SortOrder = "asc",
+    after: str | None = None,
+    limit: int = -1,
+    offset: int = 0,
+    **given: Any,
 ) -> list[Rollout]:
-    """position: the SQL of the place of a rollout in order of creation."""
+    """given: those of RolloutFilters."""
+    filters, position = RolloutFilters(**given), connection.position
+    limit, offset = validation.check_cursor(after, limit, offset)
+    order = Order.of("rollouts", sort_by, "desc" if newest_first and sort_by is None else sort_order, after)
     others: list[str] = []
     bounds: list[int] = []
     if order.natural and (after is not None or limit < validation.NO_LIMIT):
         bounds.append(connection.last_position())
         others.append(f"{position} <= ?")
     if after is not None:
-        bounds.append(_position_of(connection, position, after))
+        bounds.append(_position_of(connection, after))
         others.append(f"{position} {'<' if order.descending else '>'} ?")
     values, end = filters.values, min(limit + offset, validation.NO_LIMIT)
     column = None if order.field is None else f"r.{order.field}"
@@ -209,7 +213,8 @@ def rollouts(
     return [mapping.to_rollout(RolloutColumns(*row[:-1])) for row in rows]
 
 
-def count_rollouts(connection: Connection, filters: RolloutFilters) -> int:
+def count_rollouts(connection: Connection, **given: Any) -> int:
+    filters = RolloutFilters(**given)
     if not filters.counted:
         sql = f"SELECT count(*) FROM rollouts r {filters.where()}"
         return int(connection.all(sql, *filters.values)[0][0])
@@ -218,8 +223,8 @@ def count_rollouts(connection: Connection, filters: RolloutFilters) -> int:
     return sum(number for queue, number in totals.items() if filters.queues is None or queue in filters.queues)
 
 
-def _position_of(connection: Connection, position: str, rollout_id: str) -> int:
-    rows = connection.all(f"SELECT {position} FROM rollouts r WHERE r.rollout_id = ?", rollout_id)
+def _position_of(connection: Connection, rollout_id: str) -> int:
+    rows = connection.all(f"SELECT {connection.position} FROM rollouts r WHERE r.rollout_id = ?", rollout_id)
     if not rows:
         raise NotFoundError(f"no rollout {rollout_id!r} in this store")
     return rows[0][0]
@@ -229,6 +234,7 @@ _ROLLOUT: Final = f"SELECT {select('r', ROLLOUT)} FROM rollouts r WHERE r.rollou
 
 
 def rollout(connection: Connection, rollout_id: str) -> Rollout | None:
+    validation.check_text(rollout_id, "rollout_id")
     rows = connection.all(_ROLLOUT, rollout_id)
     return mapping.to_rollout(RolloutColumns(*rows[0])) if rows else None
 
@@ -247,22 +253,34 @@ def _attempts(connection: Connection, condition: str, *values: Any) -> list[Atte
 
 
 def attempts(
-    connection: Connection, rollout_id: str, order: Order = NATURAL, limit: int = validation.NO_LIMIT, offset: int = 0
+    connection: Connection,
+    rollout_id: str,
+    *,
+    sort_by: str | None = None,
+    sort_order: SortOrder = "asc",
+    limit: int = -1,
+    offset: int = 0,
 ) -> list[Attempt]:
+    validation.check_text(rollout_id, "rollout_id")
+    limit, offset = validation.check_page(limit, offset)
+    order = Order.of("attempts", sort_by, sort_order)
     where = "WHERE r.rollout_id = ? AND a.sequence_id > ? ORDER BY a.sequence_id LIMIT ?"  # numbered from 1, no gaps
     page = (offset, limit) if order.natural else (0, validation.NO_LIMIT)
     found = _attempts(connection, where, rollout_id, *page)
     if not found:
-        _position_of(connection, "r.key", rollout_id)
+        _position_of(connection, rollout_id)
     return found if order.natural else order.page(found, limit, offset)
 
 
 def attempts_of(connection: Connection, rollout_id: str, attempt_id: str | None) -> list[AttemptColumns]:
     """The rows of all attempts of a rollout, of one, or of the "latest"."""
+    validation.check_text(rollout_id, "rollout_id")
+    if attempt_id is not None:
+        validation.check_text(attempt_id, "attempt_id")
     rows = connection.all(f"{_ATTEMPTS}WHERE r.rollout_id = ? ORDER BY a.sequence_id", rollout_id)
     found = [AttemptColumns(*row[:-1]) for row in rows]
     if not found:
-        _position_of(connection, "r.key", rollout_id)
+        _position_of(connection, rollout_id)
     if attempt_id is None:
         return found
     if attempt_id == "latest":
@@ -274,18 +292,21 @@ def attempts_of(connection: Connection, rollout_id: str, attempt_id: str | None)
 
 
 def attempt(connection: Connection, attempt_id: str) -> Attempt | None:
+    validation.check_text(attempt_id, "attempt_id")
     found = _attempts(connection, "WHERE a.attempt_id = ?", attempt_id)
     return found[0] if found else None
 
 
 def latest_attempt(connection: Connection, rollout_id: str) -> Attempt | None:
+    validation.check_text(rollout_id, "rollout_id")
     found = _attempts(connection, f"WHERE r.rollout_id = ? {_LATEST}", rollout_id)
     if not found:
-        _position_of(connection, "r.key", rollout_id)
+        _position_of(connection, rollout_id)
     return found[0] if found else None
 
 
 def latest_attempts(connection: Connection, rollout_ids: Sequence[str]) -> list[Attempt]:
+    validation.check_texts(rollout_ids, "rollout_ids")
     return _attempts(connection, f"WHERE r.rollout_id = ANY (?) {_LATEST}", list(rollout_ids))
 
 
@@ -301,6 +322,7 @@ def find_resources(connection: Connection, resources_id: str) -> Any:
 
 
 def resources(connection: Connection, resources_id: str) -> ResourcesUpdate | None:
+    validation.check_text(resources_id, "resources_id")
     row = find_resources(connection, resources_id)
     return None if row is None else mapping.to_resources(row)
 
@@ -311,9 +333,21 @@ def latest_resources(connection: Connection) -> ResourcesUpdate | None:
 
 
 def resources_page(
-    connection: Connection, filters: Filters, order: Order, after: str | None, limit: int, offset: int
+    connection: Connection,
+    *,
+    resources_id: str | None = None,
+    resources_id_contains: str | None = None,
+    sort_by: str | None = None,
+    sort_order: SortOrder = "asc",
+    after: str | None = None,
+    limit: int = -1,
+    offset: int = 0,
 ) -> list[ResourcesUpdate]:
     """Those that cannot be read are left out and named in the log."""
+    filters = Filters().equals("s.resources_id", "resources_id", resources_id)
+    filters.contains("s.resources_id", "resources_id_contains", resources_id_contains)
+    limit, offset = validation.check_cursor(after, limit, offset)
+    order = Order.of("resources", sort_by, sort_order, after)
     key = _key_after(connection, "resources", "resources_id", after)
     column = None if order.field is None else f"s.{order.field}"
     if order.field == "update_time":
@@ -343,7 +377,7 @@ def _key_after(connection: Connection, table: str, column: str, after: str | Non
 
 # -- workers and queues ----------------------------------------------------------------------------------------------
 
-WORKER_STATUS: Final = (
+_STATUS: Final = (
     f"CASE WHEN w.lost <> 0 THEN 'lost' WHEN EXISTS (SELECT 1 FROM attempts WHERE {IS_OPEN} "
     "AND worker_id = w.worker_id AND superseded = 0) THEN 'busy' ELSE 'idle' END"
 )
@@ -351,13 +385,27 @@ _WORKERS: Final = f"SELECT {select('w', WORKER)} FROM workers w "
 
 
 def worker(connection: Connection, worker_id: str) -> Worker | None:
+    validation.check_text(worker_id, "worker_id")
     found = _with_open_attempts(connection, connection.all(f"{_WORKERS}WHERE w.worker_id = ?", worker_id))
     return found[0] if found else None
 
 
 def workers(
-    connection: Connection, filters: Filters, order: Order, after: str | None, limit: int, offset: int
+    connection: Connection,
+    *,
+    status_in: Sequence[str] | None = None,
+    worker_id_contains: str | None = None,
+    filter_logic: FilterLogic = "and",
+    sort_by: str | None = None,
+    sort_order: SortOrder = "asc",
+    after: str | None = None,
+    limit: int = -1,
+    offset: int = 0,
 ) -> list[Worker]:
+    limit, offset = validation.check_cursor(after, limit, offset)
+    order = Order.of("workers", sort_by, sort_order, after)
+    filters = Filters(filter_logic).among(_STATUS, "status_in", status_in)
+    filters.contains("w.worker_id", "worker_id_contains", worker_id_contains)
     key = _key_after(connection, "workers", "worker_id", after)
     page = (limit, offset) if order.natural else (validation.NO_LIMIT, 0)
     sql = f"{_WORKERS}{filters.where('w.key > ?')} ORDER BY w.key LIMIT ? OFFSET ?"

@@ -25,11 +25,11 @@ from agentlightning.rollouts import (
     is_private_queue,
 )
 from agentlightning.store import validation
-from agentlightning.store.ids import claimed_id, new_id
+from agentlightning.store.ids import claimed_id, first_of_claim, new_id
 from agentlightning.store.sql import mapping
 from agentlightning.store.sql.schema import OPEN, AttemptRow, RolloutRow, WorkerRow
 from agentlightning.store.sql.tx import LOAD_BY_KEY, Tx
-from agentlightning.store.sql.waiting import WAIT, Command, QueueNames, Waiters
+from agentlightning.store.sql.waiting import WAIT, Command, QueueNames, Waiters, given
 from agentlightning.store.types import Unset
 
 logger = logging.getLogger(__name__)
@@ -56,15 +56,16 @@ def set_attempt_status(tx: Tx, attempt: AttemptRow, status: str, error: dict[str
             f"attempt {attempt.attempt_id!r} of rollout {rollout.rollout_id!r} is {old!r} and cannot become "
             f"{status!r}; from there it may become: {_listed(ATTEMPT_TRANSITIONS[old])}"
         )
-    if old == "unresponsive" or error is not None:  # a lost attempt that comes back has no error any more
-        metadata = mapping.metadata_of(attempt)
-        if metadata.pop("error", None) is not None or error is not None:
-            _set_metadata(tx, attempt, metadata if error is None else {**metadata, "error": error})
     target = _rollout_status(attempt, status)
     if status == "timeout" and old == "unresponsive" and rollout.status == "requeuing":
         target = "requeuing"  # the loss of the attempt already earned a retry, and the timeout does not revoke it
-    _set_status(tx, attempt, status, keep_timeout=target not in FINISHED)
+    metadata = mapping.metadata_of(attempt) if old == "unresponsive" or error is not None else {}
     set_rollout_status(tx, rollout, target)
+    _set_status(tx, attempt, status, keep_timeout=target not in FINISHED)
+    if error is not None:
+        _set_metadata(tx, attempt, {**metadata, "error": error})
+    elif metadata.pop("error", None) is not None:  # a lost attempt that comes back has no error any more
+        _set_metadata(tx, attempt, metadata)
 
 
 def _set_status(tx: Tx, attempt: AttemptRow, status: str, keep_timeout: bool) -> None:
@@ -155,13 +156,9 @@ def _listed(statuses: frozenset[str]) -> str:
 def requeue(tx: Tx, rollout_id: str, reason: str) -> Rollout:
     rollout = tx.rollout(rollout_id)
     if rollout.status not in WAITING:
-        _requeue(tx, rollout, reason)
+        set_rollout_status(tx, rollout, "requeuing")
+        close_attempts(tx, rollout, reason)
     return mapping.to_rollout(rollout)
-
-
-def _requeue(tx: Tx, rollout: RolloutRow, reason: str) -> None:
-    close_attempts(tx, rollout, reason)
-    set_rollout_status(tx, rollout, "requeuing")
 
 
 def cancel(tx: Tx, rollout_id: str) -> Rollout:
@@ -172,8 +169,8 @@ def cancel(tx: Tx, rollout_id: str) -> Rollout:
 
 
 def _cancel(tx: Tx, rollout: RolloutRow) -> None:
-    close_attempts(tx, rollout, "the rollout was cancelled")
     set_rollout_status(tx, rollout, "cancelled")
+    close_attempts(tx, rollout, "the rollout was cancelled")
 
 
 def update(tx: Tx, rollout_id: str, changes: dict[str, Any], status: str | Unset) -> Rollout:
@@ -181,10 +178,10 @@ def update(tx: Tx, rollout_id: str, changes: dict[str, Any], status: str | Unset
     rollout = tx.rollout(rollout_id)
     if isinstance(changes.get("resources_id"), str):
         tx.check_resources(changes["resources_id"])
+    if not isinstance(status, Unset):
+        _update_status(tx, rollout, validation.check_status(status, ROLLOUT_TRANSITIONS))
     if changes:
         tx.set(rollout, **changes)
-    if not isinstance(status, Unset):
-        _update_status(tx, rollout, validation.check_rollout_status(status))
     return mapping.to_rollout(rollout)
 
 
@@ -194,7 +191,7 @@ def _update_status(tx: Tx, rollout: RolloutRow, status: str) -> None:
     if status == old:
         return
     if status == "requeuing" and old not in WAITING:
-        _requeue(tx, rollout, "update_rollout set it to requeuing")
+        requeue(tx, rollout.rollout_id, "update_rollout set it to requeuing")
         return
     if status == "cancelled":
         _cancel(tx, rollout)
@@ -239,8 +236,8 @@ def set_aside(tx: Tx, rollout: RolloutRow, error: StoreError) -> None:
         number = changes["attempt_count"]
         tx.add_attempt(
             AttemptRow(
-                *(0, rollout.key, number, new_id("at"), "failed", tx.wall, tx.wall, None, None, text),
-                *(0, 0, 0, 0, None, None, None, 1),
+                *(0, rollout.key, number, new_id("at"), "failed", tx.wall, tx.wall),
+                metadata=text,
                 rollout=rollout,
                 stored=False,
             )
@@ -280,16 +277,16 @@ def start(tx: Tx, new: New, has_id: bool, worker_id: str | None, claim_id: str |
     _, row = new
     tx.check_resources(row.resources_id)
     if before := claimed_before(tx, claim_id, 1):
-        return mapping.to_attempted(before[0].rollout, before[0])
+        return mapping.to_attempted(before[0])
     if has_id and tx.find_rollout(row.rollout_id) is not None:
         raise ConflictError(f"rollout {row.rollout_id!r} exists already; use start_attempt")
-    return claim(tx, add(tx, row), worker_id, None if claim_id is None else claimed_id(claim_id, 0))
+    return claim(tx, add(tx, row), worker_id, first_of_claim(claim_id))
 
 
 def start_attempt(tx: Tx, rollout_id: str, worker_id: str | None, claim_id: str | None) -> AttemptedRollout:
     if before := claimed_before(tx, claim_id, 1):
-        return mapping.to_attempted(before[0].rollout, before[0])
-    return claim(tx, tx.rollout(rollout_id), worker_id, None if claim_id is None else claimed_id(claim_id, 0))
+        return mapping.to_attempted(before[0])
+    return claim(tx, tx.rollout(rollout_id), worker_id, first_of_claim(claim_id))
 
 
 # -- claims ----------------------------------------------------------------------------------------------------------
@@ -302,17 +299,20 @@ def claim(tx: Tx, rollout: RolloutRow, worker_id: str | None, attempt_id: str | 
         raise ConflictError(f"rollout {rollout.rollout_id!r} has {rollout.status}; enqueue the task as a new rollout")
     worker = None if worker_id is None else tx.worker(worker_id)
     number = rollout.attempt_count + 1
+    config = mapping.DEFAULT_CONFIG if rollout.config is None else mapping.config_of(rollout)
     if rollout.attempt_count:
         close_attempts(tx, rollout, f"attempt {number} was started")
-    config = mapping.DEFAULT_CONFIG if rollout.config is None else mapping.config_of(rollout)
     timeout, silence = config.timeout_seconds, config.unresponsive_seconds
     timeout_at = None if timeout is None else tx.steady + timeout
     silent_at = None if silence is None else tx.steady + silence
     _apply(tx, rollout, "preparing", attempt_count=number)
     attempt = tx.add_attempt(
         AttemptRow(
-            *(0, rollout.key, number, attempt_id or new_id("at"), "preparing", tx.wall, None, worker_id, None, "{}"),
-            *(0, 0, 0, 0, timeout_at, silence, silent_at, 1),
+            *(0, rollout.key, number, attempt_id or new_id("at"), "preparing", tx.wall),
+            worker_id=worker_id,
+            timeout_at=timeout_at,
+            silence=silence,
+            silent_at=silent_at,
             rollout=rollout,
             stored=False,
         )
@@ -322,7 +322,7 @@ def claim(tx: Tx, rollout: RolloutRow, worker_id: str | None, attempt_id: str | 
             tx.note_deadline(deadline)
     if worker is not None:
         beat_worker(tx, worker)
-    return mapping.to_attempted(rollout, attempt)
+    return mapping.to_attempted(attempt)
 
 
 def beat_worker(tx: Tx, worker: WorkerRow, **changes: Any) -> None:
@@ -368,8 +368,7 @@ class ClaimRollouts(Command):
         self, name: str, limit: int, worker_id: str | None, queues: Sequence[str] | None, claim_id: str | None
     ) -> None:
         super().__init__(name, self._repeat)
-        self.workers = () if worker_id is None else (worker_id,)
-        self.attempts = () if claim_id is None else (claimed_id(claim_id, 0),)
+        self.workers, self.attempts = given(worker_id), given(first_of_claim(claim_id))
         self.queues: QueueNames = None if queues is None else tuple(dict.fromkeys(queues))
         self.limit = limit
         self._worker_id = worker_id
@@ -386,7 +385,7 @@ class ClaimRollouts(Command):
             if attempt.status == "preparing" and not attempt.superseded:
                 tx.set(attempt, claims=attempt.claims + 1)
         self._answer_counts = [attempt.claims for attempt in before]
-        return [mapping.to_attempted(attempt.rollout, attempt) for attempt in before] or WAIT
+        return [*map(mapping.to_attempted, before)] or WAIT
 
     def claim(self, tx: Tx, claims: Claims) -> Any:
         """Return the result, or WAIT."""
@@ -413,7 +412,6 @@ class ClaimRollouts(Command):
                     set_aside(tx, rollout, error)
             if len(sound) == len(found):
                 return found
-            tx.mark()
             claims.clear()
 
     def on_timeout(self, tx: Tx) -> list[AttemptedRollout]:
@@ -424,7 +422,7 @@ class ClaimRollouts(Command):
         release_claim(tx, zip(result, self._answer_counts, strict=True))
 
     def wait(self, waiters: Waiters) -> None:
-        waiters.add_claim(self, self.queues)
+        waiters.add_claim(self)
 
 
 class Claims:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any, ClassVar, Final, Protocol, get_args, get_type_hints
 
 from msgspec import Struct, field
 
-from agentlightning.errors import StoreError
+from agentlightning.errors import StoreVersionError
 
 SCHEMA_VERSION: Final = 1
 _SINCE: Final = "2.0.0"
 """Beside the version in the table `about`, as development versions of 2.0 counted schemas of their own."""
+FIND_VERSION: Final = "SELECT value FROM about WHERE name = 'schema_version'"
+"""What a transaction begins with (`check_version`), unless nobody else has written."""
 MAX_PACK: Final = 128
 """Spans in one pack at most."""
 IS_WAITING: Final = "status IN ('queuing', 'requeuing')"
@@ -50,7 +53,6 @@ class RolloutRow(RolloutColumns, eq=False, kw_only=True):
 
     table: ClassVar[str] = "rollouts"
     stored: bool = True
-    mark: int = 0
     attempts: dict[str, AttemptRow] = field(default_factory=dict[str, "AttemptRow"])
     """By id, the latest one last."""
     counted: str | None = None
@@ -68,23 +70,23 @@ class AttemptColumns(Struct, eq=False):
     attempt_id: str
     status: str
     start_time: float
-    end_time: float | None
-    worker_id: str | None
-    last_heartbeat_time: float | None
-    metadata: str
-    superseded: int
-    last_span: int
+    end_time: float | None = None
+    worker_id: str | None = None
+    last_heartbeat_time: float | None = None
+    metadata: str = "{}"
+    superseded: int = 0
+    last_span: int = 0
     """The highest sequence number assigned."""
-    spans: int
-    bytes: int
+    spans: int = 0
+    bytes: int = 0
     """Of its packs and prompts."""
-    timeout_at: float | None
+    timeout_at: float | None = None
     """Its deadline, on the steady clock."""
-    silence: float | None
+    silence: float | None = None
     """How long it may send no heartbeat."""
-    silent_at: float | None
+    silent_at: float | None = None
     """The deadline that follows from it."""
-    claims: int
+    claims: int = 1
     """How often its claim was answered: more than once if it was repeated."""
 
 
@@ -93,7 +95,6 @@ class AttemptRow(AttemptColumns, eq=False, kw_only=True):
 
     table: ClassVar[str] = "attempts"
     stored: bool = True
-    mark: int = 0
     rollout: RolloutRow
 
 
@@ -113,7 +114,6 @@ class WorkerRow(WorkerColumns, eq=False, kw_only=True):
 
     table: ClassVar[str] = "workers"
     stored: bool = True
-    mark: int = 0
     open_attempts: dict[str, str] = field(default_factory=dict[str, str])
     """The rollout id by attempt id, the newest attempt last."""
 
@@ -122,6 +122,9 @@ Row = RolloutRow | AttemptRow | WorkerRow
 ROLLOUT: Final = RolloutColumns.__struct_fields__
 ATTEMPT: Final = AttemptColumns.__struct_fields__
 WORKER: Final = WorkerColumns.__struct_fields__
+rollout_columns: Final = attrgetter(*ROLLOUT)
+attempt_columns: Final = attrgetter(*ATTEMPT)
+worker_columns: Final = attrgetter(*WORKER)
 PACK: Final = ("key", "attempt_key", "first_sequence", "count", "superseded", "ids", "body")
 """`count` spans, MAX_PACK at most, whose sequence numbers are consecutive and begin with `first_sequence`."""
 RESOURCES: Final = ("resources_id", "version", "create_time", "body", "update_time")
@@ -206,7 +209,8 @@ class Schema(Protocol):
     """The name of the database in errors."""
 
     def exclusive(self) -> AbstractContextManager[Any]:
-        """A transaction during which no other process changes the schema; rolled back if the block raises."""
+        """A transaction during which no other process changes the schema, and none that uses an existing one is in a
+        transaction; rolled back if the block raises."""
         ...
 
     def create(self) -> None:
@@ -233,8 +237,8 @@ def _version(about: Mapping[str, str]) -> str:
 
 
 def migrate(schema: Schema, latest: int = SCHEMA_VERSION, steps: Mapping[int, Step] = STEPS) -> None:
-    """Bring a database to version `latest` in one transaction. Raises StoreError for one of another version, or no
-    store: this code could lose what is in it."""
+    """Bring a database to version `latest` in one transaction. Raises StoreVersionError for one of another version, and
+    StoreError for no store: this code could lose what is in it."""
     if _version(schema.about()) == str(latest):
         return
     with schema.exclusive():
@@ -253,9 +257,20 @@ def migrate(schema: Schema, latest: int = SCHEMA_VERSION, steps: Mapping[int, St
 def _steps(name: str, found: str, latest: int, steps: Mapping[int, Step]) -> list[Step]:
     numbers = range(int(found) + 1, latest + 1) if found.isdecimal() else ()
     if not numbers or not set(numbers) <= steps.keys():
-        raise StoreError(
-            f"{name} was written by another version of agentlightning (its schema is "
-            f"{found or 'of a development one'}, this one has {latest}); export it with that version (agl store "
-            "export FILE.jsonl) and import the file into a new store with this one (agl store import FILE.jsonl)"
-        )
+        raise _refusal(name, found or "of a development one", latest)
     return [steps[number] for number in numbers]
+
+
+def check_version(name: str, found: str) -> None:
+    """Called with the answer to FIND_VERSION when a transaction has begun. Raises StoreVersionError where a process of
+    a later version has migrated the database since it was opened."""
+    if found != str(SCHEMA_VERSION):
+        raise _refusal(name, found, SCHEMA_VERSION)
+
+
+def _refusal(name: str, found: str, own: int) -> StoreVersionError:
+    return StoreVersionError(
+        f"{name} was written by another version of agentlightning (its schema is {found}, this one has {own}); use "
+        "that version, or export it with that version (agl store export FILE.jsonl) and import the file into a new "
+        "store with this one (agl store import FILE.jsonl)"
+    )

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from operator import attrgetter
 from typing import Any, Final
 
 from msgspec import Struct
 
-from agentlightning.errors import NotFoundError
+from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.span import DAMAGED, SUPERSEDED, Span
 from agentlightning.store import validation
 from agentlightning.store.sql import attempts, mapping, pack
 from agentlightning.store.sql.pack import SpanPack
 from agentlightning.store.sql.prompts import PromptCache, PromptReader, place_of
-from agentlightning.store.sql.queries import NATURAL, Order, attempts_of
+from agentlightning.store.sql.queries import Order, attempts_of, check_logic
 from agentlightning.store.sql.schema import MAX_PACK, PACK, AttemptColumns, AttemptRow, select
 from agentlightning.store.sql.tx import Connection, Tx
 from agentlightning.store.sql.waiting import check_known
+from agentlightning.store.types import FilterLogic, SortOrder
 
 # -- the spans of one call -------------------------------------------------------------------------------------------
 
@@ -41,10 +42,9 @@ class AttemptSpans:
     """The spans of one call that belong to one attempt: packed in the caller's thread, then stored, then returned as
     stored."""
 
-    __slots__ = ("_positions", "_spans", "attempt_id", "body", "named", "pack", "rollout_id")
+    __slots__ = ("_positions", "_spans", "attempt_id", "named", "pack", "rollout_id")
 
     pack: SpanPack
-    body: bytes
 
     def __init__(self, rollout_id: str, attempt_id: str) -> None:
         validation.check_text(rollout_id, "rollout_id")
@@ -69,7 +69,6 @@ class AttemptSpans:
     def seal(self) -> None:
         """Validate and pack the spans."""
         self.pack = pack.pack(self._spans)
-        self.body = self.pack.body
 
     def read_result(self, result: SpanWriteResult, output: list[Any]) -> None:
         """Put each span, as it was stored, at its position in `output`."""
@@ -170,12 +169,9 @@ class SpanWriter:
     def __init__(self, connection: Connection) -> None:
         self._ids = SpanIds()
         self._prompts = PromptCache(connection)
-        self.touched = False
-        """The command that is running has added something to what is remembered."""
 
     def clear(self) -> None:
         """After something was undone: what is remembered may not be in the database."""
-        self.touched = False
         self._ids.clear()
         self._prompts.clear()
 
@@ -189,20 +185,19 @@ class SpanWriter:
             self.forget(attempt)
         repeated = self._repeated(tx, group, attempt)
         existing: dict[int, Span] = {}
-        new, body = group.pack, group.body
+        new = group.pack
         if repeated:
             stored = _by_id(tx, attempt, set(repeated.values()))
             existing = {index: stored[span_id] for index, span_id in repeated.items() if span_id in stored}
             new = pack.select(new, [index for index in range(new.count) if index not in repeated])
-            body = new.body
         sequence_ids = _assign_sequence_ids(new.sequence_ids, attempt.last_span)
         superseded = attempt.superseded
         count = len(new.span_ids)
         if count:
-            size = len(body) + 9 * count
+            size = len(new.body) + 9 * count
             for start, end in _runs(sequence_ids):
                 part = new if end - start == count else pack.select(new, range(start, end))
-                size += self.add_pack(tx, attempt, part, body if part is new else part.body, sequence_ids[start])
+                size += self.add_pack(tx, attempt, part, sequence_ids[start])
             before = attempt.spans
             last_span = max(attempt.last_span, max(sequence_ids))
             size += attempt.bytes
@@ -232,19 +227,17 @@ class SpanWriter:
         """The attempt is new, though its key may not be."""
         self._prompts.forget(attempt.key)
 
-    def add_pack(
-        self, tx: Tx, attempt: AttemptRow, part: SpanPack, body: bytes, first: int, superseded: int | None = None
-    ) -> int:
+    def add_pack(self, tx: Tx, attempt: AttemptRow, part: SpanPack, first: int, superseded: int | None = None) -> int:
         """Add a pack of new spans with consecutive numbers; returns the bytes of its prompts. superseded: whether the
         attempt was, when it sent them; by default, whether it is now."""
-        self.touched = True
+        tx.changed = True  # from here on, what is remembered is
         key = tx.connection.new_key("span_packs", 0)
         prompts: list[tuple[Any, ...]] = []
         for index, ids in part.prompts:
             may_be_stored = attempt.stored and attempt.spans > 0
             prompts.append(self._prompts.add(attempt.key, place_of(key, index), ids, may_be_stored))
         mark, span_ids = attempt.superseded if superseded is None else superseded, part.span_ids
-        tx.add_pack((key, attempt.key, first, len(span_ids), mark, part.ids, body), span_ids, prompts)
+        tx.add_pack((key, attempt.key, first, len(span_ids), mark, part.ids, part.body), span_ids, prompts)
         return sum([len(row[-1]) for row in prompts]) if prompts else 0
 
 
@@ -391,32 +384,18 @@ def _contains(name: str, part: str) -> Callable[[Span], bool]:
 
 
 @dataclass(frozen=True, slots=True)
-class SpanQuery:
-    """The arguments of `query_spans`."""
+class _Page:
+    """Which of the spans that follow a position are wanted."""
 
-    rollout_id: str
-    attempt_id: str | None = None
-    after: str | None = None
-    limit: int = -1
-    offset: int = 0
-    exact: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
-    """By field: the value it must have."""
-    contains: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
-    """By field: the text it must contain."""
-    any_of: bool = False
-    """Whether one of these filters is enough."""
-    order: Order = NATURAL
-    tokens: bool = True
-    """Whether the tokens of model calls are read, or only their numbers."""
+    tests: Sequence[Callable[[Span], bool]]
+    any_of: bool
+    """Whether one of the tests is enough."""
+    order: Order
+    limit: int
+    offset: int
 
-    @property
-    def filters(self) -> list[Callable[[Span], bool]]:
-        exact = [_has(name, value) for name, value in self.exact.items() if value is not None]
-        return exact + [_contains(name, part) for name, part in self.contains.items() if part is not None]
-
-    def page(self, spans: Iterable[Span]) -> list[Span]:
-        """The page of these spans, which begin after the span `after`."""
-        tests, enough = self.filters, any if self.any_of else all
+    def of(self, spans: Iterable[Span]) -> list[Span]:
+        tests, enough = self.tests, any if self.any_of else all
         if not self.order.natural:
             matching = [span for span in spans if not tests or enough(test(span) for test in tests)]
             return self.order.page(matching, self.limit, self.offset)
@@ -437,16 +416,42 @@ class SpanQuery:
         return found
 
 
-def query(connection: Connection, query: SpanQuery) -> list[Span]:
+def query(
+    connection: Connection,
+    rollout_id: str,
+    attempt_id: str | None = None,
+    *,
+    name: str | None = None,
+    name_contains: str | None = None,
+    trace_id: str | None = None,
+    trace_id_contains: str | None = None,
+    span_id: str | None = None,
+    span_id_contains: str | None = None,
+    parent_id: str | None = None,
+    parent_id_contains: str | None = None,
+    filter_logic: FilterLogic = "and",
+    sort_by: str | None = None,
+    sort_order: SortOrder = "asc",
+    after: str | None = None,
+    limit: int = -1,
+    offset: int = 0,
+    tokens: bool = True,
+) -> list[Span]:
     """Spans from the database, with few queries and memory bounded by the result."""
-    rows = attempts_of(connection, query.rollout_id, query.attempt_id)
-    if query.after is None:
-        return query.page(span for row in rows for span in _stream(connection, query, row, None))
-    index, position = _find(connection, rows, query)
-    rest = rows[index:]
-    positions = [position, *[None] * (len(rest) - 1)]
-    return query.page(
-        span for row, start in zip(rest, positions, strict=True) for span in _stream(connection, query, row, start)
+    validation.check_cursor(after, limit, offset)
+    exact = {"name": name, "trace_id": trace_id, "span_id": span_id, "parent_id": parent_id}
+    tests = [_has(field, value) for field, value in exact.items() if value is not None]
+    parts = (name_contains, trace_id_contains, span_id_contains, parent_id_contains)
+    tests += [_contains(field, part) for field, part in zip(exact, parts, strict=True) if part is not None]
+    page = _Page(tests, check_logic(filter_logic), Order.of("spans", sort_by, sort_order, after), limit, offset)
+    rows, start = attempts_of(connection, rollout_id, attempt_id), None
+    if after is not None:
+        rows, start = _find(connection, rows, rollout_id, after)
+    starts = [start, *[None] * len(rows)]
+    return page.of(
+        span
+        for row, position in zip(rows, starts, strict=False)
+        for span in _stream(connection, rollout_id, row, position, tokens)
     )
 
 
@@ -454,27 +459,34 @@ Position = tuple[int, int, int]
 """Position of a span within its attempt: (sequence_id, key of its pack, index in the pack)."""
 
 
-def _find(connection: Connection, rows: Sequence[AttemptColumns], query: SpanQuery) -> tuple[int, tuple[Position, int]]:
-    """Where the span `after` is: (index of the attempt, (position, sequence number from which to read packs))."""
+def _find(
+    connection: Connection, rows: list[AttemptColumns], rollout_id: str, after: str
+) -> tuple[list[AttemptColumns], tuple[Position, int]]:
+    """Where the span `after` is: (its attempt and those behind it, (position, sequence number from which to read
+    packs))."""
     keys = [row.key for row in rows]
-    places = {row[1]: row for row in connection.all(_PLACE_OF, keys, query.after)}
+    places = {row[1]: row for row in connection.all(_PLACE_OF, keys, after)}
     for index, attempt_key in enumerate(keys):
         if attempt_key in places:
             key, _, first, ids = places[attempt_key]
-            inner = pack.split_ids(bytes(ids)).index(query.after or "")
+            inner = pack.split_ids(bytes(ids)).index(after)
             sequence_id = first + inner
             around = connection.all(_FIRST_AROUND, attempt_key, sequence_id - MAX_PACK, sequence_id, sequence_id)
-            return index, ((sequence_id, key, inner), around[0][0])
-    raise NotFoundError(f"rollout {query.rollout_id!r} has no span {query.after!r} to continue after")
+            return rows[index:], ((sequence_id, key, inner), around[0][0])
+    raise NotFoundError(f"rollout {rollout_id!r} has no span {after!r} to continue after")
 
 
 def _stream(
-    connection: Connection, query: SpanQuery, attempt: AttemptColumns, after: tuple[Position, int] | None
+    connection: Connection,
+    rollout_id: str,
+    attempt: AttemptColumns,
+    after: tuple[Position, int] | None,
+    tokens: bool,
 ) -> Iterator[Span]:
     """The spans of an attempt that follow a position, by sequence number. Packs whose numbers interleave are merged."""
     ahead: list[tuple[Position, Span]] = []
     position, start = after or (None, -1)
-    packs = _packs(connection, query, attempt, start)
+    packs = _packs(connection, rollout_id, attempt, start, tokens)
     following = next(packs, None)
     while following is not None:
         (key, first, spans), following = following, next(packs, None)
@@ -493,19 +505,19 @@ def _stream(
 
 
 def _packs(
-    connection: Connection, query: SpanQuery, attempt: AttemptColumns, start: int
+    connection: Connection, rollout_id: str, attempt: AttemptColumns, start: int, tokens: bool
 ) -> Iterator[tuple[int, int, list[Span]]]:
     """(key, first sequence number, spans)"""
     skip, batch = 0, FIRST_BATCH
     reader = PromptReader(connection)
     while True:
         rows = connection.all(_PACKS_OF, attempt.key, start, batch, skip)
-        unpacked = _unpack(reader, rows, query.rollout_id, attempt.attempt_id, query.tokens)
+        unpacked = _unpack(reader, rows, rollout_id, attempt.attempt_id, tokens)
         for row, spans in zip(rows, unpacked, strict=True):
             yield row[0], row[2], spans
         if len(rows) < batch:
             return
-        batch = min(2 * batch, PACK_BATCH if query.tokens else BATCH_WITHOUT_TOKENS)
+        batch = min(2 * batch, PACK_BATCH if tokens else BATCH_WITHOUT_TOKENS)
         last = rows[-1][2]
         skip = sum(row[2] == last for row in rows) + (skip if last == start else 0)
         start = last
@@ -516,8 +528,10 @@ def count(connection: Connection, rollout_id: str, attempt_id: str) -> int:
     return sum(row.spans for row in attempts_of(connection, rollout_id, attempt_id))
 
 
-def newest(connection: Connection, limit: int) -> list[Span]:
+def newest(connection: Connection, limit: int = 100) -> list[Span]:
     """The spans that were stored last, the newest first."""
+    if limit < 0:
+        raise ConfigError(f"limit={limit} is negative; use 0 or more")
     found: list[Span] = []
     key = validation.NO_LIMIT
     while len(found) < limit:

@@ -23,7 +23,7 @@ from agentlightning.errors import ConfigError, StoreError, StoreFullError, Store
 from agentlightning.store.base import DEFAULT_STORE, store_url
 from agentlightning.store.clock import SYNC_SECONDS, Clock
 from agentlightning.store.sql.rollouts import NEXT_WAITING
-from agentlightning.store.sql.schema import ddl, migrate
+from agentlightning.store.sql.schema import FIND_VERSION, check_version, ddl, migrate
 from agentlightning.store.sql.tx import LAST_SIGN_OF_LIFE, Connection, Database
 
 BUSY_SECONDS: Final = 30.0
@@ -60,7 +60,6 @@ class SqliteDatabase(Database):
     """A file, or a database in memory that ends with its connection."""
 
     shared = False
-    position = "r.key"
     next_waiting = (
         f"SELECT r.key FROM queues q JOIN rollouts r ON r.key IN {NEXT_WAITING.format('w.key', '')} "
         "WHERE q.name = ANY (?) AND typeof(r.rollout_id) = 'text'"
@@ -156,6 +155,8 @@ class SqliteConnection(Connection):
         self._cursor.execute("BEGIN IMMEDIATE" if write else "BEGIN")
         self._writing = write
         self._changes_before = self.raw.total_changes
+        if not write:  # else `changed` does
+            self._check_version()
 
     def check_files(self) -> None:
         if self._files is not None:
@@ -224,12 +225,15 @@ class SqliteConnection(Connection):
     def changed(self) -> bool:
         if self._path is None:
             return False
-        version = self._cursor.execute("PRAGMA data_version").fetchone()[0]
-        changed = self._data_version not in (-1, version)
-        self._data_version = version
-        if changed:
-            self._keys.clear()
-        return changed
+        before, self._data_version = self._data_version, self._cursor.execute("PRAGMA data_version").fetchone()[0]
+        if before == self._data_version:
+            return False
+        self._check_version()
+        self._keys.clear()
+        return before != -1
+
+    def _check_version(self) -> None:
+        check_version(str(self._path), *(self._cursor.execute(FIND_VERSION).fetchone() or ("",)))
 
     def size(self) -> int:
         return _number(self._cursor, "page_count") * _number(self._cursor, "page_size")

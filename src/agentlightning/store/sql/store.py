@@ -1,7 +1,7 @@
 """The store contract over a SQL database: SQLite in a file or in memory, PostgreSQL.
 
-Arguments are validated and spans packed in the caller's event loop. What changes the database is submitted to the
-committer (committer.py) as a command; queries go to the reader.
+What changes the database is submitted to the committer (committer.py) as a command, whose arguments are validated, and
+spans packed, in the caller's event loop. What only reads is a function of a connection, and goes to the reader.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -20,6 +20,7 @@ from typing import Any, Final, TypeVar
 from agentlightning.errors import ConfigError, StoreClosedError, StoreError
 from agentlightning.resources import NamedResources, ResourcesUpdate
 from agentlightning.rollouts import (
+    ATTEMPT_TRANSITIONS,
     Attempt,
     AttemptedRollout,
     AttemptStatus,
@@ -31,32 +32,28 @@ from agentlightning.rollouts import (
 )
 from agentlightning.span import Span
 from agentlightning.store import durability, idempotency, validation
-from agentlightning.store.base import LightningStoreBase, store_url
+from agentlightning.store.base import LightningStoreBase, implement, store_url
 from agentlightning.store.clock import Clock
-from agentlightning.store.ids import claimed_id, new_id
+from agentlightning.store.ids import first_of_claim, new_id
 from agentlightning.store.sql import admin, mapping, queries
 from agentlightning.store.sql import attempts as attempt_commands
 from agentlightning.store.sql import rollouts as rollout_commands
 from agentlightning.store.sql import spans as span_commands
 from agentlightning.store.sql.admin import DELETE_BATCH, Excess, RolloutSize
 from agentlightning.store.sql.committer import CommandObserver, Committer, DatabaseThread
-from agentlightning.store.sql.queries import WORKER_STATUS, Filters, Order, RolloutFilters, check_logic
 from agentlightning.store.sql.rollouts import ClaimRollouts
-from agentlightning.store.sql.spans import SpanQuery, SpanWriteResult, group_by_attempt
+from agentlightning.store.sql.spans import SpanWriteResult, group_by_attempt
 from agentlightning.store.sql.sqlite import SqliteDatabase, locate
 from agentlightning.store.sql.tx import Connection, Database, Tx
-from agentlightning.store.sql.waiting import Command, WaitForRollouts
+from agentlightning.store.sql.waiting import Command, WaitForRollouts, given
 from agentlightning.store.types import (
     UNSET,
-    FilterLogic,
     Pruned,
     Queue,
     Retention,
     RolloutRecord,
-    SortOrder,
     Unset,
     Worker,
-    WorkerStatus,
 )
 
 logger = logging.getLogger(__name__)
@@ -114,10 +111,6 @@ class SqlStore(LightningStoreBase):
     def observe(self, observer: CommandObserver | None) -> None:
         self.writer.observe = self.reader.observe = observer
 
-    def counters(self) -> dict[str, int]:
-        """Since the store was opened: `calls` that change something, `batches` they were taken in, `commits`."""
-        return {"calls": self.writer.commands, "batches": self.writer.batches, "commits": self.writer.commits}
-
     # -- life ------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
@@ -126,7 +119,7 @@ class SqlStore(LightningStoreBase):
             # The last command: once its result has arrived, all results before it have.
             await self.write(Command("close", lambda db: None, reads=True))
         except StoreClosedError:
-            if not self.writer.crashed:
+            if self.writer.crash is None:
                 return
         except StoreError as error:  # nothing of a read is lost
             logger.warning("the store was closed while its database could not be reached: %s", error)
@@ -135,9 +128,6 @@ class SqlStore(LightningStoreBase):
     async def check_health(self) -> None:
         self.writer.check_open()
         await self.read("check_health", lambda db: db.check_files())
-
-    async def statistics(self) -> dict[str, int]:
-        return await self.read("statistics", queries.statistics)
 
     # -- submitting commands -----------------------------------------------------------------------------------------
 
@@ -154,7 +144,7 @@ class SqlStore(LightningStoreBase):
 
     async def do(self, name: str, run: Callable[[Tx], T], *rollouts: str, worker: str | None = None) -> T:
         """Run a function of a transaction, with these rollouts and the worker loaded."""
-        return await self.write(Command(name, run, rollouts, () if worker is None else (worker,)))
+        return await self.write(Command(name, run, rollouts, given(worker)))
 
     async def read(self, name: str, query: Callable[[Connection], T]) -> T:
         command = Command(name, query, reads=True)
@@ -196,9 +186,9 @@ class SqlStore(LightningStoreBase):
         command = Command(
             "start_rollout",
             lambda tx: rollout_commands.start(tx, new, has_id, worker_id, claim_id),
-            () if rollout_id is None else (rollout_id,),
-            () if worker_id is None else (worker_id,),
-            () if claim_id is None else (claimed_id(claim_id, 0),),
+            given(rollout_id),
+            given(worker_id),
+            given(first_of_claim(claim_id)),
             new_rollouts=1,
         )
         return await self.write(command)
@@ -217,13 +207,12 @@ class SqlStore(LightningStoreBase):
     ) -> Rollout:
         request = EnqueueRolloutRequest(input, mode, resources_id, config, metadata, rollout_id, queue, priority)
         new = mapping.new_rollout(request, self.clock.wall())
-        with_id = () if rollout_id is None else (rollout_id,)
-        return await self._enqueue("enqueue_rollout", (new,), with_id, itemgetter(0))
+        return await self._enqueue("enqueue_rollout", (new,), given(rollout_id), itemgetter(0))
 
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> list[Rollout]:
         now = self.clock.wall()
         new = [mapping.new_rollout(request, now) for request in rollouts]
-        with_id = [request.rollout_id for request in rollouts if request.rollout_id is not None]
+        with_id = given(*[request.rollout_id for request in rollouts])
         return await self._enqueue("enqueue_many_rollouts", new, with_id) if new else []
 
     async def _enqueue(
@@ -279,8 +268,8 @@ class SqlStore(LightningStoreBase):
             "start_attempt",
             lambda tx: rollout_commands.start_attempt(tx, rollout_id, worker_id, claim_id),
             (rollout_id,),
-            () if worker_id is None else (worker_id,),
-            () if claim_id is None else (claimed_id(claim_id, 0),),
+            given(worker_id),
+            given(first_of_claim(claim_id)),
         )
         return await self.write(command)
 
@@ -296,50 +285,6 @@ class SqlStore(LightningStoreBase):
         return await self.do("cancel_rollout", lambda tx: rollout_commands.cancel(tx, rollout_id), rollout_id)
 
     # -- rollouts: queries and changes ----------------------------------------------------------------------------
-
-    async def query_rollouts(
-        self,
-        *,
-        status_in: Sequence[RolloutStatus] | None = None,
-        rollout_id_in: Sequence[str] | None = None,
-        rollout_id_contains: str | None = None,
-        queue_in: Sequence[str] | None = None,
-        mode_in: Sequence[RolloutMode] | None = None,
-        filter_logic: FilterLogic = "and",
-        newest_first: bool = False,
-        sort_by: str | None = None,
-        sort_order: SortOrder = "asc",
-        after: str | None = None,
-        limit: int = -1,
-        offset: int = 0,
-    ) -> list[Rollout]:
-        any_of = check_logic(filter_logic)
-        filters = RolloutFilters(status_in, rollout_id_in, rollout_id_contains, queue_in, mode_in, any_of)
-        many, skip = validation.check_cursor(after, limit, offset)
-        newest_first = newest_first and sort_by is None
-        order = Order.of("rollouts", sort_by, "desc" if newest_first else sort_order, after)
-        return await self.read(
-            "query_rollouts",
-            lambda db: queries.rollouts(db, self.database.position, filters, order, after, many, skip),
-        )
-
-    async def count_rollouts(
-        self,
-        *,
-        status_in: Sequence[RolloutStatus] | None = None,
-        rollout_id_in: Sequence[str] | None = None,
-        rollout_id_contains: str | None = None,
-        queue_in: Sequence[str] | None = None,
-        mode_in: Sequence[RolloutMode] | None = None,
-        filter_logic: FilterLogic = "and",
-    ) -> int:
-        any_of = check_logic(filter_logic)
-        filters = RolloutFilters(status_in, rollout_id_in, rollout_id_contains, queue_in, mode_in, any_of)
-        return await self.read("count_rollouts", lambda db: queries.count_rollouts(db, filters))
-
-    async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
-        validation.check_text(rollout_id, "rollout_id")
-        return await self.read("get_rollout_by_id", lambda db: queries.rollout(db, rollout_id))
 
     async def update_rollout(
         self,
@@ -380,32 +325,6 @@ class SqlStore(LightningStoreBase):
 
     # -- attempts --------------------------------------------------------------------------------------------------
 
-    async def query_attempts(
-        self,
-        rollout_id: str,
-        *,
-        sort_by: str | None = None,
-        sort_order: SortOrder = "asc",
-        limit: int = -1,
-        offset: int = 0,
-    ) -> list[Attempt]:
-        validation.check_text(rollout_id, "rollout_id")
-        page = validation.check_page(limit, offset)
-        order = Order.of("attempts", sort_by, sort_order)
-        return await self.read("query_attempts", lambda db: queries.attempts(db, rollout_id, order, *page))
-
-    async def get_latest_attempts(self, rollout_ids: Sequence[str]) -> list[Attempt]:
-        validation.check_texts(rollout_ids, "rollout_ids")
-        return await self.read("get_latest_attempts", lambda db: queries.latest_attempts(db, rollout_ids))
-
-    async def get_attempt(self, attempt_id: str) -> Attempt | None:
-        validation.check_text(attempt_id, "attempt_id")
-        return await self.read("get_attempt", lambda db: queries.attempt(db, attempt_id))
-
-    async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
-        validation.check_text(rollout_id, "rollout_id")
-        return await self.read("get_latest_attempt", lambda db: queries.latest_attempt(db, rollout_id))
-
     async def update_attempt(
         self,
         rollout_id: str,
@@ -419,7 +338,7 @@ class SqlStore(LightningStoreBase):
         validation.check_text(rollout_id, "rollout_id")
         validation.check_text(attempt_id, "attempt_id")
         if status is not UNSET:
-            validation.check_attempt_status(status)
+            validation.check_status(status, ATTEMPT_TRANSITIONS)
         if worker_id is not UNSET:
             validation.check_text(worker_id, "worker_id")
         if last_heartbeat_time is not UNSET:
@@ -477,52 +396,6 @@ class SqlStore(LightningStoreBase):
             *[rollout_id for rollout_id, _ in pairs],
         )
 
-    async def query_spans(
-        self,
-        rollout_id: str,
-        attempt_id: str | None = None,
-        *,
-        name: str | None = None,
-        name_contains: str | None = None,
-        trace_id: str | None = None,
-        trace_id_contains: str | None = None,
-        span_id: str | None = None,
-        span_id_contains: str | None = None,
-        parent_id: str | None = None,
-        parent_id_contains: str | None = None,
-        filter_logic: FilterLogic = "and",
-        sort_by: str | None = None,
-        sort_order: SortOrder = "asc",
-        after: str | None = None,
-        limit: int = -1,
-        offset: int = 0,
-        tokens: bool = True,
-    ) -> list[Span]:
-        validation.check_text(rollout_id, "rollout_id")
-        if attempt_id is not None:
-            validation.check_text(attempt_id, "attempt_id")
-        validation.check_cursor(after, limit, offset)
-        exact = {"name": name, "trace_id": trace_id, "span_id": span_id, "parent_id": parent_id}
-        parts = {
-            "name": name_contains,
-            "trace_id": trace_id_contains,
-            "span_id": span_id_contains,
-            "parent_id": parent_id_contains,
-        }
-        any_of, order = check_logic(filter_logic), Order.of("spans", sort_by, sort_order, after)
-        query = SpanQuery(rollout_id, attempt_id, after, limit, offset, exact, parts, any_of, order, tokens)
-        return await self.read("query_spans", lambda db: span_commands.query(db, query))
-
-    async def count_spans(self, rollout_id: str, attempt_id: str) -> int:
-        validation.check_text(rollout_id, "rollout_id")
-        validation.check_text(attempt_id, "attempt_id")
-        return await self.read("count_spans", lambda db: span_commands.count(db, rollout_id, attempt_id))
-
-    async def newest_spans(self, limit: int = 100) -> list[Span]:
-        if limit < 0:
-            raise ConfigError(f"limit={limit} is negative; use 0 or more")
-        return await self.read("newest_spans", lambda db: span_commands.newest(db, limit))
-
     async def iter_spans(
         self, rollout_ids: Sequence[str], tokens: bool = True
     ) -> AsyncIterator[tuple[str, list[Span]]]:
@@ -556,33 +429,6 @@ class SqlStore(LightningStoreBase):
 
         return await self.do("delete_resources", lambda tx: admin.delete_resources(tx, resources_id))
 
-    async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None:
-        validation.check_text(resources_id, "resources_id")
-        return await self.read("get_resources_by_id", lambda db: queries.resources(db, resources_id))
-
-    async def get_latest_resources(self) -> ResourcesUpdate | None:
-        return await self.read("get_latest_resources", queries.latest_resources)
-
-    async def query_resources(
-        self,
-        *,
-        resources_id: str | None = None,
-        resources_id_contains: str | None = None,
-        sort_by: str | None = None,
-        sort_order: SortOrder = "asc",
-        after: str | None = None,
-        limit: int = -1,
-        offset: int = 0,
-    ) -> list[ResourcesUpdate]:
-        filters = Filters().equals("s.resources_id", "resources_id", resources_id)
-        filters.contains("s.resources_id", "resources_id_contains", resources_id_contains)
-        many, skip = validation.check_cursor(after, limit, offset)
-        order = Order.of("resources", sort_by, sort_order, after)
-        return await self.read(
-            "query_resources",
-            lambda db: queries.resources_page(db, filters, order, after, many, skip),
-        )
-
     # -- workers ---------------------------------------------------------------------------------------------------
 
     async def update_worker(
@@ -600,28 +446,6 @@ class SqlStore(LightningStoreBase):
             worker=worker_id,
         )
 
-    async def get_worker(self, worker_id: str) -> Worker | None:
-        validation.check_text(worker_id, "worker_id")
-        return await self.read("get_worker", lambda db: queries.worker(db, worker_id))
-
-    async def query_workers(
-        self,
-        *,
-        status_in: Sequence[WorkerStatus] | None = None,
-        worker_id_contains: str | None = None,
-        filter_logic: FilterLogic = "and",
-        sort_by: str | None = None,
-        sort_order: SortOrder = "asc",
-        after: str | None = None,
-        limit: int = -1,
-        offset: int = 0,
-    ) -> list[Worker]:
-        many, skip = validation.check_cursor(after, limit, offset)
-        order = Order.of("workers", sort_by, sort_order, after)
-        filters = Filters(check_logic(filter_logic)).among(WORKER_STATUS, "status_in", status_in)
-        filters.contains("w.worker_id", "worker_id_contains", worker_id_contains)
-        return await self.read("query_workers", lambda db: queries.workers(db, filters, order, after, many, skip))
-
     # -- queues ----------------------------------------------------------------------------------------------------
 
     async def update_queue(self, name: str, limit: int | None) -> Queue:
@@ -631,9 +455,6 @@ class SqlStore(LightningStoreBase):
 
         await self.do("update_queue", lambda tx: admin.limit_queue(tx, name, limit))
         return next(queue for queue in await self.query_queues() if queue.name == name)
-
-    async def query_queues(self) -> list[Queue]:
-        return await self.read("query_queues", queries.queues)
 
     # -- retention, export and import ------------------------------------------------------------------------------
 
@@ -681,17 +502,43 @@ class SqlStore(LightningStoreBase):
         finally:
             connection.close()
 
-    async def read_records(self, rollout_ids: Sequence[str]) -> list[RolloutRecord]:
-        validation.check_texts(rollout_ids, "rollout_ids")
-        ids = list(rollout_ids)
-        return await self.read("read_records", lambda db: admin.read_records(db, ids))
-
     async def add_records(self, records: Sequence[RolloutRecord]) -> int:
         prepared = [admin.prepare(record) for record in records]
         ids = [record.rollout.rollout_id for record in prepared]
         if not prepared:
             return 0
         return await self.do("add_records", lambda tx: admin.add_records(tx, self.writer.spans, prepared), *ids)
+
+
+def _reader(name: str, query: Callable[..., T]) -> Callable[..., Coroutine[Any, Any, T]]:
+    async def read(self: SqlStore, *arguments: Any, **options: Any) -> T:
+        return await self.read(name, lambda connection: query(connection, *arguments, **options))
+
+    return read
+
+
+_READS: Final[Mapping[str, Callable[..., Any]]] = {
+    "statistics": queries.statistics,
+    "query_rollouts": queries.rollouts,
+    "count_rollouts": queries.count_rollouts,
+    "get_rollout_by_id": queries.rollout,
+    "query_attempts": queries.attempts,
+    "get_attempt": queries.attempt,
+    "get_latest_attempt": queries.latest_attempt,
+    "get_latest_attempts": queries.latest_attempts,
+    "query_spans": span_commands.query,
+    "count_spans": span_commands.count,
+    "newest_spans": span_commands.newest,
+    "query_resources": queries.resources_page,
+    "get_resources_by_id": queries.resources,
+    "get_latest_resources": queries.latest_resources,
+    "query_workers": queries.workers,
+    "get_worker": queries.worker,
+    "query_queues": queries.queues,
+    "read_records": admin.read_records,
+}
+"""By method of the contract: the function of a connection and its arguments that it runs in the reader's thread."""
+implement(SqlStore, {name: _reader(name, query) for name, query in _READS.items()})
 
 
 def _check_claimer(worker_id: str | None, claim_id: str | None) -> None:

@@ -1,9 +1,9 @@
 """A transaction: the rows it has loaded, the changes it has not written yet, and the SQL to read and write the rest.
 
 Commands (rollouts.py, attempts.py, spans.py, admin.py) are plain functions of a transaction. A row is loaded once in a
-transaction, locked until its end, and changed with `set`; changes are written together, before the next query. A
-command that raises is undone alone: its changes of rows are reverted in memory if they are not written yet, otherwise
-the committer rolls the transaction back and runs each of its commands in one of its own.
+transaction, locked until its end, and changed with `set`; changes are written together, before the next query.
+Commands check before they change anything: one that raises later has the committer roll the transaction back, and run
+the other commands again.
 
 SQL is written once: `?` stands for a parameter, `= ANY (?)` takes a list, `strpos(text, part)` finds a part of a text,
 and FOR UPDATE locks rows on databases that several processes write to at once. Each backend translates that.
@@ -30,6 +30,7 @@ from agentlightning.store.sql.schema import (
     Row,
     WorkerRow,
     select,
+    worker_columns,
 )
 from agentlightning.store.validation import NO_LIMIT
 
@@ -44,6 +45,8 @@ class Connection(Protocol):
     """One connection, used by one thread at a time. It raises the driver's own errors. Methods with a body are what a
     database does whose write transactions are serialised."""
 
+    position: str = "r.key"
+    """The SQL of the place of a rollout in order of creation."""
     writer_id: str = ""
     """Whose counters it adds to: "" on a database with one writer, else a name of its own."""
 
@@ -99,8 +102,8 @@ class Connection(Protocol):
         ...
 
     def changed(self) -> bool:
-        """Whether another connection has written since the last call; valid until the end of the transaction. On a
-        `shared` database, nobody asks."""
+        """Whether another connection has written since the last call; valid until the end of the transaction, which
+        begins with it if it writes. On a `shared` database, nobody asks."""
         return True
 
     def notify(self, queued: bool, finished: Sequence[str]) -> None:
@@ -131,8 +134,6 @@ class Database(Protocol):
     """Several processes write at once, each locking the rows it works with. Otherwise there is one write lock."""
     single: bool
     """One connection serves everything (a database in memory)."""
-    position: str
-    """The SQL of the place of a rollout in order of creation."""
     next_waiting: str
     """See `rollouts.take`."""
     errors: ClassVar[tuple[type[Exception], ...]]
@@ -198,12 +199,9 @@ _USUAL: Final = {
 _USUAL_FIELDS: Final = {table: frozenset(columns) for table, columns in _USUAL.items()}
 _FEW_ROLLOUTS: Final = _Writes("rollouts", ("key", *_USUAL["rollouts"]), ("key",))
 _FEW_ATTEMPTS: Final = _Writes("attempts", ("key", *_USUAL["attempts"]), ("key",))
-_COLUMNS: Final = {"rollouts": ROLLOUT, "attempts": ATTEMPT, "workers": WORKER}
-_SNAPSHOTS: Final = {table: attrgetter(*columns) for table, columns in _COLUMNS.items()}
 _WRITE_WORKER: Final = f"{insert_sql('workers', WORKER)} ON CONFLICT (worker_id) DO UPDATE SET " + ", ".join(
     f"{name} = excluded.{name}" for name in WORKER[1:]
 )
-_worker_columns: Final = attrgetter(*WORKER)
 _INSERT_PACK: Final = insert_sql("span_packs", PACK)
 _INSERT_PLACE: Final = insert_sql("span_places", ("attempt_key", "span_id", "pack_key")) + " ON CONFLICT DO NOTHING"
 _INSERT_PROMPT: Final = insert_sql("prompts", ("place", "attempt_key", "root", "base", "keep", "ids"))
@@ -258,12 +256,10 @@ class Tx:
         self.known_queues: set[str] = set()
         """Names that are in the database; none is ever removed."""
         self.known_resources: set[str] = set()
-        self._undo: list[tuple[Any, ...]] = []
-        """Functions with their arguments."""
+        self.changed = False
+        """Something was changed since the committer last reset this, before a command."""
         self._memory = 0
         """Estimated bytes of the rows."""
-        self._mark = 0
-        """The number of the command that is running: a row is saved once in each, before its first change."""
         self.number = 0
         """Of this transaction, as this process counts them."""
         self.begin()
@@ -296,7 +292,6 @@ class Tx:
         self._prompts: list[tuple[Any, ...]] = []
         self._queues: set[str] = set()
         self._counts: defaultdict[tuple[str, str], int] = defaultdict(int)
-        self.mark()
 
     def rolled_back(self) -> None:
         """Drop what is remembered from one transaction to the next."""
@@ -305,19 +300,6 @@ class Tx:
         self.begin()
 
     # -- commands ----------------------------------------------------------------------------------------------------
-
-    def mark(self) -> None:
-        """Keep what was done so far: a command begins."""
-        self._undo.clear()
-        self._mark += 1
-        self.written = False
-        """Something of this command has been written, so that it cannot be undone alone."""
-
-    def undo(self) -> None:
-        """Revert what was changed since the mark, and not written."""
-        for revert, *arguments in reversed(self._undo):
-            revert(*arguments)
-        self.mark()
 
     def note_deadline(self, deadline: float) -> None:
         """Have the deadlines checked at this time, on the steady clock."""
@@ -334,7 +316,7 @@ class Tx:
     def run(self, sql: str, *values: Any) -> int:
         """Change rows that are not in memory; returns how many."""
         self.flush()
-        self.written = True
+        self.changed = True
         return self.connection.run(sql, *values)
 
     # -- loading -----------------------------------------------------------------------------------------------------
@@ -429,9 +411,7 @@ class Tx:
 
     def set(self, row: Row, **changes: Any) -> None:
         """Change columns of a row."""
-        if row.mark != self._mark:
-            row.mark = self._mark
-            self._undo.append((_restore, row, _SNAPSHOTS[row.table](row)))
+        self.changed = True
         for name, value in changes.items():
             setattr(row, name, value)
         self._changed[row] = None
@@ -443,7 +423,7 @@ class Tx:
         row.key = self.connection.new_key("rollouts", max(1, self.new_rollouts))
         self._remember(row)
         self._changed[row] = None
-        self._undo += [(self.rollouts.pop, row.rollout_id), (self._changed.pop, row, None)]
+        self.changed = True
         return row
 
     def add_attempt(self, row: AttemptRow) -> AttemptRow:
@@ -452,8 +432,7 @@ class Tx:
         row.rollout.attempts[row.attempt_id] = row
         self.owners[row.attempt_id] = row.rollout.rollout_id
         self._changed[row] = None
-        self._undo += [(row.rollout.attempts.pop, row.attempt_id), (self._changed.pop, row, None)]
-        self._undo.append((self.owners.pop, row.attempt_id, None))
+        self.changed = True
         self.track(row)
         return row
 
@@ -468,20 +447,17 @@ class Tx:
 
     def add_pack(self, pack: tuple[Any, ...], span_ids: Sequence[str], prompts: Sequence[tuple[Any, ...]]) -> None:
         """Add the columns PACK of a pack of new spans, whose key is new, and rows of the table `prompts`."""
-        self._undo.append((self._cut_packs, len(self._packs), len(self._prompts)))
+        self.changed = True
         self._packs.append(pack)
         self._span_ids.append(span_ids)
         self._prompts += prompts
-
-    def _cut_packs(self, packs: int, prompts: int) -> None:
-        del self._packs[packs:], self._span_ids[packs:], self._prompts[prompts:]
 
     def name_queue(self, name: str) -> None:
         if name not in self.known_queues:
             self._queues.add(name)
 
     def count(self, name: str, number: int, queue: str = "") -> None:
-        """Add to a counter; not reverted by `undo`."""
+        """Add to a counter."""
         self._counts[name, queue] += number
 
     def track(self, row: AttemptRow, worker_before: str | None = None) -> None:
@@ -495,7 +471,6 @@ class Tx:
 
     def _track(self, worker: WorkerRow, row: AttemptRow, is_open: bool) -> None:
         before = worker.open_attempts
-        self._undo.append((setattr, worker, "open_attempts", before))
         worker.open_attempts = {name: value for name, value in before.items() if is_open or name != row.attempt_id}
         if is_open:
             worker.open_attempts[row.attempt_id] = row.rollout.rollout_id
@@ -503,9 +478,7 @@ class Tx:
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Write the changes, so that queries see them. What a command has written can no longer be reverted alone."""
-        if self._undo:
-            self.written = True
+        """Write the changes, so that queries see them."""
         if self._queues:
             self.connection.write(_NAME_QUEUE, [(name,) for name in sorted(self._queues)])
             self.known_queues |= self._queues
@@ -535,7 +508,7 @@ class Tx:
         if workers:
             if not all(row.stored for row in workers):
                 self.connection.commit_in_order("workers")
-            self.connection.write(_WRITE_WORKER, sorted([_worker_columns(row) for row in workers]))
+            self.connection.write(_WRITE_WORKER, sorted([worker_columns(row) for row in workers]))
         if rollouts:
             self._write(_ROLLOUTS, _FEW_ROLLOUTS, rollouts)
             for row in rollouts:
@@ -570,8 +543,3 @@ class Tx:
             rows = [(self.connection.writer_id, *key, number) for key, number in sorted(self._counts.items()) if number]
             self._counts.clear()
             self.connection.write(_ADD_COUNT, rows)
-
-
-def _restore(row: Row, values: tuple[Any, ...]) -> None:
-    for name, value in zip(_COLUMNS[row.table], values, strict=True):
-        setattr(row, name, value)

@@ -26,6 +26,12 @@ class Wait:
 WAIT: Final = Wait()
 """What a command returns when it has to wait."""
 
+
+def given(*ids: str | None) -> list[str]:
+    """The ids that are there."""
+    return [each for each in ids if each is not None]
+
+
 QueueNames = tuple[str, ...] | None
 """The queues that a claim takes from; None for every one that is not private."""
 
@@ -81,8 +87,9 @@ class Command:
 
 _FINISHED_AMONG: Final = (
     f"SELECT {select('r', ROLLOUT)} FROM rollouts r "
-    "WHERE r.rollout_id = ANY (?) AND r.status IN ('succeeded', 'failed', 'cancelled')"
+    "WHERE r.rollout_id = ANY (?) AND coalesce(r.status, '') IN ('succeeded', 'failed', 'cancelled')"
 )
+"""`coalesce` keeps SQLite from the index of the status, in which it would read every rollout that has finished."""
 _KNOWN_AMONG: Final = "SELECT rollout_id FROM rollouts WHERE rollout_id = ANY (?)"
 
 
@@ -151,7 +158,7 @@ class Waiters:
     """Used by the thread of the committer alone."""
 
     def __init__(self) -> None:
-        self.claims: dict[Command, QueueNames] = {}
+        self.claims: dict[Command, None] = {}
         """In order of arrival."""
         self._waits: dict[Command, _RolloutWait] = {}
         self._by_rollout: dict[str, dict[Command, None]] = {}
@@ -161,9 +168,9 @@ class Waiters:
     def all(self) -> list[Command]:
         return [*self.claims, *self._waits]
 
-    def add_claim(self, command: Command, queues: QueueNames) -> None:
+    def add_claim(self, command: Command) -> None:
         if command not in self.claims:
-            self.claims[command] = queues
+            self.claims[command] = None
             self._add_deadline(command)
 
     def add_wait(self, command: Command, pending: set[str], missing: int) -> None:

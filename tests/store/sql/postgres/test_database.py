@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import re
 import sys
 import threading
 import time
@@ -14,13 +15,13 @@ from typing import Any
 import pytest
 from tests.support.postgres import PostgresCluster
 
-from agentlightning.errors import ConfigError, MissingExtraError, StoreError, StoreFullError
+from agentlightning.errors import ConfigError, MissingExtraError, StoreError, StoreFullError, StoreVersionError
 from agentlightning.store import LightningStore
 from agentlightning.store.clock import Clock
 from agentlightning.store.sql.postgres import PostgresDatabase
-from agentlightning.store.sql.postgres.connection import TABLES, encode
+from agentlightning.store.sql.postgres.connection import TABLES, PostgresSchema, encode
 from agentlightning.store.sql.postgres.server import explain
-from agentlightning.store.sql.schema import SCHEMA_VERSION
+from agentlightning.store.sql.schema import SCHEMA_VERSION, Schema, migrate
 
 pytestmark = pytest.mark.integration
 
@@ -103,8 +104,72 @@ def test_a_database_of_another_version_is_refused_with_the_way_out(
 ) -> None:
     PostgresDatabase(postgres_url).prepare()
     postgres.run(change, name_of(postgres_url))
-    with pytest.raises(StoreError, match=r"another version of agentlightning .*agl store export .*agl store import"):
+    with pytest.raises(
+        StoreVersionError, match=r"another version of agentlightning .*agl store export .*agl store import"
+    ):
         PostgresDatabase(postgres_url).prepare()
+
+
+def migrate_to_later(url: str) -> int:
+    """What a server of a later version does when it opens a store; returns the number of rollouts that it found."""
+    found: list[int] = []
+
+    def step(schema: Schema) -> None:
+        schema.execute("ALTER TABLE rollouts ADD COLUMN colour TEXT NOT NULL DEFAULT 'red'")
+        found.append(schema.execute("SELECT count(*) FROM rollouts").fetchone()[0])
+
+    with PostgresDatabase(url).open() as connection:
+        migrate(PostgresSchema(connection, url, ""), SCHEMA_VERSION + 1, {SCHEMA_VERSION + 1: step})
+    return found[0]
+
+
+async def test_nothing_of_an_older_server_is_written_after_a_migration_however_busy_it_is(
+    postgres: PostgresCluster, postgres_url: str
+) -> None:
+    stores = LightningStore(postgres_url), LightningStore(postgres_url)
+
+    async def write(store: LightningStore) -> str:
+        while True:
+            try:
+                await store.enqueue_rollout("task", queue="busy")
+            except StoreVersionError as error:
+                return str(error)
+
+    writing = [asyncio.create_task(write(store)) for store in stores for _ in range(8)]
+    claiming = asyncio.create_task(stores[0].dequeue_rollout(timeout=60, queues=["other"]))
+    await asyncio.sleep(0.3)
+    found = await asyncio.to_thread(migrate_to_later, postgres_url)
+    (said,) = set(await asyncio.wait_for(asyncio.gather(*writing), 30))
+    refusal = rf"its schema is {SCHEMA_VERSION + 1}, this one has {SCHEMA_VERSION}"
+    assert re.search(refusal, said)
+    for call in (claiming, stores[0].query_rollouts(), stores[1].check_health()):
+        with pytest.raises(StoreVersionError, match=refusal):
+            await asyncio.wait_for(call, 30)
+    for store in stores:
+        await store.close()
+    counted = "SELECT count(*), count(colour) FROM rollouts"
+    assert postgres.run(counted, name_of(postgres_url)) == [(found, found)]
+    assert found > 0
+
+
+def test_a_migration_waits_until_the_transactions_of_older_servers_have_ended(postgres_url: str) -> None:
+    database = PostgresDatabase(postgres_url)
+    database.prepare()
+    older = database.connect(read_only=False)
+    older.begin(write=True)
+    with ThreadPoolExecutor(1) as pool:
+        migrating = pool.submit(migrate_to_later, postgres_url)
+        time.sleep(0.5)
+        assert not migrating.done()
+        older.run("INSERT INTO queues (name) VALUES ('old')")
+        older.commit()
+        assert migrating.result(30) == 0
+    with pytest.raises(StoreVersionError):
+        older.begin(write=True)
+    older.rollback()
+    with pytest.raises(StoreVersionError):
+        older.sync_clock(Clock())
+    older.close()
 
 
 def test_text_is_ordered_by_its_bytes_whatever_the_language_of_the_database(

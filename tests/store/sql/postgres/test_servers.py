@@ -82,9 +82,9 @@ async def test_what_one_heard_it_does_not_tell_again(servers: tuple[Store, Store
     assert len(await waiting) == 1
     await there.enqueue_rollout("another")
     await asyncio.sleep(0.2)
-    before = here.counters()["commits"], there.counters()["commits"]
+    before = here.writer.commits, there.writer.commits
     await asyncio.sleep(0.2)
-    assert (here.counters()["commits"], there.counters()["commits"]) == before
+    assert (here.writer.commits, there.writer.commits) == before
 
 
 async def test_each_sees_at_once_what_the_other_was_told(servers: tuple[Store, Store]) -> None:

@@ -25,11 +25,13 @@ from agentlightning.store.sql.postgres.server import (
     PostgresListener,
     PostgresServer,
     UnknownOutcomeError,
+    is_fatal,
     is_lost,
+    may_retry,
     payloads,
 )
 from agentlightning.store.sql.rollouts import NEXT_WAITING
-from agentlightning.store.sql.schema import migrate
+from agentlightning.store.sql.schema import FIND_VERSION, check_version, migrate
 from agentlightning.store.sql.tx import LAST_SIGN_OF_LIFE, Connection, Wake
 
 MIN_VERSION: Final = 130_000
@@ -115,6 +117,8 @@ _WRITE: Final = b"BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
 _RELAXED: Final = b"; SET LOCAL synchronous_commit = off"
 _READ: Final = b"BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 """All queries of one transaction see the same snapshot."""
+_CHECK: Final = f"; {FIND_VERSION}".encode()
+"""It also holds up migrations (`PostgresSchema.exclusive`) until the transaction ends."""
 
 
 @cache
@@ -136,6 +140,8 @@ class _Call(NamedTuple):
 
 class PostgresConnection(Connection):
     """One connection, reopened when it is lost. Raises ConnectError if that fails."""
+
+    position = "coalesce(r.position, r.key)"
 
     def __init__(self, server: PostgresServer, read_only: bool) -> None:
         self._server = server
@@ -185,17 +191,18 @@ class PostgresConnection(Connection):
     def begin(self, write: bool, durable: bool = True) -> None:
         self._wrote = False
         self._forget()
-        start = (_WRITE + (b"" if durable else _RELAXED) if write else _READ) + self._discard_plans()
-        for again in (True, False):
-            try:
-                if self._connection.closed:
-                    self._use(self._server.reopen())
-                self._send(start)
-                return
-            except psycopg.Error as error:
-                if not is_lost(error) or not again:
-                    raise
-                self._connection.close()
+        start = (_WRITE + (b"" if durable else _RELAXED) if write else _READ) + self._discard_plans() + _CHECK
+        try:
+            if self._connection.closed:
+                self._use(self._server.reopen())
+            found = self._send(start)
+        except psycopg.Error as error:
+            if not is_lost(error):
+                raise
+            self._connection.close()
+            self._use(self._server.reopen())
+            found = self._send(start)
+        check_version(self._server.name, (found.get_value(0, 0) or b"").decode())
 
     def _forget(self) -> None:
         for call in self._calls:
@@ -236,9 +243,9 @@ class PostgresConnection(Connection):
             if not self._was_committed():
                 raise
 
-    def _send(self, command: bytes) -> None:
-        """Bypasses psycopg, which forgets every prepared statement when it sees a ROLLBACK."""
-        _check(self._connection.pgconn.exec_(command))
+    def _send(self, command: bytes) -> pq.abc.PGresult:
+        """The last result. Bypasses psycopg, which forgets every prepared statement when it sees a ROLLBACK."""
+        return _check(self._connection.pgconn.exec_(command))
 
     def _was_committed(self) -> bool:
         backend = self._backend
@@ -348,16 +355,15 @@ class PostgresConnection(Connection):
 
     def last_position(self) -> int:
         self.rollback()
-        last = _check(self._connection.pgconn.exec_(_SHOW.encode())).get_value(0, 0)
+        last = self._send(_SHOW.encode()).get_value(0, 0)
         self.begin(False)
         return int(last or 0)
 
     def sync_clock(self, clock: Clock) -> None:
         """A single statement in a transaction of its own, so that a server that is suspended meanwhile blocks no
         other."""
-        self._forget()
-        if self._connection.closed:
-            self._use(self._server.reopen())
+        self.begin(False)  # checks the version
+        self.rollback()
         sent = clock.reading()
         while not (rows := self.all(_SYNC_CLOCK, OUTAGE_SECONDS, clock.certain_seconds())):
             self.run(_START_CLOCK)
@@ -482,6 +488,8 @@ class PostgresSchema:
         lock = "SELECT pg_advisory_lock(hashtextextended('agentlightning ' || %s, 0))"
         self.connection.execute(lock, [self._place])
         with self.connection.transaction():
+            if self._has("about"):
+                self.execute("LOCK TABLE about")
             yield
 
     def about(self) -> dict[str, str]:
@@ -512,7 +520,7 @@ class PostgresSchema:
 class PostgresDatabase(PostgresServer):
     """See tx.py for each method."""
 
-    position = "coalesce(r.position, r.key)"
+    is_fatal, may_retry = staticmethod(is_fatal), staticmethod(may_retry)
     next_waiting = (
         f"SELECT r.key FROM queues q CROSS JOIN LATERAL {NEXT_WAITING.format('w.key', ' FOR UPDATE SKIP LOCKED')} r "
         "WHERE q.name = ANY (?)"

@@ -181,16 +181,8 @@ class PostgresServer:
             return name
         return f"agentlightning_{hashlib.blake2b(self.schema.encode(), digest_size=16).hexdigest()}"
 
-    # -- errors ------------------------------------------------------------------------------------------------------
-
     def explain(self, error: Exception) -> StoreError:
         return explain(error, self.name)
-
-    def is_fatal(self, error: BaseException) -> bool:
-        return is_fatal(error)
-
-    def may_retry(self, error: BaseException) -> bool:
-        return may_retry(error)
 
 
 _EXAMPLE: Final = "an address looks like postgresql://USER:PASSWORD@HOST:5432/DATABASE"
