@@ -18,10 +18,11 @@ async def run_trials(
     tasks: Mapping[str, Any],
     resources_id: str,
     reward_weights: Mapping[str, float] | None,
+    metadata: Mapping[str, Any] | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> tuple[Collected, list[RolloutReport]]:
     """One rollout of each task; ids begin with `label` and the key of the task. However many fail, the rest counts."""
-    plans = [RolloutPlan(f"{label}-{name}", task, name) for name, task in tasks.items()]
+    plans = [RolloutPlan(f"{label}-{name}", task, name, metadata or {}) for name, task in tasks.items()]
     collected = await collector.collect(
         plans,
         resources_id=resources_id,
