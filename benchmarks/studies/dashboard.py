@@ -1,19 +1,19 @@
 """What the dashboard costs: its pages over a million rollouts, and the server beneath an open page.
 
-`python benchmarks/dashboard.py pages` fills a database (finished rollouts of two calls, every twentieth failed) to two
-sizes and opens pages of it in Chromium; then those of two made-up runs of `--steps` steps. It prints how long the
-server took to answer, how long after its answer the first row, curve or token was painted, and what the page holds in
-memory after fifty pages of the table. Limits: the first row within 300 ms of the answer, the page below 200 MB (heap
+`python benchmarks/studies/dashboard.py pages` fills a database (finished rollouts of two calls, every twentieth failed)
+to two sizes and opens pages of it in Chromium; then those of two made-up runs of `--steps` steps. It prints how long
+the server took to answer, how long after its answer the first row, curve or token was painted, and what the page holds
+in memory after fifty pages of the table. Limits: the first row within 300 ms of the answer, the page below 200 MB (heap
 and renderer process).
 
-`python benchmarks/dashboard.py load` drives a server, which has store and gateway, while a page of it is open
+`python benchmarks/studies/dashboard.py load` drives a server, which has store and gateway, while a page of it is open
 (`--page`: Live, the table of rollouts, or the page of the one rollout that all calls belong to; they ask every two or
 three seconds) and while none is, in turn: calls of the gateway, then cycles of the store over HTTP. It
 prints the ratio of the rates, and of the server's CPU time for each call; and the CPU time of the browser, with which
 the server shares the machine here. Limit: at most 3% slower.
 
-    python benchmarks/dashboard.py pages [--rollouts 1000000] [--small 10000] [--store FILE] [--steps 400] [--check]
-    python benchmarks/dashboard.py load [--page live] [--rounds 8] [--seconds 5] [--check] [--json]
+    python benchmarks/studies/dashboard.py pages [--rollouts 1000000] [--small 10000] [--store FILE] [--check]
+    python benchmarks/studies/dashboard.py load [--page live] [--rounds 8] [--seconds 5] [--check] [--json]
 
 Needs playwright (pip install playwright) and a Chromium of the system (apt-get install chromium).
 """
@@ -37,6 +37,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from harness import HERE
 
 sys.path.insert(0, str(HERE / "arms"))
