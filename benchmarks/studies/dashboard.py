@@ -51,8 +51,19 @@ from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
 from agentlightning.store import LightningStore, LightningStoreClient
 from agentlightning.store.types import RolloutRecord
-from gateway import BODY, ours, running, stub_of
+from gateway import ours, running, stub_of
 
+BODY = {
+    "model": "stub",
+    "messages": [
+        {"role": "system", "content": "You are a helpful assistant."},
+        {"role": "user", "content": "What is six times seven, and why does everybody ask?"},
+    ],
+    "temperature": 1.0,
+    "max_tokens": 64,
+    "logprobs": True,
+    "return_token_ids": True,
+}
 FIRST_ROW_MS, PAGE_MB, SLOWER = 300.0, 200.0, 0.97
 PAGES = 50
 SETTLE_SECONDS, IDLE_PERCENT = 60, 10.0
@@ -363,12 +374,12 @@ def load(options: argparse.Namespace) -> int:
         ours(stub, Path(name)) as arm,
         chromium() as browser,
     ):
-        server = re.match(r"http://[^/]+", arm.url)[0]  # type: ignore[index]
+        server = re.match(r"http://[^/]+", arm.urls[0])[0]  # type: ignore[index]
         page, process = browser.new_page(), psutil.Process(arm.pid)
-        rollout = re.search(r"/rollout/([^/]+)/", arm.url)[1]  # type: ignore[index]
+        rollout = re.search(r"/rollout/([^/]+)/", arm.urls[0])[1]  # type: ignore[index]
         path = {"live": "live", "rollouts": "rollouts", "rollout": f"rollouts/{rollout}?tab=spans"}[options.page]
         jobs = {
-            "gateway": lambda: in_thread(calls(arm.url, 16, options.seconds)),
+            "gateway": lambda: in_thread(calls(arm.urls[0], 16, options.seconds)),
             "store": lambda: in_thread(cycles(server, 64, options.seconds)),
         }
         for turn in range(options.rounds + 1):
