@@ -26,7 +26,7 @@ class Follower:
         """What each candidate was made from, by digest."""
 
     async def evaluate(self, texts: Texts, trials: Sequence[Trial], parent: str | None) -> list[Outcome]:
-        self.parents[digest(texts)] = parent
+        self.parents.setdefault(digest(texts), parent)
         self.asked += [(texts["prompt"], trial) for trial in trials]
         answers = [
             self.world.answer(texts["prompt"].format(**self.splits[trial.split][trial.task])) for trial in trials

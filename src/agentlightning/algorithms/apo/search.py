@@ -383,8 +383,7 @@ class SearchContext:
 
     def descend(self, child: Texts, parent: Texts) -> None:
         """Remember what a candidate was made from. The first of several counts."""
-        if digest(child) != digest(self.seed):
-            self.parents.setdefault(digest(child), digest(parent))
+        self.parents.setdefault(digest(child), digest(parent))
 
     def check(self, texts: Texts) -> None:
         """Raises ReplyError, and counts it, for texts that do not keep the placeholders of their templates."""
