@@ -8,10 +8,12 @@ import httpx
 import pytest
 from tests.support import agents
 
+from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.sft import SFTAlgorithm
+from agentlightning.algorithms.training import Collected
 from agentlightning.attempt_address import attempt_path, attempt_secret
-from agentlightning.config import RunConfig, RunnerConfig, TrainConfig
+from agentlightning.config import EvaluationConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.errors import ConfigError
 from agentlightning.policy import open as opening
 from agentlightning.policy.config import PolicyConfig
@@ -23,7 +25,7 @@ from agentlightning.trainer import Trainer
 from agentlightning.training.agent_runner import credentials, make_runner, queue_of
 from agentlightning.training.build import serve_run
 from agentlightning.training.persistence.checkpoints import newest_version
-from agentlightning.training.persistence.run_dir import RunDir, RunState
+from agentlightning.training.persistence.run_dir import RunDir, RunState, read_state
 from agentlightning.training.starting_policy import open_for_training
 from agentlightning.util.progress import Progress
 
@@ -110,6 +112,27 @@ def test_a_critic_without_a_value_head_is_refused_at_once():
 def test_the_model_of_an_algorithm_is_the_one_that_is_trained():
     assert Trainer(algorithm=SFTAlgorithm("models/mine")).config.policy.model == "models/mine"
     assert Trainer(algorithm=LightningRL(steps=7)).config.algorithm.steps == 7
+
+
+class Draws(Algorithm):
+    """One step that draws at random and trains no model."""
+
+    total_steps = 1
+    learns_weights = False
+    seed = None
+
+    async def run(self, training):
+        self.seed = training.seed
+        await training.finish_step(Collected(()), {})
+
+
+def test_an_algorithm_reads_the_seed_of_the_run_and_the_run_says_that_it_trains_no_model(tmp_path):
+    config = TrainConfig(run=RunConfig(seed=7), evaluation=EvaluationConfig(modes=("greedy",)))
+    trainer = Trainer(config, algorithm=Draws(), run_dir=tmp_path / "run", progress=Progress(enabled=False))
+    trainer.fit(agents.reward_of_task, [{"reward": 1}], held_out_dataset=[{"reward": 0}])
+    assert trainer.algorithm.seed == 7
+    state = read_state(tmp_path / "run")
+    assert (state.step, state.learns_weights) == (1, False)
 
 
 @pytest.mark.parametrize(("host", "without_key"), [("127.0.0.1", 200), ("0.0.0.0", 401)])

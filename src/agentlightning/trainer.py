@@ -512,7 +512,7 @@ class Trainer:
         """The run and its runner: of `agent`, which in a run on `recorded` data only measures, and may be missing. Such
         a run keeps rollouts in a store of its own."""
         config, since = config or self.config, time.monotonic()
-        given_store = self.store if recorded is None else None
+        given_store, state.learns_weights = self.store if recorded is None else None, algorithm.learns_weights
         if not algorithm.learns_weights:
             config = with_own_providers(config, self.progress.note)
         if algorithm.selects_result:
@@ -547,7 +547,7 @@ class Trainer:
             server = await serve_run(config, store, own, run_dir, stack, secret, token, listener, pages)
             self.progress.note(f"dashboard: {server.url}{DASHBOARD}#token={token}")
             collector = make_collector(config, store, policy, queue)
-            account = RunAccount(run_dir, state, collector, self.progress, algorithm.learns_weights, since=since)
+            account = RunAccount(run_dir, state, collector, self.progress, since=since)
             stack.push_async_callback(account.close)
             if self.progress.enabled:
                 timeout, own_store = config.runner.timeout_seconds, run_dir.store_path.exists()

@@ -46,7 +46,7 @@ def test_the_cost_of_each_operation_is_measured_at_each_size(tmp_path: Path) -> 
 
 
 def test_a_short_soak_finds_no_error(tmp_path: Path) -> None:
-    found = measure("soak", "--minutes", "0.2", "--clients", "2", directory=tmp_path)
+    found = measure("studies/soak", "--minutes", "0.2", "--clients", "2", directory=tmp_path)
     assert found["errors"] == {}
     assert found["cycles"] > 0
 

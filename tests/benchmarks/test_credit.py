@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "studies"
 sys.path.insert(0, str(BENCHMARKS))
 try:
     from tasks.learning import Learned, learn, make_start

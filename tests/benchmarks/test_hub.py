@@ -1,4 +1,4 @@
-"""`benchmarks/hub.py` prints what it says, of a real server and runners in two processes."""
+"""`benchmarks/studies/hub.py` prints what it says, of a real server and runners in two processes."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.timeout(300)
 def test_it_claims_every_rollout_once_and_prints_rate_latency_fairness_and_memory():
     sizes = ["--runners", "20", "--processes", "2", "--rollouts", "400"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "hub.py"), *sizes]
+    command = [sys.executable, str(ROOT / "benchmarks" / "studies" / "hub.py"), *sizes]
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250).stdout
     found = dict(line.split(maxsplit=1) for line in output.splitlines())
     assert found["rollouts"] == "400"

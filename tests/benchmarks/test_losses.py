@@ -12,7 +12,7 @@ import pytest
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.policy.losses import LOSSES
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "studies"
 sys.path.insert(0, str(BENCHMARKS))
 try:
     import losses

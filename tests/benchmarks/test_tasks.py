@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "studies"
 sys.path.insert(0, str(BENCHMARKS))
 try:
     from tasks.base import Call, Environment

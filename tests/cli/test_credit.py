@@ -142,7 +142,7 @@ def test_too_little_data_is_refused_in_words(agl: Agl, tmp_path: Path, records: 
     ("options", "message"),
     [
         (("--rule", "{oops"), "is not JSON"),
-        (("--mode", "tests"), "choose train, val or test"),
+        (("--mode", "tests"), "'tests' is not one of"),
         (("--reward-weights", "1"), "reward_weights"),
         (("--target-agent", "nobody"), "nobody"),
     ],

@@ -114,6 +114,19 @@ async def test_no_token_and_no_dollar_is_counted_twice(run: Path) -> None:
     )
 
 
+async def test_the_list_names_no_model_for_a_run_that_trains_none(run: Path) -> None:
+    (listed,) = Catalog(directories=[run]).sources()
+    assert summary(listed)["model"] is None
+
+
+async def test_held_out_rollouts_have_the_mode_test(run: Path) -> None:
+    store = agl.LightningStore(run / "store.db")
+    found = await store.query_rollouts()
+    await store.close()
+    modes = {(each.mode, "-trial-" in each.rollout_id) for each in found}
+    assert modes == {("train", True), ("test", False)}
+
+
 def test_train_ends_with_what_has_changed_in_the_prompt_line_by_line(run: Path) -> None:
     report = json.loads((run / "report.json").read_text())
     printed = (run.parent / "printed.txt").read_text()
@@ -160,6 +173,7 @@ async def test_the_page_shows_every_candidate_that_was_tried_what_it_changed_and
     tried = sum(each[split]["tasks"] for each in found for split in ("train", "validation") if each[split])
     assert tried == lines[-1]["apo_evaluations"]
     assert [each["texts"] for each in found if each["result"]] == [report["prompts"]]
+    assert [each["number"] for each in found if each["parent"] is None] == [0]
     for each in found[1:]:
         (change,) = each["changed"]
         before = [line["text"] for line in change["lines"] if line["kind"] != "added"]

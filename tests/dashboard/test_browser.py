@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 from pathlib import Path
 
 import orjson
 import pytest
-from tests.dashboard.browsing import GRPO, TOKEN, Window, a_group, groups, pages
+from tests.dashboard.browsing import GRPO, TOKEN, Served, Window, a_group, groups, pages
 
 pytestmark = pytest.mark.slow
 
@@ -112,6 +114,27 @@ def test_the_pages_of_a_run_are_four_and_its_server_and_old_addresses_lead_to_th
     page.locator(".u-over").first.wait_for()
     assert "Held-out reward" in page.locator("thead").first.inner_text()
     assert window.problems == []
+
+
+def test_the_seeds_of_a_configuration_are_one_line_of_the_list_that_opens(browser, copied):
+    other = Path(shutil.copytree(copied / GRPO, copied / "again")) / "config.toml"
+    other.write_text(re.sub(r"^seed = \d+$", "seed = 77", other.read_text(), flags=re.MULTILINE))
+    with Served(roots=[copied]) as served:
+        window = Window(browser, served)
+        page = window.open("", "tbody tr")
+        rows = page.locator("tbody tr")
+        assert rows.count() == 2
+        line = rows.filter(has_text="and 1 more")
+        assert "mean of 2" in line.inner_text()
+        assert "48 / 48" in line.inner_text(), "the steps of both"
+        line.get_by_role("button").click()
+        assert rows.count() == 4
+        assert {each.inner_text() for each in page.locator("tbody a b").all()} == {GRPO, "again", "calculator-rloo"}
+        line.get_by_role("checkbox").check()
+        assert page.locator("tbody input:checked").count() == 3
+        page.get_by_role("button", name="Compare 2").click()
+        page.locator("td", has_text="over 2 seeds").wait_for()
+        assert window.problems == []
 
 
 def test_task_output_and_reward_stand_on_top_of_a_rollout_and_the_next_of_the_table_is_one_click_away(browser, served):

@@ -397,6 +397,7 @@ async def test_runs_that_differ_in_the_seed_alone_are_one_line_with_the_figures_
     (tmp_path / "again/report.json").write_bytes(orjson.dumps(report))
     data = DashboardData(Catalog(roots=[tmp_path]))
     async with client_of(data) as client:
+        (joined,) = (await get(client, "/runs"))["joined"]
         found = await get(client, f"/compare?runs={GRPO},again,{RLOO}")
         reward = next(each for each in found["curves"] if each["metric"] == "reward")["series"]
         first = (await get(client, f"/runs/{GRPO}"))["curves"]["charts"][0]["series"][0]["values"]
@@ -406,6 +407,7 @@ async def test_runs_that_differ_in_the_seed_alone_are_one_line_with_the_figures_
     said = orjson.loads(CliRunner().invoke(build(), ["compare", *runs, "--json"]).stdout)["configurations"]
     assert [found["configurations"][0][name] for name in ("after", "gain")] == [said[0]["after"], said[0]["gain"]]
     assert said[0]["after"]["greedy"]["interval"]
+    assert (set(joined["runs"]), joined["gain"]) == ({GRPO, "again"}, said[0]["gain"])
     assert reward[0]["values"] == pytest.approx([value + 0.05 for value in first])
     widths = [high - low for low, high in zip(reward[0]["low"], reward[0]["high"], strict=True)]
     # 12.706 * sqrt(0.005 / 2) to both sides, Student's quantile for one degree of freedom
@@ -418,6 +420,7 @@ async def test_runs_that_cannot_be_joined_by_seed_stand_alone_and_the_page_says_
     data = DashboardData(Catalog(roots=[copied]))
     async with client_of(data) as client:
         found = await get(client, f"/compare?runs={GRPO},again")
+        assert (await get(client, "/runs"))["joined"] == []
     await data.close()
     assert found["groups"] == [[GRPO], ["again"]]
     assert "one configuration with one seed" in found["ungrouped"]

@@ -77,8 +77,8 @@ async def test_a_reward_that_never_finds_the_answer_for_its_format(job: Job):
     said = doctor(job)
     assert "rewards_without_spread" in said
     assert "every rollout since the first step has the reward 0" in said
-    assert "check that it finds the answer in it, whatever the case, the spaces or the words around it" in said
-    assert "finds the answer in it" in (await warnings_of_page(job))["rewards_without_spread"]
+    assert "it has to find the answer in it, whatever the case, the spaces or the words around it" in said
+    assert "find the answer in it" in (await warnings_of_page(job))["rewards_without_spread"]
 
 
 async def test_an_agent_that_ignores_the_address_it_is_given(job: Job):

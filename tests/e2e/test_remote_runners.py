@@ -132,4 +132,4 @@ def test_a_run_that_waits_for_runners_says_how_to_start_one(programs: Programs):
     line = ""
     while "no runner works on them" not in line and time.monotonic() < deadline:
         line = trainer.stderr.readline()
-    assert f"agl runner --server {url} --queue val" in line
+    assert f"in the queue 'test' and no runner works on them; start one: agl runner --server {url} --agent" in line

@@ -246,7 +246,7 @@ def row(example: Example, found: Speech, report: dict[str, Any]) -> str:
         _yes(found.tool_calls),
         _yes(found.one_key),
         found.spans,
-        f"{before:.2f} → {after:.2f} ({report['rollouts']} rollouts)",
+        f"{before:.2f} → {after:.2f}",
     )
     return f"| {' | '.join(values)} |\n"
 

@@ -131,6 +131,7 @@ async def test_validation_is_named_by_its_step_and_takes_the_first_tasks(monkeyp
         "tasks": ["v1", "v2"],
         "name": "r-validation-000007-greedy-changed1",
         "resources_id": "r-validation-000007-greedy-changed1 at 0.0",
+        "mode": "val",
         "reward_weights": {"right": 1.0},
         "max_failed_share": 1.0,
         "require_reward": False,
@@ -147,7 +148,7 @@ async def test_the_start_is_measured_once_and_must_have_rewards(monkeypatch: pyt
     first = await measured.measurements.measure_start()
     assert measured.names == ["r-before-greedy-changed1", "r-before-sampled-changed1"]
     assert [(each["max_failed_share"], each["require_reward"]) for each in measured.requests] == [(None, True)] * 2
-    assert {tuple(request["tasks"]) for request in measured.requests} == {("h1", "h2")}
+    assert {(request["mode"], *request["tasks"]) for request in measured.requests} == {("test", "h1", "h2")}
     assert (measured.progress, measured.writes) == ([2, 4], 2)
     assert list(measured.state.evaluations) == ["before-greedy", "before-sampled"]
     again = await measured.measurements.measure_start()

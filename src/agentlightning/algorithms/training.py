@@ -276,6 +276,11 @@ class Training(Protocol):
         ...
 
     @property
+    def seed(self) -> int:
+        """The seed of the run (`run.seed`), for what the algorithm draws at random."""
+        ...
+
+    @property
     def learner(self) -> Learner | None:
         """The weights. None for an algorithm that trains none."""
         ...
@@ -323,9 +328,12 @@ class Training(Protocol):
         """Show a warning once in the life of the run, and keep it for the result."""
         ...
 
-    async def try_resources(self, resources: NamedResources, tasks: Mapping[str, Any]) -> list[RolloutReport]:
+    async def try_resources(
+        self, resources: NamedResources, tasks: Mapping[str, Any], metadata: Mapping[str, Any] | None = None
+    ) -> list[RolloutReport]:
         """One rollout of each task with these resources in place of those published, in the order of `tasks`. Their
-        keys name the rollouts: asked again within a step, a name has the rollout it had. Failures are results."""
+        keys name the rollouts: asked again within a step, a name has the rollout it had. Failures are results.
+        `metadata` is recorded with each rollout."""
         ...
 
     async def publish(self, resources: NamedResources) -> None:

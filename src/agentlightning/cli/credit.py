@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 from rich.console import Console
@@ -23,6 +23,7 @@ Rules = Annotated[
     list[str] | None,
     typer.Option("--rule", help="A rule's name, or JSON with its type and settings; repeatable (default: all rules)."),
 ]
+Mode = Annotated[Literal["train", "val", "test"] | None, typer.Option(help="Only rollouts of this mode.")]
 
 
 def compare(
@@ -31,7 +32,7 @@ def compare(
     store: Store = None,
     rules: Rules = None,
     groups: Annotated[int, typer.Option(min=1, help="Use at most this number of groups, the newest.")] = 128,
-    mode: Annotated[str | None, typer.Option(help="Only rollouts of this mode: train, val or test.")] = None,
+    mode: Mode = None,
     target_agent: Annotated[str | None, typer.Option(help="Only calls of agents whose name matches.")] = None,
     reward_weights: RewardWeights = None,
     as_json: Json = False,
@@ -61,19 +62,16 @@ def compare(
         output.finish(found.as_json(), lambda console: _show(found, console), *after)
 
 
-async def _read(store: str | None, groups: int, mode: str | None) -> tuple[list[list[Trajectory]], dict[str, int]]:
+async def _read(store: str | None, groups: int, mode: Mode) -> tuple[list[list[Trajectory]], dict[str, int]]:
     """The newest groups of finished rollouts, and rollouts that cannot be read by reason."""
     from agentlightning.cli.store import open_named
     from agentlightning.credit import group_trajectories
     from agentlightning.credit.rejection import count_reasons
-    from agentlightning.errors import ConfigError, DatasetError
+    from agentlightning.errors import DatasetError
     from agentlightning.training.sources.reader import TrajectoryReader, find_groups
 
-    modes: Any = None if mode is None else [mode]
-    if mode not in (None, "train", "val", "test"):
-        raise ConfigError(f"--mode {mode!r} is none; choose train, val or test")
     async with open_named(store, None, None) as opened:
-        found = await find_groups(opened, modes)
+        found = await find_groups(opened, None if mode is None else [mode])
         if not found:
             of_mode = "" if mode is None else f" of mode {mode}"
             raise DatasetError(f"{store} has no finished rollout{of_mode}; record some first, or train for a step")

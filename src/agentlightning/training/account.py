@@ -29,8 +29,6 @@ class RunAccount:
     state: RunState
     collector: RolloutCollector
     progress: Progress
-    learns_weights: bool = True
-    """Whether its rollouts have to call the policy."""
     callbacks: list[Callback[Any]] = field(default_factory=list[Callback[Any]])
     """In the order in which they are called (training/callbacks.py)."""
     records: list[StepRecord] = field(default_factory=list[StepRecord])
@@ -99,7 +97,7 @@ class RunAccount:
         """The same for an evaluation of a policy. Where no rollout asked any model, warn: nothing can be learned from
         such rollouts."""
         await self.name_left_out(collected)
-        if not self.learns_weights or any(each.transitions for each in collected.trajectories):
+        if not self.state.learns_weights or any(each.transitions for each in collected.trajectories):
             return
         found = without_calls(collected.trajectories)
         if found and found[0].reason == NO_POLICY_CALLS:

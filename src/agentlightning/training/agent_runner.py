@@ -149,9 +149,11 @@ async def report_missing_runners(store: LightningStoreBase, run_id: str, report:
         idle = bool(waiting) and not await store.query_rollouts(status_in=["preparing", "running"], **own)
         if idle and not reported:
             server = store.url if isinstance(store, LightningStoreClient) else "URL"
+            queue, mode = waiting[0].queue, waiting[0].mode
+            named = "" if queue == mode else f" --queue {queue}"  # else it would take none of the other modes
             report(
-                f"rollouts of this run wait in the queue {waiting[0].queue!r} and no runner works on them; start one:"
-                f" agl runner --server {server} --queue {waiting[0].queue} --agent ..."
+                f"rollouts of this run wait in the queue {queue!r} and no runner works on them; start one:"
+                f" agl runner --server {server}{named} --agent ..."
             )
         reported = idle
 

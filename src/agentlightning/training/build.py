@@ -168,6 +168,7 @@ async def make_training_run(
         measurements,
         checkpoints,
         total_steps=state.first_step + algorithm.total_steps if recorded else algorithm.total_steps,
+        seed=config.run.seed,
         recorded=recorded,
         start_prompts=prompts_in(resources),
         stop_rollouts_at=stop_at or (lambda step: None),

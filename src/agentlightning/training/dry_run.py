@@ -479,7 +479,7 @@ async def rehearse(run: TrainingRun, algorithm: Algorithm[Any]) -> tuple[DryRunR
     tasks = {f"{i}-{j}": task for i, task in enumerate(run.train_tasks[:TASKS]) for j in range(REPEATS)}
     progress.phase("rollouts", len(tasks))
     collected, reports = await run_trials(
-        collector, label, tasks, resources_id, algorithm.reward_weights, progress.update
+        collector, label, tasks, resources_id, algorithm.reward_weights, on_progress=progress.update
     )
     ids = [each.rollout_id for each in reports]
     attempts = {each.rollout_id: each for each in await collector.store.get_latest_attempts(ids)}

@@ -15,6 +15,7 @@ from agentlightning.credit.agent_rewards import team_reward, team_score
 from agentlightning.credit.rejection import Rejection, describe_reasons, rejection
 from agentlightning.errors import RewardError
 from agentlightning.evaluation.evaluation import WITHOUT_REWARD, Evaluation, comparable_scores
+from agentlightning.rollouts import RolloutMode
 from agentlightning.training.account import RunAccount
 from agentlightning.training.persistence.checkpoints import ResourcePublisher
 from agentlightning.training.persistence.run_changes import Tasks
@@ -38,6 +39,7 @@ async def evaluate_tasks(
     *,
     name: str,
     resources_id: str,
+    mode: RolloutMode = "val",
     repeats: int = 1,
     rollout_ids: Sequence[str] | None = None,
     reward_weights: Mapping[str, float] | None = None,
@@ -65,7 +67,7 @@ async def evaluate_tasks(
     collected = await collector.collect(
         plans,
         resources_id=resources_id,
-        mode="val",
+        mode=mode,
         check=None if scores is not None else lambda trajectories: without_reward(trajectories, reward_weights),
         max_failed_share=max_failed_share,
         max_rejected_share=1.0,
@@ -199,7 +201,8 @@ class Measurements:
                 def show(count: int, done: int = done) -> None:
                     self.account.progress.update(done + count)
 
-                result = await self.evaluate(self.name(purpose, mode), mode, self.held_out, show, strict=strict)
+                named = self.name(purpose, mode)
+                result = await self.evaluate(named, mode, self.held_out, show, held_out=True, strict=strict)
                 self.state.evaluations[name] = list(result.rewards)
                 self.state.reasons[name] = dict(result.reasons)
                 self.account.write_state()
@@ -218,6 +221,7 @@ class Measurements:
         tasks: Sequence[Any],
         on_progress: Callable[[int], None] | None = None,
         *,
+        held_out: bool = False,
         strict: bool = False,
         scores: Scores | None = None,
     ) -> Evaluation:
@@ -228,6 +232,7 @@ class Measurements:
             tasks,
             name=name,
             resources_id=await self.publisher.write(name, {"temperature": TEMPERATURES[mode]}),
+            mode="test" if held_out else "val",
             reward_weights=self.reward_weights,
             max_failed_share=None if strict else 1.0,
             require_reward=strict,
@@ -248,10 +253,11 @@ async def run_trials(
     tasks: Mapping[str, Any],
     resources_id: str,
     reward_weights: Mapping[str, float] | None,
+    metadata: Mapping[str, Any] | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> tuple[Collected, list[RolloutReport]]:
     """One rollout of each task; ids begin with `label` and the key of the task. However many fail, the rest counts."""
-    plans = [RolloutPlan(f"{label}-{name}", task, name) for name, task in tasks.items()]
+    plans = [RolloutPlan(f"{label}-{name}", task, name, metadata or {}) for name, task in tasks.items()]
     collected = await collector.collect(
         plans,
         resources_id=resources_id,

@@ -82,6 +82,7 @@ class TrainingRun:
     target_agent: str | None = None
     prepared: Mapping[str, str] = field(default_factory=dict[str, str])
     """What the algorithm found in order before it began."""
+    seed: int = 0
     start_prompts: Mapping[str, PromptTemplate] = field(default_factory=dict[str, PromptTemplate])
     """The prompt templates that the run began with."""
     stop_rollouts_at: Callable[[int], None] = lambda step: None
@@ -211,13 +212,15 @@ class TrainingRun:
         if self.recorded is not None and not self.measurements.config.modes:
             raise ConfigError("recorded sessions come with no agent to run; give eval_agent and held_out_dataset")
 
-    async def try_resources(self, resources: NamedResources, tasks: Mapping[str, Any]) -> list[RolloutReport]:
+    async def try_resources(
+        self, resources: NamedResources, tasks: Mapping[str, Any], metadata: Mapping[str, Any] | None = None
+    ) -> list[RolloutReport]:
         self._check_agent()
         label = f"{self.state.run_id}-trial-{self.state.step + 1:06d}{self.state.suffix}"
         sampling = {"temperature": TEMPERATURES[self.measurements.config.modes[0]]}
         resources_id = await self.checkpoints.publisher.write_trial(label, resources, sampling)
         weights = self.measurements.reward_weights
-        collected, reports = await run_trials(self.account.collector, label, tasks, resources_id, weights)
+        collected, reports = await run_trials(self.account.collector, label, tasks, resources_id, weights, metadata)
         await self.account.count(collected)
         return reports
 

@@ -9,7 +9,7 @@ import pytest
 
 from agentlightning.algorithms.apo.config import APOConfig, PromptModel, Spending
 from agentlightning.algorithms.apo.search import Completion, Outcome, SearchContext, Trial, Writer
-from agentlightning.algorithms.apo.text import Texts
+from agentlightning.algorithms.apo.text import Texts, digest
 from agentlightning.resources import PromptTemplate
 from agentlightning.testing.prompt_world import START, PromptWorld, grade, report_tasks
 
@@ -21,8 +21,11 @@ class Follower:
         self.world = world
         self.splits = {"train": report_tasks(100), "validation": report_tasks(60, 1000)}
         self.asked: list[tuple[str, Trial]] = []
+        self.parents: dict[str, str | None] = {}
+        """What each candidate was made from, by digest."""
 
-    async def evaluate(self, texts: Texts, trials: Sequence[Trial]) -> list[Outcome]:
+    async def evaluate(self, texts: Texts, trials: Sequence[Trial], parent: str | None) -> list[Outcome]:
+        self.parents.setdefault(digest(texts), parent)
         self.asked += [(texts["prompt"], trial) for trial in trials]
         answers = [
             self.world.answer(texts["prompt"].format(**self.splits[trial.split][trial.task])) for trial in trials

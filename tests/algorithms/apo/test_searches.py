@@ -13,7 +13,7 @@ from agentlightning.algorithms.apo.beam import BeamSearch
 from agentlightning.algorithms.apo.gepa import GepaSearch
 from agentlightning.algorithms.apo.reflective import Finals, ReflectiveSearch
 from agentlightning.algorithms.apo.search import Trial
-from agentlightning.algorithms.apo.text import Texts
+from agentlightning.algorithms.apo.text import Texts, digest
 from agentlightning.testing.prompt_world import ADVICE, HEAD, START, TAIL, PromptWorld
 
 
@@ -131,6 +131,28 @@ async def test_a_child_that_loses_a_line_is_tried_on_what_that_line_turned(conte
     [outcome] = await search.context.evaluate(parent.texts, [Trial(needing[0])])
     parent.add(outcome)
     assert not await search.guards(child, parent)
+
+
+@pytest.mark.parametrize("kind", [ReflectiveSearch, BeamSearch, GepaSearch])
+async def test_each_candidate_is_tried_with_the_one_that_it_was_made_from(context, model, tmp_path, kind):
+    name = kind.__name__.removesuffix("Search").lower()
+    made = context(PromptWorld(0), search=name, budget={"calls": 200})
+    made.directory = tmp_path
+    if kind is GepaSearch:
+        pytest.importorskip("gepa")
+        made.writer.critic = model(made.evaluator.world.reflect)
+    await run(kind(made))
+    texts = {digest({"prompt": text}): text for text, _ in made.evaluator.asked}
+    parents = made.evaluator.parents
+    assert len(parents) > 4
+    assert [texts[child] for child, parent in parents.items() if parent is None] == [START]
+    order = [*parents]
+    for child, parent in parents.items():
+        if parent is not None:
+            assert order.index(parent) < order.index(child)
+            if kind is not GepaSearch:  # Its editor writes the whole text anew.
+                new = set(texts[child].splitlines()) ^ set(texts[parent].splitlines())
+                assert 0 < len(new) <= 2 * made.config.max_edits
 
 
 # -- the other searches ----------------------------------------------------------------------------------------------

@@ -57,8 +57,17 @@ def test_another_configuration_is_compared_seed_by_seed(tmp_path: Path) -> None:
     assert (found["paired"], found["seeds"], found["mean"]) == (True, 3, pytest.approx(0.06))
     assert found["interval"][0] > 0, "seeds differ by more than configurations, and pairs show it"
     shown = CliRunner().invoke(build(), ["compare", *runs]).output
-    assert "1: algorithm.steps=200 (seeds 0, 1, 2)" in shown
+    assert "100-0 and 2 more (seeds 0, 1, 2): the first configuration" in shown
+    assert "200-0 and 2 more (seeds 0, 1, 2): algorithm.steps=200" in shown
     assert "difference +0.060 (" in shown
+
+
+def test_a_configuration_is_called_by_the_end_of_a_path_that_no_other_run_has(tmp_path: Path) -> None:
+    first = finished(tmp_path / "a", 0, 0.5)
+    other = Path(finished(tmp_path / "b", 0, 0.5, steps=7))
+    assert [each["label"] for each in compared(first, str(other))] == ["100-0", "7-0"]
+    same = other.rename(other.with_name("100-0"))
+    assert [each["label"] for each in compared(first, str(same))] == ["a/100-0", "b/100-0"]
 
 
 def test_different_seeds_are_compared_by_their_means(tmp_path: Path) -> None:

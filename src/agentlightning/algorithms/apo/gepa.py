@@ -33,6 +33,8 @@ class GepaSearch(Search):
         self.failure: BaseException | None = None
         """What ended the search: gepa itself goes on after errors."""
         self.stopping = False
+        self.reflected: Texts | None = None
+        """The candidate that gepa makes another one from."""
         limit, tasks = context.config.gepa.validation_tasks, context.validation_tasks
         self.validation = tasks if limit is None else min(limit, tasks)
         """The number of validation tasks that are used."""
@@ -119,12 +121,16 @@ class GepaSearch(Search):
             self.context.check(candidate)
         except ReplyError as error:
             return [Outcome(trial.task, None, str(error)) for trial in batch]
+        if self.reflected is not None and candidate != self.reflected:
+            self.context.descend(candidate, self.reflected)
+            self.reflected = None
         self.runs += 1
         return await self.context.evaluate(candidate, [Trial(each.task, self.runs, each.split) for each in batch])
 
     def make_reflective_dataset(
         self, candidate: dict[str, str], eval_batch: Any, components_to_update: Sequence[str]
     ) -> dict[str, list[dict[str, str]]]:
+        self.reflected = dict(candidate)
         most = self.context.config.max_transcript_chars
         shown = [{"Rollout": each.transcript[:most], "Reward": str(each.score)} for each in eval_batch.trajectories]
         return dict.fromkeys(components_to_update, shown)

@@ -371,6 +371,7 @@ class ReflectiveSearch(Search):
         lines = node.texts[name].splitlines()
         lines.remove(text)
         shorter = node.child({**node.texts, name: "\n".join(lines)}, self.number)
+        self.context.descend(shorter.texts, node.texts)
         for task in (self.credits[line][:2] * 2)[:2]:
             [outcome] = await self._run(shorter, [task])
             if score_of(outcome) < self.context.config.success:

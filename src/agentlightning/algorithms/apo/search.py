@@ -26,6 +26,7 @@ from pydantic import TypeAdapter
 from agentlightning import span as names
 from agentlightning.algorithms.apo.config import APOConfig, PromptModel, SearchBudget, Spending, price
 from agentlightning.algorithms.apo.text import (
+    PARENT,
     Playbook,
     ReplyError,
     Texts,
@@ -206,8 +207,9 @@ class Outcome(NamedTuple):
 class Evaluator(Protocol):
     """Runs the agent with a candidate."""
 
-    async def evaluate(self, texts: Texts, trials: Sequence[Trial]) -> list[Outcome]:
-        """One rollout for each trial, in their order; they run at the same time."""
+    async def evaluate(self, texts: Texts, trials: Sequence[Trial], parent: str | None) -> list[Outcome]:
+        """One rollout for each trial, in their order; they run at the same time. `parent`: the digest of the candidate
+        that this one was made from."""
         ...
 
 
@@ -294,11 +296,12 @@ class RunEvaluator:
     budget: SearchBudget
     """With the prices of the agent's calls."""
 
-    async def evaluate(self, texts: Texts, trials: Sequence[Trial]) -> list[Outcome]:
+    async def evaluate(self, texts: Texts, trials: Sequence[Trial], parent: str | None) -> list[Outcome]:
         splits = {"train": self.training.train_tasks, "validation": self.training.validation_tasks}
         names = [f"{digest(texts)}-{each.split}{each.task:05d}-{each.repeat}" for each in trials]
         tasks = dict(zip(names, (splits[each.split][each.task] for each in trials), strict=True))
-        reports = await self.training.try_resources(dict(templates(self.start, texts)), tasks)
+        made_from = {} if parent is None else {PARENT: parent}
+        reports = await self.training.try_resources(dict(templates(self.start, texts)), tasks, made_from)
         found = dict(zip(tasks, reports, strict=True))
         return [
             Outcome(
@@ -489,6 +492,8 @@ class SearchContext:
     """The first message of each kind of refused edit."""
     on_favourite: Callable[[Texts], object] = lambda texts: None
     """Called with the candidate that would be the result if the search ended now."""
+    parents: dict[str, str] = field(default_factory=dict[str, str])
+    """Digest of a candidate -> that of the one it was made from. Rollouts record it, so that no checkpoint has to."""
     directory: Path = Path()
     """Where a search may keep files of its own."""
     playbook: Playbook = field(init=False)
@@ -504,11 +509,16 @@ class SearchContext:
         """Outcomes, accounted for. Raises BudgetSpentError where the budget does not allow so many."""
         if self.spending.left() < len(trials):
             raise BudgetSpentError
-        outcomes = await self.evaluator.evaluate(texts, trials) if trials else []
+        parent = self.parents.get(digest(texts))
+        outcomes = await self.evaluator.evaluate(texts, trials, parent) if trials else []
         for outcome in outcomes:
             self.spending.count_evaluation(outcome.tokens, outcome.money)
         self.counts["failed_rollouts"] += sum(outcome.score is None for outcome in outcomes)
         return outcomes
+
+    def descend(self, child: Texts, parent: Texts) -> None:
+        """Remember what a candidate was made from. The first of several counts."""
+        self.parents.setdefault(digest(child), digest(parent))
 
     def check(self, texts: Texts) -> None:
         """Raises ReplyError, and counts it, for texts that do not keep the placeholders of their templates."""
@@ -554,6 +564,7 @@ class SearchContext:
         if child == parent:
             self.counts["unchanged"] += 1
             return None
+        self.descend(child, parent)
         return child, "; ".join(map(str, edits))
 
 

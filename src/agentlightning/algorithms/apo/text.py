@@ -19,6 +19,10 @@ Texts: TypeAlias = Mapping[str, str]
 """A candidate: one text for each resource that is optimised, by the name of the resource."""
 
 
+PARENT: Final = "parent"
+"""In the metadata of a rollout: the `digest` of the candidate that its own was made from."""
+
+
 def digest(texts: Texts) -> str:
     """The same for the same texts, in every process."""
     return hashlib.blake2b(orjson.dumps(dict(texts), option=orjson.OPT_SORT_KEYS), digest_size=8).hexdigest()

@@ -41,10 +41,10 @@ def compare(
 
 
 def _print(record: Mapping[str, Any], console: Console) -> None:
-    for number, row in enumerate(record["configurations"]):
+    for row in record["configurations"]:
         settings = ", ".join(f"{name}={value}" for name, value in row["settings"].items())
         seeds = ", ".join(map(str, row["seeds"]))
-        console.print(f"{number}: {settings or 'the first configuration'} (seeds {seeds})", markup=False)
+        console.print(f"{row['label']} (seeds {seeds}): {settings or 'the first configuration'}", markup=False)
         for mode, after in row["after"].items():
             text = f"   {mode:<8} held-out reward {_text(after)}, gain {_text(row['gain'][mode], sign=True)}"
             if "difference" in row:

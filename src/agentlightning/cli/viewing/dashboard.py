@@ -16,6 +16,7 @@ import typer
 from agentlightning.cli.opening import POSTGRES
 from agentlightning.cli.options import Json, Token
 from agentlightning.cli.output import Output, open_output
+from agentlightning.cli.viewing.remote_status import is_url
 
 if TYPE_CHECKING:
     from starlette.routing import Route
@@ -99,7 +100,7 @@ def _announce(link: str, browser: bool, output: Output) -> None:
 async def _routes(
     target: str | None, demo: bool, server_token: str | None, token: str, output: Output
 ) -> AsyncGenerator[list[Route]]:
-    if target is not None and target.startswith(("http://", "https://")):
+    if target is not None and is_url(target):
         from agentlightning.dashboard.remote import remote_routes
 
         async with remote_routes(target, server_token, token) as routes:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
 from agentlightning.config import TrainConfig
-from agentlightning.errors import ConfigError
+from agentlightning.dashboard.data.run_files import RunFiles
+from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.evaluation.comparison import mean_of_seeds, seed_difference
 from agentlightning.training.persistence.run_changes import changed_settings, settings_of_run
 from agentlightning.training.persistence.run_dir import read_state
@@ -28,6 +30,11 @@ class Configuration:
     """By seed."""
     reports: dict[int, Mapping[str, Any]] = field(default_factory=dict[int, Mapping[str, Any]])
     """Of those that are finished."""
+
+    @property
+    def modes(self) -> list[str]:
+        """Those that its runs measured the held-out tasks in."""
+        return [*dict.fromkeys(mode for report in self.reports.values() for mode in report["held_out"])]
 
     def numbers(self, mode: str, name: str) -> dict[int, float]:
         """`after` or `gain` of the held-out reward, by seed; without runs in which no task has a reward."""
@@ -59,6 +66,42 @@ def configurations(runs: Sequence[Path]) -> list[Configuration]:
     return found
 
 
+def joined_runs(runs: Mapping[str, RunFiles]) -> list[dict[str, Any]]:
+    """Of the runs by name those that differ in the seed alone, with the gain that they measured and its interval over
+    seeds. A second run with a seed, and one that cannot be read, stand alone."""
+    found: dict[str, tuple[Configuration, list[str]]] = {}
+    for name, files in runs.items():
+        try:
+            config, state, report = files.config(), files.state(), files.report()
+        except ResumeError:
+            continue
+        if config is None:
+            continue
+        settings = {key: each for key, each in files.settings().items() if not key.startswith(NO_SETTINGS)}
+        extensions = {key: each["sha256"] for key, each in state.extensions.items()}
+        own, names = found.setdefault(repr((settings, extensions)), (Configuration(config, extensions), []))
+        if config.run.seed not in own.runs:
+            names.append(name)
+            own.runs[config.run.seed] = files.path
+            own.reports |= {} if report is None else {config.run.seed: report}
+    return [
+        {"runs": names, "gain": {mode: asdict(mean_of_seeds(own.numbers(mode, "gain"))) for mode in own.modes}}
+        for own, names in found.values()
+        if len(names) > 1
+    ]
+
+
+def short_names(paths: Iterable[Path]) -> dict[Path, str]:
+    """The ends of paths, as long as it takes to tell them apart.
+
+    >>> list(short_names([Path("runs/a/ppo"), Path("runs/b/ppo")]).values())
+    ['a/ppo', 'b/ppo']
+    """
+    found = {path: path.resolve().parts for path in paths}
+    length = next(n for n in count(1) if len({parts[-n:] for parts in found.values()}) == len(set(found.values())))
+    return {path: "/".join(parts[-length:]) for path, parts in found.items()}
+
+
 def differing(first: TrainConfig, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """The settings in which two configurations differ."""
     return {name: values for name, values in changed_settings(first, other).items() if not name.startswith(NO_SETTINGS)}
@@ -67,11 +110,13 @@ def differing(first: TrainConfig, other: TrainConfig) -> dict[str, tuple[Any, An
 def record_of(found: Sequence[Configuration]) -> list[dict[str, Any]]:
     """What the finished runs of each measured, with intervals over seeds, and its difference from the first one, as
     JSON values. Raises ConfigError where runs of one seed were measured on different tasks."""
-    first = found[0]
-    modes = dict.fromkeys(mode for each in found for report in each.reports.values() for mode in report["held_out"])
+    first, names = found[0], short_names(run for each in found for run in each.runs.values())
+    modes = dict.fromkeys(mode for each in found for mode in each.modes)
     rows: list[dict[str, Any]] = []
     for each in found:
-        row: dict[str, Any] = {"runs": [str(run) for run in each.runs.values()], "seeds": list(each.runs)}
+        label = names[next(iter(each.runs.values()))]
+        label += f" and {len(each.runs) - 1} more" if len(each.runs) > 1 else ""
+        row: dict[str, Any] = {"label": label, "runs": [str(run) for run in each.runs.values()], "seeds": [*each.runs]}
         row["settings"] = {name: new for name, (_, new) in differing(first.settings, each.settings).items()}
         for name in ("after", "gain"):
             row[name] = {mode: asdict(mean_of_seeds(each.numbers(mode, name))) for mode in modes}

@@ -16,6 +16,7 @@ from agentlightning import span as names
 from agentlightning.assemble.model_calls import is_call
 from agentlightning.dashboard.data.text import LONG, as_text, limited, tells_failure
 from agentlightning.span import Span
+from agentlightning.util.common_prefix import common_prefix_length
 from agentlightning.util.json_values import recorded_objects
 
 Message = dict[str, Any]
@@ -58,11 +59,7 @@ def _continued(threads: Sequence[Sequence[str]], lines: Sequence[str]) -> tuple[
     """The thread that a request continues, and how many of its messages are known."""
     best, known = None, 0
     for index, said in enumerate(threads):
-        same = 0
-        for mine, theirs in zip(lines, said, strict=False):
-            if mine != theirs:
-                break
-            same += 1
+        same = common_prefix_length(lines, said)
         if same > known and same >= len(said) - 1:  # an answer may come back in another form
             best, known = index, same
     if best is not None and known < len(threads[best]) and known < len(lines):

@@ -57,6 +57,11 @@ class RunData:
         return self.source.name
 
     @property
+    def in_ids(self) -> str | None:
+        """What the ids of its rollouts and resources contain; None: all of the store are its own."""
+        return self.source.run_id if self.shares_store else None
+
+    @property
     def files(self) -> RunFiles | None:
         return self.source.files
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, cast, get_args
 
 from agentlightning.dashboard.data.run_data import RunData
 from agentlightning.dashboard.data.summary import RolloutSummary, group_of
@@ -21,8 +21,6 @@ from agentlightning.rollouts import Rollout, RolloutMode, RolloutStatus
 MOST_SCANNED: Final = 3000
 """Rollouts that are read for one page."""
 CHUNK: Final = 200
-STATES: Final = ("queuing", "preparing", "running", "succeeded", "failed", "cancelled", "requeuing")
-MODES: Final = ("train", "val", "test")
 MOST_COUNTED: Final = 100_000
 """Rollouts of a store that are counted one by one where the store does not keep their number."""
 MOST_NEWER: Final = 100
@@ -70,7 +68,7 @@ class Filters:
     def of(cls, query: Query) -> Filters:
         """Raises ConfigError for values that cannot be."""
         states, modes = tuple(query.names("state")), tuple(query.names("mode"))
-        for name, given, known in (("state", states, STATES), ("mode", modes, MODES)):
+        for name, given, known in (("state", states, get_args(RolloutStatus)), ("mode", modes, get_args(RolloutMode))):
             if unknown := [each for each in given if each not in known]:
                 raise ConfigError(f"{name}={unknown[0]!r} is none of: {', '.join(known)}")
         return cls(
@@ -219,23 +217,16 @@ def _wanted(run: RunData, filters: Filters) -> dict[str, Any]:
     return {
         "status_in": cast("Sequence[RolloutStatus]", filters.states) or None,
         "mode_in": cast("Sequence[RolloutMode]", filters.modes) or None,
-        "rollout_id_contains": _contains(run, filters),
+        "rollout_id_contains": filters.id or run.in_ids,
     }
 
 
 async def _total(run: RunData, filters: Filters, wanted: Mapping[str, Any]) -> int | None:
     """How many match. None: the store would have to count them one by one, and is too large for that."""
     kept = not filters.modes and wanted["rollout_id_contains"] is None
-    return await run.store.count_rollouts(**wanted) if kept or await _is_small(run) else None
-
-
-async def _is_small(run: RunData) -> bool:
-    return await run.store.count_rollouts() <= MOST_COUNTED
-
-
-def _contains(run: RunData, filters: Filters) -> str | None:
-    """What the store is asked for in ids: what the user wrote, else the id of the run."""
-    return filters.id if filters.id is not None or not run.shares_store else run.source.run_id
+    if not kept and await run.store.count_rollouts() > MOST_COUNTED:
+        return None
+    return await run.store.count_rollouts(**wanted)
 
 
 async def _from_set(

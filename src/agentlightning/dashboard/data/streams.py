@@ -22,6 +22,7 @@ from agentlightning.engine.likeliest_tokens import likeliest_from_text
 from agentlightning.errors import RewardError
 from agentlightning.span import Span
 from agentlightning.training.persistence.token_ratios import CallRatios
+from agentlightning.util.common_prefix import common_prefix_length
 
 MOST_PROMPT: Final = 4000
 """Tokens of a prompt that are sent, the last ones."""
@@ -50,7 +51,7 @@ def stream_of(
         prompt, sampled = _tokens(span, names.PROMPT_TOKEN_IDS), _tokens(span, names.RESPONSE_TOKEN_IDS)
         shown = len(sampled) <= left
         left -= len(sampled) if shown else 0
-        known = _common(before, prompt)
+        known = common_prefix_length(before, prompt)
         found.append(
             {
                 **call_json(turn),
@@ -187,13 +188,6 @@ def _tokens(span: Span, attribute: str) -> Tokens:
     return cast("Tokens", value) if isinstance(value, list) else []
 
 
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    for place, (mine, theirs) in enumerate(zip(first, second, strict=False)):
-        if mine != theirs:
-            return place
-    return min(len(first), len(second))
-
-
 def first_difference(first: Iterable[dict[str, Any]], second: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
     """The first sampled token in which two streams differ, as (call, token): counted from 0, among the calls that
     count. Calls without tokens are compared by their text. None where one stream is the other."""
@@ -204,5 +198,5 @@ def first_difference(first: Iterable[dict[str, Any]], second: Iterable[dict[str,
             if left["answer"] != right["answer"]:
                 return {"call": call, "token": 0}
         elif a["ids"] != b["ids"]:
-            return {"call": call, "token": _common(a["ids"], b["ids"])}
+            return {"call": call, "token": common_prefix_length(a["ids"], b["ids"])}
     return None if len(mine) == len(theirs) else {"call": min(len(mine), len(theirs)), "token": 0}

@@ -1,18 +1,15 @@
-"""A prompt search: its candidates in the order of their first evaluation, what each earned, and what it has changed.
-
-A search does not record what a candidate was made from: shown is the earlier candidate that it differs least from, of
-several the one that was evaluated most.
-"""
+"""A prompt search: its candidates in the order of their first evaluation, what each was made from and has changed, and
+what it earned."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from agentlightning.algorithms.apo.text import PARENT
 from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.dashboard.data.summary import RolloutSummary
 from agentlightning.dashboard.query import Query
@@ -33,18 +30,14 @@ class Candidate:
     """The evaluation of the search that was its first."""
     prompts: dict[str, PromptTemplate]
     rows: dict[str, list[RolloutSummary]]
-    parent: Candidate | None = None
+    parent: Candidate | None
+    """The one that it was made from. None: the first of a search, or not known."""
     led: bool = False
     """Whether it is the result, or came before it."""
 
     @property
     def texts(self) -> dict[str, str]:
         return {name: each.template for name, each in self.prompts.items()}
-
-    def distance(self, other: Candidate) -> int:
-        """The number of lines that only one of them has."""
-        own, others = (Counter((n, x) for n, t in each.texts.items() for x in t.splitlines()) for each in (self, other))
-        return ((own - others) + (others - own)).total()
 
     def as_json(self, result: Mapping[str, str]) -> dict[str, Any]:
         found = {split: measured([row.reward_number for row in rows]) for split, rows in self.rows.items()}
@@ -70,22 +63,24 @@ async def show_search(data: DashboardData, query: Query) -> dict[str, Any]:
     trials = f"{run.source.run_id}-trial-"
     updates = await run.store.query_resources(resources_id_contains=trials)
     prompts = {each.resources_id: prompts_in(each.resources) for each in updates}
-    rows = await run.summaries.of(await run.store.query_rollouts(rollout_id_contains=trials))
+    rollouts = await run.store.query_rollouts(rollout_id_contains=trials)
+    parents = [each.metadata.get(PARENT) for each in rollouts]
+    rows = zip(await run.summaries.of(rollouts), parents, strict=True)
     return {"candidates": await asyncio.to_thread(_candidates, rows, prompts, prompts_now(run.source.run())["prompts"])}
 
 
 def _candidates(
-    rows: Sequence[RolloutSummary], prompts: Mapping[str, dict[str, PromptTemplate]], result: Mapping[str, str]
+    rows: Iterable[tuple[RolloutSummary, Any]],
+    prompts: Mapping[str, dict[str, PromptTemplate]],
+    result: Mapping[str, str],
 ) -> list[dict[str, Any]]:
     found: dict[str, Candidate] = {}
-    for at, row in enumerate(rows, 1):
+    for at, (row, parent) in enumerate(rows, 1):
         named, own = TRIAL.search(row.rollout_id), prompts.get(row.resources_id or "")
         if named is not None and own is not None:
-            candidate = found.setdefault(named[1], Candidate(len(found), at, own, {"train": [], "validation": []}))
-            candidate.rows[named[2]].append(row)
+            new = Candidate(len(found), at, own, {"train": [], "validation": []}, found.get(parent))
+            found.setdefault(named[1], new).rows[named[2]].append(row)
     every = list(found.values())
-    for place, each in enumerate(every[1:], 1):
-        each.parent = min(every[:place], key=lambda other: (each.distance(other), -sum(map(len, other.rows.values()))))
     best = next((each for each in every if each.texts == result), None)
     while best is not None:
         best.led, best = True, best.parent

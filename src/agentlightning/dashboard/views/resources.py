@@ -23,7 +23,7 @@ async def list_resources(data: DashboardData, query: Query) -> dict[str, Any]:
     """Versions of the resources, the newest first, each with what it changed against the one published before it."""
     run = await data.run(query.part("run"))
     limit, offset = query.integer("limit", PAGE, 1, 200), query.integer("after", 0)
-    contains = query.text("id") or (run.source.run_id if run.shares_store else None)
+    contains = query.text("id") or run.in_ids
     newest = await run.store.query_resources(
         resources_id_contains=contains, sort_by="version", sort_order="desc", limit=limit + 1, offset=offset
     )

@@ -177,9 +177,10 @@ async def _of_task(run: RunData, key: str) -> tuple[list[Any], int, bool]:
     found: list[Any] = []
     after: str | None = None
     scanned = 0
-    contains = run.source.run_id if run.shares_store else None
     while scanned < MOST_OF_TASK:
-        chunk = await run.store.query_rollouts(rollout_id_contains=contains, newest_first=True, after=after, limit=PAGE)
+        chunk = await run.store.query_rollouts(
+            rollout_id_contains=run.in_ids, newest_first=True, after=after, limit=PAGE
+        )
         found += [each for each in chunk if task_key(each.input) == key]
         scanned += len(chunk)
         if len(chunk) < PAGE:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from agentlightning.algorithms.apo.config import APOConfig
 from agentlightning.dashboard.data.catalog import Source
+from agentlightning.dashboard.data.configurations import joined_runs
 from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.dashboard.data.run_files import RunFiles
 from agentlightning.dashboard.data.status import status_record
@@ -29,10 +29,11 @@ LAST_STEPS: Final = 20
 
 
 async def list_runs(data: DashboardData, query: Query) -> dict[str, Any]:
-    """Every run and store."""
+    """Every run and store, and which runs are seeds of one configuration."""
     sources = data.catalog.sources()
     found = [await asyncio.to_thread(summary, each) for each in sources]
-    return {"runs": found, "writable": data.writable}
+    joined = await asyncio.to_thread(joined_runs, {each.name: each.files for each in sources if each.files is not None})
+    return {"runs": found, "joined": joined, "writable": data.writable}
 
 
 async def show_status(data: DashboardData, query: Query) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def _summary(name: str, files: RunFiles) -> dict[str, Any]:
         "kind": "run",
         "state": status,
         "algorithm": algorithm,
-        "model": None if config is None or isinstance(config.algorithm, APOConfig) else config.policy.model,
+        "model": config.policy.model if config is not None and state.learns_weights else None,
         "agent": None if config is None else config.agent or ("a live object" if "agent" in state.objects else None),
         "step": len(metrics) if state.step == 0 else max(state.step, len(metrics)),
         "steps": total,

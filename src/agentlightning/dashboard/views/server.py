@@ -16,15 +16,14 @@ MOST: Final = 1000
 async def show_server(data: DashboardData, query: Query) -> dict[str, Any]:
     """Counts of the store, what is running, queues, workers, and the calls that ended last."""
     run = await data.run(query.part("run"))
-    return await run.live.shown(run.source.run_id if run.shares_store else None)
+    return await run.live.shown(run.in_ids)
 
 
 async def list_failures(data: DashboardData, query: Query) -> dict[str, Any]:
     """The causes, the most frequent first: how often, a message, the newest rollout, the agents."""
     run = await data.run(query.part("run"))
-    contains = run.source.run_id if run.shares_store else None
     failed = await run.store.query_rollouts(
-        status_in=["failed"], rollout_id_contains=contains, newest_first=True, limit=MOST
+        status_in=["failed"], rollout_id_contains=run.in_ids, newest_first=True, limit=MOST
     )
     causes: dict[str, list[RolloutSummary]] = {}
     for row in await run.summaries.of(failed):

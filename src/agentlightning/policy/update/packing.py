@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from agentlightning.errors import PolicyError
 from agentlightning.policy.base import Sharing
 from agentlightning.trajectory import FloatArray, Node, TokenTree, TrainingSample
+from agentlightning.util.common_prefix import common_prefix_length
 
 # -- micro-batches ---------------------------------------------------------------------------------------------------
 
@@ -173,9 +174,7 @@ def join_rows(rows: Iterable[Row], limit: int) -> list[Line]:
     length, before = 0, ()
     for row in sorted(rows, key=lambda row: row.token_ids[:-1]):
         own = row.token_ids[:-1]
-        common = next(
-            (i for i, (a, b) in enumerate(zip(own, before, strict=False)) if a != b), min(len(own), len(before))
-        )
+        common = common_prefix_length(own, before)
         if not lines or length + len(own) - common > limit:
             lines.append([])
             length = common = 0

@@ -398,8 +398,8 @@ def _fall(values: list[float]) -> str | None:
 #
 # The gradient must have grown, and one of the others fallen, while the reward is below TRAP_LEARNED_SHARE of the
 # highest: where nearly all is solved, a few odd rollouts make the gradient. The limits are from runs like those of
-# `benchmarks/collapse.py`, with other seeds: in ten healthy ones the first ratio stays below 2 until nearly all is
-# solved, while the second falls to 0.5 and the third to 0.3; in twenty collapsing ones it passes 2 before the reward
+# `benchmarks/studies/collapse.py`, with other seeds: in ten healthy ones the first ratio stays below 2 until nearly all
+# is solved, while the second falls to 0.5 and the third to 0.3; in twenty collapsing ones it passes 2 before the reward
 # falls.
 
 TRAP_LEARNED_SHARE: Final = 0.85

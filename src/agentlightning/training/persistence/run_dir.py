@@ -98,6 +98,8 @@ class RunState:
     """Which of agent, reward and store were live objects, which no setting names."""
     extensions: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
     """The classes of others that settings name, as `SETTING=NAME`: the file of each, and its digest."""
+    learns_weights: bool = True
+    """Whether the algorithm trains a model, which its rollouts then have to call."""
     step: int = 0
     """Finished steps of the algorithm."""
     rollouts: int = 0

@@ -27,7 +27,6 @@ from agentlightning.credit.rejection import (
 from agentlightning.errors import NotFoundError, TrainingStopped, UnknownTokensError
 from agentlightning.resources import ProxyLLM
 from agentlightning.rollouts import (
-    BRANCH,
     Attempt,
     EnqueueRolloutRequest,
     Rollout,
@@ -65,9 +64,9 @@ class RolloutPlan:
     task: Any
     group: str
     """The same for the rollouts of one task within a step."""
-    branch: Mapping[str, Any] | None = None
-    """`rollout_id` of the rollout that it branches off, and `span_ids` of the calls before that point, as the gateway
-    reads them. None: it is independent."""
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What its rollout records beside the group. `BRANCH`: the `rollout_id` of the rollout that it branches off, and
+    `span_ids` of the calls before that point, as the gateway reads them."""
     resources_id: str | None = None
     """None: it was not queued."""
     mode: RolloutMode = "train"
@@ -186,7 +185,7 @@ class RolloutCollector:
                     mode=plan.mode,
                     resources_id=plan.resources_id,
                     config=self.config,
-                    metadata={"group": plan.group, **({} if plan.branch is None else {BRANCH: plan.branch})},
+                    metadata={"group": plan.group, **plan.metadata},
                     rollout_id=plan.rollout_id,
                     queue=self.queue,
                 )

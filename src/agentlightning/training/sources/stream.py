@@ -24,7 +24,7 @@ from agentlightning.assemble import REPLAY_MISMATCHES, REPLAYED_CALLS, TURN_LIMI
 from agentlightning.config import Branching, TurnLimit
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.errors import ConfigError
-from agentlightning.rollouts import Rollout
+from agentlightning.rollouts import BRANCH, Rollout
 from agentlightning.training.curriculum import EpochOrder, TaskOrder, collect_branched
 from agentlightning.training.learner import age, updates_of
 from agentlightning.training.persistence.run_dir import RunState
@@ -466,13 +466,14 @@ class RolloutStream:
         for want in wants:
             if want.branch is None:
                 index = self._index(want.task)
-                group, task, branch = f"{name}-task{index:04d}", self.tasks[index], None
+                group, task, metadata = f"{name}-task{index:04d}", self.tasks[index], dict[str, Any]()
             else:
                 group, task, branch = await self._branch(want.branch)
+                metadata = {} if branch is None else {BRANCH: branch}
             place = blake2b(repr((group, want.branch)).encode(), digest_size=6).hexdigest()
             for member in range(count[place], count[place] + want.n):
                 rollout_id = f"{name}-part{part}-{place}-{member:03d}"
-                plans.append(RolloutPlan(rollout_id, task, group, branch))
+                plans.append(RolloutPlan(rollout_id, task, group, metadata))
             count[place] += want.n
         return plans
 
@@ -568,7 +569,7 @@ def branching_metrics(plans: Sequence[RolloutPlan], trajectories: Sequence[Traje
         name: float(sum(each.metadata.get(name, 0) for each in trajectories))
         for name in (REPLAYED_CALLS, REPLAY_MISMATCHES)
     }
-    return {"branches": float(sum(plan.branch is not None for plan in plans)), **totals}
+    return {"branches": float(sum(BRANCH in plan.metadata for plan in plans)), **totals}
 
 
 def _end_time(group: Group) -> float:

@@ -34,7 +34,7 @@ function asTree(candidates) {
 function Candidate({ each }) {
   const part = (name, title) => each[name] && html`<span><b>${number(each[name].mean)}</b> <span class="muted small">${title}, ${number(each[name].tasks)} rollouts</span></span>`;
   return html`<details class=${`candidate depth${Math.min(4, each.depth)}`} id=${`candidate-${each.at}`} open=${each.led && each.depth > 0}>
-    <summary><span>${each.parent === null ? "Start" : `Candidate ${each.number}`}</span> ${each.result && html`<${Pill} kind="promoted">result<//>`}${each.led && !each.result && html`<${Pill} kind="learned">led to it<//>`} ${part("train", "training tasks")} ${part("validation", "validation tasks")}</summary>
+    <summary><span>${each.number === 0 ? "Start" : `Candidate ${each.number}`}</span> ${each.result && html`<${Pill} kind="promoted">result<//>`}${each.led && !each.result && html`<${Pill} kind="learned">led to it<//>`} ${part("train", "training tasks")} ${part("validation", "validation tasks")}</summary>
     ${each.changed.map((change) => html`<${Diff} key=${change.name} change=${change} />`)}
     ${Object.entries(each.texts).map(([name, text]) => html`<details key=${name}><summary>${name}, whole</summary><${Copy} text=${text} what=${name} /><pre>${text}</pre></details>`)}
     <p class="muted small">${each.train ? `Training tasks ${interval(each.train)}. ` : ""}${each.validation ? `Validation tasks ${interval(each.validation)}. ` : ""}${tokens(each.tokens)} tokens, from evaluation ${number(each.at)} on.</p></details>`;
@@ -61,5 +61,5 @@ export function Search({ address, spent, settings, live }) {
     ${candidates.length > 0 && html`<${Chart} tall title="Reward of the candidates" axis="evaluation" steps=${candidates.map((each) => each.at)} series=${series} onPick=${open} theme=${theme} note=${candidates.some((each) => each.validation) ? "bars: 95% interval" : ""} />
     <p class="muted small">A candidate stands at its first evaluation. Candidates are tried on different tasks, first on those that failed before, so that means of a few rollouts say little; the held-out gain is what was won.</p>
     <h2>Candidates (${candidates.length})</h2><div class="panel">${asTree(candidates).map((each) => html`<${Candidate} key=${each.number} each=${each} />`)}
-      <p class="muted small">Each stands below the earlier candidate that it differs least from.</p></div>`}`;
+      <p class="muted small">Each stands below the one that it was made from.</p></div>`}`;
 }

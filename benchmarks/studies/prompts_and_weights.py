@@ -1,6 +1,6 @@
 """Prompts and weights together: the demo's calculator with a tiny model that follows some instructions of its prompt.
 
-    python benchmarks/prompts_and_weights.py [--seeds 3] [--steps 10] [--budget 120] [--folder DIR] [--arms both]
+    python benchmarks/studies/prompts_and_weights.py [--seeds 3] [--steps 10] [--budget 120] [--folder DIR]
 
 The starting policy has seen demonstrations under prompts with up to three of six instructions. One of these makes it
 use the calculator more often, one a little; the others change nothing, and without any it mostly answers with the first

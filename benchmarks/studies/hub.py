@@ -1,6 +1,6 @@
 """What one hub carries: claims per second, their latency, fairness and memory with 1,000 runners.
 
-    python benchmarks/hub.py [--runners 1000] [--processes 8] [--rollouts 20000] [--postgres] [--hubs 1]
+    python benchmarks/studies/hub.py [--runners 1000] [--processes 8] [--rollouts 20000] [--postgres] [--hubs 1]
 
 `agl serve` runs as a process of its own, as for users. The runners are asyncio tasks in several processes; each has
 its own connection and worker id, registers, sends a heartbeat every two seconds, and claims one rollout after another,
@@ -36,7 +36,7 @@ from agentlightning.rollouts import EnqueueRolloutRequest
 from agentlightning.store.http.client import LightningStoreClient
 from agentlightning.store.ids import new_id
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 from tests.support.postgres import PostgresCluster
 
 HEARTBEAT_SECONDS = 2.0

@@ -1,6 +1,6 @@
 """Model calls while a run trains: its gateway in the trainer's process, beside one in `agl serve` that it has joined.
 
-    python benchmarks/joined.py [--rounds 6] [--seconds 5] [--in-flight] [--hidden 256] [--check]
+    python benchmarks/studies/joined.py [--rounds 6] [--seconds 5] [--in-flight] [--hidden 256] [--check]
 
 Both arms are real trainers that update one local model without a pause and give each version to a scripted model server
 (arms/updating.py); the calls go through the gateway of one arm, which renders, samples, records and answers them. The
@@ -30,10 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from harness import HERE
 
 from agentlightning import LightningStoreClient
 from agentlightning.attempt_address import attempt_path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from harness import HERE
+
 from gateway import running
 
 TRAINER, HUB = "trainer's process", "joined server"

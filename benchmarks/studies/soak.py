@@ -5,7 +5,7 @@ and query without a pause, and a retention of 5,000 finished rollouts that is en
 files and the size of the database are sampled every second. The first quarter warms up; memory is flat when a line
 through the rest rises by less than 5% of it (at least 8 MB) until the end.
 
-    python benchmarks/soak.py --minutes 15 [--clients 8] [--tasks 8] [--keep 5000] [--database PATH-OR-URL] [--json]
+    python benchmarks/studies/soak.py --minutes 15 [--clients 8] [--tasks 8] [--keep 5000] [--database PATH-OR-URL]
 
 The exit status is 1 where memory grew or anything failed.
 """
@@ -26,9 +26,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from harness import PYTHONS, Arm
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from harness import HERE, PYTHONS, Arm
 
-sys.path.insert(0, str(Path(__file__).with_name("arms")))
+sys.path.insert(0, str(HERE / "arms"))
 
 from line import resident_mb
 from ours import hub

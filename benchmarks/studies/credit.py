@@ -1,6 +1,6 @@
 """Rollouts that credit rules need to reach 0.8 of the optimum, on tasks with a known one.
 
-    python benchmarks/credit.py [--quick] [--json]
+    python benchmarks/studies/credit.py [--quick] [--json]
 
 On the corridor with 1, 3 and 5 decisive steps, and on text-to-SQL, every rule trains the same starting policies on the
 same tasks with the same settings: two rollouts of one task and one small step at a time, so that noise in the credit

@@ -1,7 +1,7 @@
 """Is a collapse found before the reward falls? Ten collapsing and ten healthy runs of a tiny model, each seeded.
 
-    python benchmarks/collapse.py                  # 20 runs of 60 steps: about four minutes on an idle core
-    python benchmarks/collapse.py --runs 2
+    python benchmarks/studies/collapse.py                  # 20 runs of 60 steps: about four minutes on an idle core
+    python benchmarks/studies/collapse.py --runs 2
 
 A policy learns to recall four digits for each of 16 words, from a warm start that has them right in part. The healthy
 runs have an ordinary learning rate, the collapsing ones fifteen times as much. Both are the same code: sampling,

@@ -1,6 +1,6 @@
 """Every loss and preset trains the calculator of `agl demo` to a greedy reward of 0.9: rollouts and seconds.
 
-    python benchmarks/losses.py [--quick] [--json]
+    python benchmarks/studies/losses.py [--quick] [--json]
 
 All arms begin with the same warm start, which its seed makes once, and keep the demo's batches and optimiser. A loss
 that has no policy gradient of its own (entropy, KL) is added to `ppo`. The reward is that of 64 validation tasks,

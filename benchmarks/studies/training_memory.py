@@ -1,6 +1,6 @@
 """What an update of a pretrained model needs of memory, beside the formula of docs/get-started/one-gpu.md.
 
-    python benchmarks/training_memory.py [--tokens 1024 2048] [--dtype float32]
+    python benchmarks/studies/training_memory.py [--tokens 1024 2048] [--dtype float32]
 
 SmolLM2-135M-Instruct on a CPU: all weights or LoRA of rank 16, with and without gradient checkpointing. The measure is
 the peak of the resident memory of a process, less what it had before it opened the model. A small update comes first,
@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(HERE / "arms"))
 PAGE = HERE.parent / "docs" / "get-started" / "one-gpu.md"
 MODEL, PROMPT, ANSWER, RANK = "smollm2-135m", 24, 232, 16

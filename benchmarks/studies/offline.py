@@ -1,6 +1,6 @@
 """Offline learning: sessions of a mediocre policy on the demo's calculator, and what `train`, DPO and SFT make of them.
 
-    python benchmarks/offline.py [--seeds 5] [--folder DIR] [--algorithms lightning_rl,dpo,sft]
+    python benchmarks/studies/offline.py [--seeds 5] [--folder DIR] [--algorithms lightning_rl,dpo,sft]
 
 For each seed: the demo's policy after its warm start (kept in the folder), 2,000 sessions of it at temperature 1 (250
 tasks, 8 each), and for each algorithm the reward on 128 held-out tasks before and after, sampled at temperature 1, with

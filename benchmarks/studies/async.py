@@ -1,6 +1,6 @@
 """How much sooner asynchronous training reaches a reward where agents differ 20-fold in speed.
 
-    python benchmarks/async.py [--seeds 5] [--steps 80] [--staleness 4] [--quick] [--json]
+    python benchmarks/studies/async.py [--seeds 5] [--steps 80] [--staleness 4] [--quick] [--json]
 
 Both arms are whole runs of `Trainer.fit` that learn from the same tasks: a tiny model with random weights is asked to
 say a word, and its reward is the share of letters in what it says. Agents sleep before and after their call, for a time
@@ -11,7 +11,7 @@ For each seed the arms take turns, and each trains until the mean reward of thre
 the seconds and steps of training that takes, the ratio of the times, the held-out reward before and after, and the
 largest age of a token in updates. Medians, with the 95% bootstrap interval over seeds.
 
-    python benchmarks/async.py --updates 1000
+    python benchmarks/studies/async.py --updates 1000
 
 One run of that many asynchronous updates, with agents that take up to 20 milliseconds: the largest age, rollouts that
 were lost, the longest step as a multiple of the median, and what the trainer's process holds at updates 200, 1,000,

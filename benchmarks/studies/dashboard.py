@@ -1,19 +1,19 @@
 """What the dashboard costs: its pages over a million rollouts, and the server beneath an open page.
 
-`python benchmarks/dashboard.py pages` fills a database (finished rollouts of two calls, every twentieth failed) to two
-sizes and opens pages of it in Chromium; then those of two made-up runs of `--steps` steps. It prints how long the
-server took to answer, how long after its answer the first row, curve or token was painted, and what the page holds in
-memory after fifty pages of the table. Limits: the first row within 300 ms of the answer, the page below 200 MB (heap
+`python benchmarks/studies/dashboard.py pages` fills a database (finished rollouts of two calls, every twentieth failed)
+to two sizes and opens pages of it in Chromium; then those of two made-up runs of `--steps` steps. It prints how long
+the server took to answer, how long after its answer the first row, curve or token was painted, and what the page holds
+in memory after fifty pages of the table. Limits: the first row within 300 ms of the answer, the page below 200 MB (heap
 and renderer process).
 
-`python benchmarks/dashboard.py load` drives a server, which has store and gateway, while a page of it is open
+`python benchmarks/studies/dashboard.py load` drives a server, which has store and gateway, while a page of it is open
 (`--page`: Live, the table of rollouts, or the page of the one rollout that all calls belong to; they ask every two or
 three seconds) and while none is, in turn: calls of the gateway, then cycles of the store over HTTP. It
 prints the ratio of the rates, and of the server's CPU time for each call; and the CPU time of the browser, with which
 the server shares the machine here. Limit: at most 3% slower.
 
-    python benchmarks/dashboard.py pages [--rollouts 1000000] [--small 10000] [--store FILE] [--steps 400] [--check]
-    python benchmarks/dashboard.py load [--page live] [--rounds 8] [--seconds 5] [--check] [--json]
+    python benchmarks/studies/dashboard.py pages [--rollouts 1000000] [--small 10000] [--store FILE] [--check]
+    python benchmarks/studies/dashboard.py load [--page live] [--rounds 8] [--seconds 5] [--check] [--json]
 
 Needs playwright (pip install playwright) and a Chromium of the system (apt-get install chromium).
 """
@@ -37,6 +37,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from harness import HERE
 
 sys.path.insert(0, str(HERE / "arms"))
@@ -49,8 +51,19 @@ from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
 from agentlightning.store import LightningStore, LightningStoreClient
 from agentlightning.store.types import RolloutRecord
-from gateway import BODY, ours, running, stub_of
+from gateway import ours, running, stub_of
 
+BODY = {
+    "model": "stub",
+    "messages": [
+        {"role": "system", "content": "You are a helpful assistant."},
+        {"role": "user", "content": "What is six times seven, and why does everybody ask?"},
+    ],
+    "temperature": 1.0,
+    "max_tokens": 64,
+    "logprobs": True,
+    "return_token_ids": True,
+}
 FIRST_ROW_MS, PAGE_MB, SLOWER = 300.0, 200.0, 0.97
 PAGES = 50
 SETTLE_SECONDS, IDLE_PERCENT = 60, 10.0
@@ -361,12 +374,12 @@ def load(options: argparse.Namespace) -> int:
         ours(stub, Path(name)) as arm,
         chromium() as browser,
     ):
-        server = re.match(r"http://[^/]+", arm.url)[0]  # type: ignore[index]
+        server = re.match(r"http://[^/]+", arm.urls[0])[0]  # type: ignore[index]
         page, process = browser.new_page(), psutil.Process(arm.pid)
-        rollout = re.search(r"/rollout/([^/]+)/", arm.url)[1]  # type: ignore[index]
+        rollout = re.search(r"/rollout/([^/]+)/", arm.urls[0])[1]  # type: ignore[index]
         path = {"live": "live", "rollouts": "rollouts", "rollout": f"rollouts/{rollout}?tab=spans"}[options.page]
         jobs = {
-            "gateway": lambda: in_thread(calls(arm.url, 16, options.seconds)),
+            "gateway": lambda: in_thread(calls(arm.urls[0], 16, options.seconds)),
             "store": lambda: in_thread(cycles(server, 64, options.seconds)),
         }
         for turn in range(options.rounds + 1):

@@ -6,7 +6,7 @@ one that ours was not designed for: instructions interact, and edits lose other 
 follower, those on validation tasks included; a search has reached the goal when the prompt that it would return has a
 true expected reward of 95% of the best prompt's. gepa has the validation set and minibatch that were best for it here.
 
-    python benchmarks/prompt_search.py [--gepa PYTHON] [--agl03 PYTHON] [--seeds 10] [--check]
+    python benchmarks/studies/prompt_search.py [--gepa PYTHON] [--agl03 PYTHON] [--seeds 10] [--check]
 
 A peer runs in an environment of its own, which `benchmarks/peers.sh` makes; one that is not there is left out.
 """
@@ -23,13 +23,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from harness import PYTHONS
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from harness import HERE, PYTHONS
+
+sys.path.append(str(HERE.parent))
 from tests.support.interacting_world import InteractingWorld
 
 from agentlightning.testing.prompt_server import PromptWorldServer
 from agentlightning.testing.prompt_world import START, PromptWorld, report_tasks
 
-HERE = Path(__file__).resolve().parent
 WORLDS = {"instructions": PromptWorld, "interacting": InteractingWorld}
 LIMITS = {"instructions": 1 / 4, "interacting": 1 / 2}
 """The most that ours may need, as a share of the best of the others."""

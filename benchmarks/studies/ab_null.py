@@ -1,6 +1,6 @@
 """How often an agent seems different from itself: the permutation test and the sequential test, 200 comparisons each.
 
-    python benchmarks/ab_null.py [--comparisons 200] [--seed 0]
+    python benchmarks/studies/ab_null.py [--comparisons 200] [--seed 0]
 
 An agent solves task i with probability p_i, drawn evenly from 0 to 1, and is measured twice. Both tests should find
 p < 0.05 in about 5%, and the last column says how often they find a gain of 0.1 instead.
