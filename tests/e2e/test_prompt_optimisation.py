@@ -148,7 +148,7 @@ def test_a_dry_run_asks_critic_and_editor_and_judges_no_model_that_is_not_there(
 
 
 def test_a_critic_that_is_away_for_the_moment_stops_nothing(server, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("agentlightning.algorithms.apo.models.BACKOFF_SECONDS", 0.01)
+    monkeypatch.setattr("agentlightning.algorithms.apo.search.BACKOFF_SECONDS", 0.01)
     server.overrides["critic"] = lambda text: 1 / 0
     made = trainer(server, tmp_path / "run")
     assert "critic" not in {each.name for each in made.dry_run(write_report, report_tasks(20)).checks}
