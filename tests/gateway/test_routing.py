@@ -18,7 +18,7 @@ from agentlightning.gateway.routing import Router
 from agentlightning.gateway.upstream.provider import Price, Provider
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.testing import ScriptedEngine
-from agentlightning.transport import open_transport
+from agentlightning.transport import Transport
 from agentlightning.util.settings import load_settings
 
 ENGINES = {name: ScriptedEngine([], model=name) for name in ("policy", "reference")}
@@ -26,7 +26,7 @@ ENGINES = {name: ScriptedEngine([], model=name) for name in ("policy", "referenc
 
 def providers(**options):
     them = Provider(name="them", base_urls=("http://host/v1",), **options)
-    return {"them": ServerPool(them, open_transport)}
+    return {"them": ServerPool(them, Transport)}
 
 
 def table(*rules, engines=ENGINES, them=None, **options):
@@ -80,7 +80,7 @@ def test_the_default_serves_calls_without_a_name_and_strangers_only_if_it_is_tol
 
 
 def test_a_rule_may_be_for_callers_of_one_dialect():
-    both = {name: ServerPool(Provider(name=name, base_urls=("http://host/v1",)), open_transport) for name in ("a", "o")}
+    both = {name: ServerPool(Provider(name=name, base_urls=("http://host/v1",)), Transport) for name in ("a", "o")}
     routes = table(
         {"model": "claude-*", "dialect": "anthropic", "provider": "a"},
         {"model": "claude-*", "provider": "o"},

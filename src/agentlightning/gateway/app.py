@@ -33,7 +33,7 @@ from agentlightning.gateway.routing import CallResolver, Router
 from agentlightning.gateway.upstream.budget import Budgets
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.transport import Transport, open_transport
+from agentlightning.transport import Transport
 from agentlightning.transport.connector import ConnectOptions
 
 
@@ -198,7 +198,7 @@ class Gateway:
     def _open_transport(self, options: ConnectOptions) -> Transport:
         """One transport for all providers with the same connect options."""
         if (transport := self._transports.get(options)) is None:
-            transport = self._transports[options] = open_transport(options)
+            transport = self._transports[options] = Transport(options)
         return transport
 
     def routes(self) -> list[Route]:
