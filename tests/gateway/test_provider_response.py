@@ -5,7 +5,7 @@ import json
 import pytest
 
 from agentlightning.gateway.answer import Usage
-from agentlightning.gateway.dialects.registry import DIALECTS
+from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.record import output_messages
 
 

@@ -1,6 +1,6 @@
 """Stores the replies that later requests of an attempt may refer to, by `previous_response_id`, item or retrieval.
 
-It also stores the turns that a provider wants back unchanged (`signed_reasoning`). Conversations are stored as a tree
+It also stores the turns that a provider wants back unchanged (`answer.needs_echo`). Conversations are stored as a tree
 of messages, each message once, so that a client that sends its whole history with every call costs no more than one
 that sends only what is new. Nothing outlives its attempt, or the process.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from agentlightning.chat.base import Message
-from agentlightning.gateway.dialects.message_digest import extend_digest
+from agentlightning.gateway.dialects.content_parts import extend_digest
 from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.util.json_values import dumps
 
@@ -34,9 +34,11 @@ class _Reply:
 
 
 @dataclass(slots=True)
-class _Memory:
+class ResponseLookup:
+    """What the requests of one attempt can refer to."""
+
     replies: dict[str, _Reply] = field(default_factory=dict[str, _Reply])
-    messages: dict[bytes, tuple[bytes, Message]] = field(default_factory=dict[bytes, tuple[bytes, Message]])
+    last_messages: dict[bytes, tuple[bytes, Message]] = field(default_factory=dict[bytes, tuple[bytes, Message]])
     """Digest of a conversation -> (digest without its last message, that message)."""
     items: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     turns: dict[bytes, list[dict[str, Any]]] = field(default_factory=dict[bytes, list[dict[str, Any]]])
@@ -44,16 +46,9 @@ class _Memory:
     """Id of a reply that its provider stores -> (the provider's name, its call while it is not complete)."""
     size: int = 0
 
-
-class ResponseLookup:
-    """What the requests of one attempt can refer to."""
-
-    def __init__(self, memory: _Memory | None = None) -> None:
-        self._memory = memory or _Memory()
-
     def messages(self, response_id: str) -> list[Message]:
         """The conversation up to and including a reply. Raises ApiError 400 for a reply that is not stored."""
-        reply = self._memory.replies.get(response_id)
+        reply = self.replies.get(response_id)
         if reply is None:
             message = (
                 f"previous_response_id={response_id!r} is not stored here: replies are stored while their attempt runs;"
@@ -63,19 +58,19 @@ class ResponseLookup:
         messages: list[Message] = []
         digest = reply.last_digest
         while digest != reply.first_digest:
-            digest, message = self._memory.messages[digest]
+            digest, message = self.last_messages[digest]
             messages.append(message)
         return messages[::-1]
 
     def item(self, item_id: str) -> dict[str, Any]:
         """An item of a reply. Raises ApiError 400 for an item that is not stored."""
-        if (item := self._memory.items.get(item_id)) is None:
+        if (item := self.items.get(item_id)) is None:
             raise bad_request("input", f"the item {item_id!r} is not stored here; send the item itself")
         return item
 
     def turn(self, turn: bytes) -> list[dict[str, Any]]:
         """A turn as its provider wrote it (`ResponseStore.add_turn`); empty if it is not stored."""
-        return self._memory.turns.get(turn, [])
+        return self.turns.get(turn, [])
 
 
 class ResponseStore:
@@ -83,7 +78,7 @@ class ResponseStore:
 
     def __init__(self, max_bytes: int = 256 * 1024 * 1024) -> None:
         self._max_bytes = max_bytes
-        self._attempts: OrderedDict[Attempt, _Memory] = OrderedDict()
+        self._attempts: OrderedDict[Attempt, ResponseLookup] = OrderedDict()
         self.size = 0
         """Approximate bytes stored."""
 
@@ -92,7 +87,7 @@ class ResponseStore:
 
     def lookup(self, attempt: Attempt | None) -> ResponseLookup:
         """What the requests of an attempt can refer to; nothing without an attempt."""
-        return ResponseLookup(self._attempts.get(attempt) if attempt else None)
+        return (self._attempts.get(attempt) if attempt else None) or ResponseLookup()
 
     def add(
         self,
@@ -105,41 +100,33 @@ class ResponseStore:
         items: Sequence[Mapping[str, Any]],
         num_instructions: int = 0,
     ) -> None:
-        """Keep a reply; the first `leading` messages belonged to its request alone. Without a `body` it can be
+        """Keep a reply; the first `num_instructions` messages belonged to its request alone. Without a `body` it can be
         continued and not retrieved."""
-        memory = self._touch(attempt)
+        memory, grown = self._touch(attempt), len(body or b"")
         last_digest = extend_digest(digests[-1], answer)
-        before = memory.size
         chain = zip(digests[num_instructions:], (*digests[num_instructions + 1 :], last_digest), strict=True)
         for (parent, digest), message in zip(chain, (*messages[num_instructions:], answer), strict=True):
-            if digest not in memory.messages:
-                memory.messages[digest] = parent, message
-                memory.size += len(dumps(message))
+            if digest not in memory.last_messages:
+                memory.last_messages[digest] = parent, message
+                grown += len(dumps(message))
         memory.replies[response_id] = _Reply(last_digest, digests[num_instructions], body)
-        memory.size += len(body or b"")
         memory.items.update((item["id"], dict(item)) for item in items)
-        self.size += memory.size - before
-        self._evict()
+        self._grow(memory, grown)
 
     def add_turn(self, attempt: Attempt, turn: bytes, blocks: list[dict[str, Any]]) -> None:
-        """Store a turn as its provider wrote it and wants it back, by its key (`message_digest.turn_key`)."""
+        """Store a turn as its provider wrote it and wants it back, by its key (`content_parts.turn_key`)."""
         memory = self._touch(attempt)
         before = memory.turns.get(turn)
-        grown = len(dumps(blocks)) - (len(dumps(before)) if before is not None else 0)
         memory.turns[turn] = blocks
-        memory.size += grown
-        self.size += grown
-        self._evict()
+        self._grow(memory, len(dumps(blocks)) - (len(dumps(before)) if before is not None else 0))
 
     def note_provider(self, attempt: Attempt, response_id: str, provider: str, pending: Any = None) -> None:
         """Note that a forwarded reply is stored by its provider; `pending` is its call, if it is not complete."""
         memory = self._touch(attempt)
-        if response_id not in memory.providers:
-            grown = len(response_id) + _ENTRY_BYTES + (len(dumps(pending.data)) if pending else 0)
-            memory.size += grown
-            self.size += grown
+        known = response_id in memory.providers
         memory.providers[response_id] = provider, pending
-        self._evict()
+        if not known:
+            self._grow(memory, len(response_id) + _ENTRY_BYTES + (len(dumps(pending.data)) if pending else 0))
 
     def take_pending(self, attempt: Attempt, response_id: str) -> Any:
         """The call whose reply was not complete, once; None if there is none."""
@@ -167,20 +154,21 @@ class ResponseStore:
         size = len(self.body(attempt, response_id))
         memory = self._attempts[attempt]
         del memory.replies[response_id]
-        memory.size -= size
-        self.size -= size
+        self._grow(memory, -size)
 
     def forget(self, attempt: Attempt) -> None:
         """Drop everything of an attempt, once it has ended."""
         if memory := self._attempts.pop(attempt, None):
             self.size -= memory.size
 
-    def _touch(self, attempt: Attempt) -> _Memory:
-        memory = self._attempts.setdefault(attempt, _Memory())
+    def _touch(self, attempt: Attempt) -> ResponseLookup:
+        memory = self._attempts.setdefault(attempt, ResponseLookup())
         self._attempts.move_to_end(attempt)
         return memory
 
-    def _evict(self) -> None:
+    def _grow(self, memory: ResponseLookup, size: int) -> None:
+        memory.size += size
+        self.size += size
         while self._attempts and self.size > self._max_bytes:
             _, memory = self._attempts.popitem(last=False)
             self.size -= memory.size
