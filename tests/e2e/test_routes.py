@@ -7,7 +7,7 @@ import pytest
 from tests.support.provider import Reply, ScriptedProvider, chat_answer
 
 from agentlightning import span as names
-from agentlightning.gateway.upstream.budget import spend_of_spans
+from agentlightning.gateway.upstream.limits import spend_of_spans
 from agentlightning.store import LightningStore
 
 AGENT = """

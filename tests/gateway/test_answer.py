@@ -17,8 +17,8 @@ from tests.support.provider_streams import (
 )
 
 from agentlightning.gateway.answer import Answer, ReasoningDelta, RefusalDelta, SignedReasoning, ToolCall
+from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import ReplyMetadata
-from agentlightning.gateway.dialects.registry import DIALECTS
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.sse import event_data
 

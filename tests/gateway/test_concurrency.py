@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from agentlightning.gateway.concurrency import ConcurrencyLimit, released_slot
+from agentlightning.gateway.http import ConcurrencyLimit, released_slot
 
 
 async def settle():

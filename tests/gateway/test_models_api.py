@@ -24,7 +24,7 @@ from agentlightning.gateway.models_api import read_models as read
 from agentlightning.gateway.upstream.provider import Provider
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.server.app import Server
-from agentlightning.transport import open_transport
+from agentlightning.transport import Transport
 
 GPTS = [
     {"id": "gpt-5", "object": "model", "created": 1700000000, "owned_by": "openai", "context_length": 400000},
@@ -117,7 +117,7 @@ async def test_a_list_is_asked_for_once_by_all_and_kept_where_it_cannot_be_had_a
 
     async with ScriptedProvider([]) as them:
         them.models = answer
-        transport = open_transport()
+        transport = Transport()
         provider = Provider(name="them", base_urls=(f"{them.url}/v1",))
         listing = UpstreamModels(ServerPool(provider, lambda: transport), lambda: now[0])
         assert await asyncio.gather(*(listing.models() for _ in range(5))) == [GPTS] * 5

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentlightning.gateway.answer import Usage
-from agentlightning.gateway.dialects.registry import DIALECTS
+from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.record import output_messages
 
 

@@ -88,19 +88,12 @@ async def test_a_schema_in_vllms_words_is_checked_like_any_other(serve, said):
     assert verdicts[1][names.VIOLATIONS] == [said]
 
 
-async def test_functions_of_old_are_called_and_answered_in_their_own_words(serve):
-    service = await serve([CALL, "12", CALL])
-    reply = await service.ask([HI], functions=[FUNCTION], function_call="auto")
-    (choice,) = reply.choices
-    assert (choice.finish_reason, choice.message.tool_calls) == ("function_call", None)
-    assert (choice.message.function_call.name, choice.message.function_call.arguments) == ("add", '{"a": 6}')
-    asked = [HI, choice.message.model_dump(exclude_none=True), {"role": "function", "name": "add", "content": "12"}]
-    assert (await service.ask(asked, functions=[FUNCTION])).choices[0].message.content == "12"
-    assert (service.gateway.counters.continued, service.gateway.counters.drift) == (1, 0)
-    chunks = await service.stream(functions=[FUNCTION])
-    called = [chunk.choices[0].delta.function_call for chunk in chunks if chunk.choices[0].delta.function_call]
-    assert [(call.name, call.arguments) for call in called] == [("add", '{"a": 6}')]
-    assert chunks[-1].choices[0].finish_reason == "function_call"
+async def test_functions_of_old_are_refused_with_the_way_out(serve):
+    service = await serve([CALL])
+    with pytest.raises(openai.BadRequestError, match="functions are not read here; send them as tools"):
+        await service.ask([HI], functions=[FUNCTION], function_call="auto")
+    (span,) = await service.spans()
+    assert span.status_code == "ERROR"
 
 
 async def test_an_answer_goes_on_with_what_the_caller_began(serve, bpe_chat):

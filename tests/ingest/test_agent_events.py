@@ -7,7 +7,7 @@ from agentlightning import span as names
 from agentlightning.assemble import trajectory, transitions
 from agentlightning.attempt_address import attempt_key
 from agentlightning.attempt_variables import attempt_environment
-from agentlightning.gateway.upstream.budget import Account, spend_of_spans
+from agentlightning.gateway.upstream.limits import Account, spend_of_spans
 from agentlightning.server.app import Server
 from agentlightning.tracing.rewards import find_final_reward
 

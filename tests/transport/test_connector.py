@@ -7,13 +7,13 @@ import pytest
 from tests.support.proxy import LocalProxy
 
 from agentlightning.errors import ConfigError
-from agentlightning.transport import TransportError, open_transport
-from agentlightning.transport.connection import Origin
+from agentlightning.transport import Transport, TransportError
+from agentlightning.transport.base import Origin
 from agentlightning.transport.connector import ConnectOptions, ssl_context, tls_error
 
 
 async def failure(url, dial=None):
-    transport = open_transport(dial)
+    transport = Transport(dial)
     with pytest.raises(TransportError) as caught:
         await transport.send("GET", url, [])
     await transport.close()
@@ -25,7 +25,7 @@ async def test_the_certificate_of_a_stranger_is_named_with_the_way_out(start, au
     backend = await start(b"secret", tls=authority.server("127.0.0.1"))
     reason, said = await failure(backend.url)
     assert (reason, "in ca_file or SSL_CERT_FILE" in said, backend.requests) == ("tls", True, [])
-    transport = open_transport(ConnectOptions.create(ca_file=authority.file))
+    transport = Transport(ConnectOptions.create(ca_file=authority.file))
     async with await transport.send("GET", backend.url, []) as answer:
         assert await answer.read() == b"secret"
     await transport.close()

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.transport import Transport, TransportError, open_transport
-from agentlightning.transport.connection import HIGH_WATER_BYTES, MAX_HEAD_BYTES
+from agentlightning.transport import Transport, TransportError
+from agentlightning.transport.base import MAX_HEAD_BYTES
+from agentlightning.transport.pool import HIGH_WATER_BYTES
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -54,7 +55,7 @@ async def served(handler: Handler, tls: ssl.SSLContext | None = None) -> AsyncGe
         task.add_done_callback(lambda _: writer.close())
 
     server = await asyncio.start_server(visit, "127.0.0.1", 0, ssl=tls)
-    transport = open_transport()
+    transport = Transport()
     try:
         yield transport, f"http{'s' if tls else ''}://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/chat"
     finally:
@@ -189,7 +190,7 @@ async def test_silence_ends_a_call(script: bytes) -> None:
 
 
 async def test_nobody_listening_is_a_failure_to_connect() -> None:
-    transport = open_transport()
+    transport = Transport()
     for url in ("http://127.0.0.1:1/", "http://nowhere.invalid/"):
         with pytest.raises(TransportError) as caught:
             await transport.send("GET", url, [], connect_seconds=5)
@@ -200,7 +201,7 @@ async def test_nobody_listening_is_a_failure_to_connect() -> None:
 @pytest.mark.parametrize("url", ["ftp://x/", "http:///v1", "http://x:port/", "http://x/a b\r\nc"])
 async def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(TransportError, match="valid URL"):
-        await open_transport().send("GET", url, [])
+        await Transport().send("GET", url, [])
 
 
 async def test_a_header_of_two_lines_is_never_sent_and_never_shown() -> None:

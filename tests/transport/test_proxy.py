@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from tests.support.proxy import LocalProxy
 
 from agentlightning.errors import ConfigError
-from agentlightning.transport import TransportError, open_transport
-from agentlightning.transport.connection import Origin
-from agentlightning.transport.connector import ConnectOptions
-from agentlightning.transport.proxy import Proxy, ProxySettings, secrets_of, without_credentials
+from agentlightning.transport import Transport, TransportError
+from agentlightning.transport.base import Origin
+from agentlightning.transport.connector import ConnectOptions, Proxy, ProxySettings, secrets_of, without_credentials
 
 PROXY = "http://proxy:3128"
 SET = {"HTTP_PROXY": PROXY, "HTTPS_PROXY": PROXY}
@@ -141,7 +140,7 @@ def test_a_password_is_sent_and_shown_nowhere(password):
 
 @asynccontextmanager
 async def through(proxy, ca_file=None):
-    transport = open_transport(ConnectOptions.create(proxy, ca_file))
+    transport = Transport(ConnectOptions.create(proxy, ca_file))
     yield transport
     await transport.close()
 
@@ -187,7 +186,7 @@ async def test_what_only_the_proxy_can_find_is_reached_with_the_environment_alon
             monkeypatch.setenv(name, proxy.url)
         monkeypatch.setenv("SSL_CERT_FILE", authority.file)
         monkeypatch.delenv("NO_PROXY", raising=False)
-        transport = open_transport()
+        transport = Transport()
         bodies = []
         for backend in (private, plain):
             async with await transport.send("GET", backend.url.replace("127.0.0.1", "api.example"), []) as answer:

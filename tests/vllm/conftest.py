@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentlightning.engine.servers.clients.vllm import LaunchOptions, VllmProcess
-from agentlightning.transport import open_transport
+from agentlightning.transport import Transport
 
 HERE = Path(__file__).parent
 ON_CPU = {
@@ -93,7 +93,7 @@ def serving(vllm: str, model: Path, log: Path) -> Generator[str]:
     launch = LaunchOptions(model, "tiny", log, (vllm,), args, ON_CPU, "float32", 1024)
 
     async def start() -> VllmProcess:
-        transport = open_transport()
+        transport = Transport()
         try:
             process = VllmProcess(launch, transport)
             await process.restart(None)

@@ -25,7 +25,7 @@ from agentlightning.engine.servers.replica import Replica
 from agentlightning.errors import ConfigError, ContextLengthError
 from agentlightning.policy.config import LocalPolicyConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.transport import open_transport
+from agentlightning.transport import Transport
 from agentlightning.weight_sync.disk import CheckpointFolder
 
 NEAR = 1e-3
@@ -100,7 +100,7 @@ PARAMS = {
 async def test_log_probabilities_are_those_of_the_distribution_drawn_from(
     server: str, chat: ChatFormat, models: list[Path], weights: list[Path], prompt: list[int], name: str, path: str
 ):
-    transport = open_transport()
+    transport = Transport()
     backend = VllmServer(transport, server)
     if path == "texts":
         backend._has_generate = False  # As a server without --enable-scale-out.

@@ -25,7 +25,7 @@ from agentlightning.policy.config import LocalPolicyConfig, OptimizerConfig
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
-from agentlightning.transport import open_transport
+from agentlightning.transport import Transport
 from agentlightning.weight_sync import select
 from agentlightning.weight_sync.base import TransferError
 from agentlightning.weight_sync.nccl import UNIQUE_ID_BYTES, NcclSender
@@ -107,7 +107,7 @@ def receiver(
     launch = LaunchOptions(models[0], "policy", log, (vllm,), args, env, "float32", 1024)
 
     async def start() -> VllmProcess:
-        transport = open_transport()
+        transport = Transport()
         try:
             process = VllmProcess(launch, transport)
             await process.restart(None)

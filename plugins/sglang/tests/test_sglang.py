@@ -12,7 +12,7 @@ from tests.support.proxy import LocalProxy
 from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.servers.base import ModelServerError, SampleRequest, TokenChunk
 from agentlightning.engine.servers.clients.http import JsonClient
-from agentlightning.transport import open_transport
+from agentlightning.transport import Transport
 from agentlightning.transport.connector import ConnectOptions
 from agentlightning_sglang import SGLangServer, _ResponseReader
 
@@ -28,7 +28,7 @@ def event(drawn: list[Any], count: int, reason: str | None = None) -> dict[str, 
 
 @pytest.fixture
 def http() -> JsonClient:
-    return JsonClient(open_transport(), "http://127.0.0.1:1", None, seconds=1.0, connect_seconds=1.0)
+    return JsonClient(Transport(), "http://127.0.0.1:1", None, seconds=1.0, connect_seconds=1.0)
 
 
 @pytest.mark.parametrize("repeats", [True, False])
@@ -54,7 +54,7 @@ async def test_malformed_responses_are_server_errors(http: JsonClient, answer: A
 
 async def test_a_proxy_rejection_is_not_retryable(tmp_path: Path):
     async with LocalProxy("me:secret") as proxy:
-        transport = open_transport(ConnectOptions.create(proxy.url))
+        transport = Transport(ConnectOptions.create(proxy.url))
         with pytest.raises(ModelServerError, match="requires credentials") as failed:
             await SGLangServer(transport, "https://model.example").weight_label()
         await transport.close()
@@ -62,7 +62,7 @@ async def test_a_proxy_rejection_is_not_retryable(tmp_path: Path):
 
 
 async def test_weights_are_replaced_while_answers_wait_without_their_caches(tmp_path: Path):
-    transport = open_transport()
+    transport = Transport()
     async with ScriptedModelServer(dialect="sglang") as server:
         backend = SGLangServer(transport, server.url)
         await backend.load_weights(tmp_path, "v7", lambda: None)
@@ -84,7 +84,7 @@ async def test_weights_are_replaced_while_answers_wait_without_their_caches(tmp_
 
 
 async def test_an_update_that_sglang_reports_as_failed_raises(tmp_path: Path):
-    transport = open_transport()
+    transport = Transport()
     async with ScriptedModelServer(dialect="sglang") as server:
         server._update = lambda body: {"success": False, "message": "no such file"}  # type: ignore[method-assign]
         with pytest.raises(ModelServerError, match="no such file"):

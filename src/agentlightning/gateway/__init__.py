@@ -1,1 +1,1 @@
-"""The gateway: the model API that agents call. `app` wires it; read `endpoints` and `local/call.py` for one call."""
+"""The gateway: the model API that agents call. `app` has its parts and routes; read `local/service.py` for one call."""

@@ -586,7 +586,7 @@ def logprob_entries(listed: Any) -> list[Json]:
 
 # -- the response of a provider ----------------------------------------------------------------------------------------
 
-_MALFORMED: Final = (AttributeError, KeyError, TypeError, ValueError, IndexError)
+MALFORMED: Final = (AttributeError, KeyError, TypeError, ValueError, IndexError)
 """What reading JSON raises that is not structured as its format says."""
 
 
@@ -610,7 +610,7 @@ class ProviderResponse:
     def read(self, data: Any) -> None:
         """Add a whole answer or one stream event."""
         if isinstance(data, dict):
-            with suppress(*_MALFORMED):
+            with suppress(*MALFORMED):
                 self._read(cast("Json", data))
 
     def read_all(self, events: Sequence[Any]) -> None:

@@ -1,41 +1,81 @@
 """The gateway: the OpenAI and Anthropic API that agents call.
 
 Attributes each call to an attempt, samples or forwards it, records it and replies. Agents call it over HTTP; the
-trainer calls `pause`, `drain` and `resume`. This module wires the parts; `endpoints` handles the calls.
+trainer calls `pause`, `drain` and `resume`. This module wires the parts, has the routes, and is the boundary where
+errors end. Each call is resolved once: caller, attempt, parsed body and route (`ResolvedCall`). A provider or an engine
+of ours serves it then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import fields
 from functools import partial
 from os import PathLike
 from pathlib import Path
+from typing import Final
 
+from msgspec import structs
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.engine.adapter_view import AgentEngines
-from agentlightning.engine.base import Engine
+from agentlightning.engine.base import Engine, EngineUnavailableError
+from agentlightning.errors import StoreError
 from agentlightning.gateway.callers.agents import AgentMatcher, AgentRule
 from agentlightning.gateway.callers.attempts import CHECK_SECONDS, AttemptTable
-from agentlightning.gateway.callers.attribution import MODE_TEMPERATURES, Attribution
-from agentlightning.gateway.callers.on_policy import OnPolicySampling
-from agentlightning.gateway.concurrency import ConcurrencyLimit
+from agentlightning.gateway.callers.attribution import MODE_TEMPERATURES, Attribution, Caller, RequestIdentity
 from agentlightning.gateway.config import GatewayConfig
+from agentlightning.gateway.dialects import DIALECTS
+from agentlightning.gateway.dialects.base import ApiPath, Dialect
+from agentlightning.gateway.dialects.messages import MESSAGES, count_reply
 from agentlightning.gateway.dialects.response_store import ResponseStore
-from agentlightning.gateway.endpoints import Endpoints
+from agentlightning.gateway.errors import STORE_UNAVAILABLE, ApiError, bad_request, to_api_error
+from agentlightning.gateway.forwarding.other_paths import MAX_UPLOAD_BYTES, forward_as_is, request_stored_response
 from agentlightning.gateway.forwarding.service import ForwardingService
+from agentlightning.gateway.http import (
+    ConcurrencyLimit,
+    ResponseWriter,
+    headers_by_name,
+    offload,
+    parse_object,
+    read_body,
+)
 from agentlightning.gateway.local.conversation import Conversations
 from agentlightning.gateway.local.service import LocalService, LocalSettings
 from agentlightning.gateway.local.update_gate import UpdateGates
-from agentlightning.gateway.metrics import Counters
-from agentlightning.gateway.models_api import ModelsEndpoint
-from agentlightning.gateway.routing import CallResolver, Router
-from agentlightning.gateway.upstream.budget import Budgets
+from agentlightning.gateway.models_api import ModelsEndpoint, client_family, error_body, json_response
+from agentlightning.gateway.record import Counters, record_rejection
+from agentlightning.gateway.routing import ResolvedCall, Router
+from agentlightning.gateway.sampling import OnPolicySampling
+from agentlightning.gateway.upstream.limits import Budgets
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.transport import Transport, open_transport
+from agentlightning.store.http.endpoint import ClientDisconnected, cancel_on_disconnect
+from agentlightning.transport import Transport
 from agentlightning.transport.connector import ConnectOptions
+
+logger = logging.getLogger(__name__)
+
+ATTEMPT_PATHS: Final = (
+    "/rollout/{rollout_id}/attempt/{attempt_id}",
+    "/proxy/rollout/{rollout_id}/attempt/{attempt_id}/mode/{mode}/openai",
+    "/worker/{worker_id}/key/{key}",
+    "/worker/{worker_id}",
+    "/key/{key}",
+)
+"""Prefixes of URLs that name an attempt or a worker."""
+MAX_FAILURES: Final = 200
+"""Messages that are counted before counting begins anew."""
+Handler = Callable[[Scope, Receive, ResponseWriter], Awaitable[None]]
+"""Serves one request, or raises."""
 
 
 class Gateway:
@@ -71,19 +111,24 @@ class Gateway:
         mode_temperatures: Mapping[str, float] = MODE_TEMPERATURES,
     ) -> None:
         config = config or GatewayConfig()
-        self._store = store
         self.counters = Counters()
+        self._failures = Counter[str]()
+        """Calls that failed for a reason within, by message."""
         self.conversations = Conversations()
         self.kept = ResponseStore(shared)
         self.gates = UpdateGates()
         """One gate for each engine, closed while its weights change."""
         self._transports: dict[ConnectOptions, Transport] = {}
         self.budgets = Budgets(config.budget, store, budget_file)
-        self.providers = self._open_pools(config)
+        self.providers = {
+            provider.name: ServerPool(provider, partial(self._open_transport, provider.connect_options()), self.budgets)
+            for provider in config.providers
+        }
         self.router = Router(
             engines,
             config.routes,
             self.providers,
+            AgentMatcher((*config.agents, *agents)),
             default_model=config.default_model or default_model,
             accept_any_model=bool(accept_any_model if config.accept_any_model is None else config.accept_any_model),
         )
@@ -95,48 +140,13 @@ class Gateway:
             allow_unattributed=allow_unattributed,
             mode_temperatures=mode_temperatures,
         )
-        self._resolver = CallResolver(AgentMatcher((*config.agents, *agents)), self.router)
-        self._forwarder, self._local = self._services(config)
+        parts = store, self.attempts, self.counters, OnPolicySampling(self.counters), self.kept
+        settings = LocalSettings(config.structured_output, config.record_top_logprobs)
+        self._forwarding = ForwardingService(*parts)
+        self._local = LocalService(*parts, self.conversations, self.gates, settings)
+        self._models = ModelsEndpoint(self.router, self.attribution.check_key)
         self._limit = ConcurrencyLimit(max_concurrency)
-        self._endpoints = self._make_endpoints(max_body_bytes)
-
-    def _open_pools(self, config: GatewayConfig) -> dict[str, ServerPool]:
-        return {
-            provider.name: ServerPool(provider, partial(self._open_transport, provider.connect_options()), self.budgets)
-            for provider in config.providers
-        }
-
-    def _services(self, config: GatewayConfig) -> tuple[ForwardingService, LocalService]:
-        """What serves the calls of providers, and of our own engines."""
-        on_policy = OnPolicySampling(self.counters)
-        forwarding = ForwardingService(self._store, self.attempts, self.counters, on_policy, self.kept)
-        local = LocalService(
-            store=self._store,
-            conversations=self.conversations,
-            responses=self.kept,
-            gates=self.gates,
-            attempts=self.attempts,
-            counters=self.counters,
-            on_policy=on_policy,
-            settings=LocalSettings(config.structured_output, config.record_top_logprobs),
-        )
-        return forwarding, local
-
-    def _make_endpoints(self, max_body_bytes: int) -> Endpoints:
-        return Endpoints(
-            attribution=self.attribution,
-            resolver=self._resolver,
-            forwarding=self._forwarder,
-            local=self._local,
-            models=ModelsEndpoint(self.router, self.attribution.check_key),
-            responses=self.kept,
-            providers=self.providers,
-            store=self._store,
-            counters=self.counters,
-            attempts=self.attempts,
-            limit=self._limit,
-            max_body_bytes=max_body_bytes,
-        )
+        self._max_body_bytes = max_body_bytes
 
     # -- pause and resume ------------------------------------------------------------------------------------------
 
@@ -201,9 +211,196 @@ class Gateway:
     def _open_transport(self, options: ConnectOptions) -> Transport:
         """One transport for all providers with the same connect options."""
         if (transport := self._transports.get(options)) is None:
-            transport = self._transports[options] = open_transport(options)
+            transport = self._transports[options] = Transport(options)
         return transport
 
+    # -- the routes ------------------------------------------------------------------------------------------------
+
     def routes(self) -> list[Route]:
-        """The routes of the gateway, for a Starlette application."""
-        return self._endpoints.routes()
+        """For a Starlette application. An unknown path under `/v1` gets a 404 in the shape the caller's SDK expects."""
+        return [route for prefix in (*ATTEMPT_PATHS, "") for route in self._routes_below(prefix)]
+
+    def _routes_below(self, prefix: str) -> list[Route]:
+        calls: dict[str, ASGIApp] = {f"/v1/{path}": partial(self.call_model, path) for path in DIALECTS}
+        calls["/v1/messages/count_tokens"] = self.count_tokens
+        return [
+            *(Route(prefix + path, _AsgiEndpoint(call), methods=["POST"]) for path, call in calls.items()),
+            Route(f"{prefix}/v1/responses/{{response_id}}", self._stored_response, methods=["GET", "DELETE"]),
+            Route(f"{prefix}/v1/responses/{{response_id}}/cancel", self._stored_response, methods=["POST"]),
+            Route(f"{prefix}/v1/models", self._models.list, methods=["GET"]),
+            Route(f"{prefix}/v1/models/{{model:path}}", self._models.retrieve, methods=["GET"]),
+            *(Route(f"{prefix}{path}", _ok, methods=["GET"]) for path in ("/v1", "/v1/", "/")),
+            *([Route(prefix, _ok, methods=["GET"])] if prefix else []),
+            Route(f"{prefix}/v1/{{rest:path}}", self._other_path, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
+        ]
+
+    async def call_model(self, path: ApiPath, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one model call."""
+        await self._handle(DIALECTS[path], partial(self._call_model, path), scope, receive, send)
+
+    async def count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request for the size of a prompt in tokens. Nothing is sampled or recorded."""
+        await self._handle(MESSAGES, self._count_tokens, scope, receive, send)
+
+    async def _stored_response(self, request: HttpRequest) -> Response:
+        try:
+            caller = await self.attribution.caller(headers_by_name(request.scope), request.path_params)
+            attempt, response_id = caller.attempt or ("", ""), request.path_params["response_id"]
+            if (provider := self.kept.provider_of(attempt, response_id)) is not None:
+                pool = self.providers[provider]
+                body = await request_stored_response(pool, request.method, attempt, response_id)
+                if request.method != "DELETE":
+                    await self._forwarding.record_poll(pool, attempt, response_id, body)
+                return Response(body, media_type="application/json")
+            if request.method != "DELETE":
+                return Response(self.kept.body(attempt, response_id), media_type="application/json")
+            self.kept.delete(attempt, response_id)
+        except ApiError as api_error:
+            if api_error.status == 404:  # Of another attempt, which a provider of all paths may have.
+                return await self._other_path(request, api_error)
+            return error_body(request, api_error)
+        except StoreError as error:
+            return error_body(request, to_api_error(error))
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    async def _other_path(self, request: HttpRequest, unserved: ApiError | None = None) -> Response:
+        """Forward a request to the provider that serves all paths, if there is one."""
+        pools = [pool for pool in self.providers.values() if pool.provider.all_paths]
+        if not pools or request.headers.get("upgrade", "").lower() == "websocket":
+            return error_body(request, unserved) if unserved else await _not_found(request)
+        family, headers = client_family(request), headers_by_name(request.scope)
+        pool = next((pool for pool in pools if pool.provider.dialect == family), pools[0])
+        self.counters.requests += 1
+        try:
+            caller = await self.attribution.caller(headers, request.path_params)
+            if caller.attempt is not None:
+                await self.attempts.get(caller.attempt)
+            body = await read_body(request.receive, headers, MAX_UPLOAD_BYTES)
+            return await forward_as_is(pool, request, caller, body, self._forwarding.record)
+        except ClientDisconnected:
+            self.counters.cancelled += 1
+            return Response(status_code=499)  # Nobody sees it.
+        except (ApiError, *STORE_UNAVAILABLE) as error:
+            self.counters.errors += 1
+            return error_body(request, to_api_error(error))
+
+    # -- one call --------------------------------------------------------------------------------------------------
+
+    async def _handle(self, dialect: Dialect, work: Handler, scope: Scope, receive: Receive, send: Send) -> None:
+        """Count a request, and turn any failure into an error reply that the caller's SDK understands."""
+        self.counters.requests += 1
+        writer = ResponseWriter(send, scope.get("http_version") != "1.0", dialect.ping)
+        name = b"request-id" if dialect is MESSAGES else b"x-request-id"
+        writer.extra_headers = [(name, b"req_" + secrets.token_hex(12).encode())]
+        try:
+            await work(scope, receive, writer)
+        except ClientDisconnected:
+            self.counters.cancelled += 1
+        except Exception as error:
+            self.counters.errors += 1
+            api_error = to_api_error(error)
+            if api_error.status >= 500 and (times := self._repeats(api_error.message)):
+                expected = isinstance(error, (ApiError, EngineUnavailableError, *STORE_UNAVAILABLE))
+                again = f" ({times} times)" if times > 1 else ""
+                logger.error("a call failed%s: %s", again, api_error.message, exc_info=None if expected else error)
+            await _send_error(dialect, writer, api_error)
+
+    def _repeats(self, message: str) -> int:
+        """How often calls have failed with this message, where that is 1, 10, 100 ...; else 0. What all calls fail of,
+        such as a wrong key, would fill the log."""
+        if len(self._failures) >= MAX_FAILURES:
+            self._failures.clear()
+        self._failures[message] += 1
+        times = self._failures[message]
+        return times if str(times).rstrip("0") == "1" else 0
+
+    async def _call_model(self, path: ApiPath, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
+        started = time.time()
+        headers, caller = await self._caller(scope)
+        body = b""
+        async with AsyncExitStack() as slot:
+            try:
+                body, caller = await self._body(scope, receive, headers, caller)
+                await slot.enter_async_context(self._limit.slot())  # after the body: a slow sender takes no slot
+                call = await self._resolve(path, headers, caller, body)
+                if call.route.servers is None:
+                    serve = (await self._local.prepare(call, len(body))).run
+                else:
+                    serve = partial(self._forwarding.run, await self._forwarding.prepare(call, len(body)))
+            except ClientDisconnected:
+                raise
+            except Exception as error:
+                await record_rejection(self.attempts.store, path, caller, body, error, started)
+                raise
+            with self.attempts.track(call.context), cancel_on_disconnect(receive):
+                await serve(writer)
+
+    async def _count_tokens(self, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
+        headers, caller = await self._caller(scope)
+        body, caller = await self._body(scope, receive, headers, caller)
+        async with self._limit.slot():
+            call = await self._resolve("messages", headers, caller, body)
+            if call.route.servers is not None:
+                await self._forwarding.count(call, len(body), writer)
+            else:
+                tokens = await self._local.count(call, len(body))
+                await writer.send_json(200, count_reply(tokens))
+
+    async def _caller(self, scope: Scope) -> tuple[Mapping[str, str], Caller]:
+        """(headers by name, caller)."""
+        headers = headers_by_name(scope)
+        return headers, await self.attribution.caller(headers, scope["path_params"])
+
+    async def _body(
+        self, scope: Scope, receive: Receive, headers: Mapping[str, str], caller: Caller
+    ) -> tuple[bytes, Caller]:
+        """(body, the caller with the identity of this request)."""
+        body = await read_body(receive, headers, self._max_body_bytes)
+        if caller.attempt_id is not None:
+            path = scope["path"].rpartition("/v1/")[2]
+            # A digest takes a hundredth of the time that reading the request takes.
+            repeat = await offload(len(body) // 128, partial(RequestIdentity.of, headers, path, body))
+            caller = structs.replace(caller, repeat=repeat)
+        return body, caller
+
+    async def _resolve(self, path: ApiPath, headers: Mapping[str, str], caller: Caller, body: bytes) -> ResolvedCall:
+        """Parse the body, and find the attempt and the route. Raises ApiError."""
+        data = await offload(len(body), partial(parse_object, body))
+        context = None if caller.attempt is None else await self.attempts.get(caller.attempt)
+        call = None if data is None else self.router.resolve_call(path, headers, caller, data, context)
+        if call is None:  # The dialect's reader says why.
+            await offload(len(body), partial(DIALECTS[path].read, body, self.kept.lookup(caller.attempt)))
+            raise bad_request("model", "model must be a string")
+        return call
+
+
+class _AsgiEndpoint:
+    """An endpoint that Starlette treats as an ASGI application, because it is an object and not a function."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+async def _send_error(dialect: Dialect, writer: ResponseWriter, api_error: ApiError) -> None:
+    if not writer.started:
+        body = dialect.error_body(api_error)
+        return await writer.send_json(api_error.status, body, api_error.retry, api_error.retry_after)
+    await writer.send_events(dialect.error_event(api_error))
+    await writer.close()
+
+
+async def _ok(request: HttpRequest) -> Response:
+    return json_response({"status": "ok"})
+
+
+async def _not_found(request: HttpRequest) -> Response:
+    path = request.url.path
+    if request.headers.get("upgrade", "").lower() == "websocket":
+        # After this status Codex falls back to HTTP at once; after any other it retries for seconds.
+        return error_body(request, ApiError(426, f"{path} is no websocket; send POST requests"))
+    served = ", ".join(f"POST /v1/{path}" for path in DIALECTS)
+    message = f"{request.method} {path} is not served here; served: {served}, GET /v1/models"
+    return error_body(request, ApiError(404, message))

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentlightning.engine.servers.config import ServedModel
 from agentlightning.gateway.callers.agents import AgentRule
-from agentlightning.gateway.upstream.budget import BudgetConfig
+from agentlightning.gateway.upstream.limits import BudgetConfig
 from agentlightning.gateway.upstream.provider import Price, Provider
 
 _SECTION: Final = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)

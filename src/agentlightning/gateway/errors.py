@@ -81,9 +81,9 @@ def to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ConfigError):
         return ApiError(400, str(error), param="prompt" if isinstance(error, PromptTokensError) else "messages")
     if isinstance(error, STORE_UNAVAILABLE):
-        return ApiError(503, f"the answer could not be recorded: {error}", code="store_unavailable")
+        return ApiError(503, f"the store of this server cannot be used now: {error}", code="store_unavailable")
     if isinstance(error, StoreError):
-        return ApiError(500, f"the answer could not be recorded: {error}", code="store_error")
+        return ApiError(500, f"the store of this server failed: {error}", code="store_error")
     if isinstance(error, EngineUnavailableError):
         return ApiError(503, str(error), code="policy_unavailable")
     if isinstance(error, PolicyError):
@@ -93,9 +93,9 @@ def to_api_error(error: BaseException) -> ApiError:
     return ApiError(500, f"the gateway failed: {type(error).__name__}: {error}", code="internal_error")
 
 
-def bad_request(param: str, message: str) -> ApiError:
-    """A 400 for the value of a parameter."""
-    return ApiError(400, message, param=param)
+def bad_request(where: str, message: str) -> ApiError:
+    """A 400 for a value in the request; it names the top-level field of a path such as `messages[0].content`."""
+    return ApiError(400, message, param=where.partition("[")[0].partition(".")[0])
 
 
 def bad_key(message: str) -> ApiError:

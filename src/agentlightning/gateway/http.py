@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Generator, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from typing import Any, Final, TypeVar, cast
 
 import msgspec
@@ -17,6 +18,7 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from agentlightning.gateway.errors import ApiError
+from agentlightning.store.http.endpoint import receive_body
 from agentlightning.util.decompression import CodingError, decompress
 from agentlightning.util.json_values import loads
 
@@ -86,17 +88,9 @@ def _parse(data: memoryview) -> Any:
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-class ClientDisconnected(Exception):
-    """The client disconnected."""
-
-
-def read_headers(scope: Scope) -> dict[str, str]:
-    """Headers by lower-case name."""
-    return headers_by_name(scope["headers"])
-
-
-def headers_by_name(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Headers by lower-case name. The last of repeated headers wins, except for `baggage`, whose values are joined."""
+def headers_by_name(scope: Scope) -> dict[str, str]:
+    """Headers by lower-case name; of a repeated one the last, except for `baggage`, whose values are joined."""
+    headers = scope["headers"]
     by_name = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
     if len(by_name) < len(headers) and "baggage" in by_name:
         by_name["baggage"] = ",".join(value.decode("latin-1") for name, value in headers if name == b"baggage")
@@ -106,20 +100,10 @@ def headers_by_name(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
 async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) -> bytes:
     """The complete body, decompressed. Raises ApiError 413 above `limit` bytes, 415 for an unknown content coding, and
     ClientDisconnected."""
-    declared = headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
-        raise _too_large(limit)
-    parts: list[bytes] = []
-    size, more = 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        parts.append(message.get("body", b""))
-        size, more = size + len(parts[-1]), message.get("more_body", False)
-        if size > limit:
-            raise _too_large(limit)
-    body = b"".join(parts)
+    body = await receive_body(headers, receive, limit)
+    if body is None:
+        message = f"the body is larger than {limit} bytes; shorten the conversation"
+        raise ApiError(413, message, code="body_too_large")
     if "content-encoding" not in headers:
         return body
     try:
@@ -127,42 +111,6 @@ async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) ->
     except CodingError as error:
         code = "body_too_large" if error.status == 413 else "content_encoding"
         raise ApiError(error.status, str(error), code=code) from None
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {limit} bytes; shorten the conversation", code="body_too_large")
-
-
-@contextmanager
-def cancel_on_disconnect(receive: Receive) -> Generator[None]:
-    """Within it, a disconnect of the client cancels the current task; raises ClientDisconnected after one."""
-    task, disconnected, exited = asyncio.current_task(), False, False
-    assert task is not None
-
-    def on_disconnect(watcher: asyncio.Task[None]) -> None:
-        nonlocal disconnected
-        if not watcher.cancelled() and not exited:
-            disconnected = True
-            task.cancel()
-
-    watcher = asyncio.create_task(_wait_for_disconnect(receive))
-    watcher.add_done_callback(on_disconnect)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if not disconnected:
-            raise
-        task.uncancel()
-        raise ClientDisconnected from None
-    finally:
-        exited = True
-        watcher.cancel()
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    message: MutableMapping[str, Any] = {"type": ""}
-    while message["type"] != "http.disconnect":
-        message = await receive()
 
 
 async def run_to_completion(work: Awaitable[object]) -> None:
@@ -173,6 +121,59 @@ async def run_to_completion(work: Awaitable[object]) -> None:
     except asyncio.CancelledError:
         await asyncio.wait({task})
         raise
+
+
+# -- calls in progress -------------------------------------------------------------------------------------------------
+
+# Every call takes a slot. A call that waits for a weight update releases its slot meanwhile (`released_slot`), so that
+# thousands of calls may wait for one policy while others are served.
+
+
+class Slot:
+    """One slot of the calls in progress."""
+
+    def __init__(self, limit: asyncio.Semaphore) -> None:
+        self._limit = limit
+        self._is_taken = False
+
+    async def acquire(self) -> None:
+        await self._limit.acquire()
+        self._is_taken = True
+
+    def release(self) -> None:
+        if self._is_taken:
+            self._is_taken = False
+            self._limit.release()
+
+
+class ConcurrencyLimit(asyncio.Semaphore):
+    """Allows so many calls at once; further calls wait in order."""
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncGenerator[None]:
+        """A context in which the call has a slot."""
+        slot = Slot(self)
+        await slot.acquire()
+        token = _current.set(slot)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+            slot.release()
+
+
+_current: ContextVar[Slot | None] = ContextVar("slot", default=None)
+
+
+@asynccontextmanager
+async def released_slot() -> AsyncGenerator[None]:
+    """Release the slot of the current call inside the context, and take one again after it unless it raised."""
+    slot = _current.get()
+    if slot is not None:
+        slot.release()
+    yield
+    if slot is not None:
+        await slot.acquire()
 
 
 # -- responses ---------------------------------------------------------------------------------------------------------
@@ -231,31 +232,21 @@ class ResponseWriter:
             await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     @contextmanager
-    def kept_alive(self, may_start: Callable[[], bool]) -> Generator[None]:
+    def kept_alive(self, may_start: Callable[[], bool] = lambda: True) -> Generator[None]:
         """Within it, a stream that is silent gets a ping now and then, so that neither client nor proxy gives it up. It
         begins the stream only where `may_start`: an error after that is an event of the stream."""
-        self._watch(may_start)
+        pings = asyncio.create_task(self._ping_while_silent(may_start))
         try:
             yield
         finally:
-            for each in (self._timer, self._pinging):
-                if each is not None:
-                    each.cancel()
-            self._timer = self._pinging = None  # else the call would be garbage that only the collector finds
+            pings.cancel()
 
-    def _watch(self, may_start: Callable[[], bool]) -> None:
-        later = asyncio.get_running_loop().call_later
-        self._timer = later(KEEP_ALIVE_SECONDS, self._check, may_start, self._num_sent)
-
-    def _check(self, may_start: Callable[[], bool], num_sent: int) -> None:
-        silent = num_sent == self._num_sent and not self._lock.locked() and self._buffer is None
-        if silent and (num_sent or may_start()):
-            self._pinging = asyncio.ensure_future(self._send_ping())
-        self._watch(may_start)
-
-    async def _send_ping(self) -> None:
-        if self._ping:
-            await self.send_events(self._ping)
+    async def _ping_while_silent(self, may_start: Callable[[], bool]) -> None:
+        while self._ping and self._buffer is None:
+            num_sent = self._num_sent
+            await asyncio.sleep(KEEP_ALIVE_SECONDS)
+            if num_sent == self._num_sent and (num_sent or may_start()):
+                await self.send_events(self._ping)
 
     async def close(self) -> None:
         self._ping = b""

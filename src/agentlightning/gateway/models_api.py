@@ -47,17 +47,13 @@ class ModelsEndpoint:
         dialect = client_family(request)
         try:
             self._check(request.headers, request.path_params)
+            models = list((await self._models(dialect)).values())
+            if dialect == "anthropic":
+                return json_response(_page(models, request.query_params))
         except ApiError as api_error:
             return error_body(request, api_error)
-        models = await self._models(dialect)
-        if dialect == "openai":
-            patterns = self._table.patterns(dialect)
-            more = {"patterns": patterns} if patterns else {}
-            return json_response({"object": "list", "data": list(models.values())} | more)
-        try:
-            return json_response(_page(list(models.values()), request.query_params))
-        except ApiError as api_error:
-            return error_body(request, api_error)
+        patterns = self._table.patterns(dialect)
+        return json_response({"object": "list", "data": models} | ({"patterns": patterns} if patterns else {}))
 
     async def retrieve(self, request: Request) -> Response:
         """GET /v1/models/NAME. A name that matches a pattern is found even if its provider does not list it, because
@@ -69,29 +65,23 @@ class ModelsEndpoint:
         except ApiError as api_error:
             return error_body(request, api_error)
         listed = await self._models(dialect) if route.name == name else {}
-        return json_response(listed.get(name) or self._describe(dialect, route.name))
+        return json_response(listed.get(name) or _DESCRIBE[dialect](self._own(route.name)))
 
     async def _models(self, dialect: ClientFamily) -> dict[str, Json]:
         """All models, by name."""
-        models = {name: self._describe(dialect, name) for name in self._table.names(dialect)}
+        describe = _DESCRIBE[dialect]
+        models = {name: describe(self._own(name)) for name in self._table.names(dialect)}
         open_ended = self._table.open_pools(dialect)
-        lists = await asyncio.gather(*(self._models_of(pool).models() for pool in open_ended))
-        describe = anthropic_model if dialect == "anthropic" else openai_model
+        listings = [self._listings.setdefault(pool, UpstreamModels(pool)) for pool in open_ended]
+        lists = await asyncio.gather(*(listing.models() for listing in listings))
         for pool, upstream in zip(open_ended, lists, strict=True):
             for model in upstream:
                 if model["id"] not in models and self._table.serves_under_own_name(model["id"], dialect, pool):
                     models[model["id"]] = describe(model)
         return models
 
-    def _models_of(self, pool: ServerPool) -> UpstreamModels:
-        if (listing := self._listings.get(pool)) is None:
-            listing = self._listings[pool] = UpstreamModels(pool)
-        return listing
-
-    def _describe(self, dialect: ClientFamily, name: str) -> Json:
-        if dialect == "anthropic":
-            return {"type": "model", "id": name, "display_name": name, "created_at": rfc3339(self._created)}
-        return {"id": name, "object": "model", "created": self._created, "owned_by": "agentlightning"}
+    def _own(self, name: str) -> Json:
+        return {"id": name, "created": self._created, "owned_by": "agentlightning"}
 
 
 ClientFamily = Literal["openai", "anthropic"]
@@ -183,13 +173,10 @@ class UpstreamModels:
 
     async def _page(self, query: str) -> Any:
         """Raises TransportError, or ValueError for an error response or invalid JSON."""
-        pool, provider = self._pool, self._pool.provider
-        server = pool.choose("")
-        url = provider.url(server.url, "models") + query
-        status, _, body = await pool.fetch("GET", url, server.headers, timeout_seconds=TIMEOUT_SECONDS)
+        status, _, body = await self._pool.fetch("GET", "models" + query, timeout_seconds=TIMEOUT_SECONDS)
         if status != 200:
             raise ValueError(f"status {status}")
-        return orjson.loads(pool.redactor.redact_body(body))
+        return orjson.loads(body)
 
 
 def read_models(page: Any) -> list[Json]:
@@ -220,6 +207,9 @@ def anthropic_model(model: Json) -> Json:
     own = {name: value for name, value in model.items() if name not in ("object", "created", "owned_by")}
     shown = name if isinstance(name, str) else model["id"]
     return own | {"type": "model", "display_name": shown, "created_at": stamp}
+
+
+_DESCRIBE: Final = {"anthropic": anthropic_model, "openai": openai_model}
 
 
 def rfc3339(seconds: Any) -> str:

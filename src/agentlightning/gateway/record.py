@@ -1,4 +1,4 @@
-"""Makes the spans of calls, whoever answers them: an engine of ours, a provider, or nobody.
+"""Counts calls, and makes their spans, whoever answers them: an engine of ours, a provider, or nobody.
 
 What an answer said is shown as OpenTelemetry has it. Calls that were rejected before an engine or a provider was called
 are recorded here, so that a rollout shows why it failed; those without an attempt, or with one that does not exist,
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +19,7 @@ from typing import Any, Final
 from agentlightning import span as names
 from agentlightning.attempt_address import trace_id_of
 from agentlightning.errors import StoreError
-from agentlightning.gateway.answer import Answer, HostedCall, Json, ReasoningDelta, RefusalDelta, ToolCall
+from agentlightning.gateway.answer import MALFORMED, Answer, HostedCall, Json, ReasoningDelta, RefusalDelta, ToolCall
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.dialects.base import ApiPath
 from agentlightning.gateway.dialects.output_constraint import Constraint
@@ -32,8 +33,43 @@ logger = logging.getLogger(__name__)
 
 MAX_RECORDED_BYTES: Final = 256 * 1024
 """Above this size, the messages of a rejected request are not recorded."""
+MAX_UNKNOWN_NAMES: Final = 200
 _NO_ATTEMPT: Final = frozenset({"rollout_not_found", "attempt_not_found", "store_unavailable", "store_error"})
-_MALFORMED: Final = (AttributeError, KeyError, TypeError, ValueError, IndexError)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts since the gateway was created."""
+
+    requests: int = 0
+    errors: int = 0
+    """Requests with an error reply."""
+    cancelled: int = 0
+    """Requests whose client disconnected."""
+    unattributed: int = 0
+    """Requests without an attempt, which are not recorded."""
+    continued: int = 0
+    """Requests whose prompt continues the tokens of an earlier call."""
+    drift: int = 0
+    """Requests that looked like a continuation but could not be proven to be one."""
+    tools_in_messages: int = 0
+    """Requests whose tools stand in their messages, as the model's template has no place for them."""
+    overridden: int = 0
+    """Calls of training rollouts whose sampling parameters were overridden (`gateway.sampling`)."""
+    violated: int = 0
+    """Answers that violate the schema or tool choice of their request."""
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+    unknown_fields: int = 0
+    """Request fields that were ignored."""
+    unknown_names: Counter[str] = field(default_factory=Counter[str])
+    """Count by name, for the first names."""
+
+    def count_unknown(self, unknown: tuple[str, ...]) -> None:
+        self.unknown_fields += len(unknown)
+        for name in unknown:
+            if name in self.unknown_names or len(self.unknown_names) < MAX_UNKNOWN_NAMES:
+                self.unknown_names[name] += 1
 
 
 @dataclass(slots=True)
@@ -119,7 +155,7 @@ async def record_rejection(
     if isinstance(model, str):
         name, attributes[names.REQUEST_MODEL] = f"{name} {model}", model
     if len(body) <= MAX_RECORDED_BYTES:
-        with suppress(*_MALFORMED):  # It may have been rejected for its messages.
+        with suppress(*MALFORMED):  # It may have been rejected for its messages.
             attributes[names.INPUT_MESSAGES] = input_messages(path, request)
     record = CallRecord(name, caller, started=started)
     try:

@@ -29,8 +29,6 @@ from agentlightning.resources import LLM
 Given = Mapping[str, tuple[str, LLM]]
 """The models of a caller's resources: model -> (name of the resource, the resource)."""
 NOTHING_GIVEN: Final[Given] = MappingProxyType({})
-_MAX_CACHED: Final = 4096
-"""Bound of the route cache: callers choose the names."""
 _JUDGED_BY_POLICY: Final = (
     "a reward function asked the policy that is being trained (model={!r}): a policy that judges itself learns to"
     " please itself. Give the judge another endpoint, or lead its model elsewhere with a route ([gateway] routes)"
@@ -55,6 +53,21 @@ class ModelRoute:
         return self.servers.provider if self.servers else None
 
 
+class ResolvedCall(NamedTuple):
+    """A call with everything that is found out once: who calls, what it asks for, and where it goes."""
+
+    path: ApiPath
+    headers: Mapping[str, str]
+    """By lower-case name."""
+    caller: Caller
+    """With its agent."""
+    context: AttemptContext | None
+    """The attempt of the caller, if it has one."""
+    body: dict[str, Any]
+    """The parsed request."""
+    route: ModelRoute
+
+
 class Router:
     """The routes. An engine may answer some agents with adapters (`AgentEngines`). `default_model` is an engine, or a
     model that a rule matches: it serves requests without a model and, with `accept_any_model`, those for an unknown
@@ -65,21 +78,19 @@ class Router:
         engines: Mapping[str, Engine],
         rules: Sequence[RouteRule] = (),
         servers: Mapping[str, ServerPool] | None = None,
+        agents: AgentMatcher | None = None,
         *,
         default_model: str | None = None,
         accept_any_model: bool = False,
     ) -> None:
         self._engines, self._rules, self._servers = _with_views(engines), tuple(rules), dict(servers or {})
-        self._accept_any = accept_any_model
-        self._cache: dict[tuple[str | None, str | None, str], ModelRoute] = {}
+        self._agents, self._accept_any = agents or AgentMatcher(), accept_any_model
         self._check_rules()
         self._named = [rule.model for rule in rules if not rule.is_pattern]
         self.takes_runs = False
         """Whether training runs elsewhere may join (`add_policy`)."""
         self._joined: dict[str, str] = {}
         """The models of these runs -> the name of their policy; those of single agents are among them."""
-        self.models: tuple[str, ...] = tuple(dict.fromkeys([*self._engines, *self._named]))
-        """Names of models, without patterns."""
         if default_model is None and len(engines) == 1:
             default_model = next(iter(engines))
         if default_model is not None and self._find(default_model, None) is None:
@@ -96,7 +107,6 @@ class Router:
         self.remove_policy(model)
         self._joined |= dict.fromkeys(found, model)
         self._engines |= found
-        self._engines_changed()
 
     def check_names(self, model: str, names: Iterable[str]) -> None:
         """Raises ConfigError if one of the names has a route other than to the policy `model` of a run."""
@@ -110,16 +120,16 @@ class Router:
         """Undo `add_policy`."""
         for name in [name for name, owner in self._joined.items() if owner == model]:
             del self._joined[name], self._engines[name]
-        self._engines_changed()
 
-    def _engines_changed(self) -> None:
-        self.models = tuple(dict.fromkeys([*self._engines, *self._named]))
-        self._cache.clear()
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names of models, without patterns."""
+        return tuple(dict.fromkeys([*self._engines, *self._named]))
 
     def __contains__(self, model: object) -> bool:
         """Whether a name has a route other than the default. A name with an `@` matches no pattern, because it names an
         agent."""
-        if model in self.models:
+        if model in self._engines or model in self._named:
             return True
         return isinstance(model, str) and "@" not in model and self._find(model, None) is not None
 
@@ -130,21 +140,34 @@ class Router:
         training run, where that has joined and is among the models that the caller was `given`. Raises ApiError 400 if
         no model is named, 404 for an unknown model, and 503 if the caller's run has not joined."""
         dialect = "anthropic" if path == "messages" else "openai"
-        if (cached := self._cache.get((model, agent, dialect))) is not None:
-            return cached
         route = self._find(model, agent, dialect)
         if route is None and self.takes_runs and (policy := self._policy_of_run(given)) is not None:
-            return self._engine_route(policy, agent)  # Not cached: it depends on the caller.
+            return self._engine_route(policy, agent)
         if route is None and self._default is not None and (self._accept_any or model is None):
             route = self._find(self._default, agent, dialect)
-            if self.takes_runs and route is not None:
-                return route
         if route is None:
             raise self._unknown(model)
-        if len(self._cache) >= _MAX_CACHED:
-            self._cache.clear()
-        self._cache[model, agent, dialect] = route
         return route
+
+    def resolve_call(
+        self,
+        path: ApiPath,
+        headers: Mapping[str, str],
+        caller: Caller,
+        body: dict[str, Any],
+        context: AttemptContext | None = None,
+    ) -> ResolvedCall | None:
+        """Find the agent and the route of a call; None if the model in the body is not a name. `context`: the attempt
+        of the caller. Raises ApiError if there is no such route."""
+        model = body.get("model")
+        if model is not None and not isinstance(model, str):
+            return None
+        caller = caller.with_agent(self._agents.identify(headers, body, self), self)
+        given = NOTHING_GIVEN if context is None else context.given
+        route = self.resolve(caller.agent.model, caller.agent.name, path, given)
+        if JUDGE_HEADER in headers and self._trains(route):
+            raise conflict("judge_as_agent", _JUDGED_BY_POLICY.format(caller.agent.model))
+        return ResolvedCall(path, headers, caller, context, body, route)
 
     def names(self, dialect: str) -> list[str]:
         """The model names for callers of a dialect."""
@@ -165,7 +188,7 @@ class Router:
         ]
         return list(dict.fromkeys(pools))
 
-    def trains(self, route: ModelRoute) -> bool:
+    def _trains(self, route: ModelRoute) -> bool:
         """Whether a route leads to the policy of a training run: one that joined, or the default of all names."""
         if route.engine is not None and route.name in self._joined:
             return True
@@ -228,9 +251,6 @@ class Router:
             if rule.engine is not None and rule.engine not in self._engines:
                 known = ", ".join(self._engines) or "none"
                 raise ConfigError(f"{where} leads to the engine {rule.engine!r}, which is not here; known: {known}")
-            if rule.provider is not None and rule.provider not in self._servers:
-                known = ", ".join(self._servers) or "none"
-                raise ConfigError(f"{where} leads to the provider {rule.provider!r}, which is not here; known: {known}")
 
 
 def _with_views(engines: Mapping[str, Engine]) -> dict[str, Engine]:
@@ -244,45 +264,3 @@ def _with_views(engines: Mapping[str, Engine]) -> dict[str, Engine]:
                 )
             found[name] = view
     return found
-
-
-class ResolvedCall(NamedTuple):
-    """A call with everything that is found out once: who calls, what it asks for, and where it goes."""
-
-    path: ApiPath
-    headers: Mapping[str, str]
-    """By lower-case name."""
-    caller: Caller
-    """With its agent."""
-    context: AttemptContext | None
-    """The attempt of the caller, if it has one."""
-    body: dict[str, Any]
-    """The parsed request."""
-    route: ModelRoute
-
-
-class CallResolver:
-    """Finds the agent and the route of a call."""
-
-    def __init__(self, agents: AgentMatcher, router: Router) -> None:
-        self._agents, self._router = agents, router
-
-    def resolve(
-        self,
-        path: ApiPath,
-        headers: Mapping[str, str],
-        caller: Caller,
-        body: dict[str, Any],
-        context: AttemptContext | None = None,
-    ) -> ResolvedCall | None:
-        """None if the model in the body is not a name. `context`: the attempt of the caller. Raises ApiError if there
-        is no such route."""
-        model = body.get("model")
-        if model is not None and not isinstance(model, str):
-            return None
-        caller = caller.with_agent(self._agents.identify(headers, body, self._router), self._router)
-        given = NOTHING_GIVEN if context is None else context.given
-        route = self._router.resolve(caller.agent.model, caller.agent.name, path, given)
-        if JUDGE_HEADER in headers and self._router.trains(route):
-            raise conflict("judge_as_agent", _JUDGED_BY_POLICY.format(caller.agent.model))
-        return ResolvedCall(path, headers, caller, context, body, route)

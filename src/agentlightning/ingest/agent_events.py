@@ -17,11 +17,11 @@ from starlette.routing import Route
 
 from agentlightning import span as names
 from agentlightning.attempt_address import read_attempt_key, trace_id_of
-from agentlightning.errors import AgentLightningError, RewardError
+from agentlightning.errors import RewardError
 from agentlightning.span import MAX_REWARD, Span, new_span_id, new_trace_id, usable_reward
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.encoding import encode
-from agentlightning.store.http.errors import RequestError, error_response, status_of
+from agentlightning.store.http.endpoint import endpoint, receive_body, respond
+from agentlightning.store.http.errors import RequestError
 from agentlightning.tracing.agent_spans import agent_attributes, late_mark
 from agentlightning.util.api_key import api_key
 from agentlightning.util.json_values import dumps, loads
@@ -41,26 +41,25 @@ class EventError(RequestError):
 class KeyRefusedError(RequestError):
     """A key that is missing, or not that of the attempt."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, 401)
-
 
 def event_routes(store: LightningStoreBase, secret: str) -> list[Route]:
     """Routes for a Starlette application; `secret` signs the keys of attempts."""
 
     async def post_event(request: Request) -> Response:
         rollout_id, attempt_id = request.path_params["rollout_id"], request.path_params["attempt_id"]
-        try:
-            _check_key(request, secret, rollout_id, attempt_id)
-            span = read_event(await _body(request), rollout_id, attempt_id)
-            span.attributes.update(late_mark(await store.get_attempt(attempt_id)))
-            stored = await store.add_span(span)
-        except AgentLightningError as error:
-            return _error_response(error)
+        key = api_key(request.headers)
+        if not key or read_attempt_key(secret, key) != (rollout_id, attempt_id):
+            raise KeyRefusedError("events need the AGL_KEY of this attempt, as `Authorization: Bearer <key>`", 401)
+        body = await receive_body(request.headers, request.receive, MAX_EVENT_BYTES)
+        if body is None:
+            raise EventError(f"the event is larger than {MAX_EVENT_BYTES} bytes; send less")
+        span = read_event(body, rollout_id, attempt_id)
+        span.attributes.update(late_mark(await store.get_attempt(attempt_id)))
+        stored = await store.add_span(span)
         marks = {name: bool(stored.attributes.get(mark)) for name, mark in _MARKS.items()}
-        return _json_response({"span_id": stored.span_id, "sequence_id": stored.sequence_id, **marks})
+        return respond(dumps({"span_id": stored.span_id, "sequence_id": stored.sequence_id, **marks}))
 
-    return [Route(path, post_event, methods=["POST"]) for path in _EVENT_PATHS]
+    return [Route(path, endpoint(post_event), methods=["POST"]) for path in _EVENT_PATHS]
 
 
 def read_event(body: bytes, rollout_id: str, attempt_id: str) -> Span:
@@ -106,28 +105,3 @@ def _checked(name: str, value: Any) -> float:
             f"the reward {name}={shown} is not a number from {-MAX_REWARD:g} to {MAX_REWARD:g}; send one, or no reward"
         )
     return reward
-
-
-def _check_key(request: Request, secret: str, rollout_id: str, attempt_id: str) -> None:
-    key = api_key(request.headers)
-    if not key or read_attempt_key(secret, key) != (rollout_id, attempt_id):
-        raise KeyRefusedError("events need the AGL_KEY of this attempt, as `Authorization: Bearer <key>`")
-
-
-async def _body(request: Request) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_EVENT_BYTES:
-            raise EventError(f"the event is larger than {MAX_EVENT_BYTES} bytes; send less")
-        parts.append(part)
-    return b"".join(parts)
-
-
-def _error_response(error: AgentLightningError) -> Response:
-    return Response(encode(error_response(error)), status_of(error), media_type="application/json")
-
-
-def _json_response(content: dict[str, Any]) -> Response:
-    return Response(dumps(content), media_type="application/json")

@@ -22,9 +22,9 @@ from starlette.routing import Route
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.recording.feedback import LINK_PATH, Feedback, FeedbackLink, add_feedback, read_link
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.encoding import BASE_PATH, encode
-from agentlightning.store.http.endpoint import authorize
-from agentlightning.store.http.errors import RequestError, error_response, status_of
+from agentlightning.store.http.encoding import BASE_PATH
+from agentlightning.store.http.endpoint import endpoint, receive_body, respond
+from agentlightning.store.http.errors import RequestError, status_of
 from agentlightning.util.json_values import loads
 
 MAX_BYTES: Final = 64 * 1024
@@ -57,17 +57,10 @@ def feedback_routes(store: LightningStoreBase, secret: str, token: str | None) -
     """Routes for a Starlette application; they come before those of the store. `secret` signs links."""
 
     async def post(request: Request) -> Response:
-        try:
-            authorize(dict(request.headers), token)
-            feedback, source = read_feedback(await _body(request))
-            span = await add_feedback(store, request.path_params["rollout_id"], feedback, source)
-        except AgentLightningError as error:
-            return Response(encode(error_response(error)), status_of(error), media_type="application/json")
-        return Response(
-            orjson.dumps({"rollout_id": span.rollout_id, "attempt_id": span.attempt_id, "span_id": span.span_id}),
-            201,
-            media_type="application/json",
-        )
+        feedback, source = read_feedback(await _body(request))
+        span = await add_feedback(store, request.path_params["rollout_id"], feedback, source)
+        ids = {"rollout_id": span.rollout_id, "attempt_id": span.attempt_id, "span_id": span.span_id}
+        return respond(orjson.dumps(ids), 201)
 
     async def page(request: Request) -> Response:
         try:
@@ -80,7 +73,7 @@ def feedback_routes(store: LightningStoreBase, secret: str, token: str | None) -
         return _page("<h1>Thank you.</h1>")
 
     return [
-        Route(BASE_PATH + "/rollouts/{rollout_id}/feedback", post, methods=["POST"]),
+        Route(BASE_PATH + "/rollouts/{rollout_id}/feedback", endpoint(post, token), methods=["POST"]),
         Route(LINK_PATH + "/{key}", page, methods=["GET", "HEAD", "POST"]),
     ]
 
@@ -123,14 +116,10 @@ def _valid_link(secret: str, key: str) -> FeedbackLink:
 
 
 async def _body(request: Request) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BYTES:
-            raise RequestError(f"the feedback is larger than {MAX_BYTES} bytes; send less", 413)
-        parts.append(part)
-    return b"".join(parts)
+    body = await receive_body(request.headers, request.receive, MAX_BYTES)
+    if body is None:
+        raise RequestError(f"the feedback is larger than {MAX_BYTES} bytes; send less", 413)
+    return body
 
 
 def _page(body: str, status: int = 200) -> Response:

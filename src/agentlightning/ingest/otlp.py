@@ -1,7 +1,7 @@
 """Receives OTLP over HTTP, `POST /v1/traces`, from any OpenTelemetry SDK or collector.
 
-attribution.py finds the attempt of each span. A span without an attempt is rejected in `partial_success`, or stored in
-a rollout of its own trace (unknown_traces.py), depending on the `adopt` option.
+traces.py finds the attempt of each span. A span without an attempt is rejected in `partial_success`, or stored in
+a rollout of its own trace, depending on the `adopt` option.
 
 Spans sent with the key of an attempt are not trusted: attributes that only the gateway may set are removed, spans that
 arrive after the end of the attempt are marked, and a trace belongs to the attempt only if no other attempt claims it.
@@ -23,7 +23,6 @@ from typing import Any, Final
 
 import orjson
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -38,11 +37,11 @@ from agentlightning.errors import (
     StoreClosedError,
     StoreFullError,
 )
-from agentlightning.ingest.attribution import AttemptIds, AttemptResolver, TraceOwners
-from agentlightning.ingest.unknown_traces import UnknownTraces
+from agentlightning.ingest.traces import AttemptIds, AttemptResolver, TraceOwners, UnknownTraces
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.encoding import MAX_BODY_BYTES
+from agentlightning.store.http.endpoint import ClientDisconnected, receive_body
 from agentlightning.tracing.agent_spans import agent_attributes, late_mark
 from agentlightning.tracing.otlp.decode import (
     EXPORTER_HEADER,
@@ -200,7 +199,7 @@ class OtlpReceiver:
                 raise OtlpRequestError(415, message)
             request = await self._read(http, content_type)
             rejected = await self.store_spans(request, caller)
-        except ClientDisconnect:
+        except ClientDisconnected:
             return Response(status_code=400)
         except AgentLightningError as error:
             return error_response(error, content_type)
@@ -225,26 +224,16 @@ class OtlpReceiver:
         return None
 
     async def _read(self, http: HttpRequest, content_type: str) -> Request:
-        body, coding = await self._body(http), http.headers.get("content-encoding", "")
+        body, limit = await receive_body(http.headers, http.receive, self._max_body_bytes), self._max_body_bytes
+        if body is None:
+            raise OtlpRequestError(413, f"the body is larger than {limit} bytes; send fewer spans at once")
+        coding = http.headers.get("content-encoding", "")
         if len(body) <= INLINE_BYTES:
-            body, coding = await decompress(body, coding, self._max_body_bytes), ""
+            body, coding = await decompress(body, coding, limit), ""
             if len(body) <= INLINE_BYTES:
                 return decode(body, content_type)
         async with self._large:
-            return await asyncio.to_thread(
-                lambda: decode(decompress_now(body, coding, self._max_body_bytes), content_type)
-            )
-
-    async def _body(self, http: HttpRequest) -> bytes:
-        parts: list[bytes] = []
-        size = 0
-        async for part in http.stream():
-            size += len(part)
-            if size > self._max_body_bytes:
-                limit = self._max_body_bytes
-                raise OtlpRequestError(413, f"the body is larger than {limit} bytes; send fewer spans at once")
-            parts.append(part)
-        return b"".join(parts)
+            return await asyncio.to_thread(lambda: decode(decompress_now(body, coding, limit), content_type))
 
     # -- spans -------------------------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.local.service import LocalSettings
 from agentlightning.gateway.local.update_gate import UpdateGates
 from agentlightning.observability.metrics import counters
-from agentlightning.store.http.endpoint import endpoint, headers_by_name, read_body, respond
+from agentlightning.store.http.endpoint import endpoint, read_body, respond
 from agentlightning.store.http.errors import RequestError
 
 log = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ class JoinedPolicies:
         ]
 
     async def _respond(self, action: str, request: Request) -> Response:
-        body = await read_body(headers_by_name(request.scope), request.receive, MAX_BODY_BYTES)
+        body = await read_body(request.headers, request.receive, MAX_BODY_BYTES)
         status = await self._answer(request.path_params["model"], _read(REQUESTS[action], body))
         return respond(orjson.dumps(status.model_dump()))
 

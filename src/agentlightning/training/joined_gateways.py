@@ -41,7 +41,7 @@ from agentlightning.policy.base import Policy, capabilities_of
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.client import LightningStoreClient
-from agentlightning.transport import open_transport
+from agentlightning.transport import Transport
 from agentlightning.util.event_loop import in_background
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class _Gateway:
 async def _gateways_of(
     config: TrainConfig, store: LightningStoreBase | None, policy: Policy
 ) -> AsyncGenerator[list[_Gateway]]:
-    transport, path = open_transport(), f"{BASE_PATH}/{quote(policy.model, safe='')}"
+    transport, path = Transport(), f"{BASE_PATH}/{quote(policy.model, safe='')}"
     token = store.token if isinstance(store, LightningStoreClient) else os.environ.get("AGL_TOKEN")
     clients = (
         JsonClient(transport, url, token, seconds=REQUEST_SECONDS, connect_seconds=5.0) for url in config.run.gateways

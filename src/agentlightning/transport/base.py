@@ -1,24 +1,21 @@
-"""Interfaces of an HTTP client: a transport sends requests, and returns responses whole or in chunks.
-
-A transport manages connections and bytes. Choice of the server, retries and the meaning of responses are left to its
-users.
-"""
+"""What the parts of the transport share: servers, errors, and the text of an error response, however it is wrapped."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from types import TracebackType
-from typing import Literal, Protocol, Self
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, cast
 
 from agentlightning.errors import AgentLightningError
+from agentlightning.util.json_values import loads
 
 Headers = Sequence[tuple[bytes, bytes]]
 """Names in lower case."""
-
-
 Reason = Literal["connect", "timeout", "closed", "protocol", "tls", "proxy"]
 """The cause: no connection, no data in time, a closed connection, invalid HTTP, a failed TLS handshake or an untrusted
 certificate, a proxy that rejects the request. The last two persist until a setting changes."""
+MAX_HEAD_BYTES: Final = 65536
 
 
 class TransportError(AgentLightningError):
@@ -29,50 +26,57 @@ class TransportError(AgentLightningError):
         self.reason = reason
 
 
-class Response(Protocol):
-    """The response to one request, its body not read yet. Use as `async with`; an early exit drops the connection."""
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Scheme, host and port of a server."""
 
-    @property
-    def status(self) -> int: ...
+    secure: bool
+    host: str
+    port: int
 
-    @property
-    def headers(self) -> Headers: ...
-
-    async def read(self) -> bytes:
-        """Read the whole body. Raises TransportError if it breaks off."""
-        ...
-
-    def chunks(self, gather_seconds: float = 0.0) -> AsyncIterator[bytes]:
-        """The body as it arrives; after each part, nothing is read for `gather_seconds`, so that the next is larger.
-        Raises TransportError if it breaks off."""
-        ...
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.secure else 'http'}://{host}:{self.port}"
 
 
-class Transport(Protocol):
-    """Sends requests over kept-alive connections; one for each event loop."""
+# -- error responses ---------------------------------------------------------------------------------------------------
 
-    async def send(
-        self,
-        method: str,
-        url: str,
-        headers: Headers,
-        body: bytes = b"",
-        *,
-        connect_seconds: float = 10.0,
-        timeout_seconds: float = 600.0,
-    ) -> Response:
-        """Send a request, and return once the head of its response arrived. `timeout_seconds` limits the time between
-        reads, not the total.
+_MARKUP: Final = re.compile(r"<(script|style|head)\b.*?</\1>|<[^>]*>", re.IGNORECASE | re.DOTALL)
+CONTEXT_ERROR: Final = re.compile(
+    r"context (length|window|size)|maximum (context|model length)|model's context|(prompt|input) is too long"
+    r"|too many (input )?tokens",
+    re.IGNORECASE,
+)
+"""What servers write of a prompt that the model's context does not hold."""
+_TEXT_FIELDS: Final = ("error", "message", "detail", "msg", "errors", "error_description", "title")
+"""Fields with the text of an error, in order of precedence; each may hold a text, an object or a list of these."""
 
-        A kept-alive connection that turns out to be closed before the first byte of the response is replaced; nothing
-        else is sent twice. Raises TransportError.
-        """
-        ...
 
-    async def close(self) -> None: ...
+def error_fields(body: bytes, parse: Callable[[bytes], Any] = loads) -> tuple[str, str | None, str | None]:
+    """(message, code, parameter) of an error response. What has no known shape is the message as it is."""
+    try:
+        data = parse(body)
+    except ValueError:
+        data = body.decode(errors="replace")
+    error: Any = data[0] if isinstance(data, list) and data else data
+    error = error.get("error") or error if isinstance(error, dict) else error
+    code, param = (error.get("code"), error.get("param")) if isinstance(error, dict) else (None, None)
+    text = _text_of(data) or (body.decode(errors="replace") if data else "")
+    if text.lstrip()[:1] == "<":
+        text = " ".join(_MARKUP.sub(" ", text).split())
+    return text.strip(), code if isinstance(code, str) else None, param if isinstance(param, str) else None
+
+
+def _text_of(value: Any, depth: int = 8) -> str:
+    """The text of an error in any of the usual shapes; OpenRouter's has that of the actual provider in `metadata`."""
+    if isinstance(value, str) or not depth:
+        return value if isinstance(value, str) else ""
+    if isinstance(value, list):
+        return "; ".join(filter(None, (_text_of(each, depth - 1) for each in cast("list[Any]", value))))
+    if not isinstance(value, dict):
+        return ""
+    fields = cast("dict[str, Any]", value)
+    text = next((text for name in _TEXT_FIELDS if (text := _text_of(fields.get(name), depth - 1))), "")
+    metadata = fields.get("metadata")
+    raw = cast("dict[str, Any]", metadata).get("raw") if isinstance(metadata, dict) else None
+    return f"{text}: {raw}" if isinstance(raw, str) else text

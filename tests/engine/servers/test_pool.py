@@ -20,7 +20,7 @@ from agentlightning.engine.servers.pool import ReplicaPool
 from agentlightning.engine.servers.replica import Replica
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 from agentlightning.testing.scripted_engine import ByteChatFormat
-from agentlightning.transport import open_transport
+from agentlightning.transport import Transport
 from agentlightning_sglang import SGLangServer
 
 PROMPT = [40, 41, 42]
@@ -34,7 +34,7 @@ class Chat(ByteChatFormat):
 
 @asynccontextmanager
 async def engine_of(*servers: ScriptedModelServer, weights_change: bool = True, **retry: Any) -> Any:
-    transport = open_transport()
+    transport = Transport()
     backend = SGLangServer if servers[0].dialect == "sglang" else VllmServer
     replicas = [Replica(backend(transport, server.url, seconds=5.0)) for server in servers]
     retry_policy = RetryPolicy(**{"wait_seconds": 5.0, "health_seconds": 0.05, **retry})

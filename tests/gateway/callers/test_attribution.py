@@ -15,9 +15,8 @@ from agentlightning.gateway.callers.attempts import AttemptTable
 from agentlightning.gateway.callers.attribution import Attribution
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.http import headers_by_name
-from agentlightning.ingest.attribution import TraceOwners
 from agentlightning.ingest.otlp import OtlpReceiver
-from agentlightning.ingest.unknown_traces import ids_of_trace
+from agentlightning.ingest.traces import TraceOwners, ids_of_trace
 from agentlightning.span import AGENT_KEY, AGENT_NAME, ATTRIBUTION, ATTRIBUTION_IGNORED, MODE
 
 FOREIGN = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -279,7 +278,7 @@ async def test_baggage_may_come_in_several_headers(store, whose):
     ids = await start(store)
     named = (b"baggage", f"agentlightning.attempt_id={ids[1]}".encode())
     for headers in ([named, (b"baggage", b"tenant=7")], [(b"baggage", b"tenant=7"), (b"x", b"y"), named]):
-        assert (await whose(headers_by_name(headers))).attempt == ids
+        assert (await whose(headers_by_name({"headers": headers}))).attempt == ids
 
 
 async def test_baggage_of_an_attempt_that_is_not_of_its_rollout_is_not_followed(store, whose):

@@ -6,7 +6,7 @@ import pytest
 
 from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.chat import read_request
-from agentlightning.gateway.dialects.fields import apply_resource_params
+from agentlightning.gateway.dialects.common import apply_resource_params
 from agentlightning.gateway.errors import ApiError
 
 USER = {"role": "user", "content": "hi"}

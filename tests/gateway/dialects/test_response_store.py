@@ -3,7 +3,7 @@
 import orjson
 import pytest
 
-from agentlightning.gateway.dialects.message_digest import extend_digest, message_digests
+from agentlightning.gateway.dialects.content_parts import extend_digest, message_digests
 from agentlightning.gateway.dialects.response_store import ResponseLookup, ResponseStore
 from agentlightning.gateway.dialects.responses import RESPONSES
 from agentlightning.gateway.errors import ApiError

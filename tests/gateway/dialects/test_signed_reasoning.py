@@ -9,7 +9,7 @@ from tests.support.provider import Reply
 from tests.support.provider_streams import messages_answer, messages_events
 
 from agentlightning.gateway.answer import decode_signed_reasoning, encode_signed_reasoning
-from agentlightning.gateway.dialects.message_digest import turn_key
+from agentlightning.gateway.dialects.content_parts import turn_key
 from agentlightning.gateway.dialects.response_store import ResponseStore
 
 THOUGHT = {"type": "thinking", "thinking": "Add them.", "signature": "c2lnbmVk"}

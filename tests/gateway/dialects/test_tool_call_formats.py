@@ -11,8 +11,8 @@ from tests.support.provider_streams import response_answer, response_events
 
 from agentlightning import span as names
 from agentlightning.gateway.answer import Answer, Usage
+from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import ReplyMetadata
-from agentlightning.gateway.dialects.registry import DIALECTS
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.responses import RESPONSES
 from agentlightning.gateway.record import output_messages

@@ -468,7 +468,7 @@ async def test_an_answer_that_cannot_be_recorded_is_an_error(ask, store, monkeyp
         raise StoreFullError("the disk is full")
 
     monkeypatch.setattr(store, "add_many_spans", full)
-    with pytest.raises(openai.InternalServerError, match="could not be recorded") as caught:
+    with pytest.raises(openai.InternalServerError, match="the store of this server") as caught:
         await client.chat.completions.create(model="theirs", messages=HI)
     assert caught.value.status_code == 503
     monkeypatch.undo()

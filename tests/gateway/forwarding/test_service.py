@@ -16,7 +16,7 @@ from agentlightning.attempt_address import attempt_key
 from agentlightning.errors import StoreFullError
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.store.sql.store import SqlStore
-from agentlightning.transport import connection
+from agentlightning.transport import pool
 
 pytestmark = pytest.mark.integration
 
@@ -268,7 +268,7 @@ async def test_a_prompt_that_was_read_and_never_answered_is_paid_for(ask):
 
 
 async def test_a_server_that_dies_while_it_thinks_is_a_failure(ask, monkeypatch):
-    monkeypatch.setattr(connection, "STALE_SECONDS", 0.0)
+    monkeypatch.setattr(pool, "STALE_SECONDS", 0.0)
     service, provider, http = await ask(lambda seen: Reply(head=False, end="close"), retries=0)
     assert (await call(service, http)).status_code == 502
     assert len(provider.seen) == 2

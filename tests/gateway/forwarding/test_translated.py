@@ -15,7 +15,7 @@ from agentlightning import span as names
 from agentlightning.assemble import transitions
 from agentlightning.gateway.dialects.chat import CHAT
 from agentlightning.gateway.dialects.response_store import ResponseLookup
-from agentlightning.gateway.translation.common import as_chat
+from agentlightning.gateway.forwarding.bodies import as_chat
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 6, "b": 7}'}}
 USE = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 6, "b": 7}}

@@ -10,7 +10,7 @@ from tests.support.tokenizer import CHATML, tiny_tokenizer
 
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.engine.base import Sample
-from agentlightning.gateway.dialects.message_digest import same_meaning, text_of
+from agentlightning.gateway.dialects.content_parts import same_meaning, text_of
 from agentlightning.gateway.local.answer import SampledAnswer
 from agentlightning.gateway.local.conversation import Conversations, PrefixIndex
 

@@ -23,12 +23,12 @@ from agentlightning.gateway.answer import Usage
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream import call as call_module
-from agentlightning.gateway.upstream.budget import BudgetConfig, Budgets
 from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest
+from agentlightning.gateway.upstream.limits import BudgetConfig, Budgets
 from agentlightning.gateway.upstream.provider import Price, Provider
 from agentlightning.gateway.upstream.servers import RETRY_FLOOR, ServerPool
 from agentlightning.store import LightningStore
-from agentlightning.transport import open_transport
+from agentlightning.transport import Transport
 
 pytestmark = pytest.mark.integration
 
@@ -41,7 +41,7 @@ BROKEN = Reply({"error": {"message": f"we failed, {KEY}", "type": "server_error"
 @asynccontextmanager
 async def connected(provider, **options):
     """The servers of a provider, and a transport to them."""
-    transport = open_transport()
+    transport = Transport()
     pool = ServerPool(provider, lambda: transport, **options)
     try:
         yield pool
@@ -67,7 +67,7 @@ async def call(pool, affinity="", body=b"{}", **options):
 @settings(max_examples=25)
 @given(st.integers(2, 6), st.data())
 def test_a_server_that_is_lost_moves_only_its_own_conversations(count, data):
-    pool = ServerPool(made_of(*(f"http://host{number}/v1" for number in range(count))), open_transport)
+    pool = ServerPool(made_of(*(f"http://host{number}/v1" for number in range(count))), Transport)
     talks = [f"ro-{number}/at-1" for number in range(40)]
     before = {talk: pool.choose(talk) for talk in talks}
     lost = data.draw(st.sampled_from(pool.replicas))
@@ -80,7 +80,7 @@ def test_a_server_that_is_lost_moves_only_its_own_conversations(count, data):
 
 
 def test_conversations_are_spread_over_the_servers():
-    pool = ServerPool(made_of(*(f"http://host{number}/v1" for number in range(4))), open_transport)
+    pool = ServerPool(made_of(*(f"http://host{number}/v1" for number in range(4))), Transport)
     found = Counter(pool.choose(f"ro-{number}/at-1").url for number in range(4000))
     assert len(found) == 4
     assert min(found.values()) > 800
@@ -377,7 +377,7 @@ async def test_what_a_hung_up_stream_cost_is_estimated_and_kept():
 def test_a_key_that_is_not_there_is_said_at_the_start(monkeypatch):
     monkeypatch.delenv("THEIR_KEY", raising=False)
     with pytest.raises(ConfigError, match="THEIR_KEY, which is not set"):
-        ServerPool(made_of("http://host/v1", api_key_env="THEIR_KEY"), open_transport)
+        ServerPool(made_of("http://host/v1", api_key_env="THEIR_KEY"), Transport)
 
 
 # -- bad providers, as the official SDKs meet them ---------------------------------------------------------------------

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.upstream.rate_limit import RateLimiter, TokenBucket
+from agentlightning.gateway.upstream.limits import RateLimiter, TokenBucket
 
 
 class Clock:

@@ -97,9 +97,9 @@ def _follow(puller: WeightPuller, every: float, show: Callable[[Pulled], None]) 
 async def _load(url: str, engine: str, pulled: Pulled) -> None:
     """Let a server load a version. Raises ModelServerError."""
     from agentlightning.engine.servers.config import ENGINES
-    from agentlightning.transport import open_transport
+    from agentlightning.transport import Transport
 
-    transport = open_transport()
+    transport = Transport()
     try:
         server = ENGINES.find(engine)(transport, url)
         await server.load_weights(pulled.directory, f"version-{pulled.version}", lambda: None)

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 from agentlightning.engine.base import FinishReason, SamplingParams, TopLogprobs
 from agentlightning.errors import AgentLightningError, ConfigError, ContextLengthError, PolicyError
-from agentlightning.transport.error_text import CONTEXT_ERROR
+from agentlightning.transport.base import CONTEXT_ERROR
 from agentlightning.weight_sync.base import LendWeights, WeightSender
 
 

@@ -18,7 +18,7 @@ from agentlightning.engine.servers.pool import ReplicaPool
 from agentlightning.engine.servers.replica import Replica, WeightChannel
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.resolve import resolve_model
-from agentlightning.transport import open_transport
+from agentlightning.transport import Transport
 from agentlightning.weight_sync.select import AUTO, DISK, SENDERS, VISIBLE_DEVICES, server_environment
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ async def open_servers(
     trainer on `device` without the disk. `token` is that of the joined servers, instead of the configured one. Raises
     ConfigError, ServerError if one cannot be started, and as `ReplicaPool.open` does."""
     config.check(kind)
-    transport, replicas = open_transport(), list[Replica]()
+    transport, replicas = Transport(), list[Replica]()
     async with AsyncExitStack() as stack:
         stack.push_async_callback(transport.close)
         if config.urls:

@@ -55,8 +55,8 @@ from agentlightning.gateway.callers.agents import UNKNOWN, Agent, read_baggage
 from agentlightning.gateway.callers.attempts import AttemptIds, AttemptTable
 from agentlightning.gateway.errors import ApiError, bad_key, conflict
 from agentlightning.ingest.otlp import OtlpReceiver
-from agentlightning.ingest.unknown_traces import ids_of_trace
-from agentlightning.transport.proxy import is_this_machine
+from agentlightning.ingest.traces import ids_of_trace
+from agentlightning.transport.connector import is_this_machine
 from agentlightning.util.api_key import api_key
 
 # -- claims ------------------------------------------------------------------------------------------------------------

@@ -52,8 +52,6 @@ class Request:
     """The reply includes the token ids, as vLLM's does (`return_token_ids`)."""
     template: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Variables for the chat template."""
-    uses_functions: bool = False
-    """Tool calls are written as `function_call` (`chat.with_tools`)."""
     ignored_fields: tuple[str, ...] = ()
     """Names of the fields that were ignored."""
     raw: Mapping[str, Any] = field(default_factory=dict[str, Any])

@@ -7,10 +7,10 @@ ignored and counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
-from typing import Any, Final, cast
+from typing import Any, Final, Self, cast
 
 from agentlightning.chat.base import Message
 from agentlightning.chat.messages import read_message
@@ -30,20 +30,16 @@ from agentlightning.gateway.answer import (
 )
 from agentlightning.gateway.dialects import common
 from agentlightning.gateway.dialects.base import Body, Dialect, ReplyMetadata, Request, num_output_tokens
-from agentlightning.gateway.dialects.content_parts import object_of, read_content
-from agentlightning.gateway.dialects.fields import (
+from agentlightning.gateway.dialects.common import (
     OPENAI_PARAMS,
     OPENAI_UNSUPPORTED,
     integer,
     optional,
     read_json,
-    reject_unsupported,
-    require_type,
-    sampling_params,
     shorten,
     top_logprobs,
-    unknown_fields,
 )
+from agentlightning.gateway.dialects.content_parts import object_of, read_content
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.errors import bad_request
@@ -82,43 +78,34 @@ _LOCAL_ONLY: Final[dict[str, tuple[Any, ...]]] = {
 
 def read_request(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> Request:
     """See `ReadRequest`."""
-    original = read_json(body)
-    data, uses_functions = with_tools(original)
-    reject_unsupported(data, _UNSUPPORTED | _LOCAL_ONLY if attachments else _UNSUPPORTED)
-    tools, dropped = common.function_tools(data, lambda tool: tool.get("function"))
-    choice = data.get("tool_choice")
-    tools, forbidden_tools = (None, tools) if choice == "none" else (tools, None)
-    constraint = common.read_constraint(
-        tools,
-        common.tool_choice(choice, nested=True),
-        optional(data, "parallel_tool_calls", bool),
-        *common.content_format(data),
-    )
-    common.include_usage(data)
+    data = read_json(body)
+    if data.get("functions"):
+        raise bad_request("functions", "functions are not read here; send them as tools")
     logprobs, top = bool(optional(data, "logprobs", bool)), top_logprobs(data)
     if top and not logprobs:
         raise bad_request("top_logprobs", f"top_logprobs={top} needs logprobs=true")
     token_ids = bool(optional(data, "return_token_ids", bool)) and not attachments
-    known = _KNOWN - _TOKEN_FIELDS if attachments else _KNOWN
+    request = common.read_shared(
+        data,
+        OPENAI_PARAMS,
+        SamplingParams(top_logprobs=top, stream_logprobs=logprobs or token_ids),
+        _KNOWN - _TOKEN_FIELDS if attachments else _KNOWN,
+        _UNSUPPORTED | _LOCAL_ONLY if attachments else _UNSUPPORTED,
+    )
+    tools, dropped = common.function_tools(data, lambda tool: tool.get("function"))
+    choice, parallel = common.tool_choice(data.get("tool_choice"), True), optional(data, "parallel_tool_calls", bool)
+    request = common.with_tools(request, tools, choice, parallel, *common.content_format(data))
+    common.include_usage(data)
     messages, prefill = _split_prefill(data, _messages(data.get("messages"), attachments))
-    return Request(
-        model=optional(data, "model", str),
+    return replace(
+        request,
         messages=messages,
-        tools=tools,
-        forbidden_tools=forbidden_tools,
-        params=sampling_params(
-            data, OPENAI_PARAMS, SamplingParams(top_logprobs=top, stream_logprobs=logprobs or token_ids), "the request"
-        ),
         n=integer(data, "n", 1, 128) or 1,
-        stream=bool(optional(data, "stream", bool)),
         logprobs=logprobs,
-        constraint=constraint,
         prefill=prefill,
         template=optional(data, "chat_template_kwargs", dict) or {},
-        uses_functions=uses_functions,
         token_ids=token_ids,
-        ignored_fields=unknown_fields(data, known, _UNSUPPORTED, OPENAI_PARAMS) + dropped,
-        raw=original,
+        ignored_fields=request.ignored_fields + dropped,
     )
 
 
@@ -164,65 +151,22 @@ def _message(index: int, message: Any, attachments: bool) -> Message:
         raise bad_request("messages", str(error)) from None
 
 
-# -- functions of before tools -----------------------------------------------------------------------------------------
-
-# OpenAI's `functions`, `function_call`, and messages with the role `function`, which clients of 2023 send. Requests are
-# converted to tools, and replies back. Calls had no id at that time, so their name takes its place.
-
-
-def with_tools(data: Json) -> tuple[Json, bool]:
-    """(the request in terms of tools, whether it offers functions). Raises ApiError 400 for an invalid one."""
-    functions, choice = optional(data, "functions", list), data.get("function_call")
-    found = {name: value for name, value in data.items() if name not in ("functions", "function_call")}
-    if isinstance(messages := data.get("messages"), list):
-        found["messages"] = [_with_tool_call(message) for message in cast("list[Any]", messages)]
-    if not functions:
-        return found, False
-    if data.get("tools"):
-        raise bad_request("functions", "functions and tools are both set; give tools alone")
-    found["tools"] = [{"type": "function", "function": function} for function in functions]
-    if isinstance(choice, dict):
-        name = require_type("function_call.name", cast("Json", choice).get("name"), str)
-        found["tool_choice"] = {"type": "function", "function": {"name": name}}
-    elif choice is not None:
-        found["tool_choice"] = choice
-    return found | {"parallel_tool_calls": False}, True
-
-
-def _with_tool_call(message: Any) -> Any:
-    if not isinstance(message, dict):
-        return message
-    known = cast("Json", message)
-    if known.get("role") == "function":
-        name = require_type("messages.name", known.get("name"), str)
-        return {"role": "tool", "tool_call_id": f"call_{name}", "content": known.get("content")}
-    called = known.get("function_call")
-    if not isinstance(called, dict):
-        return known
-    call = {"id": f"call_{cast('Json', called).get('name')}", "type": "function", "function": called}
-    return {key: value for key, value in known.items() if key != "function_call"} | {"tool_calls": [call]}
-
-
-def with_function_call(message: Mapping[str, Any]) -> Json:
-    """A message or a delta with its first tool call as `function_call`."""
-    calls = cast("Sequence[Json]", message.get("tool_calls") or ())
-    found = {key: value for key, value in message.items() if key != "tool_calls"}
-    return found | {"function_call": calls[0]["function"]} if calls else found
-
-
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChatReplyWriter:
     """Writes the reply to one request; a `ReplyWriter`."""
 
     head: ReplyMetadata
     logprobs: bool = False
-    uses_functions: bool = False
     token_ids: bool = False
     include_usage: bool = False
     """A stream ends with an extra chunk for the usage."""
+
+    @classmethod
+    def of(cls, request: Request, head: ReplyMetadata) -> Self:
+        return cls(head, request.logprobs, request.token_ids, common.include_usage(request.raw))
 
     def body(self, answers: Sequence[Answer]) -> bytes:
         choices = [self._choice(answer) for answer in answers]
@@ -236,26 +180,23 @@ class ChatReplyWriter:
     def event(self, answer: Answer, event: Event) -> bytes:
         logprobs = self._logprobs(answer.next_logprobs)
         delta = _delta(event)
-        delta = with_function_call(delta) if delta and self.uses_functions else delta
         return b"" if delta is None else encode_event(self._chunk(answer, delta, None, logprobs))
 
     def end(self, answers: Sequence[Answer]) -> bytes:
         closing = [
-            self._chunk(answer, {}, self._reason(answer), self._logprobs(answer.remaining_logprobs))
+            self._chunk(answer, {}, answer.finish_reason, self._logprobs(answer.remaining_logprobs))
             for answer in answers
         ]
         return common.end_of_stream(closing, self._usage(answers), apart=self.include_usage)
-
-    def _reason(self, answer: Answer) -> str:
-        reason = answer.finish_reason
-        return "function_call" if self.uses_functions and reason == "tool_calls" else reason
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.head.id, "object": kind, "created": self.head.created, "model": self.head.model}
 
     def _usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
         head = self.head
-        used: dict[str, Any] = common.usage(head.prompt_tokens, num_output_tokens(answers))
+        sampled = num_output_tokens(answers)
+        used: dict[str, Any] = {"prompt_tokens": head.prompt_tokens, "completion_tokens": sampled}
+        used["total_tokens"] = head.prompt_tokens + sampled
         if head.cached_tokens is not None:
             used["prompt_tokens_details"] = {"cached_tokens": head.cached_tokens}
         if head.reasoning_tokens is not None:
@@ -263,11 +204,10 @@ class ChatReplyWriter:
         return used
 
     def _choice(self, answer: Answer) -> dict[str, Any]:
-        message = {**answer.message, "refusal": None}
         return {
             "index": answer.index,
-            "message": with_function_call(message) if self.uses_functions else message,
-            "finish_reason": self._reason(answer),
+            "message": {**answer.message, "refusal": None},
+            "finish_reason": answer.finish_reason,
             "logprobs": self._logprobs(answer.all_logprobs),
         } | self._token_ids(answer.token_ids)
 
@@ -513,17 +453,11 @@ def _add_tokens(choice: Json, answer: Answer) -> None:
     answer.add_tokens(prompt, token_ids, values, entries)
 
 
-def _reply(request: Request, head: ReplyMetadata) -> ChatReplyWriter:
-    return ChatReplyWriter(
-        head, request.logprobs, request.uses_functions, request.token_ids, common.include_usage(request.raw)
-    )
-
-
 CHAT: Final = Dialect(
     id_prefix="chatcmpl-",
     call_prefix="call_",
     read=read_request,
-    reply=_reply,
+    reply=ChatReplyWriter.of,
     response=ChatResponse,
     error_body=common.error_body,
     error_event=common.error_event,

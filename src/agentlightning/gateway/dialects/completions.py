@@ -23,20 +23,16 @@ from agentlightning.gateway.dialects.base import (
     ReplyMetadata,
     ReplyWriter,
     Request,
-    num_output_tokens,
 )
-from agentlightning.gateway.dialects.chat import ChatResponse
-from agentlightning.gateway.dialects.fields import (
+from agentlightning.gateway.dialects.chat import ChatReplyWriter, ChatResponse
+from agentlightning.gateway.dialects.common import (
     OPENAI_PARAMS,
     OPENAI_UNSUPPORTED,
     integer,
     optional,
     read_json,
-    reject_unsupported,
-    sampling_params,
     shorten,
     top_logprobs,
-    unknown_fields,
 )
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.sse import encode_event
@@ -62,7 +58,6 @@ _MAX_PROMPTS: Final = 1024
 def read_request(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> Request:
     """See `ReadRequest`."""
     data = read_json(body)
-    reject_unsupported(data, _UNSUPPORTED)
     common.include_usage(data)
     prompts = _prompts(data.get("prompt"))
     asked = optional(data, "return_token_ids", bool)
@@ -71,16 +66,12 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
     logprobs = None if data.get("logprobs") is False else data.get("logprobs")
     top = top_logprobs(data, "logprobs") if logprobs is not None else 0
     base = replace(_DEFAULT, top_logprobs=top, stream_logprobs=logprobs is not None or token_ids)
-    return Request(
-        model=optional(data, "model", str),
+    return replace(
+        common.read_shared(data, OPENAI_PARAMS, base, _KNOWN, _UNSUPPORTED),
         prompts=prompts,
-        params=sampling_params(data, OPENAI_PARAMS, base, "the request"),
         n=integer(data, "n", 1, 128) or 1,
-        stream=bool(optional(data, "stream", bool)),
         logprobs=logprobs is not None,
         token_ids=token_ids,
-        ignored_fields=unknown_fields(data, _KNOWN, _UNSUPPORTED, OPENAI_PARAMS),
-        raw=data,
     )
 
 
@@ -100,14 +91,10 @@ def _is_tokens(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int and 0 <= token < 2**31 for token in value)
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionReplyWriter:
+@dataclass(slots=True)
+class CompletionReplyWriter(ChatReplyWriter):
     """Writes the reply to one request; a `ReplyWriter`."""
 
-    head: ReplyMetadata
-    logprobs: bool = False
-    token_ids: bool = False
-    include_usage: bool = False
     offsets: dict[int, int] = field(default_factory=dict[int, int], init=False)
     """For each answer, the text offset of its next token."""
     _with_prompt: set[int] = field(default_factory=set[int], init=False)
@@ -115,31 +102,27 @@ class CompletionReplyWriter:
 
     def body(self, answers: Sequence[Answer]) -> bytes:
         choices = [
-            self._choice(answer, answer.content, answer.finish_reason, answer.all_logprobs, answer.token_ids)
+            self._choice_of(answer, answer.content, answer.finish_reason, answer.all_logprobs, answer.token_ids)
             for answer in answers
         ]
-        return orjson.dumps(self._head() | {"choices": choices, "usage": self._usage(answers)})
+        return orjson.dumps(self._complete(*choices) | {"usage": self._usage(answers)})
 
     def start(self, answers: Sequence[Answer]) -> bytes:
         return b""
 
     def event(self, answer: Answer, event: Event) -> bytes:
         text = event if isinstance(event, str) else ""
-        return encode_event(self._head() | {"choices": [self._choice(answer, text, None, answer.next_logprobs)]})
+        return encode_event(self._complete(self._choice_of(answer, text, None, answer.next_logprobs)))
 
     def end(self, answers: Sequence[Answer]) -> bytes:
-        closing = [self._choice(answer, "", answer.finish_reason, answer.remaining_logprobs) for answer in answers]
-        chunks = [self._head() | {"choices": [choice]} for choice in closing]
+        closing = [self._choice_of(answer, "", answer.finish_reason, answer.remaining_logprobs) for answer in answers]
+        chunks = [self._complete(choice) for choice in closing]
         return common.end_of_stream(chunks, self._usage(answers), apart=self.include_usage)
 
-    def _head(self) -> dict[str, Any]:
-        head = self.head
-        return {"id": head.id, "object": "text_completion", "created": head.created, "model": head.model}
+    def _complete(self, *choices: Json) -> Json:
+        return self._head("text_completion") | {"choices": choices}
 
-    def _usage(self, answers: Sequence[Answer]) -> dict[str, int]:
-        return common.usage(self.head.prompt_tokens, num_output_tokens(answers))
-
-    def _choice(
+    def _choice_of(
         self,
         answer: Answer,
         text: str,
@@ -149,7 +132,7 @@ class CompletionReplyWriter:
     ) -> Json:
         """`token_ids`: those of a whole answer; None for those of the listed log-probabilities."""
         listed = list_logprobs() if self.logprobs or self.token_ids else []
-        logprobs = self._logprobs(answer, listed) if self.logprobs and listed else None
+        logprobs = self._logprobs_of(answer, listed) if self.logprobs and listed else None
         choice: Json = {"index": answer.index, "text": text, "finish_reason": reason, "logprobs": logprobs}
         if self.token_ids:
             choice["token_ids"] = answer.take_token_ids() if token_ids is None else token_ids
@@ -158,7 +141,7 @@ class CompletionReplyWriter:
                 choice["prompt_token_ids"] = answer.prompt_token_ids
         return choice
 
-    def _logprobs(self, answer: Answer, listed: Sequence[Json]) -> Json:
+    def _logprobs_of(self, answer: Answer, listed: Sequence[Json]) -> Json:
         texts = [entry["token"] for entry in listed]
         *offsets, self.offsets[answer.index] = accumulate(map(len, texts), initial=self.offsets.get(answer.index, 0))
         return {
@@ -175,15 +158,11 @@ def _tops(listed: Sequence[Json]) -> list[dict[str, float]] | None:
     return [{top["token"]: top["logprob"] for top in reversed(each)} for each in tops] if any(tops) else None
 
 
-def _reply(request: Request, head: ReplyMetadata) -> CompletionReplyWriter:
-    return CompletionReplyWriter(head, request.logprobs, request.token_ids, common.include_usage(request.raw))
-
-
 COMPLETIONS: Final = Dialect(
     id_prefix="cmpl-",
     call_prefix="call_",
     read=read_request,
-    reply=_reply,
+    reply=CompletionReplyWriter.of,
     response=ChatResponse,
     error_body=common.error_body,
     error_event=common.error_event,

@@ -8,7 +8,7 @@ no JSON object, which this format cannot carry, is written as `{"_raw_arguments"
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Final
 
@@ -34,19 +34,15 @@ from agentlightning.gateway.answer import (
 )
 from agentlightning.gateway.dialects import common
 from agentlightning.gateway.dialects.base import Body, Dialect, ReplyMetadata, Request, num_output_tokens
-from agentlightning.gateway.dialects.content_parts import read_content
-from agentlightning.gateway.dialects.fields import (
+from agentlightning.gateway.dialects.common import (
     MESSAGES_PARAMS,
     kind_of,
     optional,
     read_json,
-    reject_unsupported,
     require_type,
-    sampling_params,
     shorten,
-    unknown_fields,
 )
-from agentlightning.gateway.dialects.message_digest import text_of
+from agentlightning.gateway.dialects.content_parts import read_content, text_of
 from agentlightning.gateway.dialects.raw_request import BILLING
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.sse import encode_event
@@ -67,32 +63,16 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
     """See `ReadRequest`."""
     data = read_json(body)
     _reject_thread(data)
-    reject_unsupported(data, _UNSUPPORTED)
+    request = common.read_shared(data, MESSAGES_PARAMS, SamplingParams(), _KNOWN, _UNSUPPORTED)
     dropped: list[str] = []
-    tools = _tools(data, dropped)
-    choice = optional(data, "tool_choice", dict) or {}
-    tools, forbidden_tools = (None, tools) if choice.get("type") == "none" else (tools, None)
+    tools, choice = _tools(data, dropped), optional(data, "tool_choice", dict) or {}
+    parallel = False if choice.get("disable_parallel_tool_use") is True else None
     name, shape = _format(data)
-    constraint = common.read_constraint(
-        tools,
-        _tool_choice(choice),
-        False if choice.get("disable_parallel_tool_use") is True else None,
-        common.text_format(name, shape, nested=False),
-        name.partition(".")[0],
-    )
+    content = common.text_format(name, shape, nested=False)
+    request = common.with_tools(request, tools, _tool_choice(choice), parallel, content, name.partition(".")[0])
     messages, prefill = _split_prefill(_conversation(data, dropped, attachments), attachments)
-    return Request(
-        model=optional(data, "model", str),
-        messages=messages,
-        tools=tools,
-        forbidden_tools=forbidden_tools,
-        params=sampling_params(data, MESSAGES_PARAMS, SamplingParams(), "the request"),
-        stream=bool(optional(data, "stream", bool)),
-        constraint=constraint,
-        prefill=prefill,
-        ignored_fields=(*unknown_fields(data, _KNOWN, _UNSUPPORTED, MESSAGES_PARAMS), *dropped),
-        raw=data,
-    )
+    ignored = (*request.ignored_fields, *dropped)
+    return replace(request, messages=messages, prefill=prefill, ignored_fields=ignored)
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -118,9 +98,11 @@ def _tools(data: Mapping[str, Any], dropped: list[str]) -> common.Tools | None:
     return tools or None
 
 
-def _tool_choice(choice: Mapping[str, Any]) -> tuple[bool, frozenset[str] | None]:
+def _tool_choice(choice: Mapping[str, Any]) -> tuple[bool, frozenset[str] | None] | None:
     match choice.get("type"):
-        case None | "auto" | "none":
+        case "none":
+            return None
+        case None | "auto":
             return False, None
         case "any":
             return True, None
@@ -240,9 +222,8 @@ def _call(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
 def _text(where: str, block: Any) -> str:
     kind = kind_of(block)
     if kind != "text" or not isinstance(block.get("text"), str):
-        name = where.partition("[")[0]
         raise bad_request(
-            name, f"{where} has a block of type {shorten(kind)}, which cannot be read here; this model reads text"
+            where, f"{where} has a block of type {shorten(kind)}, which cannot be read here; this model reads text"
         )
     return block["text"]
 

@@ -5,7 +5,7 @@ likely. The recorded log-probabilities are those of the constrained distribution
 policy's own, and the two cannot be compared: a token that the grammar forces has probability 1, however unlikely the
 policy finds it. A policy that is always constrained also never learns the form by itself. So answers that may be
 trained on are sampled freely and then checked; all others are constrained where the engine supports it
-(`local.constrained_sampling`). Constrained answers carry `agentlightning.reshaped` on their span, and losses reject
+(`gateway.sampling`). Constrained answers carry `agentlightning.reshaped` on their span, and losses reject
 them by that attribute. The span also has the verdict (`agentlightning.constraint`):
 
     enforced    the answer could not violate it: sampling was constrained, or ended with the first tool call
@@ -106,7 +106,7 @@ JSON_OBJECT: Final = OutputSchema('{"type":"object"}', _is_object)
 def json_schema(where: str, schema: Any) -> OutputSchema:
     """Compile a JSON schema. Raises ApiError 400, naming `where`, if it is none."""
     if not isinstance(schema, dict):
-        raise bad_request(where.partition(".")[0], f"{where} must be a JSON schema, which is an object")
+        raise bad_request(where, f"{where} must be a JSON schema, which is an object")
     try:
         # Unsorted: a constrained answer has its keys in this order.
         written = dumps(schema).decode()
@@ -115,7 +115,7 @@ def json_schema(where: str, schema: Any) -> OutputSchema:
         valid = _validator(dumps(schema, option=orjson.OPT_SORT_KEYS)).is_valid
     except (ValueError, TypeError, jsonschema_rs.ReferencingError) as error:
         reason = str(error).partition("\n")[0]
-        raise bad_request(where.partition(".")[0], f"{where} is no JSON schema that can be checked: {reason}") from None
+        raise bad_request(where, f"{where} is no JSON schema that can be checked: {reason}") from None
 
     def check(text: str) -> bool:
         value = _parse(text)

@@ -1,6 +1,6 @@
 """Stores the replies that later requests of an attempt may refer to, by `previous_response_id`, item or retrieval.
 
-It also stores the turns that a provider wants back unchanged (`signed_reasoning`). Conversations are stored as a tree
+It also stores the turns that a provider wants back unchanged (`answer.needs_echo`). Conversations are stored as a tree
 of messages, each message once, so that a client that sends its whole history with every call costs no more than one
 that sends only what is new. Nothing outlives its attempt, or the server.
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from agentlightning.chat.base import Message
-from agentlightning.gateway.dialects.message_digest import extend_digest
+from agentlightning.gateway.dialects.content_parts import extend_digest
 from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.util.json_values import dumps, loads
 from agentlightning.util.shared_cache import open_cache
@@ -141,7 +141,7 @@ class ResponseStore:
                 change.put("item", item["id"], None, None, dumps(item))
 
     def add_turn(self, attempt: Attempt, turn: bytes, blocks: list[dict[str, Any]]) -> None:
-        """Store a turn as its provider wrote it and wants it back, by its key (`message_digest.turn_key`)."""
+        """Store a turn as its provider wrote it and wants it back, by its key (`content_parts.turn_key`)."""
         with self._change(attempt) as change:
             change.put("turn", turn, None, None, dumps(blocks))
 

@@ -9,7 +9,7 @@ that only a hosted service can read are rejected by name.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from agentlightning.chat.base import Message
@@ -34,20 +34,17 @@ from agentlightning.gateway.answer import (
 from agentlightning.gateway.dialects import common
 from agentlightning.gateway.dialects.base import Body, Dialect, ReplyMetadata, Request, num_output_tokens
 from agentlightning.gateway.dialects.chat import chat_usage, usage_details
-from agentlightning.gateway.dialects.content_parts import has_attachments, joined, object_of, read_content
-from agentlightning.gateway.dialects.fields import (
+from agentlightning.gateway.dialects.common import (
     OPENAI_UNSUPPORTED,
     RESPONSES_PARAMS,
     kind_of,
     optional,
     read_json,
-    reject_unsupported,
     require_type,
-    sampling_params,
     shorten,
     top_logprobs,
-    unknown_fields,
 )
+from agentlightning.gateway.dialects.content_parts import has_attachments, joined, object_of, read_content
 from agentlightning.gateway.dialects.response_store import Attempt, ResponseLookup, ResponseStore
 from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.errors import ApiError, bad_request
@@ -78,36 +75,22 @@ _TEXT_FIELDS: Final = {"input_text": "text", "output_text": "text", "text": "tex
 def read_request(body: Body, recall: ResponseLookup, attachments: bool = False) -> Request:
     """See `ReadRequest`. Also raises ApiError 400 for a reply that is not stored."""
     data = read_json(body)
-    reject_unsupported(data, _UNSUPPORTED)
-    offered = [_as_function(tool) for tool in optional(data, "tools", list) or ()]
-    tools, dropped = common.function_tools({"tools": offered}, _function)
-    choice = data.get("tool_choice")
-    tools, forbidden_tools = (None, tools) if choice == "none" else (tools, None)
-    constraint = common.read_constraint(
-        tools,
-        common.tool_choice(choice, nested=False),
-        optional(data, "parallel_tool_calls", bool),
-        common.text_format("text.format", (optional(data, "text", dict) or {}).get("format"), nested=False),
-        "text",
-    )
     top = top_logprobs(data)
     logprobs = top > 0 or _LOGPROBS in (optional(data, "include", list) or ())
+    base = SamplingParams(top_logprobs=top, stream_logprobs=logprobs)
+    request = common.read_shared(data, RESPONSES_PARAMS, base, _KNOWN, _UNSUPPORTED)
+    offered = [_as_function(tool) for tool in optional(data, "tools", list) or ()]
+    tools, dropped = common.function_tools({"tools": offered}, _function)
+    shape = common.text_format("text.format", (optional(data, "text", dict) or {}).get("format"), nested=False)
+    choice, parallel = common.tool_choice(data.get("tool_choice"), False), optional(data, "parallel_tool_calls", bool)
     instructions, messages = _conversation(data, recall, attachments)
-    return Request(
-        model=optional(data, "model", str),
+    return replace(
+        common.with_tools(request, tools, choice, parallel, shape, "text"),
         messages=instructions + messages,
-        tools=tools,
-        forbidden_tools=forbidden_tools,
         custom_tools=frozenset(tool["name"] for tool in data.get("tools") or () if kind_of(tool) == "custom"),
-        params=sampling_params(
-            data, RESPONSES_PARAMS, SamplingParams(top_logprobs=top, stream_logprobs=logprobs), "the request"
-        ),
-        stream=bool(optional(data, "stream", bool)),
         logprobs=logprobs,
-        constraint=constraint,
         num_instructions=len(instructions),
-        ignored_fields=(*unknown_fields(data, _KNOWN, _UNSUPPORTED, RESPONSES_PARAMS), *dropped),
-        raw=data,
+        ignored_fields=request.ignored_fields + dropped,
     )
 
 
@@ -200,15 +183,13 @@ def _add_item(where: str, messages: list[Message], item: Mapping[str, Any], atta
             output = read_content(f"{where}.output", item.get("output"), _TEXT_FIELDS, attachments)
             messages.append({"role": "tool", "content": output, "tool_call_id": call_id})
         case kind:
-            raise bad_request(
-                where.partition("[")[0], f"{where} is an item of type {shorten(kind)}, which cannot be read here"
-            )
+            raise bad_request(where, f"{where} is an item of type {shorten(kind)}, which cannot be read here")
 
 
 def _add_message(where: str, messages: list[Message], item: Mapping[str, Any], attachments: bool) -> None:
     role, content = item.get("role"), read_content(f"{where}.content", item.get("content"), _TEXT_FIELDS, attachments)
     if role not in _ROLES:
-        raise bad_request(where.partition("[")[0], f"{where} has the role {shorten(role)}; use {', '.join(_ROLES)}")
+        raise bad_request(where, f"{where} has the role {shorten(role)}; use {', '.join(_ROLES)}")
     if role == "assistant" and messages and messages[-1].get("tool_calls"):
         messages[-1]["content"] = joined(messages[-1]["content"], content)  # Text after a tool call in the same turn.
         return
@@ -270,13 +251,13 @@ class ResponsesReplyWriter:
         logprobs = answer.next_logprobs() if self.request.logprobs else []
         match event:
             case str():
-                return self._add_text(answer, event, logprobs)
+                return self._extend(answer, "output_text", event, logprobs=logprobs)
             case ReasoningDelta():
-                return self._add_reasoning(answer, event.text)
+                return self._extend(answer, "reasoning_text", event.text)
             case SignedReasoning():
                 return self._sign(answer, event)
             case RefusalDelta():
-                return self._add_refusal(answer, event.text)
+                return self._extend(answer, "refusal", event.text)
             case ToolCall():
                 return self._close(answer) + self._add_call(event)
             case _:
@@ -286,7 +267,7 @@ class ResponsesReplyWriter:
         (answer,) = answers
         started = b""
         if all(item["type"] == "reasoning" for item in self.items):  # A turn without text is still a message.
-            started = self._close(answer) + self._start_message(_text_part(""))
+            started = self._close(answer) + self._start("output_text")
         closed = self._close(answer, last=True)
         final = self._final(answer)
         return started + closed + self._event(f"response.{final['status']}", response=final)
@@ -318,77 +299,59 @@ class ResponsesReplyWriter:
 
     # -- text, refusals and reasoning --------------------------------------------------------------------------------
 
-    def _add_text(self, answer: Answer, text: str, logprobs: list[Json]) -> bytes:
-        started = self._open_message(answer, _text_part(""))
-        part = self.items[-1]["content"][0]
-        part["text"] += text
-        part["logprobs"] += logprobs
-        return started + self._event("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs)
+    def _extend(self, answer: Answer, kind: str, text: str, **more: list[Json]) -> bytes:
+        """More of a part of one kind, which is started unless it is open; `more`: its log-probabilities."""
+        started = b"" if self._open == kind else self._close(answer) + self._start(kind)
+        content, field_name = self.items[-1]["content"], "refusal" if kind == "refusal" else "text"
+        if not content:
+            content.append({"type": kind, "text": ""})
+        content[0][field_name] += text
+        for name, values in more.items():
+            content[0][name] += values
+        return started + self._event(f"response.{kind}.delta", **self._place(), delta=text, **more)
 
-    def _add_refusal(self, answer: Answer, text: str) -> bytes:
-        started = self._open_message(answer, _refusal_part(""))
-        self.items[-1]["content"][0]["refusal"] += text
-        return started + self._event("response.refusal.delta", **self._place(), delta=text)
-
-    def _open_message(self, answer: Answer, part: Json) -> bytes:
-        """Start a message with a part of one kind, unless one is open."""
-        return b"" if self._open == part["type"] else self._close(answer) + self._start_message(part)
-
-    def _start_message(self, part: Json) -> bytes:
-        self._open = part["type"]
-        item: Json = {"id": self._name("msg_"), "type": "message", "role": "assistant", "status": "in_progress"}
+    def _start(self, kind: str) -> bytes:
+        """Start the item of a part: reasoning, or a message."""
+        self._open = kind
+        if kind == "reasoning_text":
+            item: Json = {"id": self._name("rs_"), "type": "reasoning", "summary": [], "status": "in_progress"}
+            self.items.append(item | {"content": []})
+            return self._item_event("added", self.items[-1])
+        part = {"type": kind} | (
+            {"refusal": ""} if kind == "refusal" else {"text": "", "annotations": [], "logprobs": []}
+        )
+        item = {"id": self._name("msg_"), "type": "message", "role": "assistant", "status": "in_progress"}
         self.items.append(item | {"content": [part]})
         added = self._item_event("added", item | {"content": []})
         return added + self._event("response.content_part.added", **self._place(), part=part)
 
-    def _add_reasoning(self, answer: Answer, text: str) -> bytes:
-        started = b"" if self._open == "reasoning" else self._close(answer) + self._start_reasoning()
-        content = self.items[-1]["content"]
-        if not content:
-            content.append({"type": "reasoning_text", "text": ""})
-        content[0]["text"] += text
-        return started + self._event("response.reasoning_text.delta", **self._place(), delta=text)
-
-    def _start_reasoning(self) -> bytes:
-        self._open = "reasoning"
-        item: Json = {"id": self._name("rs_"), "type": "reasoning", "summary": [], "status": "in_progress"}
-        self.items.append(item | {"content": []})
-        return self._item_event("added", self.items[-1])
-
     def _sign(self, answer: Answer, event: SignedReasoning) -> bytes:
         """Signed reasoning, which the caller can send back unchanged if it asked for encrypted content."""
         if _ENCRYPTED not in (self.request.raw.get("include") or ()):
-            return self._close(answer) if self._open == "reasoning" else b""
+            return self._close(answer) if self._open == "reasoning_text" else b""
         last = self.items[-1] if self.items else {}
         started = b""
         if last.get("type") != "reasoning" or "encrypted_content" in last:  # It has no text.
-            started = self._close(answer) + self._start_reasoning()
+            started = self._close(answer) + self._start("reasoning_text")
         self.items[-1]["encrypted_content"] = encode_signed_reasoning(event.block)
         return started + self._close(answer)
 
     def _close(self, answer: Answer, last: bool = False) -> bytes:
         """Complete the open text or reasoning."""
-        if self._open is None:
-            if last and self.items:
-                self._finish_last(answer)
-            return b""
         kind, self._open = self._open, None
-        item = self.items[-1]
-        item["status"] = "completed"
-        if last:
+        if kind is not None:
+            self.items[-1]["status"] = "completed"
+        if last and self.items:
             self._finish_last(answer)
-        whole = self._part_done(kind, item["content"][0]) if item["content"] else b""
-        return whole + self._item_event("done", item)
-
-    def _part_done(self, kind: str, part: Json) -> bytes:
-        place = self._place()
-        if kind == "reasoning":
-            return self._event("response.reasoning_text.done", **place, text=part["text"])
-        if kind == "refusal":
-            done = self._event("response.refusal.done", **place, refusal=part["refusal"])
-        else:
-            done = self._event("response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"])
-        return done + self._event("response.content_part.done", **place, part=part)
+        if kind is None:
+            return b""
+        item, done = self.items[-1], b""
+        for part in item["content"]:
+            shown = {name: part[name] for name in ("text", "refusal", "logprobs") if name in part}
+            done = self._event(f"response.{kind}.done", **self._place(), **shown)
+            if kind != "reasoning_text":
+                done += self._event("response.content_part.done", **self._place(), part=part)
+        return done + self._item_event("done", item)
 
     # -- tool calls ------------------------------------------------------------------------------------------------
 
@@ -481,14 +444,6 @@ class ResponsesReplyWriter:
             "truncation": "disabled",
             "usage": None,
         }
-
-
-def _text_part(text: str) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _refusal_part(text: str) -> Json:
-    return {"type": "refusal", "refusal": text}
 
 
 # -- reading answers ---------------------------------------------------------------------------------------------------

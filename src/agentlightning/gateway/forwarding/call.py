@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
@@ -20,6 +21,7 @@ from msgspec import structs
 from agentlightning import span as names
 from agentlightning.gateway.answer import PENDING, Answer, Json, ProviderResponse, Usage, objects
 from agentlightning.gateway.callers.attribution import Caller
+from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import ApiPath
 from agentlightning.gateway.dialects.content_parts import object_of
 from agentlightning.gateway.dialects.output_constraint import Constraint
@@ -32,14 +34,13 @@ from agentlightning.gateway.dialects.raw_request import (
     num_sampled,
     request_attributes,
 )
-from agentlightning.gateway.dialects.registry import DIALECTS
 from agentlightning.gateway.dialects.sse import encode_event, event_data, loads
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.http import PASSED, ResponseWriter, offload, run_to_completion
 from agentlightning.gateway.record import CallRecord, failure_of, output_attributes
 from agentlightning.gateway.routing import ModelRoute
 from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest
-from agentlightning.gateway.upstream.failures import display_text
+from agentlightning.gateway.upstream.failures import display_text, unreadable_response
 from agentlightning.gateway.upstream.provider import Price, Provider
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.span import Span
@@ -345,12 +346,12 @@ class ForwardedCall:
         call = UpstreamCall(self.record.route.servers, self._request)
 
         def may_start() -> bool:  # Before its head the provider may still fail, which the caller's SDK would retry.
-            if answered := self._request.stream and 200 <= call.status < 300:
+            if answered := 200 <= call.status < 300:
                 writer.extra_headers = call.visible_headers()
             return answered
 
         try:
-            with writer.kept_alive(may_start):
+            with writer.kept_alive(may_start) if self._request.stream else nullcontext():
                 async with call:
                     writer.extra_headers = call.visible_headers()
                     try:
@@ -372,7 +373,7 @@ class ForwardedCall:
         try:
             data = loads(call.body)
         except ValueError as error:
-            raise self._not_json(error) from None
+            raise unreadable_response(self._provider, f"it is not JSON: {error}") from None
         self.record.response.read(data)
         self._settle(call)
         body = self._whole(call, data)
@@ -386,7 +387,7 @@ class ForwardedCall:
                 await writer.send_events(chunk)
         self._read_unread()
         if not self._final_events and not any(choice.given_reason for choice in self.record.response.choices.values()):
-            raise self._protocol_error("ended its stream before the response was complete")
+            raise unreadable_response(self._provider, "its stream ended before the response was complete")
         self._settle(call)
         ending = self._ending(call)
         await self._keep(keep, call, self.record.spans)
@@ -417,15 +418,7 @@ class ForwardedCall:
         assert self.record.route.provider is not None
         return self.record.route.provider
 
-    def _protocol_error(self, problem: str) -> ApiError:
-        message = f"the provider {self._provider.name!r} {problem}"
-        return ApiError(502, message, code="provider_protocol", retry=self._provider.final)
-
     # -- what the caller gets; a translated call does all this in its own way ----------------------------------------
-
-    def _not_json(self, error: ValueError) -> ApiError:
-        """The error for a whole response that cannot be parsed."""
-        return self._protocol_error("sent a response that is not JSON")
 
     def _whole(self, call: UpstreamCall, data: Any) -> bytes:
         """The body for the caller."""

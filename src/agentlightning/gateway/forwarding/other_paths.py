@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from typing import Any, Final, cast
+from typing import Any, Final
 from urllib.parse import quote, unquote
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from agentlightning import span as names
 from agentlightning.gateway.callers.attempts import AttemptIds
 from agentlightning.gateway.callers.attribution import Caller
-from agentlightning.gateway.dialects.chat import chat_usage
+from agentlightning.gateway.dialects.chat import ChatResponse
+from agentlightning.gateway.dialects.sse import loads
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.call import RecordSpans
 from agentlightning.gateway.http import parse_object, run_to_completion
@@ -115,21 +115,12 @@ def _headers(requested: Headers, configured: Headers) -> Headers:
     return [*passed, *(header for header in configured if header[0] not in given)]
 
 
-class _Used(msgspec.Struct):
-    """The usage of an answer; its other fields are only checked to be JSON."""
-
-    usage: Any = None
-
-
-_used: Final = msgspec.json.Decoder(_Used)
-
-
 def _usage(body: bytes) -> dict[str, Any]:
-    with suppress(msgspec.MsgspecError, AttributeError, TypeError):
-        if isinstance(usage := _used.decode(body).usage, dict) and usage:
-            used = chat_usage(cast("dict[str, Any]", usage))
-            return {names.INPUT_TOKENS: used.input_tokens, names.OUTPUT_TOKENS: used.output_tokens}
-    return {}
+    response = ChatResponse()
+    with suppress(ValueError):
+        response.read(loads(body))
+    used = response.usage
+    return {names.INPUT_TOKENS: used.input_tokens, names.OUTPUT_TOKENS: used.output_tokens} if used else {}
 
 
 # -- stored responses --------------------------------------------------------------------------------------------------
@@ -140,13 +131,14 @@ def _usage(body: bytes) -> dict[str, Any]:
 
 async def request_stored_response(pool: ServerPool, method: str, attempt: AttemptIds, response_id: str) -> bytes:
     """The body of the provider's response. POST cancels. Raises ApiError."""
-    provider, server = pool.provider, pool.choose("/".join(attempt))
+    provider, action = pool.provider, "/cancel" if method == "POST" else ""
+    path = f"responses/{quote(response_id, safe='')}{action}"
     try:
-        action = "/cancel" if method == "POST" else ""
-        url = provider.url(server.url, f"responses/{quote(response_id, safe='')}{action}")
-        status, headers, body = await pool.fetch(method, url, server.headers, timeout_seconds=provider.timeout_seconds)
+        status, headers, body = await pool.fetch(
+            method, path, timeout_seconds=provider.timeout_seconds, affinity="/".join(attempt)
+        )
     except TransportError as error:
         raise from_transport(provider, error).api_error from error
     if not 200 <= status < 300:
         raise from_response(provider, status, headers, body).api_error
-    return pool.redactor.redact_body(body)
+    return body

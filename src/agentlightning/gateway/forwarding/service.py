@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, cast
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError, StoreError
 from agentlightning.gateway.answer import Usage
 from agentlightning.gateway.callers.attempts import AttemptIds, AttemptTable
-from agentlightning.gateway.callers.on_policy import OnPolicySampling, is_training
 from agentlightning.gateway.dialects.base import ApiPath
 from agentlightning.gateway.dialects.messages import count_reply
 from agentlightning.gateway.dialects.response_store import ResponseStore
@@ -23,8 +22,9 @@ from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.call import ForwardedCall, ProviderRecord
 from agentlightning.gateway.forwarding.translated import translate
 from agentlightning.gateway.http import PASSED, ResponseWriter, offload, run_to_completion
-from agentlightning.gateway.metrics import Counters
+from agentlightning.gateway.record import Counters
 from agentlightning.gateway.routing import ModelRoute, ResolvedCall
+from agentlightning.gateway.sampling import OnPolicySampling, is_training
 from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest
 from agentlightning.gateway.upstream.provider import COUNT_TOKENS_PATH, Price
 from agentlightning.gateway.upstream.servers import ServerPool
@@ -53,19 +53,6 @@ _REQUEST_ERRORS: Final = frozenset({400, 413, 422})
 _UNSUPPORTED: Final = frozenset({404, 405, 501})
 
 
-@dataclass(frozen=True, slots=True)
-class TokenCount:
-    """The number of prompt tokens, and how it was determined."""
-
-    tokens: int
-    source: Literal["tokenizer", "estimate"]
-
-    async def send(self, writer: ResponseWriter) -> None:
-        """Send it in Anthropic's format."""
-        writer.extra_headers = [(HEADER, self.source.encode())]
-        await writer.send_json(200, count_reply(self.tokens))
-
-
 class TokenCounter:
     """Counts tokens for all providers, and caches which of them have no tokenizer."""
 
@@ -74,34 +61,35 @@ class TokenCounter:
         self._skipped_until: dict[str, float] = {}
         """Names of providers without a tokenizer -> when to try again."""
 
-    async def count(self, pool: ServerPool, request: Mapping[str, Any], size: int) -> TokenCount:
+    async def count(self, pool: ServerPool, request: Mapping[str, Any], size: int) -> int | None:
         """Count for a request of chat completions or responses of about `size` bytes; the tokenizer serves only the
-        former."""
+        former. None if it cannot."""
         name = pool.provider.name
-        if "messages" in request and self._clock() >= self._skipped_until.get(name, 0.0):
-            try:
-                status, tokens = await _tokenize(pool, request, size)
-            except (TransportError, ConfigError) as error:
-                logger.info("the provider %r does not count tokens: %s", name, error)
-                status, tokens = 0, None
-            if tokens is not None:
-                return TokenCount(tokens, "tokenizer")
-            if status not in _REQUEST_ERRORS:
-                self._skipped_until[name] = self._clock() + SKIP_SECONDS
-        return await _estimate(request, size)
+        if "messages" not in request or self._clock() < self._skipped_until.get(name, 0.0):
+            return None
+        try:
+            status, tokens = await _tokenize(pool, request, size)
+        except (TransportError, ConfigError) as error:
+            logger.info("the provider %r does not count tokens: %s", name, error)
+            status, tokens = 0, None
+        if tokens is None and status not in _REQUEST_ERRORS:
+            self._skipped_until[name] = self._clock() + SKIP_SECONDS
+        return tokens
 
 
-async def _estimate(request: Mapping[str, Any], size: int) -> TokenCount:
-    return TokenCount(await offload(size // PASSED, partial(estimate_prompt_tokens, request)), "estimate")
+async def _send_count(writer: ResponseWriter, request: Mapping[str, Any], size: int, counted: int | None) -> None:
+    """Send a number of tokens, or an estimate, in Anthropic's format."""
+    writer.extra_headers = [(HEADER, b"estimate" if counted is None else b"tokenizer")]
+    if counted is None:
+        counted = await offload(size // PASSED, partial(estimate_prompt_tokens, request))
+    await writer.send_json(200, count_reply(counted))
 
 
 async def _tokenize(pool: ServerPool, request: Mapping[str, Any], size: int) -> tuple[int, int | None]:
     """(status, tokens); None if the server does not report them."""
-    server = pool.choose("")
     body = {name: request[name] for name in ("model", "messages", "tools") if request.get(name)}
-    url = f"{server.url.removesuffix('/v1')}/tokenize"
     sent = await offload(size // PASSED, partial(dumps, body))
-    status, _, data = await pool.fetch("POST", url, server.headers, sent, timeout_seconds=TIMEOUT_SECONDS)
+    status, _, data = await pool.fetch("POST", "/tokenize", sent, timeout_seconds=TIMEOUT_SECONDS)
     try:
         response = loads(data) if status == 200 else None
     except ValueError:
@@ -130,26 +118,23 @@ class ForwardingService:
     responses: ResponseStore
     _token_counter: TokenCounter = field(default_factory=TokenCounter, init=False)
 
-    async def plan(self, call: ResolvedCall, size: int) -> ForwardedCall:
+    async def prepare(self, call: ResolvedCall, size: int) -> ForwardedCall:
         """The call to the provider, of a request of `size` bytes. Raises ApiError if it cannot be made."""
         self.counters.unattributed += call.context is None
         return await offload(size // PASSED, partial(self._prepare, call))
 
     async def run(self, forward: ForwardedCall, writer: ResponseWriter) -> None:
         """Forward a call. Failures are recorded as well. Raises ApiError and StoreError."""
+        record = forward.record
         try:
             await forward.run(self.record, writer)
-        finally:
-            self._note_provider(forward.record)
-        self._count_tokens(forward.record.response.usage or Usage())
-
-    def _note_provider(self, record: ProviderRecord) -> None:
-        """Note the provider that stores a response, whatever became of its stream."""
-        attempt, provider, response_id = record.caller.attempt, record.route.provider, record.response.id
-        is_stored = record.path == "responses" and record.data.get("store") is not False
-        if is_stored and attempt is not None and provider is not None and response_id:
-            pending = record.to_json() if record.is_pending else None
-            self.responses.note_provider(attempt, response_id, provider.name, pending)
+        finally:  # Note the provider that stores a response, whatever became of its stream.
+            attempt, provider, response_id = record.caller.attempt, record.route.provider, record.response.id
+            is_stored = record.path == "responses" and record.data.get("store") is not False
+            if is_stored and attempt is not None and provider is not None and response_id:
+                pending = record.to_json() if record.is_pending else None
+                self.responses.note_provider(attempt, response_id, provider.name, pending)
+        self._count_tokens(record.response.usage or Usage())
 
     def _count_tokens(self, usage: Usage) -> None:
         self.counters.prompt_tokens += usage.input_tokens
@@ -190,9 +175,9 @@ class ForwardingService:
         if not can_forward("messages", route):
             limited = call._replace(path="messages", body={"max_tokens": 1} | data)
             work = partial(translate, limited, self.responses, self.counters)
-            translated = await offload(size // PASSED, work)
-            await (await self._token_counter.count(route.servers, translated.record.data, size)).send(writer)
-            return
+            request = (await offload(size // PASSED, work)).record.data
+            counted = await self._token_counter.count(route.servers, request, size)
+            return await _send_count(writer, request, size, counted)
         body = await offload(size // PASSED, partial(dumps, data | {"model": route.send_model}))
         affinity = "/".join(call.caller.attempt or ())
         request = UpstreamRequest(
@@ -204,7 +189,7 @@ class ForwardingService:
         except ApiError as api_error:  # It may speak Anthropic's dialect without this endpoint.
             if api_error.status not in _UNSUPPORTED or "model" in api_error.message.lower():
                 raise
-            await (await _estimate(data, size)).send(writer)
+            await _send_count(writer, data, size, None)
         else:
             await writer.send_json(200, upstream.body)
 

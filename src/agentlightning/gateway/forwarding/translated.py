@@ -17,20 +17,15 @@ from typing import Any, Final
 
 from agentlightning import span as names
 from agentlightning.gateway.answer import Answer, Json, needs_echo
+from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import ApiPath, ReplyMetadata, ReplyWriter, Request
-from agentlightning.gateway.dialects.content_parts import object_of
-from agentlightning.gateway.dialects.fields import apply_resource_params
-from agentlightning.gateway.dialects.message_digest import message_digests, turn_key
-from agentlightning.gateway.dialects.registry import DIALECTS
+from agentlightning.gateway.dialects.common import apply_resource_params
+from agentlightning.gateway.dialects.content_parts import message_digests, object_of, turn_key
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.dialects.responses import ResponsesReplyWriter
 from agentlightning.gateway.dialects.sse import event_data
 from agentlightning.gateway.errors import ApiError, bad_request
-from agentlightning.gateway.forwarding.call import UNFINISHED, ForwardedCall, ProviderRecord, encode_request, is_final
-from agentlightning.gateway.metrics import Counters
-from agentlightning.gateway.routing import ResolvedCall
-from agentlightning.gateway.translation.chat import chat_body, chat_extras
-from agentlightning.gateway.translation.common import (
+from agentlightning.gateway.forwarding.bodies import (
     Extras,
     TurnLookup,
     UnsupportedContentError,
@@ -39,8 +34,11 @@ from agentlightning.gateway.translation.common import (
     split_stops,
     turns_of,
 )
-from agentlightning.gateway.translation.messages import messages_body, messages_extras
-from agentlightning.gateway.translation.responses import responses_body, responses_extras
+from agentlightning.gateway.forwarding.call import UNFINISHED, ForwardedCall, ProviderRecord, encode_request, is_final
+from agentlightning.gateway.forwarding.messages_body import messages_body, messages_extras
+from agentlightning.gateway.forwarding.openai_bodies import chat_body, chat_extras, responses_body, responses_extras
+from agentlightning.gateway.record import Counters
+from agentlightning.gateway.routing import ResolvedCall
 from agentlightning.gateway.upstream.call import UpstreamCall
 from agentlightning.gateway.upstream.failures import display_text, unreadable_response
 from agentlightning.gateway.upstream.provider import Provider
@@ -108,9 +106,6 @@ class TranslatedCall(ForwardedCall):
     responses: ResponseStore
     _is_open: bool = field(default=False, init=False)
     """Whether the start of the reply was sent."""
-
-    def _not_json(self, error: ValueError) -> ApiError:
-        return unreadable_response(self._provider, f"its answer is not JSON: {error}")
 
     def _whole(self, call: UpstreamCall, data: Any) -> bytes:
         self._check_failed()

@@ -132,8 +132,6 @@ class SampledAnswer(Answer):
     """The request allows at most one tool call."""
     tools: Sequence[dict[str, Any]] | None = None
     """The tools of the request; some formats read the types of arguments from them."""
-    uses_functions: bool = False
-    """The caller identifies tool calls by function name (`chat.with_tools`)."""
     top_logprobs: int = 0
     """The number of likeliest tokens that the caller is told; spans may keep more."""
     call_ids: Sequence[str] = ()
@@ -240,8 +238,6 @@ class SampledAnswer(Answer):
             self._append(part)
 
     def _call_id(self, call: ParsedToolCall) -> str:
-        if self.uses_functions:
-            return f"call_{call.name}"
         if len(self.tool_calls) < len(self.call_ids):
             return self.call_ids[len(self.tool_calls)]
         # If the model wrote an id itself, it will refer to the call by it.

@@ -28,7 +28,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 import orjson
 
@@ -36,15 +36,13 @@ from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.reasoning import find_reasoning_markers, strip_opening_marker, strip_reasoning
 from agentlightning.engine.base import Sample
 from agentlightning.errors import ContextLengthError
-from agentlightning.gateway.dialects.message_digest import (
+from agentlightning.gateway.dialects.content_parts import (
     extend_digest,
     message_digests,
     normalized_arguments,
     text_of,
 )
 from agentlightning.util.json_values import dumps
-
-T = TypeVar("T")
 
 _AT_ONCE = 65536
 """Tokens that are packed at once: meanwhile no other thread runs."""
@@ -112,22 +110,22 @@ class Prompt:
         return self.continues.span_id if self.continues and self.continues.is_complete else None
 
 
-class PrefixIndex(Generic[T]):
+class PrefixIndex:
     """Finds the longest known prefix of a byte string. Stores only lengths and digests."""
 
     def __init__(self) -> None:
         self._lengths: list[int] = []
         """Sorted, without duplicates."""
-        self._values: dict[tuple[int, bytes], T] = {}
+        self._values: dict[tuple[int, bytes], TokenPath] = {}
 
-    def add(self, data: bytes, value: T) -> None:
+    def add(self, data: bytes, value: TokenPath) -> None:
         if len(data) not in self._lengths:
             insort(self._lengths, len(data))
         self._values[len(data), _hasher(data).digest()] = value
 
-    def longest(self, data: bytes) -> tuple[int, T] | None:
+    def longest(self, data: bytes) -> tuple[int, TokenPath] | None:
         """(length, value) of the longest known prefix of `data`. Reads `data` once."""
-        longest: tuple[int, T] | None = None
+        longest: tuple[int, TokenPath] | None = None
         hasher, start = _hasher(b""), 0
         for length in self._lengths[: bisect_right(self._lengths, len(data))]:
             hasher.update(data[start:length])
@@ -151,7 +149,7 @@ class _AttemptPaths:
     """Digests of the messages before each answer."""
     call_ids: set[str] = field(default_factory=set[str])
     """Ids of the tool calls in answers."""
-    raw: PrefixIndex[TokenPath] = field(default_factory=PrefixIndex[TokenPath])
+    raw: PrefixIndex = field(default_factory=PrefixIndex)
     """Raw prompt with its answer -> path."""
     tokens: int = 0
 
@@ -177,7 +175,7 @@ class Conversations:
 
     def prompt(
         self,
-        attempt: tuple[str, str],
+        attempt: tuple[str, str] | None,
         model: str,
         chat: ChatFormat,
         messages: Sequence[Message],
@@ -188,10 +186,7 @@ class Conversations:
         """The prompt of a call whose answer begins with `prefill`. May be called from any thread. Raises ConfigError if
         the template cannot render the messages, ContextLengthError if they certainly exceed `context` tokens."""
         digests, variant = message_digests(messages), _variant(model, chat, tools)
-        memory = self._paths_of(attempt)
-        if memory is None:
-            tokens = encode_within(chat, chat.render(messages, tools) + chat.escape(prefill), context)
-            return Prompt(tokens, digests=digests, variant=variant, prefill=prefill)
+        memory = self._paths_of(attempt) or _AttemptPaths()
         length, path = _longest_path(memory, digests, variant, messages)
         cut = _suffix_after(chat, messages, tools, length, path.ended) if path else None
         known = path.all_tokens() if path and cut else []
@@ -206,15 +201,17 @@ class Conversations:
         reason = "edited" if drift else None
         return Prompt(known + added[0], path, len(known), drift, digests, variant, reason, prefill=prefill)
 
-    def _paths_of(self, attempt: tuple[str, str]) -> _AttemptPaths | None:
-        """The paths of an attempt, marked as recently used."""
+    def _paths_of(self, attempt: tuple[str, str] | None) -> _AttemptPaths | None:
+        """The paths of an attempt, marked as recently used; None without an attempt."""
+        if attempt is None:
+            return None
         with suppress(KeyError):  # Another thread may remove it meanwhile.
             self._attempts.move_to_end(attempt)
         return self._attempts.get(attempt)
 
     def raw_prompt(
         self,
-        attempt: tuple[str, str],
+        attempt: tuple[str, str] | None,
         model: str,
         chat: ChatFormat,
         prompt: str | list[int],
@@ -386,37 +383,17 @@ def _suffix_after(
     length: int,
     ended: bool,
 ) -> tuple[str, str] | None:
-    """(text before, text after) `messages[length - 1]`, the answer of a known path; see `_suffix`. The reasoning of
-    earlier answers is in the tokens of the path, so it does not matter whether the template or the client leaves it
-    out."""
-    messages = [*(_without_reasoning(message) for message in messages[:length]), *messages[length:]]
-    return _suffix(chat, chat.render(messages, tools), messages, tools, length, ended)
-
-
-def _without_reasoning(message: Message) -> Message:
-    if "reasoning_content" not in message:
-        return message
-    return {key: value for key, value in message.items() if key != "reasoning_content"}
-
-
-def _suffix(
-    chat: ChatFormat,
-    text: str,
-    messages: Sequence[Message],
-    tools: Sequence[dict[str, Any]] | None,
-    length: int,
-    ended: bool,
-) -> tuple[str, str] | None:
-    """The texts up to the answer `messages[length - 1]` and after it within `text`, the rendering of all messages. The
-    token that ends the answer is before, if it `ended`.
+    """The texts up to `messages[length - 1]`, the answer of a known path, and after it within the rendering of all
+    messages. The token that ends the answer is before, if it `ended`. The reasoning of earlier answers is in the tokens
+    of the path, so it does not matter whether the template or the client leaves it out.
 
     None unless the template provably writes the earlier part as before. Either the rendering up to the answer is a
     prefix of the whole rendering; or, since some templates write the last message differently, everything before the
     answer is the same, and the answer parses to the same message.
     """
-    ends = _end_of_turn_texts(chat)
-    parts = _by_prefix(chat, text, messages[:length], tools, ends)
-    parts = parts or _by_reading(chat, text, messages[:length], tools, ends)
+    history = [{key: each[key] for key in each if key != "reasoning_content"} for each in messages[:length]]
+    text, ends = chat.render([*history, *messages[length:]], tools), _end_of_turn_texts(chat)
+    parts = _by_prefix(chat, text, history, tools, ends) or _by_reading(chat, text, history, tools, ends)
     if parts is None:
         return None
     start, after = parts

@@ -1,43 +1,66 @@
-"""Serves the calls that our own engines answer: reads the request, prepares its prompts, and remembers the answers.
+"""Serves the calls that our own engines answer: reads the request, prepares its prompts, samples, records and replies.
 
-`call` samples, records and replies. Called by the gateway's endpoints for each call that goes to no provider.
+An answer is recorded before the end of the reply is sent, so no complete answer is lost. A failure is recorded too, and
+raised. A client that disconnects ends the sampling, in every dialect; what is sampled by then is still recorded.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Final
 
 from agentlightning import span as names
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.reasoning import find_reasoning_markers
-from agentlightning.engine.base import Engine, SamplingParams
-from agentlightning.errors import ConfigError, ContextLengthError
+from agentlightning.engine.base import Engine, Sample, SamplingParams
+from agentlightning.engine.likeliest_tokens import likeliest_to_text
+from agentlightning.errors import AgentLightningError, ConfigError, ContextLengthError, PolicyError
+from agentlightning.gateway.answer import Answer, Event, Json
 from agentlightning.gateway.callers.attempts import AttemptContext, AttemptTable
 from agentlightning.gateway.callers.attribution import Caller
-from agentlightning.gateway.callers.on_policy import OnPolicySampling, is_policy, is_training
 from agentlightning.gateway.callers.replay import RecordedAnswer, load_replay
-from agentlightning.gateway.dialects.base import Dialect, ReplyMetadata, ReplyWriter, Request
-from agentlightning.gateway.dialects.fields import apply_resource_params, refuse_unsupported
-from agentlightning.gateway.dialects.raw_request import OPERATIONS
-from agentlightning.gateway.dialects.registry import DIALECTS
+from agentlightning.gateway.dialects import DIALECTS
+from agentlightning.gateway.dialects.base import ReplyMetadata, ReplyWriter, Request
+from agentlightning.gateway.dialects.common import apply_resource_params, refuse_unsupported
+from agentlightning.gateway.dialects.raw_request import OPERATIONS, as_json, chat_message
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.dialects.responses import ResponsesReplyWriter
 from agentlightning.gateway.errors import bad_request
-from agentlightning.gateway.http import ResponseWriter, offload
-from agentlightning.gateway.local.answer import SampledAnswer
-from agentlightning.gateway.local.call import Choice, LocalCall, OnEvent, send_reply
-from agentlightning.gateway.local.constrained_sampling import EnforcementMode, constrain_sampling
-from agentlightning.gateway.local.conversation import Conversations, Prompt, encode_within
+from agentlightning.gateway.http import PASSED, ResponseWriter, offload, released_slot, run_to_completion
+from agentlightning.gateway.local.answer import SampledAnswer, TopLogprobs
+from agentlightning.gateway.local.conversation import Conversations, Prompt
 from agentlightning.gateway.local.update_gate import UpdateGates
-from agentlightning.gateway.metrics import Counters
-from agentlightning.gateway.record import CallRecord
+from agentlightning.gateway.record import CallRecord, Counters, failure_of, output_attributes, output_messages
 from agentlightning.gateway.routing import ModelRoute, ResolvedCall
+from agentlightning.gateway.sampling import (
+    EnforcementMode,
+    OnPolicySampling,
+    constrain_sampling,
+    is_policy,
+    is_training,
+)
 from agentlightning.gateway.upstream.token_bound import estimate_prompt_tokens
+from agentlightning.span import Span, new_span_id
 from agentlightning.store.base import LightningStoreBase
+
+logger = logging.getLogger(__name__)
+
+_BYTES_PER_TOKEN = 4
+_PARAMS: Final = {
+    names.REQUEST_TEMPERATURE: "temperature",
+    names.REQUEST_TOP_P: "top_p",
+    names.REQUEST_TOP_K: "top_k",
+    names.REQUEST_MAX_TOKENS: "max_tokens",
+    names.REQUEST_SEED: "seed",
+}
+"""Attributes of spans -> parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +71,17 @@ class LocalSettings:
     record_top_logprobs: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LocalService:
     """Prepares and serves calls to engines."""
 
     store: LightningStoreBase
-    conversations: Conversations
-    responses: ResponseStore
-    gates: UpdateGates
     attempts: AttemptTable
     counters: Counters
     on_policy: OnPolicySampling
+    responses: ResponseStore
+    conversations: Conversations
+    gates: UpdateGates
     settings: LocalSettings
     """Those of engines that have none of their own."""
     settings_of: dict[str, LocalSettings] = field(default_factory=dict[str, LocalSettings])
@@ -74,10 +97,11 @@ class LocalService:
             return await offload(size, partial(estimate_prompt_tokens, request.raw))
         return len(prompt.token_ids)
 
-    async def prepare(self, call: ResolvedCall, size: int) -> Callable[[ResponseWriter], Awaitable[None]]:
-        """Prepare the prompts and parameters of a request of `size` bytes; returns what serves it. Raises ApiError."""
+    async def prepare(self, call: ResolvedCall, size: int) -> LocalCall:
+        """Prepare the prompts and parameters of a request of `size` bytes. Raises ApiError."""
         request, engine = await self._read_request(call, size), _engine_of(call.route)
         caller, context, model, dialect = call.caller, call.context, call.route.name, DIALECTS[call.path]
+        operation = OPERATIONS[call.path]
         params, trace_id, trainable, overridden = request.params, "", False, tuple[str, ...]()
         if context is not None:
             params, overridden = self._params(caller, context, model, params)
@@ -102,26 +126,42 @@ class LocalService:
         params = replace(params, top_logprobs=max(shown, recorded))
         tokens = sum(len(prompt.token_ids) for prompt in prompts)
         head = ReplyMetadata(dialect.id_prefix + secrets.token_hex(12), model, int(time.time()), tokens)
-        make = partial(_answer, dialect, request, chat, params, shown, again.call_ids if again else ())
+        answer = partial(
+            SampledAnswer,
+            stops=params.stop,
+            call_prefix=dialect.call_prefix,
+            prefill=request.prefill,
+            is_constrained=params.constraint is not None,
+            chat=chat,
+            stop_tokens=params.stop_token_ids,
+            reads_tool_calls=request.tools is not None,
+            single_tool_call=request.constraint.single_tool_call,
+            tools=request.tools,
+            top_logprobs=shown,
+            call_ids=again.call_ids if again else (),
+            reasoning_markers=None if request.prompts or request.prefill else find_reasoning_markers(chat),
+        )
         messages = _input_messages(request, engine)
         asked = [each for each in zip(prompts, messages, strict=True) for _ in range(request.n)]
-        local_call = LocalCall(
+        return LocalCall(
+            self,
             engine,
             request,
-            operation := OPERATIONS[call.path],
             params,
+            operation,
             CallRecord(f"{operation} {model}", caller, trace_id),
-            head.id,
-            model,
-            [Choice(prompt, said, make(index, prompt)) for index, (prompt, said) in enumerate(asked)],
+            head,
+            dialect.reply(request, head),
+            [
+                Choice(prompt, said, answer(index, prompt_token_ids=prompt.token_ids))
+                for index, (prompt, said) in enumerate(asked)
+            ],
+            context,
             overridden,
             again,
             differs,
+            None if context is None else context.begin_turn(model),
         )
-        reply = dialect.reply(request, head)
-        if context is not None:
-            local_call.turn_limit = context.begin_turn(model)
-        return partial(self._serve, local_call, reply, context)
 
     async def _replay(
         self, context: AttemptContext | None, model: str, prompts: Sequence[Prompt], params: SamplingParams, n: int
@@ -156,88 +196,9 @@ class LocalService:
         the template cannot render them, ContextLengthError if they certainly exceed the context."""
         conversations, attempt, model = self.conversations, call.caller.attempt, call.route.name
         limit = _engine_of(call.route).context_length
-        if attempt and request.prompts:
-            return [conversations.raw_prompt(attempt, model, chat, prompt, limit) for prompt in request.prompts]
-        if attempt:
-            messages, tools = request.messages, request.tools
-            return [conversations.prompt(attempt, model, chat, messages, tools, limit, request.prefill)]
         if request.prompts:
-            return [
-                Prompt(encode_within(chat, prompt, limit) if isinstance(prompt, str) else prompt)
-                for prompt in request.prompts
-            ]
-        text = chat.render(request.messages, request.tools) + chat.escape(request.prefill)
-        return [Prompt(encode_within(chat, text, limit))]
-
-    # -- sampling and after it -------------------------------------------------------------------------------------
-
-    async def _serve(
-        self, call: LocalCall, reply: ReplyWriter, context: AttemptContext | None, writer: ResponseWriter
-    ) -> None:
-        try:
-            await send_reply(call, self._run, reply, partial(self._store_response, call, reply), writer)
-        finally:
-            # A call that failed does not count against the limit on turns.
-            if context is not None and call.turn_limit is not None and not call.is_sampled:
-                context.undo_turn()
-
-    async def _run(self, call: LocalCall, on_event: OnEvent | None) -> None:
-        spans = await call.run(self.store, self.gates.of(call.engine), on_event)
-        self._remember_answers(call)
-        self.counters.violated += sum(span.attributes.get(names.CONSTRAINT) == "violated" for span in spans)
-        self.attempts.recheck_superseded(spans)
-
-    def _remember_answers(self, call: LocalCall) -> None:
-        """Count the tokens, and let later calls of the attempt continue the answers."""
-        chat, attempt = call.engine.chat, call.attempt
-        prompts = {id(choice.prompt): choice.prompt for choice in call.choices}
-        self.counters.prompt_tokens += sum(len(prompt.token_ids) for prompt in prompts.values())
-        for choice in call.choices:
-            answer, prompt, span_id = choice.answer, choice.prompt, choice.span_id
-            if (sample := answer.sample) is None:
-                continue
-            self.counters.response_tokens += len(sample.token_ids)
-            if attempt is None:
-                continue
-            if prompt.raw is not None:
-                self.conversations.add_raw_answer(attempt, prompt, chat, answer.content, sample, span_id)
-            else:
-                self.conversations.add_answer(attempt, prompt, answer.message, sample, chat.eos_token_ids, span_id)
-
-    def _store_response(self, call: LocalCall, reply: ReplyWriter) -> None:
-        """Store a reply of the Responses API, to which later requests may refer."""
-        if isinstance(reply, ResponsesReplyWriter) and call.attempt:
-            (choice,) = call.choices
-            reply.store(self.responses, call.attempt, choice.prompt.digests, choice.answer)
-
-
-def _answer(
-    dialect: Dialect,
-    request: Request,
-    chat: ChatFormat,
-    params: SamplingParams,
-    top_logprobs: int,
-    call_ids: Sequence[str],
-    index: int,
-    prompt: Prompt,
-) -> SampledAnswer:
-    return SampledAnswer(
-        index,
-        params.stop,
-        dialect.call_prefix,
-        prefill=request.prefill,
-        is_constrained=params.constraint is not None,
-        prompt_token_ids=prompt.token_ids,
-        chat=chat,
-        stop_tokens=params.stop_token_ids,
-        reads_tool_calls=request.tools is not None,
-        single_tool_call=request.constraint.single_tool_call,
-        tools=request.tools,
-        uses_functions=request.uses_functions,
-        top_logprobs=top_logprobs,
-        call_ids=call_ids,
-        reasoning_markers=None if request.prompts or request.prefill else find_reasoning_markers(chat),
-    )
+            return [conversations.raw_prompt(attempt, model, chat, prompt, limit) for prompt in request.prompts]
+        return [conversations.prompt(attempt, model, chat, request.messages, request.tools, limit, request.prefill)]
 
 
 def _engine_of(route: ModelRoute) -> Engine:
@@ -268,3 +229,275 @@ def _chat_format(engine: Engine, request: Request) -> ChatFormat:
             "messages", f"answers of {engine.model} begin with reasoning, so they cannot continue the last message"
         )
     return chat
+
+
+# -- one call ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer, and what it answers."""
+
+    prompt: Prompt
+    messages: Sequence[Message]
+    answer: SampledAnswer
+    span_id: str = field(default_factory=new_span_id)
+
+
+@dataclass(slots=True)
+class LocalCall:
+    """A call with its prompts. Nothing is recorded of one without an attempt."""
+
+    service: LocalService
+    engine: Engine
+    request: Request
+    params: SamplingParams
+    operation: str
+    """OpenTelemetry's name for it."""
+    record: CallRecord
+    head: ReplyMetadata
+    reply: ReplyWriter
+    choices: list[Choice]
+    context: AttemptContext | None = None
+    """Of its attempt."""
+    overridden: tuple[str, ...] = ()
+    """Sampling parameters of the request that were overridden for training."""
+    recorded: RecordedAnswer | None = None
+    """What is given again: a whole answer, or its beginning, which is then the end of the prompt."""
+    replay_mismatch: bool = False
+    """The request differs from the recorded ones."""
+    turn_limit: int | None = None
+    """The number of answers that the attempt may be given, if it is limited."""
+    is_sampled: bool = field(default=False, init=False)
+    """All answers are complete. From here on the call must not be cancelled."""
+    end_reason: BaseException | None = field(default=None, init=False)
+    """What cancelled the call."""
+    _events: asyncio.Queue[tuple[Answer, Event] | None] = field(default_factory=asyncio.Queue, init=False)
+    """Events of a streamed reply; None once the sampling has ended."""
+
+    @property
+    def attempt(self) -> tuple[str, str] | None:
+        return self.record.caller.attempt
+
+    # -- the reply ---------------------------------------------------------------------------------------------------
+
+    async def run(self, writer: ResponseWriter) -> None:
+        """Sample, record and send the reply: events while it is sampled if the client streams, else one JSON body.
+        Raises what the engine or the store raises."""
+        try:
+            await self._run(writer)
+        finally:
+            # A call that failed does not count against the limit on turns.
+            if self.context is not None and self.turn_limit is not None and not self.is_sampled:
+                self.context.undo_turn()
+
+    async def _run(self, writer: ResponseWriter) -> None:
+        reply, stream, answers = self.reply, self.request.stream, [choice.answer for choice in self.choices]
+        opened, sampling = False, asyncio.ensure_future(self._sample_and_record())
+        sampling.add_done_callback(lambda _: self._events.put_nowait(None))
+        try:
+            with writer.kept_alive() if stream else nullcontext():
+                while (event := await self._events.get()) is not None:
+                    start = b"" if opened else reply.start(answers)
+                    await writer.send_events(start + self._take_all(event))
+                    opened = True
+                await sampling
+            if stream:
+                ending = (b"" if opened else reply.start(answers)) + reply.end(answers)
+                self._store_response()
+                await writer.send_events(ending)
+                await writer.close()
+            else:
+                body = reply.body(answers)
+                self._store_response()
+                await writer.send_json(200, body)
+        except asyncio.CancelledError as error:
+            self.end_reason = error
+            raise
+        finally:
+            await self._finish(sampling)
+
+    def _take_all(self, first: tuple[Answer, Event]) -> bytes:
+        """All events so far, to be sent with one write."""
+        parts = [self.reply.event(*first)]
+        while not self._events.empty():
+            event = self._events.get_nowait()
+            if event is None:
+                self._events.put_nowait(None)
+                break
+            parts.append(self.reply.event(*event))
+        return b"".join(parts)
+
+    async def _finish(self, sampling: asyncio.Future[None]) -> None:
+        """Leave no task running. Complete answers are recorded even if the client has disconnected."""
+        if sampling.done():  # A server reports the end of a reply as a disconnect, so nothing is awaited after it.
+            return
+        if not self.is_sampled:
+            sampling.cancel()
+        await run_to_completion(asyncio.wait({sampling}))
+        if not sampling.cancelled() and (error := sampling.exception()) is not None:
+            logger.error("a call whose client disconnected could not be recorded", exc_info=error)
+
+    def _store_response(self) -> None:
+        """Store a reply of the Responses API, to which later requests may refer, before the client can know of it."""
+        if isinstance(self.reply, ResponsesReplyWriter) and self.attempt:
+            (choice,) = self.choices
+            self.reply.store(self.service.responses, self.attempt, choice.prompt.digests, choice.answer)
+
+    # -- sampling --------------------------------------------------------------------------------------------------
+
+    async def _sample_and_record(self) -> None:
+        """Inside the engine's update gate."""
+        gate, in_flight = self.service.gates.of(self.engine), None
+        try:
+            try:
+                async with released_slot() if gate.closed else nullcontext():
+                    in_flight = await gate.enter(" ".join(self.attempt) if self.attempt else "a call of no rollout")
+                await self._sample_all()
+            except BaseException as error:
+                await self._record(partial(self._failed_span, failure_of(self.end_reason or error)))
+                raise
+            self.is_sampled = True
+            spans = await self._record(self._span)
+        finally:
+            if in_flight is not None:
+                gate.leave(in_flight)
+        self._remember_answers()
+        self.service.counters.violated += sum(span.attributes.get(names.CONSTRAINT) == "violated" for span in spans)
+        self.service.attempts.recheck_superseded(spans)
+
+    async def _sample_all(self) -> None:
+        if len(self.choices) == 1:
+            return await self._sample_one(self.choices[0])
+        try:
+            async with asyncio.TaskGroup() as group:
+                for choice in self.choices:
+                    group.create_task(self._sample_one(choice))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _sample_one(self, choice: Choice) -> None:
+        """A reply that is not streamed reads its answer at the end, all at once."""
+        answer, stream = choice.answer, self.request.stream
+
+        def show(events: Sequence[Event]) -> None:
+            for event in events if stream else ():
+                self._events.put_nowait((answer, event))
+
+        def receive(token_ids: Sequence[int], logprobs: Sequence[float] = (), tops: Sequence[TopLogprobs] = ()) -> None:
+            show(answer.feed(token_ids, logprobs, tops))
+
+        params = replace(self._params(answer), stop=answer.engine_stops)
+        sample = None
+        if self.recorded is not None:
+            show(answer.begin(self.recorded.begun))
+            sample = self.recorded.sample
+            if params.max_tokens is not None:
+                params = replace(params, max_tokens=max(1, params.max_tokens - len(self.recorded.begun)))
+        on_tokens = receive if stream else None
+        show(answer.finish(sample or await self._call_engine(choice.prompt.token_ids, params, on_tokens)))
+
+    async def _call_engine(
+        self, prompt: Sequence[int], params: SamplingParams, on_tokens: Callable[..., None] | None
+    ) -> Sample:
+        """Raises AgentLightningError; any other exception of the engine becomes a PolicyError."""
+        try:
+            return await self.engine.sample(prompt, params, on_tokens, affinity="/".join(self.attempt or ()))
+        except AgentLightningError:
+            raise
+        except Exception as error:  # The boundary to engines, which may be third-party code.
+            raise PolicyError(f"{type(error).__name__}: {error}") from error
+
+    def _params(self, answer: Answer) -> SamplingParams:
+        """The answers to one seeded request must differ, and be reproducible."""
+        if self.params.seed is None or answer.index == 0:
+            return self.params
+        return replace(self.params, seed=self.params.seed + answer.index)
+
+    def _remember_answers(self) -> None:
+        """Count the tokens, and let later calls of the attempt continue the answers."""
+        chat, attempt, service = self.engine.chat, self.attempt, self.service
+        prompts = {id(choice.prompt): choice.prompt for choice in self.choices}
+        service.counters.prompt_tokens += sum(len(prompt.token_ids) for prompt in prompts.values())
+        for choice in self.choices:
+            answer, prompt, span_id = choice.answer, choice.prompt, choice.span_id
+            if (sample := answer.sample) is None:
+                continue
+            service.counters.response_tokens += len(sample.token_ids)
+            if attempt is None:
+                continue
+            if prompt.raw is not None:
+                service.conversations.add_raw_answer(attempt, prompt, chat, answer.content, sample, span_id)
+            else:
+                service.conversations.add_answer(attempt, prompt, answer.message, sample, chat.eos_token_ids, span_id)
+
+    # -- the record ------------------------------------------------------------------------------------------------
+
+    async def _record(self, make: Callable[[Choice], Span]) -> list[Span]:
+        store = self.service.store
+        if self.attempt is None:
+            return []
+        size = _BYTES_PER_TOKEN * sum(len(choice.prompt.token_ids) for choice in self.choices)
+        spans = await offload(size // PASSED, lambda: [make(choice) for choice in self.choices])
+        return [await store.add_span(spans[0])] if len(spans) == 1 else await store.add_many_spans(spans)
+
+    def _span(self, choice: Choice) -> Span:
+        """The span of a complete answer."""
+        answer, sample = choice.answer, choice.answer.sample
+        assert sample is not None
+        attributes = self._attributes(choice) | output_attributes(answer, answer.finish_reason, self.request.constraint)
+        attributes |= {
+            names.OUTPUT_TOKENS: len(sample.token_ids),
+            names.PROMPT_TOKEN_IDS: choice.prompt.token_ids,
+            names.RESPONSE_TOKEN_IDS: list(sample.token_ids),
+            names.LOGPROBS: list(sample.logprobs),
+            names.POLICY_VERSION: sample.policy_version,
+        }
+        if sample.versions:
+            attributes[names.POLICY_VERSIONS] = [number for run in sample.versions for number in run]
+        if sample.kept_sets is not None:
+            attributes[names.KEPT_SETS] = sample.kept_sets.to_text()
+        if sample.top_logprobs:
+            attributes[names.TOP_LOGPROBS] = likeliest_to_text(sample.top_logprobs)
+        return self.record.span(attributes, span_id=choice.span_id)
+
+    def _failed_span(self, failure: tuple[str, str], choice: Choice) -> Span:
+        """The span of an answer that failed, with the tokens sampled so far. It is not trained on."""
+        answer = choice.answer
+        attributes = self._attributes(choice) | {
+            names.OUTPUT_TOKENS: answer.num_tokens,
+            names.OUTPUT_MESSAGES: output_messages(answer, "error"),
+        }
+        if answer.num_tokens:
+            attributes[names.PROMPT_TOKEN_IDS] = choice.prompt.token_ids
+            attributes[names.RESPONSE_TOKEN_IDS] = list(answer.token_ids)
+        return self.record.span(attributes, failure, span_id=choice.span_id)
+
+    def _attributes(self, choice: Choice) -> Json:
+        params, prompt, recorded = self._params(choice.answer), choice.prompt, self.recorded
+        optional = {
+            **{name: getattr(params, field) for name, field in _PARAMS.items()},
+            names.REQUEST_STOP: list(params.stop) or None,
+            names.REQUEST_PRESENCE_PENALTY: params.presence_penalty or None,
+            names.REQUEST_FREQUENCY_PENALTY: params.frequency_penalty or None,
+            names.OVERRIDDEN: list(self.overridden) or None,
+            names.RESHAPED: list(params.distribution_params) or None,
+            names.TOOL_DEFINITIONS: as_json(self.request.tools) if self.request.tools else None,
+            names.REPLAYS: recorded and recorded.replays,
+            names.BEGUN: recorded and (len(recorded.begun) or None),
+            names.REPLAY_MISMATCH: self.replay_mismatch or None,
+            names.TURN_LIMIT: self.turn_limit,
+            names.CONTINUES: prompt.continued_span,
+            names.DRIFT: prompt.drift or None,
+            names.DRIFT_REASON: prompt.reason,
+        }
+        attributes: Json = {
+            names.OPERATION_NAME: self.operation,
+            names.PROVIDER_NAME: "agentlightning",
+            names.REQUEST_MODEL: self.request.model or self.head.model,
+            names.RESPONSE_MODEL: self.head.model,
+            names.RESPONSE_ID: self.head.id,
+            names.INPUT_TOKENS: len(prompt.token_ids),
+            names.INPUT_MESSAGES: as_json([chat_message(message) for message in choice.messages]),
+        }
+        return attributes | {name: value for name, value in optional.items() if value is not None}

@@ -26,8 +26,8 @@ from agentlightning.gateway.answer import Usage
 from agentlightning.gateway.dialects.base import ApiPath
 from agentlightning.gateway.dialects.sse import EventTooLongError, SSEDecoder, event_data
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.upstream.budget import Reservation
 from agentlightning.gateway.upstream.failures import Failure, from_response, from_transport, unreadable_response
+from agentlightning.gateway.upstream.limits import Reservation
 from agentlightning.gateway.upstream.provider import Price, visible_headers
 from agentlightning.gateway.upstream.servers import ProviderServer, ServerPool
 from agentlightning.gateway.upstream.token_bound import max_prompt_tokens

@@ -19,7 +19,7 @@ from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream.provider import Provider
 from agentlightning.gateway.upstream.servers import HIDDEN, redact_text
 from agentlightning.transport import Headers, TransportError
-from agentlightning.transport.error_text import CONTEXT_ERROR, error_fields
+from agentlightning.transport.base import CONTEXT_ERROR, error_fields
 
 _RETRYABLE: Final = frozenset({408, 409, 429})
 """Statuses below 500 that the SDKs of OpenAI and Anthropic retry; they retry all from 500."""

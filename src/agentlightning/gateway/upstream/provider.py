@@ -16,8 +16,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.gateway.answer import Usage
 from agentlightning.gateway.dialects.base import ApiPath
 from agentlightning.transport import Headers
-from agentlightning.transport.connector import ConnectOptions
-from agentlightning.transport.proxy import Proxy, secrets_of, without_credentials
+from agentlightning.transport.connector import ConnectOptions, Proxy, secrets_of, without_credentials
 
 COUNT_TOKENS_PATH: Final = "messages/count_tokens"
 """Served wherever `messages` is."""

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 from urllib.parse import quote, unquote, urlsplit
 
-from agentlightning.gateway.upstream.budget import Budgets
+from agentlightning.gateway.upstream.limits import Budgets, RateLimiter
 from agentlightning.gateway.upstream.provider import Provider
-from agentlightning.gateway.upstream.rate_limit import RateLimiter
 from agentlightning.transport import Headers, Transport, TransportError
 from agentlightning.transport.servers import Server, ServerSet
 
@@ -170,16 +169,26 @@ class ServerPool(ServerSet[ProviderServer]):
                 self.watch(server)
 
     async def fetch(
-        self, method: str, url: str, headers: Headers, body: bytes = b"", *, timeout_seconds: float
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        timeout_seconds: float,
+        affinity: str = "",
+        server: ProviderServer | None = None,
     ) -> tuple[int, Headers, bytes]:
-        """(status, headers, body) of a request that is not a model call: no retry, limit or budget applies. Raises
-        TransportError."""
+        """(status, headers, body) of a request that is not a model call, by default to the server of an affinity: no
+        retry, limit or budget applies. A `path` with a slash in front is one of the server itself, outside its API.
+        Raises TransportError."""
+        server = server or self.choose(affinity)
+        url = server.url.removesuffix("/v1") + path if path[0] == "/" else self.provider.url(server.url, path)
         connect_seconds = min(self.provider.connect_seconds, timeout_seconds)
         response = await self.transport.send(
-            method, url, headers, body, connect_seconds=connect_seconds, timeout_seconds=timeout_seconds
+            method, url, server.headers, body, connect_seconds=connect_seconds, timeout_seconds=timeout_seconds
         )
         async with response:
-            return response.status, response.headers, await response.read()
+            return response.status, response.headers, self.redactor.redact_body(await response.read())
 
     async def close(self) -> None:
         """Stop the checks. The owner of the transport closes it."""
@@ -190,9 +199,9 @@ class ServerPool(ServerSet[ProviderServer]):
         """Any response but a server error means that it is healthy."""
         was_up = replica.up
         try:
-            is_healthy = await self._responds(replica, f"{replica.url.removesuffix('/v1')}/health")
+            is_healthy = await self._responds(replica, "/health")
             if is_healthy is None:
-                is_healthy = await self._responds(replica, self.provider.url(replica.url, "models"))
+                is_healthy = await self._responds(replica, "models")
         except TransportError:
             is_healthy = False
         if is_healthy is False:
@@ -203,10 +212,9 @@ class ServerPool(ServerSet[ProviderServer]):
             change = "has recovered" if replica.up else "is unhealthy"
             logger.warning("the server %s of the provider %r %s", replica.url, self.provider.name, change)
 
-    async def _responds(self, server: ProviderServer, url: str) -> bool | None:
+    async def _responds(self, server: ProviderServer, path: str) -> bool | None:
         """Whether a GET succeeds; None if the server does not have the path."""
-        seconds = self.provider.connect_seconds
-        status, _, _ = await self.fetch("GET", url, server.headers, timeout_seconds=seconds)
+        status, _, _ = await self.fetch("GET", path, timeout_seconds=self.provider.connect_seconds, server=server)
         return None if status in (404, 405) else status < 500
 
 

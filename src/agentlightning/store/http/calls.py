@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -28,11 +29,10 @@ from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.encoding import PROTOCOL_HEADER, arguments_of, decoder, encode
 from agentlightning.store.http.endpoint import (
-    headers_by_name,
+    cancel_on_disconnect,
     read_body,
     respond,
     respond_in_parts,
-    run_until_disconnect,
 )
 from agentlightning.store.http.errors import RequestError, error_of, error_response
 from agentlightning.store.http.operations import ACCEPTS_KEY, decode_call, hints_of
@@ -125,7 +125,7 @@ class BatchHandler:
     max_body_bytes: int
 
     async def handle(self, request: Request) -> Response:
-        headers, ((name, protocol),) = headers_by_name(request.scope), PROTOCOL_HEADER.items()
+        headers, ((name, protocol),) = request.headers, PROTOCOL_HEADER.items()
         client = headers.get(name, protocol)
         if client != protocol:
             raise RequestError(f"the client has protocol {client}, and this server {protocol}; use the same version")
@@ -133,9 +133,9 @@ class BatchHandler:
         if len(raw_calls) > MAX_CALLS:
             raise RequestError(f"{len(raw_calls)} calls in one request; send at most {MAX_CALLS}", 413)
         calls = [_decode(raw) for raw in raw_calls]
-        responding = self._respond(calls)
         waiting = [call for call in calls if limit_wait(call)]
-        return await (run_until_disconnect(request.receive, responding) if waiting else responding)
+        with cancel_on_disconnect(request.receive) if waiting else nullcontext():
+            return await self._respond(calls)
 
     async def _respond(self, calls: Sequence[Call]) -> Response:
         lists = [call for call in calls if call.method in _LISTS]

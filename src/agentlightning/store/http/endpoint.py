@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, Final
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -35,7 +36,7 @@ def endpoint(handle: Handler, token: str | None = None, error_headers: Headers |
 
     async def respond(request: Request) -> Response:
         try:
-            authorize(headers_by_name(request.scope), token)
+            authorize(request.headers, token)
             return await handle(request)
         except ClientDisconnected:
             return Response(status_code=499)
@@ -43,11 +44,6 @@ def endpoint(handle: Handler, token: str | None = None, error_headers: Headers |
             return refuse(error, error_headers)
 
     return respond
-
-
-def headers_by_name(scope: Scope) -> dict[str, str]:
-    """The request headers by lower-case name; of a repeated one, the last."""
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
 def authorize(headers: Headers, token: str | None) -> None:
@@ -68,10 +64,11 @@ def authorize(headers: Headers, token: str | None) -> None:
 
 async def read_body(headers: Mapping[str, str], receive: Receive, limit: int) -> bytes:
     """Read and decompress a JSON body. Raises RequestError if it is over `limit` bytes (413) or not JSON (415)."""
-    announced = headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > limit + DISCARDED_BYTES:
-        raise _too_large(int(announced), limit)
-    data = await _receive_all(receive, limit)
+    data = await receive_body(headers, receive, limit)
+    if data is None:
+        raise RequestError(
+            f"the body is larger than {limit} bytes; send less at once, or raise the server's limit", 413
+        )
     if not data:
         return data
     content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -83,31 +80,21 @@ async def read_body(headers: Mapping[str, str], receive: Receive, limit: int) ->
         raise RequestError(str(error), error.status) from None
 
 
-async def _receive_all(receive: Receive, limit: int) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    while True:
+async def receive_body(headers: Mapping[str, str], receive: Receive, limit: int) -> bytes | None:
+    """The body of a request as it was sent; None if it is over `limit` bytes. Raises ClientDisconnected."""
+    announced = headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > limit + DISCARDED_BYTES:
+        return None
+    parts, size, more = list[bytes](), 0, True
+    while more and size <= limit + DISCARDED_BYTES:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnected
-        part: bytes = message.get("body", b"")
-        size += len(part)
-        if size <= limit:
-            parts.append(part)
-        else:
+        parts.append(message.get("body", b""))
+        size, more = size + len(parts[-1]), message.get("more_body", False)
+        if size > limit:
             parts.clear()
-        more = message.get("more_body", False)
-        if size > limit and (not more or size > limit + DISCARDED_BYTES):
-            raise _too_large(size, limit)
-        if not more:
-            return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _too_large(size: int, limit: int) -> RequestError:
-    return RequestError(
-        f"the body has at least {size} bytes, and this server accepts {limit}; send less at once, or raise its limit",
-        413,
-    )
+    return b"".join(parts) if size <= limit else None
 
 
 # -- responses -------------------------------------------------------------------------------------------------------
@@ -160,18 +147,30 @@ class _ChunkedResponse(Response):
         await send({"type": "http.response.body", "body": chunk})
 
 
-async def run_until_disconnect(receive: Receive, work: Awaitable[Any]) -> Any:
-    """The result of `work`. It is cancelled, and ClientDisconnected raised, if the client disconnects."""
-    working = asyncio.ensure_future(work)
-    disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
+@contextmanager
+def cancel_on_disconnect(receive: Receive) -> Generator[None]:
+    """Within it, a disconnect of the client cancels the current task; raises ClientDisconnected after one."""
+    task, disconnected, exited = asyncio.current_task(), False, False
+    assert task is not None
+
+    def on_disconnect(watcher: asyncio.Task[None]) -> None:
+        nonlocal disconnected
+        if not watcher.cancelled() and not exited:
+            disconnected = True
+            task.cancel()
+
+    watcher = asyncio.create_task(_wait_for_disconnect(receive))
+    watcher.add_done_callback(on_disconnect)
     try:
-        await asyncio.wait({working, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientDisconnected
+        yield
+    except asyncio.CancelledError:
+        if not disconnected:
+            raise
+        task.uncancel()
+        raise ClientDisconnected from None
     finally:
-        working.cancel()
-        disconnected.cancel()
+        exited = True
+        watcher.cancel()
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

@@ -34,12 +34,12 @@ from agentlightning.store.http.encoding import (
 )
 from agentlightning.store.http.endpoint import (
     Handler,
+    cancel_on_disconnect,
     endpoint,
     read_body,
     refuse,
     respond,
     respond_in_parts,
-    run_until_disconnect,
 )
 from agentlightning.store.http.errors import RequestError, decode_error
 from agentlightning.store.http.openapi import document
@@ -127,7 +127,8 @@ class RestApi:
             rollout = await self.store.get_rollout_by_id(**arguments)
             result = call.encode(rollout and (await self._with_attempts([rollout]))[0])
         elif limit_wait(call):
-            result = await run_until_disconnect(request.receive, execute(self.store, call))
+            with cancel_on_disconnect(request.receive):
+                result = await execute(self.store, call)
         else:
             result = await execute(self.store, call)
         return respond(result, operation.status)

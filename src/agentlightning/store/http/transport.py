@@ -31,7 +31,7 @@ from agentlightning.errors import (
 )
 from agentlightning.store.http.encoding import BASE_PATH, PROTOCOL_HEADER, PROTOCOL_VERSION, version
 from agentlightning.store.http.errors import ErrorBody, Refusal, error_from
-from agentlightning.transport import Transport, TransportError, open_transport
+from agentlightning.transport import Transport, TransportError
 from agentlightning.transport.connector import ConnectOptions
 from agentlightning.util.json_values import loads
 
@@ -275,7 +275,7 @@ class LoopTransport:
     async def _request(self, verb: str, path: str, body: bytes, seconds: float) -> tuple[int, dict[str, str], bytes]:
         """(status, headers, body). Raises _RetryableError if a retry may help."""
         if self._pool is None:
-            self._pool = open_transport(ConnectOptions())
+            self._pool = Transport(ConnectOptions())
             # An event loop closes its asynchronous generators when it ends, and this one closes the connections.
             self._pool_closer = _close_at_exit(self._pool)
             await anext(self._pool_closer)

@@ -12,7 +12,7 @@ from agentlightning import span as names
 from agentlightning.errors import ConfigError
 from agentlightning.evaluation.evaluation import Evaluation, gain_of
 from agentlightning.evaluation.intervals import Gain
-from agentlightning.gateway.upstream.budget import spend_of_spans
+from agentlightning.gateway.upstream.limits import spend_of_spans
 from agentlightning.resources import PromptTemplate
 from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase

@@ -16,7 +16,7 @@ from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.engine.servers.open import open_servers
 from agentlightning.errors import ConfigError, ServerError
 from agentlightning.testing.scripted_engine import ByteChatFormat
-from agentlightning.transport import open_transport
+from agentlightning.transport import Transport
 from agentlightning.util import guard_process
 
 FAMILY = """
@@ -84,7 +84,7 @@ def test_the_workers_of_a_server_that_crashed_end_too(tmp_path: Path):
 
 
 async def test_a_server_gets_its_options_and_restarts_with_other_weights(tmp_path: Path):
-    transport = open_transport()
+    transport = Transport()
     launch = LaunchOptions(
         tmp_path / "m", "mine", tmp_path / "x.log", (sys.executable, "-c", SERVER), ("--more",), seconds=20
     )

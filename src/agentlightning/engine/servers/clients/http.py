@@ -12,7 +12,7 @@ import orjson
 from agentlightning.engine.servers.base import ModelServerError
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.transport import Response, Transport, TransportError
-from agentlightning.transport.error_text import error_fields
+from agentlightning.transport.base import error_fields
 
 MAX_QUOTED = 300
 """Characters of a server's message that an error quotes."""

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from agentlightning import span as names
-from agentlightning.ingest import unknown_traces
+from agentlightning.ingest import traces as traces_module
 from agentlightning.ingest.otlp import OtlpReceiver
-from agentlightning.ingest.unknown_traces import QUEUE, UnknownTraces, ids_of_trace
+from agentlightning.ingest.traces import QUEUE, UnknownTraces, ids_of_trace
 from agentlightning.rollouts import Rollout
 from agentlightning.store import LightningStore, LightningStoreBase
 from agentlightning.tracing.otlp.decode import Decoded, Request
@@ -90,8 +90,8 @@ async def test_a_trace_without_a_root_ends_when_it_is_silent(store: LightningSto
 
 
 async def test_open_traces_are_bounded(store: LightningStoreBase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unknown_traces, "MAX_OPEN", 2)
-    monkeypatch.setattr(unknown_traces, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(traces_module, "MAX_OPEN", 2)
+    monkeypatch.setattr(traces_module, "CHECK_SECONDS", 0.01)
     async with receiver(store) as otlp:
         traces = [f"{number + 1:032x}" for number in range(5)]
         for trace_id in traces:

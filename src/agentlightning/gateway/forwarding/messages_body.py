@@ -14,7 +14,7 @@ from agentlightning.gateway.dialects.base import Request
 from agentlightning.gateway.dialects.content_parts import has_attachments, object_of
 from agentlightning.gateway.dialects.messages import RAW_ARGUMENTS
 from agentlightning.gateway.errors import bad_request
-from agentlightning.gateway.translation.common import (
+from agentlightning.gateway.forwarding.bodies import (
     Extras,
     TurnLookup,
     as_blocks,

@@ -15,11 +15,18 @@ from typing import Any, Final, Protocol
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.answer import THOUGHTS, Json
+from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import ApiPath, Request
-from agentlightning.gateway.dialects.content_parts import Content, Part, joined, non_empty_parts, object_of
-from agentlightning.gateway.dialects.fields import MESSAGES_PARAMS, RESPONSES_PARAMS, shorten
-from agentlightning.gateway.dialects.message_digest import same_meaning, turn_key
-from agentlightning.gateway.dialects.registry import DIALECTS
+from agentlightning.gateway.dialects.common import MESSAGES_PARAMS, RESPONSES_PARAMS, shorten
+from agentlightning.gateway.dialects.content_parts import (
+    Content,
+    Part,
+    joined,
+    non_empty_parts,
+    object_of,
+    same_meaning,
+    turn_key,
+)
 from agentlightning.gateway.errors import bad_request
 from agentlightning.gateway.upstream.provider import Provider
 

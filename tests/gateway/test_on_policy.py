@@ -42,7 +42,7 @@ async def test_a_group_whose_agent_passes_a_seed_still_explores(serve_tiny, secr
 async def test_what_keeps_a_policy_from_learning_is_not_followed_and_said_once(serve, store, secret, caplog):
     await store.add_resources({"llm": POLICY})
     service = await serve(["Hello."] * 3)
-    with caplog.at_level(logging.WARNING, "agentlightning.gateway.callers.on_policy"):
+    with caplog.at_level(logging.WARNING, "agentlightning.gateway.sampling"):
         for _ in range(2):
             await begin(service, secret, "train")
             await service.ask(**WANTED, extra_body={"top_k": 5, "min_p": 0.1}, stop=["!"], max_tokens=9)

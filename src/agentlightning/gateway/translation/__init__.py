@@ -1,1 +1,0 @@
-"""Serves calls whose provider speaks another dialect than the caller."""
