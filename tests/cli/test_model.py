@@ -45,6 +45,6 @@ def test_a_run_is_exported_as_one_file(invoke, gguf: Path, tmp_path: Path) -> No
     assert "--overwrite" in invoke(*command).stderr
     said = invoke(*command, "--overwrite").stdout.splitlines()
     assert [line.partition(":")[0] for line in said[:-1]] == ["path", "files", "merged"]
-    assert said[-1] == f"next  agl serve --model {tmp_path / 'out.gguf'}"
+    assert said[-1] == f"next  agl serve --allow-unattributed --model {tmp_path / 'out.gguf'}"
     refused = invoke("export", str(run), "--to", "hf", "--precision", "f32")
     assert "--precision is that of a GGUF file" in refused.stderr
