@@ -14,6 +14,7 @@ import pytest
 from agentlightning.algorithms.columns import CreditAssigner, check_critic
 from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
 from agentlightning.algorithms.training import Collected
+from agentlightning.config import TrainConfig
 from agentlightning.credit import Assignment
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.losses import LossValue, TokenBatch, TokenLoss
@@ -155,6 +156,14 @@ def test_credit_assignment_is_another_name_of_credit() -> None:
         LightningRL(credit_assignment="hierarchical", credit="uniform")
     loaded = load_settings(LightningRLConfig, overrides=["credit_assignment=graph"])
     assert loaded.credit == "graph"
+    run = load_settings(TrainConfig, overrides=["algorithm.credit_assignment=graph", "algorithm.preset=rloo"])
+    assert run.algorithm.credit == "graph"
+
+
+def test_an_unknown_setting_of_a_rule_names_the_nearest() -> None:
+    expected = 'credit rule "group_step" cannot be used: unknown setting omga; the nearest known one is omega'
+    with pytest.raises(ConfigError, match=f"{expected}$"):
+        LightningRL(credit={"type": "group_step", "omga": 1})
 
 
 def test_normalisation_and_agents_rewards_survive_a_settings_file(tmp_path: Any) -> None:

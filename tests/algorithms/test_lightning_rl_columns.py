@@ -355,6 +355,23 @@ async def test_losses_in_which_rewards_play_no_part_learn_from_equal_rewards(
     assert [training.metrics[name] for name in counted] == ([1, 0] if uses_rewards else [0, 1])
 
 
+@pytest.mark.parametrize(
+    ("settings", "has_proximal"),
+    [
+        ({"loss": "gspo"}, True),
+        ({"preset": "gspo"}, True),
+        ({"loss": "gspo", "proximal": "behavior"}, False),
+        ({}, False),
+    ],
+)
+async def test_gspo_is_clipped_around_the_trainers_own_probabilities(
+    settings: dict[str, Any], has_proximal: bool
+) -> None:
+    training = await trained(GOOD_AND_BAD, **settings)
+    ((sample, *_), _), = training.updates  # fmt: skip
+    assert ("proximal_logprobs" in sample.columns) is has_proximal
+
+
 @pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo", {"type": "importance", "level": "rollout"}])
 async def test_where_nothing_learns_from_equal_rewards_nothing_is_computed(loss: Any) -> None:
     equal = (rollout("r1", 1.0), rollout("r2", 1.0))
@@ -453,6 +470,17 @@ def test_a_preset_works_in_a_settings_file_and_on_the_command_line(tmp_path: Pat
     assert load_settings(TrainConfig, overrides=["algorithm.preset=none"]).algorithm.preset is None
     with pytest.raises(ConfigError, match="there is no preset 'dapoo'; choose one of grpo, dr_grpo, dapo"):
         LightningRL(preset="dapoo")
+
+
+def test_a_preset_that_is_given_as_a_loss_is_named() -> None:
+    with pytest.raises(ConfigError, match=r'"grpo" is a preset, .* set preset="grpo"'):
+        LightningRL(loss="grpo")
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto", ["ppo", "simpo"]])
+def test_a_loss_of_preferences_is_refused_before_anything_runs(loss: Any) -> None:
+    with pytest.raises(ConfigError, match=r'learns from preferences, .*; use algorithm\.type="dpo"'):
+        LightningRL(loss=loss)
 
 
 def test_a_preset_names_a_credit_rule_that_exists() -> None:

@@ -167,6 +167,19 @@ def test_it_ends_with_the_command_that_trains_with_the_best_rule(agl: Agl, recor
     assert last == "next  agl train algorithm.credit=group_relative --dry-run"
 
 
+def test_the_command_that_trains_has_the_settings_of_the_run(agl: Agl, tmp_path: Path) -> None:
+    store = write(tmp_path / "store.db", [record(group, member) for group in range(20) for member in range(4)])
+    settings = tmp_path / "config.toml"
+    settings.touch()
+    last = agl("compare", "--store", store, "--rule", "group_relative").stdout.splitlines()[-1]
+    assert last == f"next  agl train --config {settings} algorithm.credit=group_relative --dry-run"
+
+
+def test_rules_that_need_the_task_are_given_it(agl: Agl, recorded: str) -> None:
+    reason = result(agl("compare", "--store", recorded, "--rule", "information_gain", "--json"))["unusable"]
+    assert "it has no fields" not in reason["information_gain"]
+
+
 def test_a_store_that_is_not_there_is_not_made(agl: Agl, tmp_path: Path) -> None:
     done = agl("compare", "missing.db")
     assert done.exit_code == 2

@@ -143,6 +143,7 @@ def test_what_cannot_be_examined_is_said(invoke, tmp_path):
     nothing_yet = invoke("doctor", str(make_run(tmp_path / "new", [])))
     assert nothing_yet.exit_code == 0
     assert "no step is finished yet" in nothing_yet.output
+    assert "what stopped it is said again by --resume" in nothing_yet.output
     elsewhere = invoke("doctor", str(make_run(tmp_path / "hub", [HEALTHY], failed_rollouts=2)))
     assert "its rollouts are in another store" in elsewhere.output
     broken = make_run(tmp_path / "broken", [HEALTHY])

@@ -156,3 +156,11 @@ def test_no_help_shows_an_earlier_name_and_no_option_has_two_meanings() -> None:
     assert {name for name in OWN if "--env" in options[name]} == {"train", "eval"}
     assert {name for name in OWN if "--agent" in options[name]} == {"train", "eval", "runner"}
     assert len({options[name]["--env"] for name in ("train", "eval")}) == 1
+
+
+@pytest.mark.parametrize("typed", ["--lr=1e-5", "--steps=3", "--group-size=4"])
+def test_a_setting_that_is_given_as_an_option_leads_to_how_settings_are_written(typed: str) -> None:
+    done = CliRunner().invoke(build(), ["train", typed])
+    assert done.exit_code == 2
+    assert "settings have no dashes and their full names, as in algorithm.steps=50" in done.output
+    assert "settings have" not in CliRunner().invoke(build(), ["report", typed]).output

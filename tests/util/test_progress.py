@@ -100,9 +100,9 @@ def test_a_phase_without_progress_is_not_silent(monkeypatch: pytest.MonkeyPatch)
     with Progress(Console(file=out, force_terminal=False, width=40)) as progress:
         progress.phase("loading")
         wait_for = time.monotonic() + 10
-        while "loading: 0" not in out.getvalue() and time.monotonic() < wait_for:
+        while "loading: 0 s" not in out.getvalue() and time.monotonic() < wait_for:
             time.sleep(0.01)
-    assert "loading: 0" in out.getvalue(), "said by itself"
+    assert "loading: 0 s elapsed" in out.getvalue(), "said by itself"
 
 
 def test_the_time_left_of_a_resumed_run_counts_what_it_did_itself() -> None:

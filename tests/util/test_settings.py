@@ -94,7 +94,7 @@ def test_nothing_given_means_the_defaults() -> None:
     [
         ("algorithm.steps=7", lambda c: c.algorithm.steps == 7),
         ("algorithm.optimizer.lr=1e-4", lambda c: c.algorithm.optimizer.lr == 1e-4),
-        ("algorithm.optimizer.lr = 3", lambda c: c.algorithm.optimizer.lr == 3.0),
+        ("algorithm.optimizer.lr = 1", lambda c: c.algorithm.optimizer.lr == 1.0),
         ("algorithm.optimizer={type='muon', momentum=0.5}", lambda c: c.algorithm.optimizer == Muon(momentum=0.5)),
         ("algorithm.optimizer.type=muon", lambda c: c.algorithm.optimizer == Muon()),
         ("run.shuffle=false", lambda c: c.run.shuffle is False),
@@ -182,7 +182,10 @@ def test_an_unknown_key_of_a_file_names_the_file(tmp_path: Path) -> None:
             "algorithm.optimizer.lr = -1 (from the override algorithm.optimizer.lr=-1) should",
         ),
         ("algorithm.credit=[1]", "should be a valid string, or a valid dictionary"),
-        ("algorithm=3", "algorithm = 3 (from the override algorithm=3) should be a valid dictionary or"),
+        (
+            "algorithm=3",
+            "algorithm = 3 (from the override algorithm=3) has settings of its own; set one of",
+        ),
         ("algorithm.group_size=1", "cannot work: group_size=1 leaves no baseline; use at least 2"),
     ],
 )
@@ -303,11 +306,27 @@ def test_a_none_deep_inside_is_refused_rather_than_read_back_as_text() -> None:
         ("batch_size=8", "algorithm.tasks_per_step"),
         ("algorithm.num_generations=8", "algorithm.group_size"),
         ("policy.model_name=x", "policy.model"),
+        ("lr=1e-4", "algorithm.optimizer.lr"),
+        ("policy.lora.lr=1e-4", "policy.lora.optimizer.lr"),
+        ("policy.lora.rank=16", "policy.lora.r"),
+        ("lora_rank=16", "policy.lora.r"),
+        ("algorithm.kl=0.1", "algorithm.kl_in_reward"),
     ],
 )
 def test_the_words_of_other_trainers_lead_to_ours(typed: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f"the nearest known one is {meant}$"):
         load_settings(TrainConfig, overrides=[typed])
+
+
+@pytest.mark.parametrize("typed", ["policy.lora=true", "policy.lora=16"])
+def test_a_section_that_is_given_a_value_names_its_settings(typed: str) -> None:
+    with pytest.raises(ConfigError, match=r"has settings of its own; set one of these, such as policy\.lora\.r$"):
+        load_settings(TrainConfig, overrides=[typed])
+
+
+def test_a_learning_rate_without_its_minus_is_refused() -> None:
+    with pytest.raises(ConfigError, match="should be less than or equal to 1"):
+        load_settings(TrainConfig, overrides=["algorithm.optimizer.lr=2e5"])
 
 
 def test_the_words_of_other_trainers_are_known_to_the_algorithm_too() -> None:

@@ -67,6 +67,7 @@ def needed_columns(
     if proximal == "interpolate":
         return found | {INTERPOLATION}
     corrects = proximal == "pass" or (mismatch is not None and not is_off(as_tuple(mismatch)))
+    corrects = corrects or (proximal is None and any(loss.needs_proximal for loss in losses))
     return found | {PROXIMAL_LOGPROBS} if corrects else found
 
 

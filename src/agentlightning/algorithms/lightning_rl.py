@@ -66,7 +66,7 @@ from agentlightning.credit.rules import ANSWER_LOGPROBS
 from agentlightning.errors import ConfigError
 from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.config import AgentSetting
-from agentlightning.policy.losses import ADVANTAGES, Loss, PPOLoss, TokenLoss, token_losses
+from agentlightning.policy.losses import ADVANTAGES, LOSSES, Loss, PPOLoss, PreferenceLoss, TokenLoss, token_losses
 from agentlightning.policy.mismatch import Mismatch, Proximal, check_combination, check_proximal
 from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.settings import SettingsSignature
@@ -135,8 +135,7 @@ def expanded(settings: Mapping[str, Any]) -> dict[str, Any]:
         return dict(settings)
     if name not in PRESETS:
         raise ConfigError(f"there is no preset {name!r}; choose one of {', '.join(PRESETS)}")
-    given = {"credit": ...} if "credit_assignment" in settings else {}  # Another name of the same setting.
-    return {**{field: value for field, value in PRESETS[name].items() if field not in given}, **settings}
+    return {**PRESETS[name], **settings}
 
 
 class LightningRLConfig(RolloutsConfig):
@@ -181,7 +180,7 @@ class LightningRLConfig(RolloutsConfig):
     """What ratios are against and clipped around: behavior (the recorded log-probabilities), pass (those of the weights
     that the update starts from, by one more forward pass), or interpolate (between the recorded ones and those being
     trained, by the age of a token and without a pass; for rollouts of older weights). The difference from the recorded
-    ones is corrected as `mismatch` says. None: pass where `mismatch` is set, else behavior."""
+    ones is corrected as `mismatch` says. None: pass where `mismatch` is set and with loss "gspo", else behavior."""
     reference: str | None = None
     """The model that loss "kl" and `kl_in_reward` keep the policy near, named as `policy.model`. None: the
     weights that the run started from; with adapters, those below them."""
@@ -222,8 +221,8 @@ class LightningRLConfig(RolloutsConfig):
 
     @classmethod
     def expand_preset(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings with those of their preset."""
-        return expanded(settings)
+        """The settings with those of their preset, each by its one name."""
+        return expanded(one_credit_setting(settings))
 
     @model_validator(mode="before")
     @classmethod
@@ -253,6 +252,11 @@ class LightningRLConfig(RolloutsConfig):
             names = ", ".join(f'"{loss.type}"' for loss in self.losses)
             raise ValueError(f'equal_groups="filter" goes by rewards, which play no part in loss {names}; keep them')
         types = {loss.type for loss in self.losses}
+        if pairs := [loss.type for loss in self.losses if isinstance(loss, PreferenceLoss)]:
+            raise ValueError(
+                f'loss "{pairs[0]}" learns from preferences, which rollouts with rewards do not give; use'
+                f' algorithm.type="dpo" with algorithm.loss="{pairs[0]}" (agl dpo, agl.DPO)'
+            )
         if "distill" in types and self.teacher is None:
             raise ValueError('loss "distill" learns from a teacher; set teacher=DIRECTORY of a model')
         if self.teacher is not None and "distill" not in types:
@@ -274,10 +278,12 @@ class LightningRLConfig(RolloutsConfig):
         self.optimizer.check_warmup(self.steps * self.minibatches)
         return self
 
-    @model_validator(mode="before")
+    @field_validator("loss", mode="before")
     @classmethod
-    def _rename_credit(cls, settings: Any) -> Any:
-        return one_credit_setting(settings)
+    def _refuse_presets(cls, setting: Any) -> Any:
+        if isinstance(setting, str) and setting in PRESETS.keys() - {*LOSSES.names()}:
+            raise ValueError(f'"{setting}" is a preset, a loss with its credit rule: set preset="{setting}"')
+        return setting
 
     @field_validator("normalization", mode="before")
     @classmethod

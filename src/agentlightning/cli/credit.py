@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
@@ -58,7 +59,9 @@ def compare(
         recorded, unreadable = asyncio.run(_read(place, groups, mode))
         found = compare_credit(recorded, chosen, target_agent=target_agent, reward_weights=weights, left_out=unreadable)
         best = sorted(found.signals, key=lambda each: -each.snr)[:1]
-        after = [agl("train", f"algorithm.credit={each.rule}", "--dry-run") for each in best]
+        settings = Path(place or "").with_name("config.toml") if place else None  # Of the run whose store it is.
+        of_run = ["--config", str(settings)] if settings is not None and settings.is_file() else []
+        after = [agl("train", *of_run, f"algorithm.credit={each.rule}", "--dry-run") for each in best]
         output.finish(found.as_json(), lambda console: _show(found, console), *after)
 
 
@@ -76,7 +79,8 @@ async def _read(store: str | None, groups: int, mode: Mode) -> tuple[list[list[T
             of_mode = "" if mode is None else f" of mode {mode}"
             raise DatasetError(f"{store} has no finished rollout{of_mode}; record some first, or train for a step")
         chosen = {rollout_id: group for group, ids in found[-groups:] for rollout_id in ids}
-        trajectories, rejected = await TrajectoryReader(opened).read(chosen)
+        tasks = {each.rollout_id: each.input for each in await opened.query_rollouts(rollout_id_in=list(chosen))}
+        trajectories, rejected = await TrajectoryReader(opened).read(chosen, tasks=tasks)
     return group_trajectories(trajectories), count_reasons(rejected)
 
 

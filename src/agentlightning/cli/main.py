@@ -84,7 +84,13 @@ class Verb(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words = list(args)
-        rest = super().parse_args(ctx, args)
+        try:
+            rest = super().parse_args(ctx, args)
+        except Exception as error:
+            found: Any = error  # Typer has click's class under another name in each of its versions.
+            if type(error).__name__ == "NoSuchOption" and any(each.name == "settings" for each in self.params):
+                found.message += "; settings have no dashes and their full names, as in algorithm.steps=50"
+            raise
         if not ctx.allow_interspersed_args:  # What follows is the command that is run.
             words = words[: len(words) - len(ctx.params["command"] or ())]
         for word in words:

@@ -49,7 +49,7 @@ class OptimizerConfig(Section):
 
     type: Literal["adamw", "muon"] = "adamw"
     """adamw; or muon: hidden matrices by Muon, everything else by AdamW."""
-    lr: float | None = Field(default=None, gt=0)
+    lr: float | None = Field(default=None, gt=0, le=1)
     """The learning rate of AdamW: of all weights, or with `muon` of embeddings, head, norms and biases. None: chosen by
     the number of weights, see `default_lr`."""
     betas: tuple[float, float] = (0.9, 0.95)

@@ -126,6 +126,9 @@ class TokenLoss(Part, ABC):
     decoupled: ClassVar[bool] = False
     """Whether its ratio is against `proximal_logprobs` where samples have them. What lies between these and the sampled
     ones is then corrected in its weights."""
+    needs_proximal: ClassVar[bool] = False
+    """Whether it clips so near to 1 that the rounding between sampler and trainer alone would leave most tokens out:
+    without the setting `proximal`, it is "pass"."""
     spans_rollout: ClassVar[bool] = False
     """Whether a token's loss depends on the other tokens of its rollout, in whichever call or micro-batch they are."""
 
@@ -298,6 +301,8 @@ class GSPOLoss(ClippedLoss):
     """How far a rollout's ratio may fall below 1 before it stops counting."""
     clip_high: float = Field(default=4e-4, gt=0)
     """How far a rollout's ratio may rise above 1 before it stops counting."""
+
+    needs_proximal: ClassVar[bool] = True
 
     spans_rollout: ClassVar[bool] = True
 

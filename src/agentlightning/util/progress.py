@@ -76,16 +76,16 @@ class _Phase:
         return (now - self.started) / (self.done - self.first) * max(0, self.total - self.done)
 
     def line(self, now: float) -> str:
-        count = f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
+        count = f"{self.done or ''}" if self.total is None else f"{self.done}/{self.total}"
         parts = [
-            f"{self.name}: {count}",
+            *([count] if count else []),
             *map(str, _format_all(self.metrics)),
             f"{duration(now - self.started)} elapsed",
         ]
         left = self.left(now)
         if left is not None and self.done != self.total:
             parts.append(f"{duration(left)} left")
-        return "  ".join(parts)
+        return f"{self.name}: {'  '.join(parts)}"
 
 
 class Progress:

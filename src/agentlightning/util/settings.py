@@ -117,7 +117,10 @@ def chosen(setting: Any, registry: Registry) -> Any:
     try:
         return Chosen(registry).read(setting)
     except ValidationError as error:
-        raise ConfigError(f"{registry.noun} {setting!r} cannot be used: {error}") from error
+        table: Table = dict(cast(Table, setting)) if isinstance(setting, Mapping) else {"type": setting}
+        known = [name for name, _ in _known(_settings_class(registry.find(table["type"])))]
+        lines = _explain(error.errors(), table, [], known)
+        raise ConfigError(f'{registry.noun} "{table["type"]}" cannot be used: {"; ".join(lines)}') from error
 
 
 C = TypeVar("C")
@@ -367,6 +370,9 @@ def _explain(
                 lines[".".join(full)] = _unknown(full, sources, known)
             continue
         name, complaint = ".".join(path), _complaint(error)
+        below = [each for each in known if each.startswith(f"{name}.") and not each.endswith(".type")]
+        if error["type"] == "model_type" and below:
+            complaint = f"has settings of its own; set one of these, such as {below[0]}"
         if name in lines:
             lines[name] += f", or {complaint.removeprefix('should be ')}"
         else:
@@ -402,8 +408,8 @@ def _unknown(path: Sequence[str], sources: Sequence[_Source], known: Sequence[st
     name, numbers = ".".join(path), [part for part in path if part.isdecimal()]
     shape = ".".join(_ITEM if part.isdecimal() else part for part in path)
     if shape in known:
-        return f"{name} ({_origin(path, sources)}) belongs to another type than the selected one; leave it out"
-    line = f"unknown setting {name} ({_origin(path, sources)})"
+        return f"{name}{_origin(path, sources)} belongs to another type than the selected one; leave it out"
+    line = f"unknown setting {name}{_origin(path, sources)}"
     if not known:
         return line
     found = _synonym(shape, known) or nearest(shape, known)
@@ -413,7 +419,14 @@ def _unknown(path: Sequence[str], sources: Sequence[_Source], known: Sequence[st
 
 
 SYNONYMS: dict[str, tuple[str, ...]] = {
+    "lr": ("optimizer.lr",),
     "learning_rate": ("optimizer.lr",),
+    "rank": ("policy.lora.r", "lora.r"),
+    "lora_rank": ("policy.lora.r", "lora.r"),
+    "lora_r": ("policy.lora.r", "lora.r"),
+    "lora_alpha": ("policy.lora.alpha", "lora.alpha"),
+    "kl": ("kl_in_reward",),
+    "kl_coef": ("kl_in_reward",),
     "weight_decay": ("optimizer.weight_decay",),
     "warmup": ("optimizer.warmup_steps",),
     "max_grad_norm": ("optimizer.clip_norm",),
@@ -474,7 +487,7 @@ def _subject(path: Sequence[str], error: ErrorDetails, sources: Sequence[_Source
     if error["type"] == "missing":
         return f"{'.'.join(path)} "
     shown = f" = {_shown(error['input'])}" if _may_be_shown(path, error["input"]) else ""
-    return f"{'.'.join(path)}{shown} ({_origin(path, sources)}) "
+    return f"{'.'.join(path)}{shown}{_origin(path, sources)} "
 
 
 def _may_be_shown(path: Sequence[str], value: Any) -> bool:
@@ -505,11 +518,9 @@ def _complaint(error: ErrorDetails) -> str:
 
 
 def _origin(path: Sequence[str], sources: Sequence[_Source]) -> str:
-    """The last source that sets the setting."""
-    for source in reversed(sources):
-        if _sets(source.table, path):
-            return source.name
-    return "the default"
+    """The last source that sets the setting, in brackets; empty where no sources are known."""
+    found = next((source.name for source in reversed(sources) if _sets(source.table, path)), "the default")
+    return f" ({found})" if sources else ""
 
 
 def _sets(value: Any, path: Sequence[str]) -> bool:

@@ -136,7 +136,8 @@ def examine(run_dir: Path) -> Examination:
     check_run(run_dir)
     state, status = read_state(run_dir), status_of(run_dir)
     records, damaged = read_records(run_dir / "metrics.jsonl")
-    notes = [] if records else ["no step is finished yet, so that there is nothing to judge"]
+    unjudged = "no step is finished yet, so that there is nothing to judge; what stopped it is said again by --resume"
+    notes = [] if records else [unjudged]
     failures = failures_of(run_dir / "store.db", state, notes)
     warnings = state.warnings
     if status == "finished":
