@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import sqlite3
 
 _BUSY_SECONDS: Final = 10.0
 
@@ -12,6 +14,8 @@ _BUSY_SECONDS: Final = 10.0
 def open_cache(folder: Path | None, name: str, schema: str) -> sqlite3.Connection:
     """The database `name` in a folder, with the tables of the schema; in memory without a folder. It is not written to
     the disk when a transaction ends, so a loss of power may damage it. Threads may share the connection."""
+    import sqlite3
+
     where = ":memory:" if folder is None else folder / name
     connection = sqlite3.connect(where, _BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     connection.executescript(f"PRAGMA journal_mode = WAL; PRAGMA synchronous = OFF; {schema}")

@@ -9,19 +9,21 @@ The replies are in SQLite: in memory, or in a folder that several processes of o
 
 from __future__ import annotations
 
-import sqlite3
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from agentlightning.chat.base import Message
 from agentlightning.gateway.dialects.content_parts import extend_digest
 from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.util.json_values import dumps, loads
 from agentlightning.util.shared_cache import open_cache
+
+if TYPE_CHECKING:
+    import sqlite3
 
 Attempt = tuple[str, str]
 """(rollout_id, attempt_id)."""
