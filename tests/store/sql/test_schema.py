@@ -150,6 +150,9 @@ async def test_a_process_that_has_a_store_open_is_refused_once_a_later_version_h
     for error in await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20):
         assert isinstance(error, StoreVersionError)
         assert re.search(f"{re.escape(str(path))} {REFUSAL}", str(error))
+    for _ in range(3):
+        with pytest.raises(StoreVersionError):
+            await store.enqueue_rollout("later")
     await store.close()
     with pytest.raises(StoreVersionError, match=REFUSAL):
         LightningStore(path)

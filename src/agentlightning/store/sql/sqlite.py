@@ -225,10 +225,11 @@ class SqliteConnection(Connection):
     def changed(self) -> bool:
         if self._path is None:
             return False
-        before, self._data_version = self._data_version, self._cursor.execute("PRAGMA data_version").fetchone()[0]
-        if before == self._data_version:
+        version = self._cursor.execute("PRAGMA data_version").fetchone()[0]
+        if version == self._data_version:
             return False
-        self._check_version()
+        self._check_version()  # where it raises, so it does in the next transaction
+        before, self._data_version = self._data_version, version
         self._keys.clear()
         return before != -1
 
