@@ -67,12 +67,13 @@ LITELLM = Path(os.environ.get("AGL_PEER_LITELLM") or HERE.parent / ".peers/litel
 MANY = "ours, N workers"
 MODEL, PATH = "stub", "/v1/chat/completions"
 NGINX = """
-daemon off; worker_processes 1; pid {folder}/nginx.pid; error_log {folder}/nginx.log;
+daemon off; worker_processes 1; worker_rlimit_nofile 8192; pid {folder}/nginx.pid; error_log {folder}/nginx.log;
 events {{ worker_connections 4096; }}
 http {{
-  access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/f;
+  access_log off; keepalive_requests 100000000; client_body_buffer_size 1m; proxy_buffers 64 16k;
+  client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/f;
   uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
-  upstream stub {{ server {stub}; keepalive 128; }}
+  upstream stub {{ server {stub}; keepalive 1024; keepalive_requests 100000000; }}
   server {{ listen 127.0.0.1:{port} backlog=2048;
     location / {{ proxy_pass http://stub; proxy_http_version 1.1; proxy_set_header Connection ""; }} }}
 }}
