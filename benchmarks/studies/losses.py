@@ -37,6 +37,7 @@ OTHERS = {
     "value": "trains a value head beside a policy loss",
     "distill": "needs a teacher",
     "sdpo": "needs feedback in the conversation",
+    **dict.fromkeys(("dpo", "ipo", "kto", "simpo"), "learns from preferences"),
 }
 """Losses that cannot train the calculator by themselves, with the reason."""
 
