@@ -101,10 +101,10 @@ def default_lr(weights: int, objective: Objective = "reinforcement") -> float:
     """The learning rate if none is set: small models need, and tolerate, far larger steps than large ones.
 
     1e-6 * (1.5e9 / weights) ** 0.7 for reinforcement learning, no less than 1e-6; ten times that for supervised
-    learning; rounded to two digits.
+    learning; no more than 1; rounded to two digits.
     """
     lr = LARGE_MODEL_LR * max(1.0, LARGE_MODEL / max(1, weights)) ** LR_EXPONENT
-    return float(f"{lr * (SUPERVISED_FACTOR if objective == 'supervised' else 1.0):.1e}")
+    return float(f"{min(1.0, lr * (SUPERVISED_FACTOR if objective == 'supervised' else 1.0)):.1e}")
 
 
 # -- adapters --------------------------------------------------------------------------------------------------------
