@@ -198,12 +198,13 @@ async def test_the_answer_to_a_loop_that_is_gone_is_given_back(tmp_path: Path) -
 
 
 def test_a_forgotten_store_ends_its_threads(tmp_path: Path) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())  # those of other tests may end meanwhile
     store = LightningStore(tmp_path / "store.db")
-    assert threading.active_count() > before
+    own = set(threading.enumerate()) - before
+    assert {"agl-store-writer", "agl-store-reader"} <= {thread.name for thread in own}
     del store
     gc.collect()
-    assert threading.active_count() == before
+    assert not any(thread.is_alive() for thread in own if thread.name.startswith("agl-store"))
 
 
 FORK = """
