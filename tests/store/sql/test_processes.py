@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.waiting import until
 
 from agentlightning.errors import StoreFullError
 from agentlightning.rollouts import EnqueueRolloutRequest, RolloutConfig
@@ -132,6 +133,7 @@ async def kill_a_writer(path: Path, start_process: Start, seconds: float) -> int
     writer = start_process(WRITER, path, heard)
     assert writer.stdout is not None
     assert await asyncio.to_thread(writer.stdout.readline) == "open\n"
+    await until(lambda: heard.exists() and heard.stat().st_size > 0)
     await asyncio.sleep(seconds)
     assert writer.poll() is None
     writer.kill()
