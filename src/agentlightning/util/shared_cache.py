@@ -17,6 +17,6 @@ def open_cache(folder: Path | None, name: str, schema: str) -> sqlite3.Connectio
     import sqlite3
 
     where = ":memory:" if folder is None else folder / name
-    connection = sqlite3.connect(where, _BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+    connection = sqlite3.connect(where, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     connection.executescript(f"PRAGMA journal_mode = WAL; PRAGMA synchronous = OFF; {schema}")
     return connection
