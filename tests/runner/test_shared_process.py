@@ -267,7 +267,7 @@ async def test_a_crash_fails_the_attempt_that_caused_it_and_no_other(
 
 async def test_an_attempt_lost_to_a_crash_does_not_count_against_its_limit(start: Any, roll: Any, store: Any) -> None:
     def agent(task: Any) -> float:
-        time.sleep(0.2)
+        time.sleep(1.0)  # both run when the process ends
         if task["bad"]:
             os._exit(3)
         raise RuntimeError("by itself")
