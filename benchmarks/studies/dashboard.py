@@ -43,6 +43,7 @@ from harness import HERE
 
 sys.path.insert(0, str(HERE / "arms"))
 sys.path.append(str(HERE.parent))
+from gateway_load import BODY
 from ours import cycle, drive
 from tests.support.made_up_runs import MadeUpRun, write_run
 
@@ -53,17 +54,6 @@ from agentlightning.store import LightningStore, LightningStoreClient
 from agentlightning.store.types import RolloutRecord
 from gateway import ours, running, stub_of
 
-BODY = {
-    "model": "stub",
-    "messages": [
-        {"role": "system", "content": "You are a helpful assistant."},
-        {"role": "user", "content": "What is six times seven, and why does everybody ask?"},
-    ],
-    "temperature": 1.0,
-    "max_tokens": 64,
-    "logprobs": True,
-    "return_token_ids": True,
-}
 FIRST_ROW_MS, PAGE_MB, SLOWER = 300.0, 200.0, 0.97
 PAGES = 50
 SETTLE_SECONDS, IDLE_PERCENT = 60, 10.0

@@ -2,11 +2,11 @@
 
 import asyncio
 import signal
-from contextlib import asynccontextmanager
 
 import httpx
 import pytest
-from aiohttp import web
+from tests.support.provider import Reply, ScriptedProvider, chat_answer
+from tests.support.waiting import until
 
 from agentlightning.attempt_address import attempt_secret
 from agentlightning.attempt_variables import attempt_environment
@@ -29,28 +29,9 @@ api_key_env = "THEIR_KEY"
 """
 
 
-@asynccontextmanager
-async def slow_provider(asked=None):
-    """A provider whose answers take longer than a probe. It sets `asked` when a call has come."""
-
-    async def answer(request):
-        if asked is not None:
-            asked.set()
-        await asyncio.sleep(CALL_SECONDS)
-        message = {"role": "assistant", "content": "Hello."}
-        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
-        return web.json_response({"id": "c", "object": "chat.completion", "choices": choices, "usage": usage})
-
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    finally:
-        await runner.cleanup()
+def slow_provider():
+    """A provider whose answers take longer than a probe."""
+    return ScriptedProvider(lambda seen: Reply(chat_answer("Hello."), seconds=CALL_SECONDS))
 
 
 async def caller_of(url):
@@ -112,7 +93,7 @@ class Balancer:
 @pytest.mark.slow
 async def test_servers_are_replaced_under_calls_and_none_is_lost(start, tmp_path):
     async with slow_provider() as provider:
-        (tmp_path / "routes.toml").write_text(ROUTES.format(provider))
+        (tmp_path / "routes.toml").write_text(ROUTES.format(f"{provider.url}/v1"))
 
         def serve(name):
             arguments = ("--port", "0", "--store", f"{name}.db", "--routes", "routes.toml", "--json")
@@ -147,16 +128,15 @@ async def test_servers_are_replaced_under_calls_and_none_is_lost(start, tmp_path
 
 @pytest.mark.slow
 async def test_a_call_in_progress_finishes_within_the_grace_and_is_cut_off_after_it(start, tmp_path):
-    asked = asyncio.Event()
-    async with slow_provider(asked) as provider:
-        (tmp_path / "routes.toml").write_text(ROUTES.format(provider))
+    async with slow_provider() as provider:
+        (tmp_path / "routes.toml").write_text(ROUTES.format(f"{provider.url}/v1"))
         for grace, finishes in (("5", True), ("0", False)):
             arguments = ("--port", "0", "--store", f"{grace}.db", "--routes", "routes.toml", "--json")
             program = start("serve", *arguments, "--grace-seconds", grace, THEIR_KEY="sk-1")
             async with await caller_of((await asyncio.to_thread(program.line))["url"]) as client:
                 call = asyncio.create_task(client.post("/chat/completions", json=REQUEST))
-                await asyncio.wait_for(asked.wait(), 30)
-                asked.clear()
+                await until(lambda: provider.seen)
+                provider.seen.clear()
                 assert await asyncio.to_thread(program.stop, signal.SIGTERM) == 0
                 [outcome] = await asyncio.gather(call, return_exceptions=True)
             assert (isinstance(outcome, httpx.Response) and outcome.status_code == 200) == finishes, outcome

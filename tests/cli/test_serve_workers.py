@@ -6,12 +6,12 @@ import re
 import signal
 import socket
 from collections import Counter
-from contextlib import asynccontextmanager
 from itertools import count
 
 import httpx
 import pytest
-from aiohttp import web
+from tests.support.provider import Reply, ScriptedProvider, chat_answer
+from tests.support.waiting import until
 
 from agentlightning import span as names
 from agentlightning.attempt_address import attempt_path
@@ -32,30 +32,10 @@ base_urls = ["{}"]
 """
 
 
-@asynccontextmanager
-async def a_provider(seconds=0.0):
-    """(its URL, the conversations it was sent). Each answer has an id of its own."""
-    sent, ids = [], count()
-
-    async def answer(request):
-        sent.append([message["content"] for message in (await request.json())["messages"]])
-        await asyncio.sleep(seconds)
-        message = {"role": "assistant", "content": "Hello."}
-        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
-        return web.json_response(
-            {"id": f"c-{next(ids)}", "object": "chat.completion", "choices": choices, "usage": usage}
-        )
-
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", sent
-    finally:
-        await runner.cleanup()
+def a_provider(seconds=0.0):
+    """Each of its answers has an id of its own."""
+    ids = count()
+    return ScriptedProvider(lambda seen: Reply(chat_answer("Hello.", id=f"c-{next(ids)}"), seconds=seconds))
 
 
 @pytest.fixture
@@ -63,7 +43,7 @@ def serve(start, tmp_path):
     """Start two processes behind one port, which pass calls on to a provider; (program, its first line)."""
 
     async def serve(provider, *more):
-        (tmp_path / "routes.toml").write_text(ROUTES.format(provider))
+        (tmp_path / "routes.toml").write_text(ROUTES.format(f"{provider.url}/v1"))
         options = ("--workers", "2", "--port", "0", "--store", "s.db", "--routes", "routes.toml", "--json")
         program = start("serve", *options, *more)
         return program, await asyncio.to_thread(program.line, 60)
@@ -173,7 +153,7 @@ def test_what_fails_at_the_start_is_said_once_and_ends_all(start):
 
 @pytest.mark.slow
 async def test_calls_of_an_attempt_reach_every_process_and_are_recorded_once(serve, tmp_path):
-    async with a_provider() as (provider, sent):
+    async with a_provider() as provider:
         program, said = await serve(provider)
         url = said["url"]
         assert (said["pid"], said["workers"]) == (program.process.pid, 2)
@@ -198,7 +178,8 @@ async def test_calls_of_an_attempt_reach_every_process_and_are_recorded_once(ser
         first = (await once("POST", f"{base}/responses", json={"model": "them", "input": "one"})).json()["id"]
         more = {"model": "them", "input": "two", "previous_response_id": first}
         await until_both_answer(url, lambda: once("POST", f"{base}/responses", json=more))
-        assert sent[-1] == ["one", "Hello.", "two"]
+        continued = provider.seen[-1].json["messages"]
+        assert [message["content"] for message in continued] == ["one", "Hello.", "two"]
         found = await asyncio.gather(*(once("GET", f"{base}/responses/{first}") for _ in range(12)))
         assert {response.status_code for response in found} == {200}
 
@@ -219,13 +200,13 @@ async def test_calls_of_an_attempt_reach_every_process_and_are_recorded_once(ser
 
 @pytest.mark.slow
 async def test_sigterm_ends_all_processes_once_their_calls_are_answered(serve, tmp_path):
-    async with a_provider(1.0) as (provider, sent):
+    async with a_provider(1.0) as provider:
         program, said = await serve(provider)
         ids = await new_attempt(said["url"])
         path = f"{said['url']}{attempt_path(*ids)}/v1/chat/completions"
         call = {"model": "them", "messages": MESSAGES}
         calls = [asyncio.create_task(once("POST", path, json=call)) for _ in range(12)]
-        await _until(lambda: len(sent) == 12)
+        await until(lambda: len(provider.seen) == 12)
         assert await asyncio.to_thread(program.stop) == 0
         answered = [response.json()["id"] for response in await asyncio.gather(*calls)]
         with pytest.raises(httpx.ConnectError):
@@ -236,7 +217,7 @@ async def test_sigterm_ends_all_processes_once_their_calls_are_answered(serve, t
 
 @pytest.mark.slow
 async def test_a_killed_process_loses_nothing_and_is_replaced(serve, tmp_path):
-    async with a_provider(0.05) as (provider, _):
+    async with a_provider(0.05) as provider:
         program, said = await serve(provider)
         url, answered, broken = said["url"], [], []
         ids = await new_attempt(url)
@@ -254,14 +235,14 @@ async def test_a_killed_process_loses_nothing_and_is_replaced(serve, tmp_path):
                     broken.append(error)
 
         callers = [asyncio.create_task(call()) for _ in range(12)]
-        await _until(lambda: len(answered) > 24)
+        await until(lambda: len(answered) > 24)
         children = descendants(program.process.pid)
         os.kill(children[0], signal.SIGKILL)
         killed_at = len(answered)
         while sum((await by_process(url, "agentlightning_process_restarts_total")).values()) < 1:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         assert len(descendants(program.process.pid)) == 2
-        await _until(lambda: len(answered) > killed_at + 24)
+        await until(lambda: len(answered) > killed_at + 24)
         assert 0 < len(broken) < 12  # those whose connections it had
         [line] = [line for line in program.errors if f"(pid {children[0]}) was killed by SIGKILL" in line]
         assert "it is started again, time 1" in line
@@ -275,7 +256,7 @@ async def test_a_killed_process_loses_nothing_and_is_replaced(serve, tmp_path):
 
 @pytest.mark.slow
 async def test_processes_whose_parent_was_killed_end_too(serve):
-    async with a_provider() as (provider, _):
+    async with a_provider() as provider:
         program, said = await serve(provider)
         assert await asyncio.to_thread(program.stop, signal.SIGKILL) == -signal.SIGKILL
         async with asyncio.timeout(30):
@@ -285,9 +266,3 @@ async def test_processes_whose_parent_was_killed_end_too(serve):
                 except httpx.TransportError:
                     break
                 await asyncio.sleep(0.1)
-
-
-async def _until(condition):
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)

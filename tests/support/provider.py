@@ -47,6 +47,8 @@ class Reply:
     """close: the connection is closed where the answer should go on; hang: nothing more is sent."""
     head: bool = True
     """False: it ends before the first byte."""
+    seconds: float = 0.0
+    """How long it takes."""
 
 
 class ScriptedProvider:
@@ -119,6 +121,7 @@ class ScriptedProvider:
         else:
             self.seen.append(seen)
             reply = self._script(seen) if callable(self._script) else next(self._script, Reply(status=500))
+        await asyncio.sleep(reply.seconds)
         if reply.head:
             await _send(writer, reply)
         if reply.end == "hang":

@@ -198,8 +198,6 @@ class ResponseWriter:
         self._lock = asyncio.Lock()
         self._num_sent = 0
         self._buffer: list[bytes] | None = None if chunked else []
-        self._timer: asyncio.TimerHandle | None = None
-        self._pinging: asyncio.Task[None] | None = None
         self.started = False
         self.extra_headers: Sequence[tuple[bytes, bytes]] = ()
         """Further headers: the id of the request, or headers of the provider's response."""

@@ -49,11 +49,11 @@ def _print_check(check: DryRunCheck, console: Console) -> None:
 
 def _print_example(rollouts: tuple[DryRunRollout, ...], console: Console) -> None:
     """The best of them, message by message."""
+    from agentlightning.training.sources.transcripts import said
+
     shown = max(rollouts, key=lambda each: (each.policy_calls > 0, each.reward is not None, each.reward or 0.0))
     reward = "no reward" if shown.reward is None else f"reward {shown.reward:g}"
     console.print(f"\none rollout of {len(rollouts)}, {reward}")
-    from agentlightning.training.sources.transcripts import said
-
     console.print(f"  task       {_short(shown.task)}", markup=False)
     for message in shown.transcript:
         console.print(f"  {message.get('role', '?')!s:<10} {_short(said(message))}", markup=False)
