@@ -50,6 +50,8 @@ def test_calls_that_continue_one_another_are_one_row() -> None:
     assert row.token_ids == (1, 2, 90, 91, 5, 90, 6, 90, 91, 92)
     assert row.targets.tolist() == [2, 3, 5, 7, 8, 9]
     assert batch.tokens == row.length == 9
+    (alone,) = plan([CHAIN], token_budget=100, sharing="shared")
+    assert not alone.lines, "a row that shares with no other is computed without a mask"
 
 
 def test_one_row_for_each_call_is_there_to_compare_with() -> None:

@@ -370,7 +370,10 @@ def plan(
     if sharing in ("rows", "merged"):
         return packer.pack(merged)
     joined = [[Choice(lines=join_rows(tree.rows, token_budget))] if join else [] for tree in trees]
-    shared = [[*own, *tree.families()] or [whole] for own, tree, whole in zip(joined, trees, merged, strict=True)]
+    shared = [
+        [*own, *tree.families()] or [whole] if len(tree.rows) > 1 else [whole]  # a row alone needs no mask
+        for own, tree, whole in zip(joined, trees, merged, strict=True)
+    ]
     if sharing == "shared":
         return packer.pack([min(each, key=lambda choice: choice.price(cost)) for each in shared])
     plans = [merged, [own[0] for own in joined if own]] if join else [merged]
