@@ -12,7 +12,10 @@ import pytest
 from tests.docs.test_links import generated
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted({*(ROOT / "docs").rglob("*.md")} - generated().keys())]
+PAGES = [
+    ROOT / "README.md",
+    *sorted({*(ROOT / "docs").rglob("*.md"), *ROOT.glob("plugins/*/README.md")} - generated().keys()),
+]
 """Those written by hand; of the generated ones, tests/test_public_face.py runs the examples."""
 FENCE = re.compile(r"^```(\w*)(?: file=(\S+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SHOWN_ONLY = {"", "text", "toml", "py", "pycon"}

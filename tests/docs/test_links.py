@@ -11,7 +11,7 @@ import pytest
 from tools.reference.__main__ import pages
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("docs", "examples", "benchmarks", "src", "tests")
+FOLDERS = ("docs", "examples", "plugins", "benchmarks", "src", "tests")
 FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(<?([^)>\s]+)>?(?: \"[^\"]*\")?\)")
 HEADING = re.compile(r"^#+ +(.+?)(?: +\{#([\w-]+)\})?$", re.MULTILINE)

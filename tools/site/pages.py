@@ -18,6 +18,8 @@ FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]+`")
 FILE_OF_BLOCK = re.compile(r"^```(\w+) file=(\S+)$", re.MULTILINE)
 ELSEWHERE = "repository"
+READMES = {"examples": "recipes", "plugins": "guides/operations"}
+"""Folders whose own folders have a page each, and where these pages stand."""
 LANGUAGES = {".py": "python", ".mjs": "javascript", ".sh": "bash", ".toml": "toml", ".json": "json"}
 
 
@@ -45,8 +47,8 @@ class Pages:
         inside = file.relative_to(self.root)
         if inside.parts[0] == "docs":
             return inside.relative_to("docs").as_posix()
-        if inside.name == "README.md" and inside.parts[0] == "examples" and len(inside.parts) == 3:
-            return f"recipes/{inside.parts[1]}.md"
+        if inside.name == "README.md" and len(inside.parts) == 3 and inside.parts[0] in READMES:
+            return f"{READMES[inside.parts[0]]}/{inside.parts[1]}.md"
         shown = inside.with_name("index.md") if inside.name == "README.md" else inside
         path = f"{ELSEWHERE}/{shown.as_posix()}"
         return path if file.suffix in {".md", ".png", ".svg"} else f"{path}.md"
