@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
@@ -104,7 +104,7 @@ class LossValue:
 
     loss: Tensor
     """Scalar, with gradient."""
-    sums: Mapping[str, Tensor]
+    sums: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Sums over the tokens of the batch, without gradient; divided by their number they are metrics."""
 
 

@@ -17,13 +17,22 @@ from agentlightning.training.persistence.run_dir import RunDir, RunState
 from agentlightning.util.settings import dump_toml
 
 
-def finished(folder: Path, seed: int, after: float, *, steps: int = 100, tasks: str = "1\n", digest: str = "") -> str:
+def finished(
+    folder: Path,
+    seed: int,
+    after: float,
+    *,
+    steps: int = 100,
+    tasks: str = "1\n",
+    digest: str = "",
+    algorithm: Any = None,
+) -> str:
     run = folder / f"{steps}-{seed}"
     opened = RunDir.create(run)
     extensions = {"algorithm.loss=mine.py:Loss": {"file": "mine.py", "sha256": digest}} if digest else {}
     opened.write_state(RunState("r", extensions=extensions))
     opened.close()
-    algorithm: Any = {"type": "lightning_rl", "steps": steps}
+    algorithm: Any = algorithm or {"type": "lightning_rl", "steps": steps}
     config = TrainConfig(algorithm=algorithm, run=RunConfig(seed=seed, port=seed))
     (run / "config.toml").write_text(dump_toml(config))
     (run / "data").mkdir()
@@ -60,6 +69,13 @@ def test_another_configuration_is_compared_seed_by_seed(tmp_path: Path) -> None:
     assert "100-0 and 2 more (seeds 0, 1, 2): the first configuration" in shown
     assert "200-0 and 2 more (seeds 0, 1, 2): algorithm.steps=200" in shown
     assert "difference +0.060 (" in shown
+
+
+def test_another_algorithm_is_named_without_the_settings_that_it_does_not_have(tmp_path: Path) -> None:
+    other = finished(tmp_path / "b", 0, 0.6, algorithm={"type": "rejection", "steps": 7})
+    settings = compared(finished(tmp_path / "a", 0, 0.5), other)[1]["settings"]
+    assert (settings["algorithm.type"], settings["algorithm.steps"]) == ("rejection", 7)
+    assert None not in settings.values() and "algorithm.loss.clip_low" not in settings
 
 
 def test_a_configuration_is_called_by_the_end_of_a_path_that_no_other_run_has(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def record_of(found: Sequence[Configuration]) -> list[dict[str, Any]]:
         label = names[next(iter(each.runs.values()))]
         label += f" and {len(each.runs) - 1} more" if len(each.runs) > 1 else ""
         row: dict[str, Any] = {"label": label, "runs": [str(run) for run in each.runs.values()], "seeds": [*each.runs]}
-        row["settings"] = {name: new for name, (_, new) in differing(first.settings, each.settings).items()}
+        row["settings"] = _changes(differing(first.settings, each.settings))
         for name in ("after", "gain"):
             row[name] = {mode: asdict(mean_of_seeds(each.numbers(mode, name))) for mode in modes}
         if each is not first:
@@ -128,6 +128,12 @@ def record_of(found: Sequence[Configuration]) -> list[dict[str, Any]]:
             }
         rows.append(row)
     return rows
+
+
+def _changes(differences: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
+    """What the other configuration has, without the settings of the first's types, which it cannot have."""
+    sections = tuple(name.removesuffix("type") for name in differences if name.endswith(".type"))
+    return {name: new for name, (_, new) in differences.items() if new is not None or not name.startswith(sections)}
 
 
 def _check_tasks(first: Configuration, other: Configuration) -> None:
