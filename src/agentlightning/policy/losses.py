@@ -104,7 +104,7 @@ class LossValue:
 
     loss: Tensor
     """Scalar, with gradient."""
-    sums: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    sums: Mapping[str, Tensor] = field(default_factory=dict[str, "Tensor"])
     """Sums over the tokens of the batch, without gradient; divided by their number they are metrics."""
 
 

@@ -75,7 +75,8 @@ def test_another_algorithm_is_named_without_the_settings_that_it_does_not_have(t
     other = finished(tmp_path / "b", 0, 0.6, algorithm={"type": "rejection", "steps": 7})
     settings = compared(finished(tmp_path / "a", 0, 0.5), other)[1]["settings"]
     assert (settings["algorithm.type"], settings["algorithm.steps"]) == ("rejection", 7)
-    assert None not in settings.values() and "algorithm.loss.clip_low" not in settings
+    assert None not in settings.values()
+    assert "algorithm.loss.clip_low" not in settings
 
 
 def test_a_configuration_is_called_by_the_end_of_a_path_that_no_other_run_has(tmp_path: Path) -> None:
