@@ -257,7 +257,7 @@ class RunnerConfig(Section):
     """Training stops if a larger share of a step's rollouts has failed in all attempts."""
     cwd: str | None = None
     """The working directory of agents. None: the one that training was started in."""
-    env: dict[str, str] = Field(default_factory=dict[str, str])
+    env: dict[str, str] = Field(default={})
     """Environment variable -> key of the task, for agents that read their task from the environment."""
     hooks: tuple[Annotated[str, Named(HOOKS)], ...] = ()
     """Code around each attempt of a Python agent: subclasses of `agl.Hook`, as `module:Class`."""
@@ -449,7 +449,7 @@ class TrainConfig(Section):
     """The algorithm: type "lightning_rl" (reinforcement learning), "dpo" (preferences), "rejection" (imitates what
     succeeded), "sft" (imitates demonstrations), "apo" (prompt optimisation), "sequential" (a list of these, one after
     the other), or one of your own."""
-    prompts: dict[str, PromptTemplate] = Field(default_factory=dict[str, PromptTemplate])
+    prompts: dict[str, PromptTemplate] = Field(default={})
     """Prompt templates that the agent is given, by name: texts, or tables with `template` and `engine`."""
     runner: RunnerConfig = Field(default_factory=RunnerConfig)
     """How agents are run."""
@@ -464,7 +464,7 @@ class TrainConfig(Section):
     """Experiment trackers."""
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
     """Routes of model calls to other models than the policy, and their budgets."""
-    air: dict[str, float] = Field(default_factory=dict[str, float])
+    air: dict[str, float] = Field(default={})
     """Automatic intermediate rewards: rule -> weight. Rules: tool_succeeded, tool_raised, repeated_failure,
     output_parsed, retrieved_text_used, progress, and your own as `module:function`. Empty: none."""
 

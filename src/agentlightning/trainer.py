@@ -157,7 +157,7 @@ class Trainer:
         """The changes."""
 
     def __repr__(self) -> str:
-        algorithm = self.algorithm.name if self.algorithm is not None else self.config.algorithm.type
+        algorithm = self.config.algorithm.type if self.algorithm is None else self.algorithm.name
         model = self.config.policy.model
         return f"Trainer(algorithm={algorithm!r}, model={model!r}, run_dir={str(self.run_dir)!r})"
 
@@ -237,14 +237,11 @@ class Trainer:
             return run_sync(other._rehearse(agent, datasets, self.config))
 
     async def _rehearse(self, agent: Any, datasets: dry_run.Datasets, config: TrainConfig) -> DryRun:
-        self._name_objects(agent)
-        agent = agent if agent is not None else self.config.agent
+        agent = self._named_or_given(agent)
         run_dir, state, tasks = self._open(agent, *datasets, recorded=False)
         try:
-            algorithm = self.algorithm or make_algorithm(self.config.algorithm)
-            agent = self._agent_of(agent, state)
-            wired = partial(self._wired, agent, algorithm, run_dir, state, tasks)
-            return await dry_run.dry_run(config, algorithm, tasks, wired)
+            wired = partial(self._wired, self._agent_of(agent, state), self._chosen, run_dir, state, tasks)
+            return await dry_run.dry_run(config, self._chosen, tasks, wired)
         finally:
             run_dir.close()
 
@@ -261,14 +258,12 @@ class Trainer:
 
     async def _run(self, agent: Any, *datasets: Any, recorded: bool) -> TrainingResult:
         """A run, new or resumed: of an agent, or on `recorded` data, where an agent only measures."""
-        chosen = self.algorithm or make_algorithm(self.config.algorithm)
         if not recorded:
-            check_live(chosen, self.config)
-        if chosen.learns_weights:
+            check_live(self._chosen, self.config)
+        if self._chosen.learns_weights:
             require_training()
             follow_trainer(self.config.policy)
-        self._name_objects(agent)
-        agent = agent if agent is not None else self.config.agent
+        agent = self._named_or_given(agent)
         with self.progress:
             run_dir, state, tasks = self._open(agent, *datasets, recorded=recorded)
             try:
@@ -278,17 +273,16 @@ class Trainer:
                         changed_rewards = self._changes_rewards(agent)
                         if changed_rewards:
                             state.forget_measurements()
-                        config, source = self.config, None
+                        source = None
                         if recorded:
-                            check_recorded(algorithm, config, agent, tasks.held_out)
-                            store = sessions_of(algorithm, self.store)
-                            opening = open_recorded(config, algorithm, store, run_dir, state, self.progress, stack)
-                            self.config, source = await opening
+                            check_recorded(algorithm, self.config, agent, tasks.held_out)
+                            store, parts = sessions_of(algorithm, self.store), (run_dir, state, self.progress, stack)
+                            self.config, source = await open_recorded(self.config, algorithm, store, *parts)
                             write_tasks(run_dir, tasks)
                             self._write_config(run_dir)
-                            algorithm, config = source.plan.algorithm, wired_settings(self.config, agent)
+                            algorithm = source.plan.algorithm
                         agent = self._agent_of(agent, state, recorded=recorded)
-                        wired = self._wired(agent, algorithm, run_dir, state, tasks, config, source)
+                        wired = self._wired(agent, algorithm, run_dir, state, tasks, source)
                         runner, run = await stack.enter_async_context(wired)
                         run_dir.write_state(state)
                         if changed_rewards:
@@ -341,7 +335,7 @@ class Trainer:
             raise ConfigError(f"{', '.join(extra)}: for recorded sessions only; leave out the agent, or these")
         trainer = copy.copy(self)
         if learning:
-            made = (self.algorithm or make_algorithm(self.config.algorithm)).with_settings(learning, "given to train")
+            made = self._chosen.with_settings(learning, "given to train")
             trainer.algorithm = None if self.algorithm is None else made
             trainer.config = with_arguments(trainer.config, made)
         own = settings_from(DataConfig, data, base=trainer.config.data, source="given to train")
@@ -361,10 +355,16 @@ class Trainer:
             return read_state(self.run_dir).recorded is not None
         return self.config.is_recorded
 
-    def _name_objects(self, agent: Any) -> None:
-        """Treat an agent or a reward that is given as a name as a setting."""
+    @property
+    def _chosen(self) -> Algorithm[Any]:
+        """The algorithm object, else the one that the settings name."""
+        return self.algorithm or make_algorithm(self.config.algorithm)
+
+    def _named_or_given(self, agent: Any) -> Any:
+        """The agent, by default that of the settings. An agent or a reward that is given as a name becomes one."""
         named = {"agent": agent, "reward": self.reward}
         self.config = self.config.model_copy(update={key: name for key, name in named.items() if isinstance(name, str)})
+        return agent if agent is not None else self.config.agent
 
     def _changes_rewards(self, agent: Any) -> bool:
         """Whether a resumed run has a changed agent, reward or reward weights. An object that replaces an object is
@@ -409,9 +409,8 @@ class Trainer:
     ) -> tuple[RunDir, RunState, Tasks]:
         """The run directory: new, resumed, or one whose result a further run on recorded data begins with. Raises
         ConfigError, DatasetError and ResumeError."""
-        algorithm = self.algorithm or make_algorithm(self.config.algorithm)
         if not recorded:
-            check_gateways(self.config, self.store, algorithm)
+            check_gateways(self.config, self.store, self._chosen)
         if self._resumed_from is not None and self._trained is None:
             if any(part is not None for part in (train, validation, held_out)):
                 raise ConfigError(f"{self.run_dir} keeps its own tasks; resume it without datasets")
@@ -432,7 +431,7 @@ class Trainer:
         if recorded:
             own = held_out if held_out is not None else self.config.data.held_out
             tasks = Tasks([], held_out=[] if own is None else load_dataset(own))
-            data, store = recorded_data(algorithm, is_object=self.algorithm is not None), None
+            data, store = recorded_data(self._chosen, is_object=self.algorithm is not None), None
         else:
             tasks, data, store = load_tasks(self.config, train, validation, held_out), None, self.store
         parts = {"agent": agent, "reward": self.reward, "store": store, "callbacks": self.callbacks or None}
@@ -506,12 +505,11 @@ class Trainer:
         run_dir: RunDir,
         state: RunState,
         tasks: Tasks,
-        config: TrainConfig | None = None,
         recorded: RecordedSource | None = None,
     ) -> AsyncGenerator[tuple[Runner | None, TrainingRun]]:
         """The run and its runner: of `agent`, which in a run on `recorded` data only measures, and may be missing. Such
         a run keeps rollouts in a store of its own."""
-        config, since = config or self.config, time.monotonic()
+        since, config = time.monotonic(), self.config if recorded is None else wired_settings(self.config, agent)
         given_store, state.learns_weights = self.store if recorded is None else None, algorithm.learns_weights
         if not algorithm.learns_weights:
             config = with_own_providers(config, self.progress.note)

@@ -23,17 +23,21 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentlightning.credit.rejection import FAILED, describe_reasons
 from agentlightning.errors import ConfigError, DatasetError, RewardError
-from agentlightning.evaluation.comparison import (
+from agentlightning.evaluation.intervals import (
     Comparison,
     FailedAs,
+    Gain,
     Rewards,
+    check_bounds,
     check_failed_as,
     compare_tasks,
     known,
     mean,
+    mean_interval,
+    paired_gain,
     task_mean,
+    widened,
 )
-from agentlightning.evaluation.intervals import Gain, check_bounds, mean_interval, paired_gain, widened
 from agentlightning.evaluation.sequential import NullTest, null_test
 from agentlightning.util.json_values import dumps
 

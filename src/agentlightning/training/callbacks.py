@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import msgspec
+from msgspec import Struct
 
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.config import CALLBACKS
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
 S = TypeVar("S")
 
 
-@dataclass(slots=True)
-class NoState:
+class NoState(Struct):
     """The state of a callback that remembers nothing."""
 
 
@@ -145,7 +145,7 @@ def restore(callback: Callback[Any], table: Mapping[str, Any]) -> None:
 
 def saved(callback: Callback[Any]) -> dict[str, Any]:
     """Its state as JSON values. Raises TypeError and ValueError for what JSON has not."""
-    table = msgspec.to_builtins(asdict(callback.state))
+    table = msgspec.to_builtins(callback.state)
     json.dumps(table, allow_nan=False)
     return table
 

@@ -36,6 +36,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 import orjson
+from msgspec import Struct
 
 from agentlightning.algorithms.training import Collected
 from agentlightning.assemble import scalar_reward
@@ -72,8 +73,7 @@ HEALTHY_STEPS: Final = 5
 """Steps without a sign of collapse after which a checkpoint is healthy: `signs.LAST` and one."""
 
 
-@dataclass(slots=True)
-class HealthState:
+class HealthState(Struct):
     healthy: KeptCheckpoint | None = None
     """The newest checkpoint known to be from before any collapse."""
     candidate: KeptCheckpoint | None = None
@@ -234,9 +234,8 @@ Pairs: TypeAlias = Sequence[Sequence[tuple[float, float]]]
 """Two scores of each rollout of each group."""
 
 
-@dataclass(slots=True)
-class GuardState:
-    recent_rewards: list[list[float]] = field(default_factory=list[list[float]])
+class GuardState(Struct):
+    recent_rewards: list[list[float]] = []
     """Those of the last steps."""
 
 
@@ -467,11 +466,10 @@ def difference(
     return paired_gain(*filled, confidence=confidence, null=-margin)
 
 
-@dataclass(slots=True)
-class GateState:
+class GateState(Struct):
     promoted: KeptCheckpoint | None = None
     """The version that has passed last."""
-    guard_scores: dict[str, list[float | None]] = field(default_factory=dict[str, list[float | None]])
+    guard_scores: dict[str, list[float | None]] = {}
     """The rewards of the guard set: of the version the run started from (`start`) and of the promoted one."""
     judged_step: int | None = None
     """The step whose version was judged last."""

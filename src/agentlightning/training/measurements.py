@@ -21,6 +21,7 @@ from agentlightning.training.persistence.checkpoints import ResourcePublisher
 from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan, describe_failure
+from agentlightning.training.sources.transcripts import read_recordings
 from agentlightning.trajectory import Trajectory
 
 # -- evaluate tasks --------------------------------------------------------------------------------------------------
@@ -268,19 +269,12 @@ async def run_trials(
     scored = {each.rollout_id: each for each in collected.trajectories}
     unusable = {each.rollout_id: each.message for each in collected.rejected}
     ids = [*scored, *unusable, *(each.rollout_id for each in collected.failed)]
-    attempts = {each.rollout_id: each for each in await collector.store.get_latest_attempts(ids)}
-    spans = {rollout_id: found async for rollout_id, found in collector.store.iter_spans(ids)}
     reports: dict[str, RolloutReport] = {}
-    for rollout_id in ids:
+    for rollout_id, found in (await read_recordings(collector.store, ids)).items():
         name = rollout_id.removeprefix(f"{label}-").partition("-again")[0]
-        attempt, trajectory = attempts.get(rollout_id), scored.get(rollout_id)
-        report = RolloutReport(
-            rollout_id,
-            output=None if attempt is None else attempt.metadata.get("output"),
-            spans=tuple(spans.get(rollout_id, ())),
-        )
-        if trajectory is None:
-            reports[name] = replace(report, failure=unusable.get(rollout_id) or describe_failure(attempt))
+        report = RolloutReport(rollout_id, output=found.output, spans=found.spans)
+        if (trajectory := scored.get(rollout_id)) is None:
+            reports[name] = replace(report, failure=unusable.get(rollout_id) or describe_failure(found.attempt))
         else:
             score, reward = team_score(trajectory, reward_weights), team_reward(trajectory)
             reports[name] = replace(report, score=score, reward=reward)

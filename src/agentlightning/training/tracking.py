@@ -32,8 +32,9 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.account import RunAccount
 from agentlightning.training.callbacks import Callback, FinishedStep, NoState
 from agentlightning.training.measurements import Measurements
+from agentlightning.training.persistence.run_changes import leaves
 from agentlightning.training.persistence.run_dir import forget_after, write_atomically
-from agentlightning.training.sources.transcripts import MOST_TEXT, said, text_of, transcript_of
+from agentlightning.training.sources.transcripts import MOST_TEXT, conversation_of, read_recordings, text_of
 from agentlightning.util.settings import SECRETS
 
 if TYPE_CHECKING:
@@ -141,62 +142,49 @@ class TensorBoardTracker(Tracker):
 
     def start(self, run: TrackedRun) -> str:
         """A resumed run writes a further file; what was lost in a crash is purged where it is read."""
-        from tensorboard.compat.proto import event_pb2
+        from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        directory = run.run_dir / "tensorboard"
-        self._writer = EventFileWriter(str(directory))
+        directory = str(run.run_dir / "tensorboard")
+        self._writer = EventFileWriter(directory)
         if run.tracker_run is not None:
-            log = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._add(run.step + 1, session_log=log)
+            self._add(run.step + 1, session_log=SessionLog(status=SessionLog.START))
         else:
             self._text(0, "settings", _as_block(run.settings))
         self._writer.flush()
-        return str(directory)
+        return directory
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        from tensorboard.compat.proto import summary_pb2
-
-        values = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._add(step, summary=summary_pb2.Summary(value=values))
+        self._add_summary(step, *({"tag": name, "simple_value": value} for name, value in metrics.items()))
         self._writer.flush()
 
     def transcripts(self, step: int, rows: Sequence[Transcript]) -> None:
         self._text(step, "transcripts", markdown_table(rows))
 
     def result(self, step: int, result: Mapping[str, Any], curve: Path | None) -> None:
-        from tensorboard.compat.proto import summary_pb2
-
         self._text(step, "result", _as_block(result))
         self.log(step, result_numbers(result))
         if curve is not None:
             png = curve.read_bytes()
             width, height = struct.unpack(">II", png[16:24])
-            image = summary_pb2.Summary.Image(height=height, width=width, colorspace=4, encoded_image_string=png)
-            self._add(step, summary=summary_pb2.Summary(value=[summary_pb2.Summary.Value(tag="curve", image=image)]))
+            image = {"height": height, "width": width, "colorspace": 4, "encoded_image_string": png}
+            self._add_summary(step, {"tag": "curve", "image": image})
 
     def close(self, *, finished: bool) -> None:
         self._writer.close()
 
     def _add(self, step: int, **content: Any) -> None:
-        from tensorboard.compat.proto import event_pb2
+        from tensorboard.compat.proto.event_pb2 import Event
 
-        self._writer.add_event(event_pb2.Event(wall_time=time.time(), step=step, **content))
+        self._writer.add_event(Event(wall_time=time.time(), step=step, **content))
+
+    def _add_summary(self, step: int, *values: Mapping[str, Any]) -> None:
+        self._add(step, summary={"value": values})
 
     def _text(self, step: int, tag: str, text: str) -> None:
-        from tensorboard.compat.proto import summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
+        from tensorboard.plugins.text.summary_v2 import text_pb
 
-        plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
-        size = tensor_shape_pb2.TensorShapeProto.Dim(size=1)
-        tensor = tensor_pb2.TensorProto(
-            dtype=types_pb2.DT_STRING,
-            string_val=[text.encode()],
-            tensor_shape=tensor_shape_pb2.TensorShapeProto(dim=[size]),
-        )
-        value = summary_pb2.Summary.Value(
-            tag=tag, metadata=summary_pb2.SummaryMetadata(plugin_data=plugin), tensor=tensor
-        )
-        self._add(step, summary=summary_pb2.Summary(value=[value]))
+        self._add(step, summary=text_pb(tag, text))
 
 
 def _as_block(value: Mapping[str, Any]) -> str:
@@ -361,17 +349,13 @@ async def validation_transcripts(
 ) -> list[Transcript]:
     """One for each of `tasks` in each mode. `names`: by mode, the beginning of the ids of its rollouts."""
     wanted = [(mode, index, f"{name}-{index:05d}") for mode, name in names.items() for index in range(len(tasks))]
-    ids = [rollout_id for _, _, rollout_id in wanted]
-    attempts = {each.rollout_id: each for each in await store.get_latest_attempts(ids)} if ids else {}
-    spans = {rollout_id: found async for rollout_id, found in store.iter_spans(ids)} if ids else {}
+    found = await read_recordings(store, [rollout_id for _, _, rollout_id in wanted])
     return [
         Transcript(
             mode,
             text_of(tasks[index]),
-            "\n".join(f"{each.get('role', '?')}: {said(each)}" for each in transcript_of(spans.get(rollout_id, [])))[
-                -MOST_TEXT:
-            ],
-            text_of(attempts[rollout_id].metadata.get("output")) if rollout_id in attempts else "",
+            "\n".join(conversation_of(found[rollout_id].spans))[-MOST_TEXT:],
+            text_of(found[rollout_id].output),
             results[mode].rewards[index],
             rollout_id,
         )
@@ -555,19 +539,12 @@ def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def flat_settings(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_settings(table: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by full names (`algorithm.steps`); lists as JSON. Secrets are left out."""
-    found: dict[str, Any] = {}
-    for name, value in table.items():
-        if name in SECRETS:
-            continue
-        if isinstance(value, Mapping):
-            found |= flat_settings(value, f"{prefix}{name}.")
-        elif isinstance(value, list):
-            found[prefix + name] = orjson.dumps([_without_secrets(each) for each in value]).decode()
-        else:
-            found[prefix + name] = value
-    return found
+    return {
+        name: orjson.dumps(value).decode() if isinstance(value, list) else value
+        for name, value in leaves(_without_secrets(table))
+    }
 
 
 def _without_secrets(value: Any) -> Any:

@@ -16,7 +16,7 @@ from agentlightning.errors import AgentLightningError
 from agentlightning.rollouts import Attempt, Rollout, RolloutStatus
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.sources.collector import cause_of_failure
-from agentlightning.training.sources.transcripts import said, text_of, transcript_of
+from agentlightning.training.sources.transcripts import conversation_of, text_of
 from agentlightning.util.progress import Progress, RolloutCounts
 
 logger = logging.getLogger(__name__)
@@ -118,8 +118,7 @@ class _Watch:
         if attempt is None:
             self.progress.transcript("no rollout has ended yet")
             return
-        spans = await self.store.query_spans(attempt.rollout_id)
-        lines = [f"{each.get('role', '?')}: {said(each)}" for each in transcript_of(spans)]
+        lines = conversation_of(await self.store.query_spans(attempt.rollout_id))
         output = f"output: {text_of(attempt.metadata.get('output'))}"
         self.progress.transcript("\n".join([attempt.rollout_id, *lines, output]))
 

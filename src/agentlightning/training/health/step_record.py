@@ -7,8 +7,9 @@ names of metrics; `StepRecord.read` makes a typed record of a line.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
 from typing import Any, Final
+
+from msgspec import Struct
 
 DIMENSION: Final = "reward_of_"
 """The metric of a named dimension of the reward begins with it."""
@@ -20,12 +21,7 @@ UPDATE_METRICS: Final = ("loss", "entropy", "grad_norm", "approx_kl", "ratio", "
 """Metrics of an update that are finite as long as the weights are."""
 
 
-def _empty() -> dict[str, float]:
-    return {}
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
+class StepRecord(Struct, frozen=True):
     """One step. Fields have the names of the metrics; None or 0: not reported. All numbers are finite.
 
     >>> StepRecord.read({"step": 3, "reward": 0.5, "anything": 1}).reward
@@ -46,9 +42,9 @@ class StepRecord:
     reward_highest: float | None = None
     intermediate_reward: float | None = None
     """Sum of the intermediate rewards of a rollout, mean over rollouts."""
-    dimensions: Mapping[str, float] = field(default_factory=_empty)
+    dimensions: Mapping[str, float] = {}
     """Mean of each named dimension of the reward."""
-    validation: Mapping[str, float] = field(default_factory=_empty)
+    validation: Mapping[str, float] = {}
     """Mean reward of the validation tasks, by mode."""
 
     guard_out_of_range: float | None = None
@@ -114,7 +110,7 @@ class StepRecord:
     rollouts_trained: int = 0
     failed: int = 0
     timeouts: int = 0
-    rejected: Mapping[str, int] = field(default_factory=dict[str, int])
+    rejected: Mapping[str, int] = {}
     """Rollouts that succeeded and could not be used, by reason."""
     tokens_per_second: float = 0.0
 
@@ -180,7 +176,7 @@ class StepRecord:
 
 
 _KINDS: Final = {"int": int, "float": float, "float | None": float}
-_NUMBERS: Final = {each.name: _KINDS[str(each.type)] for each in fields(StepRecord) if each.type in _KINDS}
+_NUMBERS: Final = {name: _KINDS[kind] for name, kind in StepRecord.__annotations__.items() if kind in _KINDS}
 
 
 def _is_finite(value: Any) -> bool:

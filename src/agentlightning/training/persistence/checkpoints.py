@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import orjson
+from msgspec import Struct
 
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.config import RunConfig
@@ -108,12 +109,11 @@ RESOURCES_FILE: Final = "resources.json"
 """In a checkpoint: the resources that the algorithm has published, if any, and the run's prompts."""
 
 
-@dataclass(slots=True)
-class SavedWeights:
+class SavedWeights(Struct):
     """The weights that were saved last."""
 
     version: int | None = None
-    directories: set[Path] = field(default_factory=set[Path])
+    directories: set[Path] = set()
     """That hold them."""
 
     def begin(self, version: int, directory: Path) -> None:

@@ -69,11 +69,8 @@ class TrajectoryReader:
                 else:
                     reward = rewards.get(read.rollout_id, self._reward(read))
                     found[read.rollout_id] = replace(read, reward=reward, task=tasks.get(read.rollout_id))
-        usable = tuple(found[rollout_id] for rollout_id in groups if rollout_id in found)
-        if check is not None:
-            refused = {each.rollout_id: each for each in await asyncio.to_thread(lambda: list(check(usable)))}
-            usable = tuple(each for each in usable if each.rollout_id not in refused)
-            rejected |= refused
+        usable, refused = await checked([found[each] for each in groups if each in found], check)
+        rejected |= {each.rollout_id: each for each in refused}
         return usable, tuple(rejected[rollout_id] for rollout_id in groups if rollout_id in rejected)
 
     async def read_remaining(
@@ -118,6 +115,13 @@ class TrajectoryReader:
         known = {span.span_id for span in spans}
         rewards = self.air.reward_spans(attempt, calls(attempt))
         return [*attempt, *rewards], [reward for reward in rewards if reward.span_id not in known]
+
+
+async def checked(trajectories: Sequence[Trajectory], check: Check | None) -> Readings:
+    """Those that can be used, and those that `check` names."""
+    rejected = () if check is None else tuple(await asyncio.to_thread(lambda: list(check(trajectories))))
+    refused = {each.rollout_id for each in rejected}
+    return tuple(each for each in trajectories if each.rollout_id not in refused), rejected
 
 
 async def _chunks(rollouts: AsyncIterator[tuple[str, list[Span]]]) -> AsyncIterator[list[tuple[str, list[Span]]]]:
