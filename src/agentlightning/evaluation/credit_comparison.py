@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -33,6 +33,7 @@ from agentlightning.credit.base import Credit, CreditContext
 from agentlightning.credit.rejection import Rejection, count_reasons, rejection
 from agentlightning.errors import AgentLightningError, DatasetError, MissingRewardError, RewardError
 from agentlightning.trajectory import Trajectory, Transition
+from agentlightning.util.frozen_struct import FrozenStruct, as_dataclass
 from agentlightning.util.json_values import dumps, loads
 
 # -- score features --------------------------------------------------------------------------------------------------
@@ -163,8 +164,8 @@ class RuleSignal:
     """Groups that teach something under this rule."""
 
 
-@dataclass(frozen=True, slots=True)
-class CreditComparison:
+@as_dataclass
+class CreditComparison(FrozenStruct, frozen=True):
     """What `compare_credit` found."""
 
     signals: tuple[RuleSignal, ...]
@@ -173,7 +174,7 @@ class CreditComparison:
     """The other rules, each with the reason."""
     groups: int
     rollouts: int
-    left_out: Mapping[str, int] = field(default_factory=dict[str, int])
+    left_out: Mapping[str, int] = {}
     """Rollouts and groups that were not used, by reason."""
 
     def as_json(self) -> dict[str, Any]:

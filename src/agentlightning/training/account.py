@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from msgspec import Struct, field
 
 from agentlightning.algorithms.agents import without_calls
 from agentlightning.algorithms.training import Collected
@@ -21,21 +22,20 @@ from agentlightning.util.progress import Progress
 R = TypeVar("R")
 
 
-@dataclass(slots=True)
-class RunAccount:
+class RunAccount(Struct):
     """What a run has done so far, and who adds to it."""
 
     run_dir: RunDir
     state: RunState
     collector: RolloutCollector
     progress: Progress
-    callbacks: list[Callback[Any]] = field(default_factory=list[Callback[Any]])
+    callbacks: list[Callback[Any]] = []
     """In the order in which they are called (training/callbacks.py)."""
-    records: list[StepRecord] = field(default_factory=list[StepRecord])
+    records: list[StepRecord] = []
     """Of all steps so far."""
     since: float = field(default_factory=time.monotonic)
     """When this process began to work on the run, or last recorded the time spent."""
-    _named: set[str] = field(default_factory=set[str])
+    _named: set[str] = set()
     """Reasons of left-out rollouts that were shown."""
 
     def add(self, callback: Callback[Any]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -33,8 +32,7 @@ class NoState(Struct):
     """The state of a callback that remembers nothing."""
 
 
-@dataclass(slots=True)
-class FinishedStep:
+class FinishedStep(Struct):
     """A step whose algorithm is done with it.
 
     >>> from agentlightning.algorithms.training import Collected
@@ -51,7 +49,7 @@ class FinishedStep:
     """Whether it is the last one of the run, or of its stage."""
     saves: bool = False
     """Set it to have a checkpoint written after the step, whether one is due or not."""
-    notes: list[str] = field(default_factory=list[str])
+    notes: list[str] = []
     """What is shown once the step is written."""
     stop: str | None = None
     """Set it to end the run, which can be resumed, once the step is written: the message of its TrainingStopped."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, field, replace
-from typing import ClassVar, Final, TypeAlias
+from dataclasses import astuple, dataclass, replace
+from typing import Final
+
+from msgspec import Struct
 
 from agentlightning.algorithms.training import BranchPoint, Collected, RolloutRequest, Want
 from agentlightning.config import Branching, CurriculumConfig
 from agentlightning.credit import group_trajectories
 from agentlightning.errors import DatasetError
-from agentlightning.task import TaskSampler
 from agentlightning.trajectory import Trajectory, Transition
 
 # -- branching -------------------------------------------------------------------------------------------------------
@@ -90,27 +91,6 @@ FORGOTTEN: Final = 0.25
 """A mean this far below the best one, relative to it, counts as forgotten."""
 
 
-@dataclass(frozen=True, slots=True)
-class EpochOrder:
-    """Every task once an epoch, in an order that depends on the seed alone."""
-
-    number: int
-    """Of tasks."""
-    seed: int
-    adapts: ClassVar[bool] = False
-    """Whether a turn's tasks depend on earlier rewards, so that a second draw may give others."""
-
-    def draw(self, turn: int, count: int) -> list[int]:
-        """The tasks of a turn, counted from 0, each by its place among all tasks."""
-        return TaskSampler(range(self.number), count, self.seed).draw(turn)
-
-    def observe(self, index: int, rewards: Sequence[float]) -> None:
-        """The order does not depend on rewards."""
-
-    def metrics(self) -> dict[str, float]:
-        return {}
-
-
 @dataclass(slots=True)
 class TaskRecord:
     """What is known of one task, as a list in `state.json`."""
@@ -144,8 +124,7 @@ class TaskRecord:
         self.groups += 1
 
 
-@dataclass(slots=True)
-class LearnabilityOrder:
+class LearnabilityOrder(Struct):
     """Tasks in proportion to what can be learned from them now. `state` is the part of the run's state that it keeps:
     task -> `TaskRecord`, as a list."""
 
@@ -154,8 +133,7 @@ class LearnabilityOrder:
     seed: int
     config: CurriculumConfig
     state: dict[str, list[float]]
-    adapts: ClassVar[bool] = True
-    _shuffled: list[int] = field(default_factory=list[int])
+    _shuffled: list[int] = []
 
     def __post_init__(self) -> None:
         if self.number < 1:
@@ -214,12 +192,8 @@ class LearnabilityOrder:
         self.state[str(index)] = list(astuple(record))
 
 
-TaskOrder: TypeAlias = EpochOrder | LearnabilityOrder
-"""Decides the tasks of each turn."""
-
-
-def task_order(config: CurriculumConfig, number: int, seed: int, state: dict[str, list[float]]) -> TaskOrder:
-    """The order of `number` tasks that `config` asks for."""
-    if config.tasks == "epochs":
-        return EpochOrder(number, seed)
-    return LearnabilityOrder(number, seed, config, state)
+def task_order(
+    config: CurriculumConfig, number: int, seed: int, state: dict[str, list[float]]
+) -> LearnabilityOrder | None:
+    """The order of `number` tasks that `config` asks for. None: every task once an epoch."""
+    return None if config.tasks == "epochs" else LearnabilityOrder(number, seed, config, state)

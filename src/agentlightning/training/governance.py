@@ -29,7 +29,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -181,15 +181,11 @@ class SecondReward:
 
     store: LightningStoreBase
     function: RewardFunction
-    weights: Mapping[str, float] | None = None
+    weights: Mapping[str, float] | None
 
     @classmethod
-    def load(
-        cls, store: LightningStoreBase, name: str | None, weights: Mapping[str, float] | None = None
-    ) -> SecondReward | None:
-        """The function of that name; None for None. Raises AgentError where it cannot be loaded."""
-        if name is None:
-            return None
+    def load(cls, store: LightningStoreBase, name: str, weights: Mapping[str, float] | None) -> SecondReward:
+        """The function of that name. Raises AgentError where it cannot be loaded."""
         return cls(store, RewardFunction.of(load_object(function_spec(name, "reward"), "reward")), weights)
 
     async def scores(self, rollout_ids: Sequence[str]) -> dict[str, float]:
@@ -248,7 +244,7 @@ class Guard(Callback[GuardState]):
     def __init__(self, guard: RewardGuard, account: RunAccount, weights: Mapping[str, float] | None = None) -> None:
         """Raises AgentError where the second reward cannot be loaded."""
         self.guard, self.account, self.weights = guard, account, weights
-        self.second = SecondReward.load(account.collector.store, guard.reward, weights)
+        self.second = guard.reward and SecondReward.load(account.collector.store, guard.reward, weights)
         self._metrics = dict[str, float]()
         """Of the batches of the present step."""
         self._rewards: list[float] = []
@@ -263,15 +259,13 @@ class Guard(Callback[GuardState]):
         """Measure a batch. Raises TrainingStopped where it violates a limit and the guard is to stop the run."""
         rewards = {each.rollout_id: score_of(each, self.weights) for each in collected.trajectories}
         known = [reward for reward in rewards.values() if reward is not None]
-        low, high = self.guard.low, self.guard.high
+        low = -math.inf if self.guard.low is None else self.guard.low
+        high = math.inf if self.guard.high is None else self.guard.high
         finished = len(collected.trajectories) + len(collected.rejected)
         rejected = sum(each.reason in WITHOUT_REWARD for each in collected.rejected)
         shares = [discordance(each) for each in await self._pairs(collected.trajectories, rewards)]
         measured = {
-            "out_of_range": sum(
-                not (-math.inf if low is None else low) <= reward <= (math.inf if high is None else high)
-                for reward in known
-            ),
+            "out_of_range": sum(not low <= reward <= high for reward in known),
             "missing": (rejected + len(rewards) - len(known)) / max(1, finished),
             "drift": distance(known, [reward for step in self.state.recent_rewards for reward in step]),
             "disagreement": max((share for share in shares if share is not None), default=None),
@@ -284,8 +278,8 @@ class Guard(Callback[GuardState]):
             if value is not None and value > self._limits[name]:
                 found[f"guard_{name}"] = float(value)
         for name, value in found.items():  # a step may have several batches
-            both = value + self._metrics.get(name, 0.0)
-            self._metrics[name] = both if name.endswith("out_of_range") else max(value, self._metrics.get(name, value))
+            earlier = self._metrics.get(name, 0.0)
+            self._metrics[name] = value + earlier if name == "guard_out_of_range" else max(value, earlier)
         violated = list(beyond_limits([StepRecord.read(found)]))
         if violated and self.guard.on_violation == "stop":
             raise TrainingStopped(
@@ -314,7 +308,7 @@ class Guard(Callback[GuardState]):
             found.append(
                 [[(each[first], each[second]) for each in group if first in each and second in each] for group in named]
             )
-        if self.second is not None:
+        if self.second:
             chosen: list[Sequence[Trajectory]] = []
             for group in groups:
                 if sum(map(len, chosen)) + len(group) <= self.guard.sample:
@@ -333,8 +327,7 @@ AUDIT_FILE: Final = "audit.jsonl"
 Action = Literal["learned", "promoted", "rejected"]
 
 
-@dataclass(frozen=True, slots=True)
-class AuditRecord:
+class AuditRecord(Struct, frozen=True):
     """One event in the life of a version.
 
     >>> from agentlightning.training.governance import AuditRecord
@@ -353,7 +346,7 @@ class AuditRecord:
     """Seconds since 1970."""
     rollouts: tuple[str, ...] = ()
     """The rollouts that the step was given to learn from."""
-    scores: Mapping[str, float] = field(default_factory=dict[str, float])
+    scores: Mapping[str, float] = {}
     """Rewards of the step, of its validation, or of the guard set."""
     reason: str = ""
     """Why it was promoted or rejected."""
@@ -496,7 +489,8 @@ class Gate(Callback[GateState]):
         self.config, self.account, self.checkpoints, self.audit = config, account, checkpoints, audit
         self.health, self.measurements = health, measurements
         self.tasks = guard_tasks(config, measurements.tasks)
-        self.second = SecondReward.load(account.collector.store, config.reward, measurements.reward_weights)
+        weights, store = measurements.reward_weights, account.collector.store
+        self.second = config.reward and SecondReward.load(store, config.reward, weights)
 
     async def on_start(self) -> None:
         """The version that the run starts from is the promoted one."""
@@ -583,7 +577,7 @@ class Gate(Callback[GateState]):
 
     async def measure(self) -> list[float | None]:
         """The reward of each task of the guard set. A repeated call continues an interrupted one."""
-        scores = None if self.second is None else self.second.scores
+        scores = self.second.scores if self.second else None
         found = await self.measurements.evaluate(self._name, self.config.mode, self.tasks, scores=scores)
         return list(found.rewards)
 

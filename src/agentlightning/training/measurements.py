@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from agentlightning.algorithms.training import Collected, RolloutReport
@@ -197,12 +198,8 @@ class Measurements:
         for index, mode in enumerate(self.config.modes):
             name = f"{label}-{mode}"
             if name not in self.state.evaluations:
-                done = index * len(self.held_out)
-
-                def show(count: int, done: int = done) -> None:
-                    self.account.progress.update(done + count)
-
-                named = self.name(purpose, mode)
+                done, named = index * len(self.held_out), self.name(purpose, mode)
+                show = partial(lambda done, count: self.account.progress.update(done + count), done)
                 result = await self.evaluate(named, mode, self.held_out, show, held_out=True, strict=strict)
                 self.state.evaluations[name] = list(result.rewards)
                 self.state.reasons[name] = dict(result.reasons)

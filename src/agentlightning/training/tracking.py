@@ -206,6 +206,7 @@ class WandbTracker(Tracker):
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
+        self._client: Any = wandb
         mode = run.options.get("wandb_mode") or os.environ.get("WANDB_MODE") or "offline"
         self._run: Any = wandb.init(
             project=run.project,
@@ -223,16 +224,14 @@ class WandbTracker(Tracker):
         self._run.log(dict(metrics), step=step)
 
     def transcripts(self, step: int, rows: Sequence[Transcript]) -> None:
-        import wandb
-
-        self._run.log({"transcripts": wandb.Table(columns=list(COLUMNS), data=rows_of(rows))}, step=step)
+        table = self._client.Table(columns=list(COLUMNS), data=rows_of(rows))
+        self._run.log({"transcripts": table}, step=step)
 
     def result(self, step: int, result: Mapping[str, Any], curve: Path | None) -> None:
-        import wandb
-
-        self._run.summary.update(result_numbers(result))
+        found: dict[str, Any] = {**result_numbers(result)}
         if curve is not None:
-            self._run.log({"curve": wandb.Image(str(curve))}, step=step)
+            found["curve"] = self._client.Image(str(curve))
+        self._run.log(found, step=step)
 
     def close(self, *, finished: bool) -> None:
         self._run.finish(exit_code=0 if finished else 1)
@@ -281,7 +280,7 @@ class MlflowTracker(Tracker):
         self._client.log_batch(self._id, metrics=[Metric(name, value, now, step) for name, value in metrics.items()])
 
     def transcripts(self, step: int, rows: Sequence[Transcript]) -> None:
-        table = {name: [asdict(each)[name] for each in rows] for name in asdict(rows[0])}
+        table = {name: list(cells) for name, cells in zip(COLUMNS, zip(*rows_of(rows), strict=True), strict=True)}
         self._client.log_table(self._id, table, f"transcripts/step-{step:06d}.json")
 
     def result(self, step: int, result: Mapping[str, Any], curve: Path | None) -> None:
@@ -296,10 +295,10 @@ class MlflowTracker(Tracker):
 
 # -- trackio ---------------------------------------------------------------------------------------------------------
 
-# Trackio: local, in the folder that TRACKIO_DIR names; `trackio show` displays it.
+# Trackio: local, in the folder that TRACKIO_DIR names; `trackio show` displays it. Its interface is that of wandb.
 
 
-class TrackioTracker(Tracker):
+class TrackioTracker(WandbTracker):
     """A run of Trackio under the name of the run."""
 
     package: ClassVar[str] = "trackio"
@@ -309,31 +308,14 @@ class TrackioTracker(Tracker):
             os.environ.setdefault(name, value)
         import trackio
 
+        self._client = trackio
         name = run.tracker_run or run.name
         resume = "never" if run.tracker_run is None else "must"
         config = {
             key: value if isinstance(value, int | float | str) else str(value) for key, value in run.settings.items()
         }
-        self._run: Any = trackio.init(project=run.project, name=name, config=config, resume=resume, embed=False)
+        self._run = trackio.init(project=run.project, name=name, config=config, resume=resume, embed=False)
         return name
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def transcripts(self, step: int, rows: Sequence[Transcript]) -> None:
-        import pandas
-        import trackio
-
-        table = pandas.DataFrame([asdict(each) for each in rows])
-        self._run.log({"transcripts": trackio.Table(dataframe=table)}, step=step)
-
-    def result(self, step: int, result: Mapping[str, Any], curve: Path | None) -> None:
-        import trackio
-
-        found: dict[str, Any] = {**result_numbers(result)}
-        if curve is not None:
-            found["curve"] = trackio.Image(str(curve))
-        self._run.log(found, step=step)
 
     def close(self, *, finished: bool) -> None:
         self._run.finish()

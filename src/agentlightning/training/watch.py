@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, field
 from typing import Any, Final
+
+from msgspec import Struct
 
 from agentlightning.assemble import calls
 from agentlightning.errors import AgentLightningError
@@ -51,16 +52,15 @@ async def watch_rollouts(
                 await watch.show_transcript()
 
 
-@dataclass(slots=True)
-class _Watch:
+class _Watch(Struct):
     store: LightningStoreBase
     progress: Progress
     timeout: float
     own: dict[str, Any]
     """What limits a search to the rollouts of this run; empty where all of the store are its own."""
-    named: set[str] = field(default_factory=set[str])
+    named: set[str] = set()
     """Hanging attempts that were named."""
-    since: dict[str, float] = field(default_factory=dict[str, float])
+    since: dict[str, float] = {}
     """Since when an attempt is known to run, on the clock of this process: that of the store may be another."""
     failed: int = 0
     cause: str | None = None

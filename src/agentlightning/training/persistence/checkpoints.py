@@ -43,26 +43,19 @@ from agentlightning.training.report.result import prompt_diff
 # Publishes to the store the resources that rollouts are given: the policy's address, and what an algorithm tunes.
 
 
+@dataclass(slots=True)
 class ResourcePublisher:
     """Publishes the present weights and resources under a name for each purpose."""
 
-    def __init__(
-        self,
-        store: LightningStoreBase,
-        server_url: str,
-        policy: Engine | None,
-        resources: NamedResources,
-        max_calls: int | None = None,
-    ) -> None:
-        """No rollout is given more than `max_calls` answers of the policy; None: any number."""
-        self._max_calls = max_calls
-        self._store = store
-        self._server_url = server_url
-        self._policy = policy
-        self.resources: NamedResources = dict(resources)
-        """What rollouts are given beside the policy."""
-        self.published = False
-        """Whether an algorithm has replaced a resource."""
+    store: LightningStoreBase
+    server_url: str
+    policy: Engine | None
+    resources: NamedResources
+    """What rollouts are given beside the policy."""
+    max_calls: int | None = None
+    """The answers of the policy that a rollout is given at most. None: any number."""
+    published: bool = False
+    """Whether an algorithm has replaced a resource."""
 
     def publish(self, resources: NamedResources) -> None:
         """Replace resources by name."""
@@ -71,7 +64,7 @@ class ResourcePublisher:
 
     def _llm(self, engine: Engine, sampling: Mapping[str, float], max_calls: int | None) -> ProxyLLM:
         return ProxyLLM(
-            endpoint=self._server_url,
+            endpoint=self.server_url,
             model=engine.model,
             sampling_parameters=dict(sampling),
             policy_version=engine.policy_version,
@@ -80,12 +73,12 @@ class ResourcePublisher:
 
     def _policy_resources(self, sampling: Mapping[str, float], max_calls: int | None) -> NamedResources:
         """The policy as `llm`, and each of its adapters; empty where the run trains none."""
-        if self._policy is None:
+        if self.policy is None:
             return {}
-        max_calls = min((limit for limit in (max_calls, self._max_calls) if limit is not None), default=None)
-        found: NamedResources = {"llm": self._llm(self._policy, sampling, max_calls)}
-        for model, view in self._policy.views.items() if isinstance(self._policy, AgentEngines) else ():
-            found[f"llm:{model.removeprefix(f'{self._policy.model}:')}"] = self._llm(view, sampling, max_calls)
+        max_calls = min((limit for limit in (max_calls, self.max_calls) if limit is not None), default=None)
+        found: NamedResources = {"llm": self._llm(self.policy, sampling, max_calls)}
+        for model, view in self.policy.views.items() if isinstance(self.policy, AgentEngines) else ():
+            found[f"llm:{model.removeprefix(f'{self.policy.model}:')}"] = self._llm(view, sampling, max_calls)
         return found
 
     async def write_trial(self, label: str, resources: NamedResources, sampling: Mapping[str, float]) -> str:
@@ -94,14 +87,14 @@ class ResourcePublisher:
         given = {**self.resources, **resources}
         digest = hashlib.blake2b(named_resources.dump_json(given), digest_size=8).hexdigest()
         resources_id = f"{label}-{digest}"
-        await self._store.update_resources(resources_id, given | self._policy_resources(sampling, None))
+        await self.store.update_resources(resources_id, given | self._policy_resources(sampling, None))
         return resources_id
 
     async def write(self, resources_id: str, sampling: Mapping[str, float], max_calls: int | None = None) -> str:
         """Write the present resources to the store; again under the same id after a crash, at the new address. A
         rollout is given at most `max_calls` answers of the policy."""
         given = {**self.resources, **self._policy_resources(sampling, max_calls)}
-        await self._store.update_resources(resources_id, given)
+        await self.store.update_resources(resources_id, given)
         return resources_id
 
 

@@ -15,9 +15,11 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, Final
+
+from msgspec import Struct, field
 
 from agentlightning.algorithms.training import BranchPoint, Collected, RolloutRequest, Want
 from agentlightning.assemble import REPLAY_MISMATCHES, REPLAYED_CALLS, TURN_LIMIT, TURN_LIMIT_REACHED
@@ -25,7 +27,8 @@ from agentlightning.config import Branching, TurnLimit
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.errors import ConfigError
 from agentlightning.rollouts import BRANCH, Rollout
-from agentlightning.training.curriculum import EpochOrder, TaskOrder, collect_branched
+from agentlightning.task import TaskSampler
+from agentlightning.training.curriculum import LearnabilityOrder, collect_branched
 from agentlightning.training.learner import age, updates_of
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan
@@ -77,8 +80,7 @@ OnProgress = Callable[[int, int], None]
 """(finished rollouts, all rollouts) of the current step."""
 
 
-@dataclass(slots=True, eq=False)
-class Group:
+class Group(Struct, eq=False):
     """The rollouts of one task of a turn."""
 
     turn: int
@@ -88,7 +90,7 @@ class Group:
     """The last update that may learn from it."""
     task: int = 0
     """The place of its task among all tasks."""
-    ended: dict[str, Rollout] = field(default_factory=dict[str, Rollout])
+    ended: dict[str, Rollout] = {}
     """Its finished rollouts by id, the failed ones included."""
     completed: int | None = None
     """Its place in the order of completion."""
@@ -109,8 +111,7 @@ class Group:
         return [plan for plan in self.plans if plan.rollout_id not in self.ended]
 
 
-@dataclass(slots=True)
-class RolloutStream:
+class RolloutStream(Struct):
     """Keeps groups of rollouts under way, and gives each step the first that are complete."""
 
     collector: RolloutCollector
@@ -125,7 +126,8 @@ class RolloutStream:
     max_staleness: int = 0
     """Updates by which a token may be older than the weights that learn from it."""
     total_steps: int = 1
-    order: TaskOrder | None = None
+    """No groups are started for later steps, unless one asks for them."""
+    order: LearnabilityOrder | None = None
     """Which tasks come next. None: every task once an epoch."""
     reward_weights: Mapping[str, float] | None = None
     """The weights of the named dimensions of a reward."""
@@ -137,9 +139,9 @@ class RolloutStream:
     on_progress: OnProgress = lambda done, total: None
     note: Callable[[str], None] = lambda text: None
     """Shows a message to the user."""
-    _groups: list[Group] = field(default_factory=list[Group])
+    _groups: list[Group] = []
     """Those that are under way or complete, in the order of their turns."""
-    _cancelled: list[Group] = field(default_factory=list[Group])
+    _cancelled: list[Group] = []
     """Those that were cancelled for the engine's load, to be started first."""
     _place: tuple[int, int] | None = None
     """(turn, index) of the next group to start."""
@@ -153,7 +155,7 @@ class RolloutStream:
     """The number of groups that have completed."""
     _counts: Counter[str] = field(default_factory=Counter[str])
     """What happened to groups during this step."""
-    _noted: set[str] = field(default_factory=set[str])
+    _noted: set[str] = set()
     _began: float = field(default_factory=time.time)
 
     async def next(self, request: RolloutRequest) -> Collected:
@@ -169,8 +171,7 @@ class RolloutStream:
         following = [want for want in request.wants if want.is_next]
         named = [want for want in request.wants if not want.is_next]
         if self._served == step and following:
-            order = EpochOrder(len(self.tasks), self.seed + PART_SEED * part)
-            tasks = order.draw(step, len(following))
+            tasks = self._of_epoch(step, len(following), self.seed + PART_SEED * part)
             named += [replace(want, task=task) for want, task in zip(following, tasks, strict=True)]
         plans = await self._named(named, step, part)
         collected = Collected(())
@@ -206,10 +207,6 @@ class RolloutStream:
         earlier = {each.rollout_id for each in ended if (each.end_time or math.inf) < self._began}
         own = tuple(each for each in collected.trajectories if each.rollout_id in earlier)
         return replace(collected, trajectories=own).sampled_tokens
-
-    def stop_at(self, step: int) -> None:
-        """Start no groups for this step and later ones, unless one asks for them."""
-        self.total_steps = step
 
     # -- starting ------------------------------------------------------------------------------------------------------
 
@@ -287,19 +284,22 @@ class RolloutStream:
 
     def _draw(self, turn: int, count: int) -> list[int]:
         """The tasks of a turn: the same each time, in a resumed run as well."""
-        order = self.order or EpochOrder(len(self.tasks), self.seed)
-        if not order.adapts:
-            return order.draw(turn, count)
+        if self.order is None:
+            return self._of_epoch(turn, count, self.seed)
         drawn = self.state.turn_tasks.setdefault(str(turn), [])
         if len(drawn) < count:
-            drawn += order.draw(turn, count - len(drawn))
+            drawn += self.order.draw(turn, count - len(drawn))
         return drawn
+
+    def _of_epoch(self, turn: int, count: int, seed: int) -> list[int]:
+        """Tasks by their places, of which each epoch has every one once."""
+        return TaskSampler(range(len(self.tasks)), count, seed).draw(turn)
 
     def _group_name(self, turn: int, index: int, task: int) -> str:
         """Where the turn alone does not determine the task, the name does: a run that is resumed from an earlier state
         may draw another one."""
         name = f"{self.state.step_name(turn)}{self.state.suffix}-{index:04d}"
-        return f"{name}-task{task}" if self.order is not None and self.order.adapts else name
+        return f"{name}-task{task}" if self.order is not None else name
 
     def _plans(self, size: int, name: str, task: int) -> list[RolloutPlan]:
         return [RolloutPlan(f"{name}-{member:03d}", self.tasks[task], name) for member in range(size)]
@@ -431,7 +431,7 @@ class RolloutStream:
 
     def _learn_order(self, chosen: Sequence[Group], collected: Collected) -> None:
         """Tell the order of tasks what the rollouts of each group were worth."""
-        if self.order is None or not self.order.adapts:
+        if self.order is None:
             return
         rewards: dict[str, list[float]] = {}
         for trajectory in collected.trajectories:

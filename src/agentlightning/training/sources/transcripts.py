@@ -32,7 +32,9 @@ class Recording:
 
 async def read_recordings(store: LightningStoreBase, rollout_ids: Sequence[str]) -> dict[str, Recording]:
     """By rollout id, in the order given. Raises NotFoundError for a rollout that is no longer there."""
-    attempts = {each.rollout_id: each for each in await store.get_latest_attempts(rollout_ids)} if rollout_ids else {}
+    if not rollout_ids:
+        return {}
+    attempts = {each.rollout_id: each for each in await store.get_latest_attempts(rollout_ids)}
     spans = {rollout_id: tuple(found) async for rollout_id, found in store.iter_spans(rollout_ids)}
     return {each: Recording(attempts.get(each), spans.get(each, ())) for each in rollout_ids}
 
