@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import io
 import json
+import pickle
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from agentlightning.algorithms.training import Collected
 from agentlightning.config import RunnerConfig
@@ -293,7 +295,33 @@ def _open_cache(
 
 def _identity(part: Any) -> Any:
     """What tells an agent or a reward function from another, as JSON. Raises ConfigError where that cannot be told."""
-    return _named(part) if isinstance(part, str) else _described(part, frozenset())
+    if isinstance(part, str):
+        return _named(part)
+    described = io.BytesIO()
+    try:
+        _Describer(described).dump(part)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise ConfigError(
+            f"the cache cannot tell this {type(part).__name__} from another ({error}); give the agent and the reward as"
+            " module:name, or leave out cache"
+        ) from error
+    return hashlib.sha256(described.getvalue()).hexdigest()[:DIGITS]
+
+
+class _Describer(pickle.Pickler):
+    """Writes an object with its state, functions with their code and what they close over, and where classes are."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, FunctionType):
+            cells = [cell.cell_contents for cell in obj.__closure__ or ()]
+            parts = [_source(obj), _code(obj.__code__), cells, obj.__defaults__, obj.__kwdefaults__]
+        elif isinstance(obj, ModuleType):
+            parts = obj.__name__
+        elif inspect.isclass(obj) and obj.__module__ != "builtins":
+            parts = _source(obj)
+        else:
+            return NotImplemented
+        return object, (), parts  # Nobody reads it back: what counts are the parts.
 
 
 def _named(spec: str) -> Any:
@@ -308,40 +336,6 @@ def _named(spec: str) -> Any:
         if found is not None and found.origin is not None:
             files.append(Path(found.origin))
     return [spec, sorted({_file(path) for path in files if path.is_file()})]
-
-
-def _described(value: Any, above: frozenset[int]) -> Any:
-    """`above`: the objects that hold it."""
-    if value is None or isinstance(value, str | int | float | bool):
-        return value
-    if isinstance(value, bytes | Path):
-        return repr(value)
-    if id(value) in above:
-        return "again"
-    above = above | {id(value)}
-    if isinstance(value, ModuleType):
-        return value.__name__
-    if isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        defaults = [value.__defaults__, value.__kwdefaults__]
-        return [_source(value), _code(value.__code__), _described([cells, defaults], above)]
-    if inspect.isclass(value) or inspect.isbuiltin(value):
-        return _source(value)
-    if isinstance(value, set | frozenset):
-        return sorted(json.dumps(_described(each, above)) for each in cast("Iterable[Any]", value))
-    if isinstance(value, Mapping):
-        parts: Any = list(cast("Mapping[Any, Any]", value).items())
-    elif isinstance(value, list | tuple | Iterator):
-        parts = list(cast("Iterable[Any]", value))
-    else:
-        try:
-            parts = value.__reduce_ex__(2)  # its class and its state, as they are pickled
-        except (TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"the cache cannot tell this {type(value).__name__} from another; give the agent and the reward as"
-                " module:name, or leave out cache"
-            ) from error
-    return [_described(each, above) for each in parts]
 
 
 def _source(value: Any) -> Any:

@@ -25,8 +25,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from starlette.routing import BaseRoute
-
 from agentlightning.algorithms.base import Algorithm, make_algorithm
 from agentlightning.algorithms.recorded.plan import MethodSetting
 from agentlightning.assemble.model_calls import NO_LIMITS, TokenLimits
@@ -561,22 +559,19 @@ class Trainer:
                 runner = make_runner(
                     config.runner, store, agent, self.reward, secret, redirect=redirect, queue=queue, log=log
                 )
-            place: Any = {"host": config.run.host, "port": config.run.port, "url": joined_url(config)}
-            listener, policy = await load_agent(runner, stack, policy=algorithm.learns_weights, **place), None
+            host, port, url = config.run.host, config.run.port, joined_url(config)
+            listener = await load_agent(runner, stack, host, port, policy=algorithm.learns_weights, url=url)
+            policy = joined = None
             if algorithm.learns_weights:
                 await make_starting_policy(config, run_dir, tasks, self.progress)
                 check = partial(check_free, config, given_store, state.run_id)
                 policy = await open_for_training(config, algorithm, run_dir, state, store, self.progress, check)
                 stack.push_async_callback(policy.close)
-            data = dashboard_of_run(run_dir.path, store)
-            stack.push_async_callback(data.close)
-            pages = dashboard_routes(data, token)
-            joined = None
             if config.run.gateways:
                 opening = JoinedGateways.open(config, given_store, policy, state.run_id, self.progress.note)
                 joined = await stack.enter_async_context(opening)
             own = None if joined else policy
-            server = await serve_run(config, store, own, run_dir, stack, secret, token, listener, pages)
+            server = await serve_run(config, store, own, run_dir, stack, secret, token, listener)
             self.progress.note(f"dashboard: {server.url}{DASHBOARD}#token={token}")
             collector = make_collector(config, store, policy, queue)
             account = RunAccount(run_dir, state, collector, self.progress, since=since)
@@ -585,7 +580,7 @@ class Trainer:
                 timeout, own_store = config.runner.timeout_seconds, run_dir.store_path.exists()
                 watching = watch_rollouts(store, state.run_id, self.progress, timeout, own_store=own_store)
                 await stack.enter_async_context(in_background(watching))
-            url = joined_url(config) or config.run.public_url or server.url
+            url = url or config.run.public_url or server.url
             await collector.move(state.run_id, url)
             if runner is None and runs_agent:
                 waiting = report_missing_runners(given_store or store, state.run_id, self.progress.note)
@@ -634,10 +629,11 @@ async def serve_run(
     secret: str,
     token: str,
     listener: socket.socket | None = None,
-    pages: Sequence[BaseRoute] = (),
 ) -> Server:
-    """The server of a run, until the stack is closed. The policy answers all calls that no route sends elsewhere.
-    `pages`: the dashboard's."""
+    """The server of a run and its dashboard, until the stack is closed. The policy answers all calls that no route
+    sends elsewhere."""
+    data = dashboard_of_run(run_dir.path, store)
+    stack.push_async_callback(data.close)
     engines: dict[str, Engine] = {} if policy is None else {policy.model: policy}
     engines |= await open_models(config.gateway.models, stack, run_dir.path)
     serving = serve(
@@ -651,7 +647,7 @@ async def serve_run(
         budget_file=run_dir.path / "spent",
         host=config.run.host,
         listener=listener,
-        pages=pages,
+        pages=dashboard_routes(data, token),
     )
     return await stack.enter_async_context(serving)
 

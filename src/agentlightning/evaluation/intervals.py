@@ -186,8 +186,8 @@ def paired_gain(
     pairs = [(b, a) for b, a in zip(before, after, strict=True) if b is not None and a is not None]
     if not pairs:
         raise RewardError("no task has a reward both before and after; nothing can be compared")
-    single = [[[value] for value in rewards] for rewards in (before, after)]
-    found = compare_tasks(*single, alpha=1 - confidence, bounds=bounds, null=null)
+    first, second = ([[value] for value in rewards] for rewards in (before, after))
+    found = compare_tasks(first, second, alpha=1 - confidence, bounds=bounds, null=null)
     return Gain(
         before=mean([b for b, _ in pairs]),
         after=mean([a for _, a in pairs]),
@@ -421,7 +421,7 @@ def compare_tasks(
 
 def usable_pairs(
     before: Sequence[Rewards], after: Sequence[Rewards], failed_as: FailedAs, bounds: Interval | None = None
-) -> tuple[list[tuple[Rewards, Rewards]], float]:
+) -> tuple[list[tuple[Rewards, Rewards]], Interval, float]:
     """The tasks that can be compared, the bounds of rewards, and what counts for a reward that is missing."""
     pairs: list[tuple[Rewards, Rewards]] = list(zip(before, after, strict=True))
     if failed_as == "exclude":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -172,21 +173,20 @@ class LearnabilityOrder(Struct):
     def _by_score(
         self, known: dict[int, TaskRecord], tried: Sequence[int], turn: int, count: int, rng: random.Random
     ) -> list[int]:
-        """`count` different ones of the tried tasks, each drawn by P(i) among those that are left."""
+        """`count` different ones of the tried tasks, drawn by P(i): those with the highest keys log(u) / P(i), u being
+        random (Efraimidis and Spirakis, Information Processing Letters 97, 2006)."""
         rewarded = [known[index].score for index in tried if known[index].groups]
         unknown = statistics.fmean(rewarded) if rewarded else 0.0
         scores = {index: known[index].score if known[index].groups else unknown for index in tried}
         ages = {index: max(1.0, turn - known[index].turn) for index in tried}
-        left, drawn = list(tried), list[int]()
-        while left and len(drawn) < count:
-            total, age = sum(scores[i] for i in left), sum(ages[i] for i in left)
-            rho = self.config.staleness_share if total > 0 else 1.0
-            weights = [(1 - rho) * scores[i] / (total or 1.0) + rho * ages[i] / age for i in left]
-            if not any(weights):
-                weights = [1.0] * len(left)
-            drawn += rng.choices(left, weights)
-            left.remove(drawn[-1])
-        return drawn
+        total, age = sum(scores.values()), sum(ages.values())
+        rho = self.config.staleness_share if total > 0 else 1.0
+
+        def key(index: int) -> tuple[float, float]:
+            share = (1 - rho) * scores[index] / (total or 1.0) + rho * ages[index] / age
+            return (math.log(1 - rng.random()) / share if share else -math.inf), rng.random()
+
+        return sorted(tried, key=key, reverse=True)[:count]
 
     def _keep(self, index: int, record: TaskRecord) -> None:
         self.state[str(index)] = list(astuple(record))

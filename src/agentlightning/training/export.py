@@ -202,7 +202,12 @@ async def dataset_records(
             skipped[own] += 1
         else:
             found += own
-    records = [*_preferences(found, skipped)] if form == "dpo-jsonl" else [_record(form, each) for each in found]
+    if form == "dpo-jsonl":
+        records = [*_preferences(found, skipped)]
+    elif form == "openai-jsonl":
+        records = [_with_tools(each, messages=each.messages) for each in found]
+    else:
+        records = [_with_tools(each, prompt=each.messages[:-1], completion=each.messages[-1:]) for each in found]
     if not records:
         counted = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "there are none"
         raise DatasetError(
@@ -257,12 +262,6 @@ def _tools(span: Span) -> list[Any]:
         else tool
         for tool in recorded_objects(span.attributes.get(names.TOOL_DEFINITIONS))
     ]
-
-
-def _record(form: DatasetForm, found: Conversation) -> dict[str, Any]:
-    if form == "openai-jsonl":
-        return _with_tools(found, messages=found.messages)
-    return _with_tools(found, prompt=found.messages[:-1], completion=found.messages[-1:])
 
 
 def _with_tools(found: Conversation, **record: Any) -> dict[str, Any]:

@@ -218,12 +218,6 @@ class SecondReward:
 
 WITHOUT_REWARD: Final = frozenset({MISSING_REWARD, CALL_LIMIT, RewardError.reason})
 """Reasons of rejected rollouts that have no usable reward."""
-METRICS: Final = {
-    "missing": "rewards_missing_share",
-    "drift": "reward_drift",
-    "disagreement": "reward_disagreement",
-}
-"""The metric of what is measured, whether it violates its limit or not."""
 MOST_REMEMBERED: Final = 512
 """Rewards of a step that are remembered."""
 Pairs: TypeAlias = Sequence[Sequence[tuple[float, float]]]
@@ -244,44 +238,43 @@ class Guard(Callback[GuardState]):
     def __init__(self, guard: RewardGuard, account: RunAccount, weights: Mapping[str, float] | None = None) -> None:
         """Raises AgentError where the second reward cannot be loaded."""
         self.guard, self.account, self.weights = guard, account, weights
-        self.second = guard.reward and SecondReward.load(account.collector.store, guard.reward, weights)
+        store = account.collector.store
+        self.second = SecondReward.load(store, guard.reward, weights) if guard.reward else None
         self._metrics = dict[str, float]()
         """Of the batches of the present step."""
         self._rewards: list[float] = []
-        self._limits = {
-            "out_of_range": 0.0,
-            "missing": guard.max_missing,
-            "drift": guard.max_drift,
-            "disagreement": guard.max_disagreement,
-        }
 
     async def on_batch(self, collected: Collected) -> None:
         """Measure a batch. Raises TrainingStopped where it violates a limit and the guard is to stop the run."""
         rewards = {each.rollout_id: score_of(each, self.weights) for each in collected.trajectories}
         known = [reward for reward in rewards.values() if reward is not None]
-        low = -math.inf if self.guard.low is None else self.guard.low
-        high = math.inf if self.guard.high is None else self.guard.high
+        guard = self.guard
+        low, high = -math.inf if guard.low is None else guard.low, math.inf if guard.high is None else guard.high
         finished = len(collected.trajectories) + len(collected.rejected)
         rejected = sum(each.reason in WITHOUT_REWARD for each in collected.rejected)
-        shares = [discordance(each) for each in await self._pairs(collected.trajectories, rewards)]
-        measured = {
-            "out_of_range": sum(not low <= reward <= high for reward in known),
-            "missing": (rejected + len(rewards) - len(known)) / max(1, finished),
-            "drift": distance(known, [reward for step in self.state.recent_rewards for reward in step]),
-            "disagreement": max((share for share in shares if share is not None), default=None),
-        }
+        outside = sum(not low <= reward <= high for reward in known)
+        missing = (rejected + len(rewards) - len(known)) / max(1, finished)
+        drift = distance(known, [reward for step in self.state.recent_rewards for reward in step])
+        shares = map(discordance, await self._pairs(collected.trajectories, rewards))
+        disagreement = max((share for share in shares if share is not None), default=None)
+        measured = (  # (metric of a violation, metric in any case, value, limit)
+            ("guard_out_of_range", None, outside, 0),
+            ("guard_missing", "rewards_missing_share", missing, guard.max_missing),
+            ("guard_drift", "reward_drift", drift, guard.max_drift),
+            ("guard_disagreement", "reward_disagreement", disagreement, guard.max_disagreement),
+        )
         self._rewards += filter(math.isfinite, known)
         found = dict[str, float]()
-        for name, value in measured.items():
-            if value is not None and name in METRICS:
-                found[METRICS[name]] = value
-            if value is not None and value > self._limits[name]:
-                found[f"guard_{name}"] = float(value)
+        for violation, metric, value, limit in measured:
+            if value is not None and metric is not None:
+                found[metric] = value
+            if value is not None and value > limit:
+                found[violation] = float(value)
         for name, value in found.items():  # a step may have several batches
             earlier = self._metrics.get(name, 0.0)
             self._metrics[name] = value + earlier if name == "guard_out_of_range" else max(value, earlier)
         violated = list(beyond_limits([StepRecord.read(found)]))
-        if violated and self.guard.on_violation == "stop":
+        if violated and guard.on_violation == "stop":
             raise TrainingStopped(
                 f"step {self.account.state.step + 1}: {'; '.join(map(str, violated))}.\nThe run has not learned from"
                 ' it: guard.on_violation = "stop". Continue it with --resume once the cause is mended'
@@ -490,7 +483,7 @@ class Gate(Callback[GateState]):
         self.health, self.measurements = health, measurements
         self.tasks = guard_tasks(config, measurements.tasks)
         weights, store = measurements.reward_weights, account.collector.store
-        self.second = config.reward and SecondReward.load(store, config.reward, weights)
+        self.second = SecondReward.load(store, config.reward, weights) if config.reward else None
 
     async def on_start(self) -> None:
         """The version that the run starts from is the promoted one."""

@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeAlias
 
 from agentlightning.algorithms.training import Collected, RolloutReport
@@ -83,12 +82,11 @@ async def evaluate_tasks(
         )
     if on_collected is not None:
         await on_collected(collected)
-    ids = {each.group: each.rollout_id for each in collected.trajectories}
     if scores is not None:
-        known = await scores(list(ids.values()))
+        known = await scores([each.rollout_id for each in collected.trajectories])
     else:
         known = {each.rollout_id: team_score(each, reward_weights) for each in collected.trajectories}
-    rewards = {group: known.get(rollout_id) for group, rollout_id in ids.items()}
+    rewards = {each.group: known.get(each.rollout_id) for each in collected.trajectories}
     found = [rewards.get(plan.group) for plan in plans]
     return Evaluation.of_rollouts(
         [found[start : start + repeats] for start in range(0, len(found), repeats)],
@@ -199,7 +197,10 @@ class Measurements:
             name = f"{label}-{mode}"
             if name not in self.state.evaluations:
                 done, named = index * len(self.held_out), self.name(purpose, mode)
-                show = partial(lambda done, count: self.account.progress.update(done + count), done)
+
+                def show(count: int, done: int = done) -> None:
+                    self.account.progress.update(done + count)
+
                 result = await self.evaluate(named, mode, self.held_out, show, held_out=True, strict=strict)
                 self.state.evaluations[name] = list(result.rewards)
                 self.state.reasons[name] = dict(result.reasons)

@@ -12,7 +12,7 @@ from agentlightning.algorithms.apo.config import APOConfig
 from agentlightning.algorithms.base import ALGORITHMS, Algorithm, class_name, make_algorithm
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.algorithms.sequential import SequentialConfig
-from agentlightning.config import EvaluationConfig, RunConfig, RunnerConfig, TrainConfig
+from agentlightning.config import RunConfig, RunnerConfig, TrainConfig
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.open import check_model
@@ -68,7 +68,7 @@ def _in_one_mode(config: TrainConfig) -> TrainConfig:
     """Without a policy there is no temperature to set: both modes would measure the same twice."""
     if "modes" in config.evaluation.model_fields_set:
         return config
-    evaluation = EvaluationConfig.model_validate({**dict(config.evaluation), "modes": ("sampled",)})
+    evaluation = config.evaluation.model_copy(update={"modes": ("sampled",)})
     return config.model_copy(update={"evaluation": evaluation})
 
 

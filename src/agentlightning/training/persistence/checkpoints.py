@@ -9,13 +9,12 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import orjson
-from msgspec import Struct
 
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.config import RunConfig
@@ -102,36 +101,6 @@ RESOURCES_FILE: Final = "resources.json"
 """In a checkpoint: the resources that the algorithm has published, if any, and the run's prompts."""
 
 
-class SavedWeights(Struct):
-    """The weights that were saved last."""
-
-    version: int | None = None
-    directories: set[Path] = set()
-    """That hold them."""
-
-    def begin(self, version: int, directory: Path) -> None:
-        """These weights were saved there."""
-        self.version, self.directories = version, {directory}
-
-    def link(self, version: int, directory: Path) -> bool:
-        """Make `directory` a checkpoint of the same weights by hard links, which take no space. False where it has to
-        be saved: other weights, no older checkpoint, or a file system without links."""
-        saved = {each for each in self.directories if version == self.version and each.exists()}
-        if directory in saved:
-            return True
-        if not saved or directory.exists():
-            return False
-        without = shutil.ignore_patterns(RESOURCES_FILE, ALGORITHM_FILE)
-        with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as beside:
-            try:
-                shutil.copytree(min(saved), Path(beside) / "new", copy_function=os.link, ignore=without)
-            except (OSError, shutil.Error):
-                return False
-            (Path(beside) / "new").rename(directory)
-        self.directories.add(directory)
-        return True
-
-
 SLOW_CHECKPOINT: Final = 1.0
 """Seconds. One that takes less is written after each step ..."""
 CHECKPOINT_SHARE: Final = 9
@@ -147,7 +116,10 @@ class Checkpoints:
     learner: PolicyLearner | None
     publisher: ResourcePublisher
     algorithm: Algorithm[Any]
-    saved: SavedWeights = field(default_factory=SavedWeights)
+    _saved: int | None = None
+    """The version of the weights that were saved last ..."""
+    _places: set[Path] = field(default_factory=set[Path])
+    """... and the directories that hold them."""
     _slowest: float = 0.0
     """The most seconds that one took."""
     _finished: float = 0.0
@@ -171,9 +143,11 @@ class Checkpoints:
         directory = self.account.run_dir.checkpoint(step)
         if self.learner is not None:
             version = self.learner.policy_version
-            if not await asyncio.to_thread(self.saved.link, version, directory):
+            known = {each for each in self._places if version == self._saved and each.exists()}
+            if not await asyncio.to_thread(_link, known, directory):
                 await self.learner.policy.save(directory, training_state=True)
-                self.saved.begin(version, directory)
+                known = set()
+            self._saved, self._places = version, {*known, directory}
         await self._write_resources(directory)
         await self._write_algorithm(directory)
         return str(directory.relative_to(self.account.run_dir.path))
@@ -249,6 +223,23 @@ class Checkpoints:
         if self.publisher.published or self.learner is None or prompts_in(self.publisher.resources):
             content = named_resources.dump_json(self.publisher.resources, indent=2)
             await asyncio.to_thread(_write, directory / RESOURCES_FILE, content)
+
+
+def _link(known: Set[Path], directory: Path) -> bool:
+    """Make `directory` a checkpoint of the same weights as those known by hard links, which take no space. False where
+    it has to be saved: no older checkpoint, another one in its place, or a file system without links."""
+    if directory in known:
+        return True
+    if not known or directory.exists():
+        return False
+    without = shutil.ignore_patterns(RESOURCES_FILE, ALGORITHM_FILE)
+    with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as beside:
+        try:
+            shutil.copytree(min(known), Path(beside) / "new", copy_function=os.link, ignore=without)
+        except (OSError, shutil.Error):
+            return False
+        (Path(beside) / "new").rename(directory)
+    return True
 
 
 def _write(path: Path, content: bytes) -> None:

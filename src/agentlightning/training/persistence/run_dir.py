@@ -22,7 +22,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Final, TypedDict
@@ -307,16 +307,15 @@ def is_locked(run_dir: Path) -> bool:
         return False
 
 
-class RunDir:
+class RunDir(Struct):
     """One run's directory; locked against a second process while open."""
 
-    def __init__(self, path: Path, lock: IO[str], earlier: Collection[Path] = (), made: Sequence[Path] = ()) -> None:
-        self.path = path
-        self._lock = lock
-        self._earlier = earlier
-        """The contents of the directory before the run."""
-        self._made = made
-        """Directories that were made for the run, the deepest first."""
+    path: Path
+    _lock: IO[str]
+    _earlier: frozenset[Path] = frozenset()
+    """The contents of the directory before the run."""
+    _made: Sequence[Path] = ()
+    """Directories that were made for the run, the deepest first."""
 
     @classmethod
     def create(cls, path: Path) -> RunDir:
@@ -345,7 +344,7 @@ class RunDir:
 
     def discard(self) -> None:
         """Remove a run that was just created and has not started. Earlier contents of the directory stay."""
-        for entry in set(self.path.iterdir()) - set(self._earlier):
+        for entry in set(self.path.iterdir()) - self._earlier:
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry, ignore_errors=True)
             else:

@@ -26,9 +26,6 @@ from agentlightning.util.json_values import as_text, dumps, loads
 
 # What a run has cost: tokens where calls were recorded, money where prices are set.
 
-CHUNK: Final = 256
-"""Rollouts whose spans are read at once."""
-
 
 @as_dataclass
 class Cost(FrozenStruct, frozen=True):
@@ -78,15 +75,13 @@ async def with_providers(cost: Cost, store: LightningStoreBase, run_id: str) -> 
     """The cost with the calls to providers that the spans of a run record, without those of its searches, which are
     counted."""
     found = [each.rollout_id for each in await store.query_rollouts(rollout_id_contains=run_id)]
-    ids = [each for each in found if not each.startswith(f"{run_id}-trial-")]
     calls = priced = tokens = 0
     dollars = 0.0
-    for start in range(0, len(ids), CHUNK):
-        async for _, spans in store.iter_spans(ids[start : start + CHUNK]):
-            sent = [span for span in spans if names.PROVIDER_RETRIES in span.attributes]
-            spent = spend_of_spans(sent)
-            calls, tokens, dollars = calls + len(sent), tokens + spent.tokens, dollars + spent.dollars
-            priced += sum(names.COST in span.attributes for span in sent)
+    async for _, spans in store.iter_spans([each for each in found if not each.startswith(f"{run_id}-trial-")]):
+        sent = [span for span in spans if names.PROVIDER_RETRIES in span.attributes]
+        spent = spend_of_spans(sent)
+        calls, tokens, dollars = calls + len(sent), tokens + spent.tokens, dollars + spent.dollars
+        priced += sum(names.COST in span.attributes for span in sent)
     return replace(
         cost,
         provider_calls=calls,
@@ -347,17 +342,9 @@ def fill_report(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"number": _number, "money": _money, "block": _block, "inline": _inline}
+    environment.filters |= {"block": _block, "inline": _inline}
     template = environment.get_template("report.md.jinja")
     return template.render(name=name, report=report, changes=changes, examples=examples)
-
-
-def _number(value: float | None, *, sign: bool = False) -> str:
-    return "unknown" if value is None else f"{value:+.3f}" if sign else f"{value:.3f}"
-
-
-def _money(value: float | None) -> str:
-    return "unknown, no price is set" if value is None else f"{value:.4f}"
 
 
 async def _examples(

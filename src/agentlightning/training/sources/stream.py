@@ -92,8 +92,8 @@ class Group(Struct, eq=False):
     """The place of its task among all tasks."""
     ended: dict[str, Rollout] = {}
     """Its finished rollouts by id, the failed ones included."""
-    completed: int | None = None
-    """Its place in the order of completion."""
+    completed: float | None = None
+    """When the last of them ended."""
     reruns: int = 0
     """How often it was too old and ran again."""
 
@@ -151,8 +151,6 @@ class RolloutStream(Struct):
     """The step that has had its groups of the run's order."""
     _limited: bool = False
     """Whether groups wait for `limit`, and for nothing else."""
-    _completed: int = 0
-    """The number of groups that have completed."""
     _counts: Counter[str] = field(default_factory=Counter[str])
     """What happened to groups during this step."""
     _noted: set[str] = set()
@@ -329,11 +327,9 @@ class RolloutStream(Struct):
         ended = {rollout.rollout_id: rollout for rollout in found}
         for group in running:
             group.ended |= {plan.rollout_id: ended[plan.rollout_id] for plan in group.plans if plan.rollout_id in ended}
-        complete = [group for group in running if not group.running]
-        for group in sorted(complete, key=_end_time):
-            self._completed += 1
-            group.completed = self._completed
-        self.limit.count(len(complete))
+            if not group.running:
+                group.completed = max(rollout.end_time or 0.0 for rollout in group.ended.values())
+        self.limit.count(sum(group.completed is not None for group in running))
 
     async def _adapt(self, request: RolloutRequest) -> None:
         """Follow the engine's load. Of the groups beyond the limit, those that no runner has begun wait; where the
@@ -570,10 +566,6 @@ def branching_metrics(plans: Sequence[RolloutPlan], trajectories: Sequence[Traje
         for name in (REPLAYED_CALLS, REPLAY_MISMATCHES)
     }
     return {"branches": float(sum(BRANCH in plan.metadata for plan in plans)), **totals}
-
-
-def _end_time(group: Group) -> float:
-    return max((rollout.end_time or 0.0 for rollout in group.ended.values()), default=0.0)
 
 
 def check_staleness(max_staleness: int, total_steps: int) -> None:
