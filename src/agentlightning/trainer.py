@@ -52,7 +52,6 @@ from agentlightning.task import load_dataset
 from agentlightning.tracing.air import weighted_rules
 from agentlightning.tracing.otlp.exporter import OtlpExporter
 from agentlightning.training import dry_run
-from agentlightning.training.account import RunAccount
 from agentlightning.training.agent_runner import (
     check_runners,
     credentials,
@@ -64,7 +63,7 @@ from agentlightning.training.agent_runner import (
     routes_models,
     run_beside,
 )
-from agentlightning.training.callbacks import Callback, make_callbacks
+from agentlightning.training.callbacks import Callback, RunAccount, make_callbacks
 from agentlightning.training.curriculum import task_order
 from agentlightning.training.dry_run import DryRun
 from agentlightning.training.environment_providers import with_own_providers
@@ -114,9 +113,8 @@ from agentlightning.training.report.reward_curve import Curve
 from agentlightning.training.run import TrainingRun
 from agentlightning.training.sources.collector import RolloutCollector
 from agentlightning.training.sources.group_rewards import GroupRewardSource
-from agentlightning.training.sources.in_flight_limit import InFlightLimit
 from agentlightning.training.sources.reader import TrajectoryReader
-from agentlightning.training.sources.stream import RolloutStream, check_staleness
+from agentlightning.training.sources.stream import InFlightLimit, RolloutStream, check_staleness
 from agentlightning.training.starting_policy import has_random_weights, make_starting_policy, open_for_training
 from agentlightning.training.tracking import Tracking
 from agentlightning.training.trainer_settings import (

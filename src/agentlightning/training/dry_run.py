@@ -26,7 +26,7 @@ from agentlightning.runner import Runner
 from agentlightning.span import Span
 from agentlightning.task import load_dataset
 from agentlightning.training.agent_runner import run_beside
-from agentlightning.training.health.signs import LEAK_SHARE, answers_in_prompts
+from agentlightning.training.health.step_record import LEAK_SHARE, answers_in_prompts
 from agentlightning.training.measurements import run_trials
 from agentlightning.training.persistence.run_changes import Tasks, read_tasks
 from agentlightning.training.persistence.run_dir import RunDir

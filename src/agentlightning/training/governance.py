@@ -56,11 +56,17 @@ from agentlightning.runner.agents.spec import function_spec
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import load_dataset, task_key
-from agentlightning.training.account import RunAccount
-from agentlightning.training.callbacks import Callback, FinishedStep, NoState
-from agentlightning.training.health.batch import score_of
-from agentlightning.training.health.signs import STEPS_BEFORE, beyond_limits, discordance, distance, signs_of
-from agentlightning.training.health.step_record import DIMENSION, VALIDATION, StepRecord
+from agentlightning.training.callbacks import Callback, FinishedStep, NoState, RunAccount
+from agentlightning.training.health.signs import beyond_limits, signs_of
+from agentlightning.training.health.step_record import (
+    DIMENSION,
+    STEPS_BEFORE,
+    VALIDATION,
+    StepRecord,
+    discordance,
+    distance,
+    score_of,
+)
 from agentlightning.training.measurements import Measurements
 from agentlightning.training.persistence.checkpoints import Checkpoints
 from agentlightning.training.persistence.run_changes import Tasks

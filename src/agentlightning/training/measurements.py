@@ -16,7 +16,7 @@ from agentlightning.credit.rejection import Rejection, describe_reasons, rejecti
 from agentlightning.errors import RewardError
 from agentlightning.evaluation.evaluation import WITHOUT_REWARD, Evaluation, comparable_scores
 from agentlightning.rollouts import RolloutMode
-from agentlightning.training.account import RunAccount
+from agentlightning.training.callbacks import RunAccount
 from agentlightning.training.persistence.checkpoints import ResourcePublisher
 from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import RunState

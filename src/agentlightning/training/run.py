@@ -24,11 +24,9 @@ from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.evaluation.evaluation import Evaluation, gain_of
 from agentlightning.policy.base import UPDATE, UpdateOptions
 from agentlightning.resources import NamedResources, PromptTemplate, prompts_in
-from agentlightning.training.account import RunAccount
-from agentlightning.training.callbacks import Callback, FinishedStep
-from agentlightning.training.health.batch import batch_metrics
+from agentlightning.training.callbacks import Callback, FinishedStep, RunAccount
 from agentlightning.training.health.examination import closing_warnings
-from agentlightning.training.health.step_record import VALIDATION
+from agentlightning.training.health.step_record import VALIDATION, batch_metrics
 from agentlightning.training.joined_gateways import JoinedGateways
 from agentlightning.training.learner import PolicyLearner, age
 from agentlightning.training.measurements import TEMPERATURES, Measurements, run_trials

@@ -29,8 +29,7 @@ from agentlightning.config import TRACKERS, TrackingConfig, TrainConfig
 from agentlightning.errors import MissingExtraError, StoreError
 from agentlightning.evaluation.evaluation import Evaluation
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.training.account import RunAccount
-from agentlightning.training.callbacks import Callback, FinishedStep, NoState
+from agentlightning.training.callbacks import Callback, FinishedStep, NoState, RunAccount
 from agentlightning.training.measurements import Measurements
 from agentlightning.training.persistence.run_changes import leaves
 from agentlightning.training.persistence.run_dir import forget_after, write_atomically

@@ -24,7 +24,7 @@ from agentlightning.errors import AgentLightningError, PolicyError, ResumeError
 from agentlightning.policy.base import Policy
 from agentlightning.resources import LLM, NamedResources, ProxyLLM, named_resources, prompts_in
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.training.account import RunAccount
+from agentlightning.training.callbacks import RunAccount
 from agentlightning.training.learner import PolicyLearner
 from agentlightning.training.persistence.run_changes import settings_of_run
 from agentlightning.training.persistence.run_dir import (
