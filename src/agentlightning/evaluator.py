@@ -40,8 +40,7 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import load_dataset, overlaps, task_key
 from agentlightning.training.agent_runner import credentials, load_agent, make_runner, rollout_config, run_beside
 from agentlightning.training.measurements import TEMPERATURES, evaluate_tasks
-from agentlightning.training.sources.collector import EVALUATION_ADVICE, RolloutCollector
-from agentlightning.training.sources.reader import TrajectoryReader
+from agentlightning.training.sources.collector import EVALUATION_ADVICE, RolloutCollector, TrajectoryReader
 from agentlightning.util.event_loop import run_sync
 from agentlightning.util.file_lock import lock_file
 from agentlightning.util.progress import Progress

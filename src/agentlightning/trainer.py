@@ -111,9 +111,8 @@ from agentlightning.training.recorded import (
 from agentlightning.training.report.result import TrainingResult
 from agentlightning.training.report.reward_curve import Curve
 from agentlightning.training.run import TrainingRun
-from agentlightning.training.sources.collector import RolloutCollector
+from agentlightning.training.sources.collector import RolloutCollector, TrajectoryReader
 from agentlightning.training.sources.group_rewards import GroupRewardSource
-from agentlightning.training.sources.reader import TrajectoryReader
 from agentlightning.training.sources.stream import InFlightLimit, RolloutStream, check_staleness
 from agentlightning.training.starting_policy import has_random_weights, make_starting_policy, open_for_training
 from agentlightning.training.tracking import Tracking
@@ -425,7 +424,8 @@ class Trainer:
             raise
         if self._resumed_from is not None and (changes := changed_settings(self._resumed_from, self.config)):
             self._write_config(run_dir)
-            run_dir.append_changes(record_of(changes, state.step))
+            with (run_dir.path / "changes.jsonl").open("ab") as file:
+                file.write(record_of(changes, state.step))
             self.progress.note(f"changed: {describe_changes(changes)}")
 
     def _write_config(self, run_dir: RunDir) -> None:

@@ -201,7 +201,12 @@ def compare_credit(
     usable, found_out = _usable(groups, reward_weights)
     left_out = {**left_out, **found_out}
     if len(usable) < MIN_GROUPS:
-        raise DatasetError(_too_little(groups, usable, left_out))
+        counted = "".join(f", {count} {reason.replace('_', ' ')}" for reason, count in left_out.items())
+        raise DatasetError(
+            f"{len(usable)} of {len(groups)} groups have two rollouts or more with a reward{counted}; comparing credit"
+            f" rules needs at least {MIN_GROUPS} such groups: record several rollouts of the same task, each with a"
+            " reward"
+        )
     features = ScoreFeatures(usable, target_agent)
     if not features.shares:
         agents = sorted({call.agent or "" for group in usable for each in group for call in each.transitions})
@@ -265,14 +270,6 @@ def _scalar(trajectory: Trajectory, weights: Mapping[str, float] | None) -> Traj
         for call in trajectory.transitions
     )
     return replace(trajectory, reward=reward, transitions=transitions)
-
-
-def _too_little(groups: Groups, usable: Groups, left_out: Mapping[str, int]) -> str:
-    counted = "".join(f", {count} {reason.replace('_', ' ')}" for reason, count in left_out.items())
-    return (
-        f"{len(usable)} of {len(groups)} groups have two rollouts or more with a reward{counted}; comparing credit"
-        f" rules needs at least {MIN_GROUPS} such groups: record several rollouts of the same task, each with a reward"
-    )
 
 
 # -- estimates -------------------------------------------------------------------------------------------------------

@@ -68,7 +68,8 @@ def sign_flip_p_value(differences: Sequence[float]) -> float:
     found = _all_sums(scaled)
     if found is not None:
         return min(1.0, math.fsum(share for size, share in found.items() if size >= observed))
-    extreme = sum(abs(each) >= observed for each in _drawn_sums(scaled))
+    flipped = _drawn(_tables(scaled, lambda each, value: (each - value, each + value)), DRAWS)
+    extreme = sum(abs(each.real) >= observed for each in flipped)
     return (extreme + 1) / (DRAWS + 1)
 
 
@@ -115,11 +116,6 @@ def _subset_means(differences: Sequence[float]) -> Iterator[tuple[float, float]]
             yield min(means), max(means)
         else:
             yield -math.inf, math.inf
-
-
-def _drawn_sums(differences: Sequence[float]) -> Iterator[float]:
-    """Sums of randomly flipped differences."""
-    return (each.real for each in _drawn(_tables(differences, lambda each, value: (each - value, each + value)), DRAWS))
 
 
 def _drawn(tables: Sequence[Sequence[complex]], draws: int) -> Iterable[complex]:

@@ -71,6 +71,7 @@ from agentlightning.training.measurements import Measurements
 from agentlightning.training.persistence.checkpoints import Checkpoints
 from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import KeptCheckpoint, check_run, whole_lines
+from agentlightning.training.sources.transcripts import read_recordings
 from agentlightning.trajectory import Reward, Trajectory
 
 # -- health ----------------------------------------------------------------------------------------------------------
@@ -196,21 +197,20 @@ class SecondReward:
 
     async def scores(self, rollout_ids: Sequence[str]) -> dict[str, float]:
         """By rollout id. One that the function raises for, or gives no number, is left out; the first is logged."""
-        limit = asyncio.Semaphore(CONCURRENCY)
+        limit, recorded = asyncio.Semaphore(CONCURRENCY), await read_recordings(self.store, rollout_ids)
+        rollouts = await self.store.query_rollouts(rollout_id_in=rollout_ids)
 
-        async def score(rollout_id: str) -> float | None:
+        async def score(rollout: Rollout) -> float | None:
+            own = recorded[rollout.rollout_id]
+            if own.attempt is None:
+                return None
             async with limit:
-                rollout = await self.store.get_rollout_by_id(rollout_id)
-                attempt = await self.store.get_latest_attempt(rollout_id)
-                if rollout is None or attempt is None:
-                    return None
-                spans = await self.store.query_spans(rollout_id, attempt.attempt_id)
-                reward = await apply_reward(self.store, self.function, rollout, attempt, spans)
-                return scalar_reward(reward, self.weights)
+                reward = await apply_reward(self.store, self.function, rollout, own.attempt, own.spans)
+            return scalar_reward(reward, self.weights)
 
         # The boundary of the user's function: what it raises is counted as missing.
-        results = await asyncio.gather(*map(score, rollout_ids), return_exceptions=True)
-        found = dict(zip(rollout_ids, results, strict=True))
+        results = await asyncio.gather(*map(score, rollouts), return_exceptions=True)
+        found = {rollout.rollout_id: each for rollout, each in zip(rollouts, results, strict=True)}
         failures = [
             f"{key}: {type(each).__name__}: {each}" for key, each in found.items() if isinstance(each, BaseException)
         ]
@@ -357,13 +357,14 @@ class AuditRecord(Struct, frozen=True):
     """The step of the version that a rejected one was replaced by."""
 
 
+@dataclass
 class Audit(Callback[NoState]):
     """Writes the audit log of a run."""
 
+    account: RunAccount
+    checkpoints: Checkpoints
+    algorithm: str
     name = "audit"
-
-    def __init__(self, account: RunAccount, checkpoints: Checkpoints, algorithm: str) -> None:
-        self.account, self.checkpoints, self.algorithm = account, checkpoints, algorithm
 
     async def on_step(self, step: FinishedStep) -> None:
         publisher = self.checkpoints.publisher

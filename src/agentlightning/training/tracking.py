@@ -465,8 +465,10 @@ class Tracking(Callback[NoState]):
         return {kind: text for kind, text in found.items() if kind not in self.account.state.warnings}
 
     async def on_step_end(self, step: FinishedStep) -> None:
-        """The numbers of its line in metrics.jsonl."""
-        number, metrics = self.account.state.step, numbers_of(step.line)
+        """The finite numbers of its line in metrics.jsonl."""
+        number = self.account.state.step
+        values = {name: each for name, each in step.line.items() if name != "step" and isinstance(each, int | float)}
+        metrics = {name: float(value) for name, value in values.items() if math.isfinite(value)}
         self._send("log metrics", lambda tracker: tracker.log(number, metrics))
         self.account.warn(self._warnings())
 
@@ -509,15 +511,6 @@ class Tracking(Callback[NoState]):
     def _send(self, what: str, call: Callable[[Tracker], object]) -> None:
         for channel in self._channels:
             channel.send(what, call)
-
-
-def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """Its finite numbers, but for `step`."""
-    return {
-        name: float(value)
-        for name, value in line.items()
-        if name != "step" and isinstance(value, int | float) and math.isfinite(value)
-    }
 
 
 def flat_settings(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,8 +29,8 @@ from agentlightning.tracing.air import AutomaticRewards, weighted_rules
 from agentlightning.trainer import load_rule
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.run import step_line
-from agentlightning.training.sources import reader
-from agentlightning.training.sources.reader import TrajectoryReader
+from agentlightning.training.sources import collector as reader
+from agentlightning.training.sources.collector import TrajectoryReader
 from agentlightning.trajectory import Trajectory
 
 

@@ -398,11 +398,6 @@ class RunDir(Struct):
         with (self.path / "metrics.jsonl").open("ab") as file:
             file.write(orjson.dumps(dict(record), option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
 
-    def append_changes(self, line: bytes) -> None:
-        """Record what a resume changed."""
-        with (self.path / "changes.jsonl").open("ab") as file:
-            file.write(line)
-
 
 def whole_lines(path: Path) -> list[bytes]:
     """Those of a file, but for a last one that a crash cut off; none where there is no file."""

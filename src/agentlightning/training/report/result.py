@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -291,8 +291,7 @@ MOST_SHOWN: Final = 1500
 """Characters of an output or a message that are shown."""
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(FrozenStruct, frozen=True):
     """A held-out task with a reward before and after."""
 
     index: int
