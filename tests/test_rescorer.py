@@ -18,7 +18,7 @@ from agentlightning.span import Span, new_span_id
 from agentlightning.store import InMemoryLightningStore, LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.tracing.rewards import find_final_reward
-from agentlightning.training.sources.reader import TrajectoryReader
+from agentlightning.training.sources.collector import TrajectoryReader
 
 
 async def add(store: LightningStoreBase, number: int, *, reward: float | None = 0.0, status: Any = "succeeded") -> str:

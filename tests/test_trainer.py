@@ -21,9 +21,8 @@ from agentlightning.resources import LLM
 from agentlightning.rollouts import EnqueueRolloutRequest
 from agentlightning.store import InMemoryLightningStore, LightningStoreClient
 from agentlightning.testing import ScriptedEngine
-from agentlightning.trainer import Trainer
+from agentlightning.trainer import Trainer, serve_run
 from agentlightning.training.agent_runner import credentials, make_runner, queue_of
-from agentlightning.training.build import serve_run
 from agentlightning.training.persistence.checkpoints import newest_version
 from agentlightning.training.persistence.run_dir import RunDir, RunState, read_state
 from agentlightning.training.starting_policy import open_for_training

@@ -29,9 +29,8 @@ from agentlightning.engine.base import SamplingParams
 from agentlightning.models.tiny import make_tiny
 from agentlightning.policy.config import LocalPolicyConfig, OptimizerConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.training.health.batch import batch_metrics
 from agentlightning.training.health.signs import signs_of
-from agentlightning.training.health.step_record import StepRecord
+from agentlightning.training.health.step_record import StepRecord, batch_metrics
 from agentlightning.trajectory import Trajectory, Transition
 
 COLORS = ("red", "green", "blue", "white", "black", "pink", "grey", "brown")

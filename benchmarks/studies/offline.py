@@ -30,8 +30,7 @@ from agentlightning.policy.config import OptimizerConfig
 from agentlightning.server.serve import serve
 from agentlightning.store import LightningStore
 from agentlightning.training.agent_runner import credentials, load_agent, make_runner, rollout_config
-from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan
-from agentlightning.training.sources.reader import TrajectoryReader
+from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan, TrajectoryReader
 from agentlightning.util.progress import Progress
 
 TASKS, SESSIONS = 250, 8

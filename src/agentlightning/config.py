@@ -216,7 +216,7 @@ class WarmStartConfig(Section):
     """Conversations in each update."""
     shuffle: bool = True
     """False keeps the order of the file."""
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = OptimizerConfig()
     """How weights are updated."""
 
     @model_validator(mode="after")
@@ -257,7 +257,7 @@ class RunnerConfig(Section):
     """Training stops if a larger share of a step's rollouts has failed in all attempts."""
     cwd: str | None = None
     """The working directory of agents. None: the one that training was started in."""
-    env: dict[str, str] = Field(default_factory=dict[str, str])
+    env: dict[str, str] = Field(default={})
     """Environment variable -> key of the task, for agents that read their task from the environment."""
     hooks: tuple[Annotated[str, Named(HOOKS)], ...] = ()
     """Code around each attempt of a Python agent: subclasses of `agl.Hook`, as `module:Class`."""
@@ -435,36 +435,36 @@ class TrainConfig(Section):
     group_reward: str | None = None
     """`module:name` or `path/file.py:name` of a function of the rollouts of one group that returns a reward for each,
     such as an `agl.RankingJudge`. Training learns from these; evaluations use `reward`. None: training uses it too."""
-    run: RunConfig = Field(default_factory=RunConfig)
+    run: RunConfig = RunConfig()
     """The run itself."""
-    data: DataConfig = Field(default_factory=DataConfig)
+    data: DataConfig = DataConfig()
     """Where tasks come from."""
-    curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
+    curriculum: CurriculumConfig = CurriculumConfig()
     """Which tasks rollouts are run on, and how long they may be."""
-    policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    policy: PolicyConfig = PolicyConfig()
     """The model that learns."""
-    warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig)
+    warm_start: WarmStartConfig = WarmStartConfig()
     """Supervised learning first."""
-    algorithm: Annotated[AlgorithmConfig, Chosen(ALGORITHMS)] = Field(default_factory=LightningRLConfig)
+    algorithm: Annotated[AlgorithmConfig, Chosen(ALGORITHMS)] = LightningRLConfig()
     """The algorithm: type "lightning_rl" (reinforcement learning), "dpo" (preferences), "rejection" (imitates what
     succeeded), "sft" (imitates demonstrations), "apo" (prompt optimisation), "sequential" (a list of these, one after
     the other), or one of your own."""
-    prompts: dict[str, PromptTemplate] = Field(default_factory=dict[str, PromptTemplate])
+    prompts: dict[str, PromptTemplate] = Field(default={})
     """Prompt templates that the agent is given, by name: texts, or tables with `template` and `engine`."""
-    runner: RunnerConfig = Field(default_factory=RunnerConfig)
+    runner: RunnerConfig = RunnerConfig()
     """How agents are run."""
-    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    evaluation: EvaluationConfig = EvaluationConfig()
     """How the result is measured."""
     guard: RewardGuard | None = None
     """What the rewards must be like: a table with `low`, `high`, `max_missing`, `max_drift`, `agree`, `reward` ...
     None: they are not checked."""
     gate: GateConfig | None = None
     """Which versions are promoted: a table with `every`, `tasks`, `reward`, `margin`, `on_loss` ... None: all."""
-    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    tracking: TrackingConfig = TrackingConfig()
     """Experiment trackers."""
-    gateway: GatewayConfig = Field(default_factory=GatewayConfig)
+    gateway: GatewayConfig = GatewayConfig()
     """Routes of model calls to other models than the policy, and their budgets."""
-    air: dict[str, float] = Field(default_factory=dict[str, float])
+    air: dict[str, float] = Field(default={})
     """Automatic intermediate rewards: rule -> weight. Rules: tool_succeeded, tool_raised, repeated_failure,
     output_parsed, retrieved_text_used, progress, and your own as `module:function`. Empty: none."""
 

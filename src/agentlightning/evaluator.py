@@ -1,33 +1,48 @@
-"""Evaluates an agent outside a training run: builds a store, a runner and, if there is a model, a server for it."""
+"""Evaluates an agent outside a training run: builds a store, a runner and, if there is a model, a server for it.
+
+A cache keeps the rollouts in a directory, so that the same one is not run again, after a crash neither. A rollout's id
+is then a digest of the task, the number of its repetition, and what produces the reward: agent, reward function, model,
+mode, and the runner's settings that agents see. Code is known by the file it is in and by what it closes over; a change
+in a file that it imports is not seen. A failed rollout is run again.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import io
+import json
+import pickle
+import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, Literal
 
 from agentlightning.algorithms.training import Collected
 from agentlightning.config import RunnerConfig
 from agentlightning.engine.base import Engine
 from agentlightning.errors import ConfigError, DatasetError
-from agentlightning.evaluation.comparison import check_failed_as
 from agentlightning.evaluation.evaluation import Evaluation, slice_members
-from agentlightning.evaluation.intervals import check_bounds
+from agentlightning.evaluation.intervals import check_bounds, check_failed_as
 from agentlightning.policy import open as opening
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.open import require_training
 from agentlightning.resources import LLM, NamedResources, Resource, as_resources, named_resources
+from agentlightning.rollouts import PRIVATE_QUEUE
 from agentlightning.server.serve import serve
-from agentlightning.store import InMemoryLightningStore
+from agentlightning.store import InMemoryLightningStore, LightningStore
+from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import load_dataset, overlaps, task_key
 from agentlightning.training.agent_runner import credentials, load_agent, make_runner, rollout_config, run_beside
-from agentlightning.training.evaluation_cache import open_cache
 from agentlightning.training.measurements import TEMPERATURES, evaluate_tasks
-from agentlightning.training.sources.collector import EVALUATION_ADVICE, RolloutCollector
-from agentlightning.training.sources.reader import TrajectoryReader
+from agentlightning.training.sources.collector import EVALUATION_ADVICE, RolloutCollector, TrajectoryReader
 from agentlightning.util.event_loop import run_sync
+from agentlightning.util.file_lock import lock_file
 from agentlightning.util.progress import Progress
 
 
@@ -101,8 +116,10 @@ def evaluate(
             f"runner.max_calls={config.max_calls} limits the answers of a model that is evaluated, and there is none:"
             " give model, or leave it out"
         )
-    job = _Job(agent, tasks, model, reward, mode, reward_weights, repeats, cache, config, as_resources(resources or {}))
-    measured = run_sync(_evaluate(job, progress or Progress(enabled=False)))
+    given = as_resources(resources or {})
+    progress = progress or Progress(enabled=False)
+    measuring = _evaluate(agent, tasks, model, reward, mode, reward_weights, repeats, cache, config, given, progress)
+    measured = run_sync(measuring)
     result = replace(measured, failed_as=failed, bounds=bounds, tasks=keys, members=members)
     _ = result.mean
     return result if before is None else replace(result, comparison=result.compare(before))
@@ -110,20 +127,6 @@ def evaluate(
 
 SEEN_BY_AGENTS = {"env", "hide", "cwd", "timeout_seconds", "fresh_process", "max_calls"}
 """Settings of the runner that tell cached rollouts apart."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    agent: Any
-    tasks: Sequence[Any]
-    model: str | Path | None
-    reward: Any | None
-    mode: str
-    reward_weights: Mapping[str, float] | None
-    repeats: int
-    cache: str | Path | None
-    config: RunnerConfig
-    resources: NamedResources
 
 
 def _check_unseen(tasks: Sequence[Any], trained_on: str | Path | Sequence[Any] | None) -> None:
@@ -144,8 +147,20 @@ def _previous(compare: Evaluation | str | Path | None, keys: Sequence[str]) -> E
     return before
 
 
-async def _evaluate(job: _Job, progress: Progress) -> Evaluation:
-    config, model = job.config, job.model
+async def _evaluate(
+    agent: Any,
+    tasks: Sequence[Any],
+    model: str | Path | None,
+    reward: Any | None,
+    mode: str,
+    reward_weights: Mapping[str, float] | None,
+    repeats: int,
+    directory: str | Path | None,
+    config: RunnerConfig,
+    resources: NamedResources,
+    progress: Progress,
+) -> Evaluation:
+    """`directory`: that of the cache."""
     token, secret = credentials()
     if model is not None:
         require_training()
@@ -153,21 +168,21 @@ async def _evaluate(job: _Job, progress: Progress) -> Evaluation:
         stack.enter_context(progress)
         store, cache, ids = InMemoryLightningStore(), None, None
         stack.push_async_callback(store.close)
-        if job.cache is not None:
+        if directory is not None:
             seen = config.model_dump(mode="json", include=SEEN_BY_AGENTS)
-            known = named_resources.dump_python(job.resources, mode="json")
-            cache = open_cache(Path(job.cache), stack, job.agent, job.reward, model, job.mode, seen, known)
-            store, ids = cache.store, cache.rollout_ids(job.tasks, job.repeats)
+            known = named_resources.dump_python(resources, mode="json")
+            cache = _open_cache(Path(directory), stack, agent, reward, model, mode, seen, known)
+            store, ids = cache.store, cache.rollout_ids(tasks, repeats)
         queue, redirect = None if cache is None else cache.queue, model is not None
-        runner = make_runner(config, store, job.agent, job.reward, secret, redirect=redirect, queue=queue)
+        runner = make_runner(config, store, agent, reward, secret, redirect=redirect, queue=queue)
         listener = await load_agent(runner, stack, policy=model is not None)
         engines = None if model is None else await _open_engines(str(model), stack)
         server = await stack.enter_async_context(serve(store, engines, secret=secret, token=token, listener=listener))
-        resources = dict(job.resources)
         if engines is not None:
-            sampling = {"temperature": TEMPERATURES[job.mode]}
+            sampling = {"temperature": TEMPERATURES[mode]}
             given: Any = {"sampling_parameters": sampling, "max_calls": config.max_calls}
-            resources["llm"] = LLM(endpoint=server.url, model=PolicyConfig().name, **given)
+            llm = LLM(endpoint=server.url, model=PolicyConfig().name, **given)
+            resources = {**resources, "llm": llm}
         if cache is None:
             resources_id = (await store.add_resources(resources)).resources_id
         else:
@@ -175,7 +190,7 @@ async def _evaluate(job: _Job, progress: Progress) -> Evaluation:
         done = set[str]() if cache is None else await cache.begin()
         await runner.start(server.url)
         stack.push_async_callback(runner.stop)
-        progress.phase("evaluating", len(job.tasks) * job.repeats)
+        progress.phase("evaluating", len(tasks) * repeats)
         collector = RolloutCollector(
             TrajectoryReader(store),
             rollout_config(config),
@@ -185,12 +200,12 @@ async def _evaluate(job: _Job, progress: Progress) -> Evaluation:
         )
         work = evaluate_tasks(
             collector,
-            job.tasks,
+            tasks,
             name="evaluation",
             resources_id=resources_id,
-            repeats=job.repeats,
+            repeats=repeats,
             rollout_ids=ids,
-            reward_weights=job.reward_weights,
+            reward_weights=reward_weights,
             require_reward=True,
             on_progress=progress.update,
             on_collected=lambda collected: _note_first(collector, collected, progress),
@@ -212,3 +227,140 @@ async def _open_engines(model: str, stack: AsyncExitStack) -> dict[str, Engine]:
     policy = await opening.open_policy(opening.policy_config(PolicyConfig(), directory))
     stack.push_async_callback(policy.close)
     return {policy.model: policy}
+
+
+# -- cache -------------------------------------------------------------------------------------------------------------
+
+DIGITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    """The part of a cache for one combination of agent, reward, model and settings."""
+
+    store: LightningStoreBase
+    settings: str
+    """Digest of what produces rewards, beside the task."""
+
+    @property
+    def queue(self) -> str:
+        """Only rollouts of these settings, so that no other agent runs what an interrupted evaluation left."""
+        return f"{PRIVATE_QUEUE}eval-{self.settings}"
+
+    @property
+    def resources_id(self) -> str:
+        return f"eval-{self.settings}"
+
+    def rollout_ids(self, tasks: Sequence[Any], repeats: int) -> list[str]:
+        """An id for each rollout, task by task. Tasks of equal content are further repetitions."""
+        seen: Counter[str] = Counter()
+        ids: list[str] = []
+        for key in map(task_key, tasks):
+            for _ in range(repeats):
+                ids.append(f"eval-{_digest([self.settings, key, seen[key]])}")
+                seen[key] += 1
+        return ids
+
+    async def begin(self) -> set[str]:
+        """Cancel what an interrupted evaluation left waiting, to be queued again where it is asked for. Returns the
+        ids of the rollouts that have succeeded already."""
+        left = await self.store.query_rollouts(
+            status_in=["queuing", "requeuing", "preparing", "running"], queue_in=[self.queue]
+        )
+        for rollout in left:
+            await self.store.cancel_rollout(rollout.rollout_id)
+        done = await self.store.query_rollouts(status_in=["succeeded"], queue_in=[self.queue])
+        return {rollout.rollout_id for rollout in done}
+
+
+def _open_cache(
+    directory: Path, stack: AsyncExitStack, agent: Any, reward: Any, model: str | Path | None, *settings: Any
+) -> _Cache:
+    """Open the cache in a directory; `settings`: what else tells results apart, as JSON values. Raises ConfigError
+    where another process uses it, or nothing can be written."""
+    files = None if model is None else _files(Path(model))
+    known = _digest([_identity(agent), _identity(reward), files, *settings])
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = stack.enter_context((directory / "lock").open("w"))
+    except OSError as error:
+        raise ConfigError(f"cache={str(directory)!r} cannot be written: {error}") from error
+    if not lock_file(lock.fileno()):
+        raise ConfigError(f"another evaluation uses cache={str(directory)!r}; wait for it, or use another directory")
+    store = LightningStore(directory / "store.db")
+    stack.push_async_callback(store.close)
+    return _Cache(store, known)
+
+
+def _identity(part: Any) -> Any:
+    """What tells an agent or a reward function from another, as JSON. Raises ConfigError where that cannot be told."""
+    if isinstance(part, str):
+        return _named(part)
+    described = io.BytesIO()
+    try:
+        _Describer(described).dump(part)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise ConfigError(
+            f"the cache cannot tell this {type(part).__name__} from another ({error}); give the agent and the reward as"
+            " module:name, or leave out cache"
+        ) from error
+    return hashlib.sha256(described.getvalue()).hexdigest()[:DIGITS]
+
+
+class _Describer(pickle.Pickler):
+    """Writes an object with its state, functions with their code and what they close over, and where classes are."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, FunctionType):
+            cells = [cell.cell_contents for cell in obj.__closure__ or ()]
+            parts = [_source(obj), _code(obj.__code__), cells, obj.__defaults__, obj.__kwdefaults__]
+        elif isinstance(obj, ModuleType):
+            parts = obj.__name__
+        elif inspect.isclass(obj) and obj.__module__ != "builtins":
+            parts = _source(obj)
+        else:
+            return NotImplemented
+        return object, (), parts  # Nobody reads it back: what counts are the parts.
+
+
+def _named(spec: str) -> Any:
+    """A name or a command, with the digests of the files in it."""
+    module = spec.partition(":")[0]
+    files = [Path(module), *map(Path, shlex.split(spec))]
+    if module.isidentifier() or all(map(str.isidentifier, module.split("."))):
+        try:
+            found = find_spec(module)
+        except (ImportError, ValueError):
+            found = None
+        if found is not None and found.origin is not None:
+            files.append(Path(found.origin))
+    return [spec, sorted({_file(path) for path in files if path.is_file()})]
+
+
+def _source(value: Any) -> Any:
+    """The name of a function or a class, and the digest of its file where it has one."""
+    name = [getattr(value, "__module__", None), value.__qualname__]
+    try:
+        return [*name, _file(Path(inspect.getfile(value)))]
+    except (TypeError, OSError):
+        return name
+
+
+def _code(code: CodeType) -> Any:
+    constants = [_code(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+    return [code.co_code.hex(), constants, code.co_names]
+
+
+def _file(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:DIGITS]
+
+
+def _files(directory: Path) -> Any:
+    """The names, sizes and times of a model's files: their content may be many gigabytes."""
+    found = sorted(path for path in directory.rglob("*") if path.is_file())
+    stats = [(str(path.relative_to(directory)), path.stat()) for path in found]
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:DIGITS]

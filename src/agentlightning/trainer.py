@@ -11,9 +11,12 @@ algorithm that learns no weights is run without a policy, and without torch.
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import os
 import secrets
 import shutil
+import socket
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -24,20 +27,31 @@ from typing import Any
 
 from agentlightning.algorithms.base import Algorithm, make_algorithm
 from agentlightning.algorithms.recorded.plan import MethodSetting
+from agentlightning.assemble.model_calls import NO_LIMITS, TokenLimits
+from agentlightning.attempt_variables import OTLP_ENDPOINTS
 from agentlightning.compat.algorithm import Baseline, with_adapter
 from agentlightning.compat.runner import Hook, check_tracer, with_hooks
 from agentlightning.config import DataConfig, TrainConfig
 from agentlightning.dashboard.app import PATH as DASHBOARD
 from agentlightning.dashboard.app import dashboard_routes
 from agentlightning.dashboard.data.run_data import dashboard_of_run
+from agentlightning.engine.base import Engine
 from agentlightning.errors import ConfigError, ResumeError
-from agentlightning.policy.open import follow_trainer, require_training
-from agentlightning.resources import NamedResources, Resource, as_resources
+from agentlightning.policy.base import Policy, capabilities_of
+from agentlightning.policy.open import follow_trainer, open_models, require_training
+from agentlightning.resources import NamedResources, Resource, as_resources, prompts_in
 from agentlightning.runner import Runner
+from agentlightning.runner.agents.loading import load_object
+from agentlightning.runner.agents.spec import function_spec
+from agentlightning.server.app import Server, is_loopback
+from agentlightning.server.serve import serve
+from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.instrumented import instrument
 from agentlightning.task import load_dataset
+from agentlightning.tracing.air import weighted_rules
+from agentlightning.tracing.otlp.exporter import OtlpExporter
 from agentlightning.training import dry_run
-from agentlightning.training.account import RunAccount
 from agentlightning.training.agent_runner import (
     check_runners,
     credentials,
@@ -45,16 +59,25 @@ from agentlightning.training.agent_runner import (
     make_runner,
     queue_of,
     report_missing_runners,
+    rollout_config,
     routes_models,
     run_beside,
 )
-from agentlightning.training.build import make_collector, make_training_run, open_store, serve_run
-from agentlightning.training.callbacks import Callback, make_callbacks
+from agentlightning.training.callbacks import Callback, RunAccount, make_callbacks
+from agentlightning.training.curriculum import task_order
 from agentlightning.training.dry_run import DryRun
 from agentlightning.training.environment_providers import with_own_providers
+from agentlightning.training.governance import Audit, Gate, Guard, Health
 from agentlightning.training.health.examination import starting_warnings
 from agentlightning.training.joined_gateways import JoinedGateways, check_free, check_gateways, joined_url
-from agentlightning.training.persistence.checkpoints import load_weights, read_resources
+from agentlightning.training.learner import PolicyLearner
+from agentlightning.training.measurements import Measurements
+from agentlightning.training.persistence.checkpoints import (
+    Checkpoints,
+    ResourcePublisher,
+    load_weights,
+    read_resources,
+)
 from agentlightning.training.persistence.run_changes import (
     Tasks,
     changed_settings,
@@ -74,6 +97,7 @@ from agentlightning.training.persistence.run_changes import (
     write_tasks,
 )
 from agentlightning.training.persistence.run_dir import RunDir, RunState, read_state, write_atomically
+from agentlightning.training.persistence.token_ratios import TokenRatios
 from agentlightning.training.recorded import (
     NothingArrived,
     RecordedSource,
@@ -85,8 +109,13 @@ from agentlightning.training.recorded import (
     wired_settings,
 )
 from agentlightning.training.report.result import TrainingResult
+from agentlightning.training.report.reward_curve import Curve
 from agentlightning.training.run import TrainingRun
+from agentlightning.training.sources.collector import RolloutCollector, TrajectoryReader
+from agentlightning.training.sources.group_rewards import GroupRewardSource
+from agentlightning.training.sources.stream import InFlightLimit, RolloutStream, check_staleness
 from agentlightning.training.starting_policy import has_random_weights, make_starting_policy, open_for_training
+from agentlightning.training.tracking import Tracking
 from agentlightning.training.trainer_settings import (
     algorithm_of_run,
     algorithm_to_record,
@@ -99,7 +128,7 @@ from agentlightning.training.trainer_settings import (
 )
 from agentlightning.training.watch import watch_rollouts
 from agentlightning.util.event_loop import in_background, run_sync
-from agentlightning.util.plugins import calls_of
+from agentlightning.util.plugins import calls_of, load_plugin
 from agentlightning.util.progress import Progress
 from agentlightning.util.settings import dump_toml, settings_from
 
@@ -157,7 +186,7 @@ class Trainer:
         """The changes."""
 
     def __repr__(self) -> str:
-        algorithm = self.algorithm.name if self.algorithm is not None else self.config.algorithm.type
+        algorithm = self.config.algorithm.type if self.algorithm is None else self.algorithm.name
         model = self.config.policy.model
         return f"Trainer(algorithm={algorithm!r}, model={model!r}, run_dir={str(self.run_dir)!r})"
 
@@ -237,14 +266,11 @@ class Trainer:
             return run_sync(other._rehearse(agent, datasets, self.config))
 
     async def _rehearse(self, agent: Any, datasets: dry_run.Datasets, config: TrainConfig) -> DryRun:
-        self._name_objects(agent)
-        agent = agent if agent is not None else self.config.agent
+        agent = self._named_or_given(agent)
         run_dir, state, tasks = self._open(agent, *datasets, recorded=False)
         try:
-            algorithm = self.algorithm or make_algorithm(self.config.algorithm)
-            agent = self._agent_of(agent, state)
-            wired = partial(self._wired, agent, algorithm, run_dir, state, tasks)
-            return await dry_run.dry_run(config, algorithm, tasks, wired)
+            wired = partial(self._wired, self._agent_of(agent, state), self._chosen, run_dir, state, tasks)
+            return await dry_run.dry_run(config, self._chosen, tasks, wired)
         finally:
             run_dir.close()
 
@@ -261,14 +287,12 @@ class Trainer:
 
     async def _run(self, agent: Any, *datasets: Any, recorded: bool) -> TrainingResult:
         """A run, new or resumed: of an agent, or on `recorded` data, where an agent only measures."""
-        chosen = self.algorithm or make_algorithm(self.config.algorithm)
         if not recorded:
-            check_live(chosen, self.config)
-        if chosen.learns_weights:
+            check_live(self._chosen, self.config)
+        if self._chosen.learns_weights:
             require_training()
             follow_trainer(self.config.policy)
-        self._name_objects(agent)
-        agent = agent if agent is not None else self.config.agent
+        agent = self._named_or_given(agent)
         with self.progress:
             run_dir, state, tasks = self._open(agent, *datasets, recorded=recorded)
             try:
@@ -278,17 +302,16 @@ class Trainer:
                         changed_rewards = self._changes_rewards(agent)
                         if changed_rewards:
                             state.forget_measurements()
-                        config, source = self.config, None
+                        source = None
                         if recorded:
-                            check_recorded(algorithm, config, agent, tasks.held_out)
-                            store = sessions_of(algorithm, self.store)
-                            opening = open_recorded(config, algorithm, store, run_dir, state, self.progress, stack)
-                            self.config, source = await opening
+                            check_recorded(algorithm, self.config, agent, tasks.held_out)
+                            store, parts = sessions_of(algorithm, self.store), (run_dir, state, self.progress, stack)
+                            self.config, source = await open_recorded(self.config, algorithm, store, *parts)
                             write_tasks(run_dir, tasks)
                             self._write_config(run_dir)
-                            algorithm, config = source.plan.algorithm, wired_settings(self.config, agent)
+                            algorithm = source.plan.algorithm
                         agent = self._agent_of(agent, state, recorded=recorded)
-                        wired = self._wired(agent, algorithm, run_dir, state, tasks, config, source)
+                        wired = self._wired(agent, algorithm, run_dir, state, tasks, source)
                         runner, run = await stack.enter_async_context(wired)
                         run_dir.write_state(state)
                         if changed_rewards:
@@ -341,7 +364,7 @@ class Trainer:
             raise ConfigError(f"{', '.join(extra)}: for recorded sessions only; leave out the agent, or these")
         trainer = copy.copy(self)
         if learning:
-            made = (self.algorithm or make_algorithm(self.config.algorithm)).with_settings(learning, "given to train")
+            made = self._chosen.with_settings(learning, "given to train")
             trainer.algorithm = None if self.algorithm is None else made
             trainer.config = with_arguments(trainer.config, made)
         own = settings_from(DataConfig, data, base=trainer.config.data, source="given to train")
@@ -361,10 +384,16 @@ class Trainer:
             return read_state(self.run_dir).recorded is not None
         return self.config.is_recorded
 
-    def _name_objects(self, agent: Any) -> None:
-        """Treat an agent or a reward that is given as a name as a setting."""
+    @property
+    def _chosen(self) -> Algorithm[Any]:
+        """The algorithm object, else the one that the settings name."""
+        return self.algorithm or make_algorithm(self.config.algorithm)
+
+    def _named_or_given(self, agent: Any) -> Any:
+        """The agent, by default that of the settings. An agent or a reward that is given as a name becomes one."""
         named = {"agent": agent, "reward": self.reward}
         self.config = self.config.model_copy(update={key: name for key, name in named.items() if isinstance(name, str)})
+        return agent if agent is not None else self.config.agent
 
     def _changes_rewards(self, agent: Any) -> bool:
         """Whether a resumed run has a changed agent, reward or reward weights. An object that replaces an object is
@@ -395,7 +424,8 @@ class Trainer:
             raise
         if self._resumed_from is not None and (changes := changed_settings(self._resumed_from, self.config)):
             self._write_config(run_dir)
-            run_dir.append_changes(record_of(changes, state.step))
+            with (run_dir.path / "changes.jsonl").open("ab") as file:
+                file.write(record_of(changes, state.step))
             self.progress.note(f"changed: {describe_changes(changes)}")
 
     def _write_config(self, run_dir: RunDir) -> None:
@@ -409,9 +439,8 @@ class Trainer:
     ) -> tuple[RunDir, RunState, Tasks]:
         """The run directory: new, resumed, or one whose result a further run on recorded data begins with. Raises
         ConfigError, DatasetError and ResumeError."""
-        algorithm = self.algorithm or make_algorithm(self.config.algorithm)
         if not recorded:
-            check_gateways(self.config, self.store, algorithm)
+            check_gateways(self.config, self.store, self._chosen)
         if self._resumed_from is not None and self._trained is None:
             if any(part is not None for part in (train, validation, held_out)):
                 raise ConfigError(f"{self.run_dir} keeps its own tasks; resume it without datasets")
@@ -432,7 +461,7 @@ class Trainer:
         if recorded:
             own = held_out if held_out is not None else self.config.data.held_out
             tasks = Tasks([], held_out=[] if own is None else load_dataset(own))
-            data, store = recorded_data(algorithm, is_object=self.algorithm is not None), None
+            data, store = recorded_data(self._chosen, is_object=self.algorithm is not None), None
         else:
             tasks, data, store = load_tasks(self.config, train, validation, held_out), None, self.store
         parts = {"agent": agent, "reward": self.reward, "store": store, "callbacks": self.callbacks or None}
@@ -506,12 +535,11 @@ class Trainer:
         run_dir: RunDir,
         state: RunState,
         tasks: Tasks,
-        config: TrainConfig | None = None,
         recorded: RecordedSource | None = None,
     ) -> AsyncGenerator[tuple[Runner | None, TrainingRun]]:
         """The run and its runner: of `agent`, which in a run on `recorded` data only measures, and may be missing. Such
         a run keeps rollouts in a store of its own."""
-        config, since = config or self.config, time.monotonic()
+        since, config = time.monotonic(), self.config if recorded is None else wired_settings(self.config, agent)
         given_store, state.learns_weights = self.store if recorded is None else None, algorithm.learns_weights
         if not algorithm.learns_weights:
             config = with_own_providers(config, self.progress.note)
@@ -529,22 +557,19 @@ class Trainer:
                 runner = make_runner(
                     config.runner, store, agent, self.reward, secret, redirect=redirect, queue=queue, log=log
                 )
-            place: Any = {"host": config.run.host, "port": config.run.port, "url": joined_url(config)}
-            listener, policy = await load_agent(runner, stack, policy=algorithm.learns_weights, **place), None
+            host, port, url = config.run.host, config.run.port, joined_url(config)
+            listener = await load_agent(runner, stack, host, port, policy=algorithm.learns_weights, url=url)
+            policy = joined = None
             if algorithm.learns_weights:
                 await make_starting_policy(config, run_dir, tasks, self.progress)
                 check = partial(check_free, config, given_store, state.run_id)
                 policy = await open_for_training(config, algorithm, run_dir, state, store, self.progress, check)
                 stack.push_async_callback(policy.close)
-            data = dashboard_of_run(run_dir.path, store)
-            stack.push_async_callback(data.close)
-            pages = dashboard_routes(data, token)
-            joined = None
             if config.run.gateways:
                 opening = JoinedGateways.open(config, given_store, policy, state.run_id, self.progress.note)
                 joined = await stack.enter_async_context(opening)
             own = None if joined else policy
-            server = await serve_run(config, store, own, run_dir, stack, secret, token, listener, pages)
+            server = await serve_run(config, store, own, run_dir, stack, secret, token, listener)
             self.progress.note(f"dashboard: {server.url}{DASHBOARD}#token={token}")
             collector = make_collector(config, store, policy, queue)
             account = RunAccount(run_dir, state, collector, self.progress, since=since)
@@ -553,7 +578,7 @@ class Trainer:
                 timeout, own_store = config.runner.timeout_seconds, run_dir.store_path.exists()
                 watching = watch_rollouts(store, state.run_id, self.progress, timeout, own_store=own_store)
                 await stack.enter_async_context(in_background(watching))
-            url = joined_url(config) or config.run.public_url or server.url
+            url = url or config.run.public_url or server.url
             await collector.move(state.run_id, url)
             if runner is None and runs_agent:
                 waiting = report_missing_runners(given_store or store, state.run_id, self.progress.note)
@@ -574,3 +599,218 @@ class Trainer:
 def given(**arguments: Any) -> dict[str, Any]:
     """Those that are not None."""
     return {name: each for name, each in arguments.items() if each is not None}
+
+
+# -- parts of a run ----------------------------------------------------------------------------------------------------
+
+
+async def open_store(given: LightningStoreBase | None, run_dir: RunDir, stack: AsyncExitStack) -> LightningStoreBase:
+    """The given store, or the run's own. Its spans also go where OpenTelemetry's environment variables say."""
+    store = given
+    if store is None:
+        store = LightningStore(run_dir.store_path)
+        stack.push_async_callback(store.close)
+    endpoint = next(filter(None, map(os.environ.get, OTLP_ENDPOINTS)), None)
+    if endpoint is not None:
+        exporter = OtlpExporter(endpoint)
+        stack.push_async_callback(asyncio.to_thread, exporter.close)
+        store = instrument(store, [exporter])
+    return store
+
+
+async def serve_run(
+    config: TrainConfig,
+    store: LightningStoreBase,
+    policy: Engine | None,
+    run_dir: RunDir,
+    stack: AsyncExitStack,
+    secret: str,
+    token: str,
+    listener: socket.socket | None = None,
+) -> Server:
+    """The server of a run and its dashboard, until the stack is closed. The policy answers all calls that no route
+    sends elsewhere."""
+    data = dashboard_of_run(run_dir.path, store)
+    stack.push_async_callback(data.close)
+    engines: dict[str, Engine] = {} if policy is None else {policy.model: policy}
+    engines |= await open_models(config.gateway.models, stack, run_dir.path)
+    serving = serve(
+        store,
+        engines if policy is not None or routes_models(config) else None,
+        secret=secret,
+        token=token,
+        routing=config.gateway,
+        accept_any_model=policy is not None,
+        require_key=not is_loopback(config.run.host),
+        budget_file=run_dir.path / "spent",
+        host=config.run.host,
+        listener=listener,
+        pages=dashboard_routes(data, token),
+    )
+    return await stack.enter_async_context(serving)
+
+
+def make_collector(
+    config: TrainConfig, store: LightningStoreBase, policy: Policy | None, queue: str | None
+) -> RolloutCollector:
+    limits, model = NO_LIMITS, None
+    if policy is not None:
+        limits = TokenLimits(policy.vocab_size, policy.context_length)
+        model = policy.model
+    return RolloutCollector(
+        TrajectoryReader(
+            store,
+            model,
+            limits,
+            weighted_rules(config.air, load_rule),
+            turn_limit_reward=config.curriculum.turns and config.curriculum.turns.reward,
+        ),
+        rollout_config(config.runner),
+        queue=queue,
+        max_failed_share=config.runner.max_failed_share,
+    )
+
+
+def load_rule(name: str) -> Any:
+    """The function of an AIR rule that is given by name. Raises AgentError."""
+    return load_object(function_spec(name, "AIR rule"), "AIR rule")
+
+
+async def make_training_run(
+    config: TrainConfig,
+    algorithm: Algorithm[Any],
+    account: RunAccount,
+    tasks: Tasks,
+    policy: Policy | None,
+    server: Server,
+    resources: NamedResources,
+    url: str,
+    joined: JoinedGateways | None = None,
+    recorded: RecordedSource | None = None,
+    callbacks: Sequence[Callback[Any]] = (),
+) -> TrainingRun:
+    """The run, with the resources of its last checkpoint unless the starting policy is still to be measured. Its calls
+    go to `url`: the gateway of `server`, or one that was joined. It learns from what was `recorded`, else from
+    rollouts. `callbacks`: those of others."""
+    state, collector, weights = account.state, account.collector, algorithm.reward_weights
+    publisher = ResourcePublisher(collector.store, url, policy, resources, config.runner.max_calls)
+    if not state.measures_start(config.evaluation.modes):
+        publisher.publish(read_resources(account.run_dir.path, state.checkpoint))
+    learner = None if policy is None else make_learner(server, policy, config, account, joined)
+    checkpoints = Checkpoints(account, config.run, learner, publisher, algorithm)
+    checkpoints.restore_algorithm(state.checkpoint)
+    measurements = Measurements(
+        account, publisher, tasks, config.evaluation, weights, validates=not algorithm.selects_result
+    )
+    stream = None if recorded else make_source(config, account, tasks, publisher, learner, algorithm)
+    source: Any = recorded or stream
+    if config.group_reward is not None:
+        judge = load_object(function_spec(config.group_reward, "group reward"), "group reward")
+        source = GroupRewardSource(source, judge, collector.store)
+    run = TrainingRun(
+        account,
+        source,
+        learner,
+        measurements,
+        checkpoints,
+        total_steps=state.first_step + algorithm.total_steps if recorded else algorithm.total_steps,
+        seed=config.run.seed,
+        recorded=recorded,
+        start_prompts=prompts_in(resources),
+        stream=stream,
+        uses_providers=bool(config.gateway.providers),
+        joined=joined,
+    )
+    account.add(Curve(account.run_dir, required=learner is not None))
+    account.add(await asyncio.to_thread(Tracking, config, account, measurements))
+    if config.guard is not None:
+        account.add(Guard(config.guard, account, weights))
+    if config.run.token_ratios and learner is not None:
+        account.add(TokenRatios(account, learner))
+    account.add(audit := Audit(account, checkpoints, algorithm.name))
+    account.add(health := Health(config.run, account, checkpoints, judges=recorded is None))
+    if config.gate is not None:
+        account.add(Gate(config.gate, account, checkpoints, audit, health, measurements))
+    for callback in callbacks:
+        callback.run = run
+        account.add(callback)
+    return run
+
+
+def make_learner(
+    server: Server,
+    policy: Policy,
+    config: TrainConfig,
+    account: RunAccount,
+    joined: JoinedGateways | None,
+) -> PolicyLearner:
+    if joined is not None:
+        updating = joined.updating
+    else:
+        assert server.gateway is not None
+        updating = partial(
+            server.gateway.gates.of(policy).update,
+            in_flight=config.policy.in_flight,
+            drain_seconds=config.policy.drain_seconds,
+            can_go_on=capabilities_of(policy).in_flight,
+        )
+    published, folder = config.policy.weights, account.run_dir.path / "weights"
+    return PolicyLearner(
+        policy,
+        updating,
+        config.policy.token_budget,
+        resumes=account.state.resumes,
+        weights=None if published.url is None else load_plugin("publishers", "weights")(policy, published, folder),
+    )
+
+
+def make_source(
+    config: TrainConfig,
+    account: RunAccount,
+    tasks: Tasks,
+    publisher: ResourcePublisher,
+    learner: PolicyLearner | None,
+    algorithm: Algorithm[Any],
+) -> RolloutStream:
+    """The stream of rollouts; with `max_staleness` 0, each step waits for its own. Raises ConfigError for a
+    `max_staleness` or a curriculum that cannot be."""
+    check_staleness(config.run.max_staleness, algorithm.total_steps)
+    algorithm.check_staleness(config.run.max_staleness)
+    if learner is None:
+        check_calls_of_policy(config)
+    return RolloutStream(
+        account.collector,
+        tasks.train,
+        account.state,
+        publisher.write,
+        seed=config.run.seed,
+        policy_version=lambda: 0 if learner is None else learner.policy_version,
+        versions=lambda: {} if learner is None else learner.versions,
+        max_staleness=config.run.max_staleness,
+        total_steps=algorithm.total_steps,
+        order=task_order(config.curriculum, len(tasks.train), config.run.seed, account.state.curriculum),
+        reward_weights=algorithm.reward_weights,
+        turn_limit=config.curriculum.turns,
+        branching=config.curriculum.branching,
+        limit=InFlightLimit()
+        if learner is None or not config.runner.limit_by_load
+        else InFlightLimit(learner.policy.kv_cache_usage),
+        on_progress=lambda done, total: account.progress.update(account.state.stage_step, rollouts=f"{done}/{total}"),
+        note=account.progress.note,
+    )
+
+
+def check_calls_of_policy(config: TrainConfig) -> None:
+    """Raises ConfigError for settings on the calls of a policy, for a run without one."""
+    settings = {
+        "curriculum.turns": config.curriculum.turns,
+        "curriculum.branching": config.curriculum.branching,
+        "runner.max_calls": config.runner.max_calls,
+        "run.token_ratios": config.run.token_ratios or None,
+    }
+    for name, setting in settings.items():
+        if setting is not None:
+            raise ConfigError(
+                f"{name} needs a policy, whose answers are counted and have log-probabilities; this run trains no"
+                " model: leave it out"
+            )

@@ -20,7 +20,7 @@ from agentlightning.dashboard.data.catalog import Catalog
 from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.store import LightningStore
 from agentlightning.store.types import RolloutRecord
-from agentlightning.training.sources.reader import TrajectoryReader
+from agentlightning.training.sources.collector import TrajectoryReader
 
 pytestmark = pytest.mark.integration
 

@@ -12,7 +12,7 @@ from tests.support.model_server import ScriptedModelServer
 import agentlightning as agl
 from agentlightning.config import EvaluationConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.policy.config import PolicyConfig
-from agentlightning.training.sources import in_flight_limit
+from agentlightning.training.sources import stream as in_flight_limit
 
 from .conftest import AGL, Job
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentlightning.errors import ConfigError, RewardError
-from agentlightning.evaluation.comparison import compare_tasks
-from agentlightning.evaluation.intervals import mean_interval, paired_gain, student_quantile
+from agentlightning.evaluation.intervals import compare_tasks, mean_interval, paired_gain, student_quantile
 
 Draw = Callable[[random.Random], float]
 

@@ -220,7 +220,7 @@ def _write_files(run: MadeUpRun, path: Path, vocabulary: Vocabulary) -> None:
     _lines(path / "metrics.jsonl", run.metrics)
     for each in sign_history(read_records(path / "metrics.jsonl")[0]):
         run.state.warnings[each.sign.name] = f"step {each.since}: {each.sign.what}"
-    (path / "state.json").write_bytes(orjson.dumps(asdict(run.state)))
+    (path / "state.json").write_bytes(msgspec.json.encode(run.state))
     _lines(path / AUDIT_FILE, [msgspec.to_builtins(each) for each in run.audit])
     for step, ratios in run.ratios.items():
         write_ratios(path, step, ratios)

@@ -25,7 +25,7 @@ from agentlightning.models.tiny import make_tiny
 from agentlightning.store import LightningStore
 from agentlightning.task import load_dataset
 from agentlightning.trainer import Trainer
-from agentlightning.training.sources.reader import TrajectoryReader, find_groups
+from agentlightning.training.sources.collector import TrajectoryReader, find_groups
 from agentlightning.trajectory import Trajectory
 from agentlightning.util.progress import Progress
 from agentlightning.util.settings import settings_from

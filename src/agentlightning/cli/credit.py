@@ -71,7 +71,7 @@ async def _read(store: str | None, groups: int, mode: Mode) -> tuple[list[list[T
     from agentlightning.credit import group_trajectories
     from agentlightning.credit.rejection import count_reasons
     from agentlightning.errors import DatasetError
-    from agentlightning.training.sources.reader import TrajectoryReader, find_groups
+    from agentlightning.training.sources.collector import TrajectoryReader, find_groups
 
     async with open_named(store, None, None) as opened:
         found = await find_groups(opened, None if mode is None else [mode])

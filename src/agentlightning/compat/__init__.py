@@ -40,8 +40,7 @@ MOVED = {
         "StoreError StoreFullError StoreLostError StoreServerError StoreVersionError TrainingStopped "
         "UnfaithfulSampleError UnknownTokensError"
     ),
-    "evaluation.comparison": "Comparison",
-    "evaluation.intervals": "Gain",
+    "evaluation.intervals": "Comparison Gain",
     "evaluation.sequential": "NullTest PairedSequentialTest",
     "hierarchy": "LevelStep",
     "policy.base": "Capabilities Policy UpdateOptions",

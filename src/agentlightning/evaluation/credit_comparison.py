@@ -21,8 +21,8 @@ where rewards do: `agreement` is the cosine of E g with that of plain group-rela
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -30,9 +30,11 @@ from agentlightning.assemble import scalar_reward
 from agentlightning.credit import CreditRule, credit_rule, is_target
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.base import Credit, CreditContext
-from agentlightning.credit.rejection import MISSING_REWARD, Rejection, count_reasons, rejection
-from agentlightning.errors import AgentLightningError, DatasetError, RewardError
+from agentlightning.credit.rejection import Rejection, count_reasons, rejection
+from agentlightning.errors import AgentLightningError, DatasetError, MissingRewardError, RewardError
 from agentlightning.trajectory import Trajectory, Transition
+from agentlightning.util.frozen_struct import FrozenStruct, as_dataclass
+from agentlightning.util.json_values import dumps, loads
 
 # -- score features --------------------------------------------------------------------------------------------------
 
@@ -58,23 +60,20 @@ Groups: TypeAlias = Sequence[Sequence[Trajectory]]
 
 SKETCH = 2048
 """Numbers of a compressed gradient."""
-MOST_TERMS = 10_000_000
-"""Terms of the expectations, which bound memory: rarer contexts are left out where there are more."""
+MOST_CONTEXTS = 16_384
+"""Contexts that are used, the most frequent ones: their expectations are held in memory."""
 
 
 class ScoreFeatures:
     """Every sampled token with the weights of the log-linear models that it bears on."""
 
     def __init__(self, groups: Groups, target_agent: str | None) -> None:
-        import numpy as np
-
         self.calls: dict[tuple[int, str, str], slice] = {}
         """By group, rollout and span, the places of its tokens."""
         self.shares: list[float] = []
         """Of each token: 1 over the tokens of its rollout."""
-        self._contexts: dict[tuple[int, ...], int] = {}
-        self._pairs: dict[tuple[int, int], int] = {}
-        self._names: dict[str, int] = {}
+        contexts: dict[Any, int] = {}
+        pairs: dict[tuple[int, int], int] = {}
         entries: list[tuple[int, int, int, int]] = []
         for number, group in enumerate(groups):
             for trajectory in group:
@@ -82,80 +81,57 @@ class ScoreFeatures:
                 tokens = sum(len(call.response_token_ids) for call in calls)
                 for call in calls:
                     start = len(self.shares)
-                    entries += self._entries(number, start, call)
+                    for place, (token, keys) in enumerate(_contexts(call), start):
+                        for key in keys:
+                            context = contexts.setdefault(key, len(contexts))
+                            entries.append((number, place, context, pairs.setdefault((context, token), len(pairs))))
                     self.shares += [1 / tokens] * len(call.response_token_ids)
-                    place = slice(start, len(self.shares))
-                    self.calls[number, call.rollout_id, call.span_id] = place
-        table = np.array(entries, np.int64).reshape(-1, 4)
-        self.count = len(self.shares)
+                    self.calls[number, call.rollout_id, call.span_id] = slice(start, len(self.shares))
         self.groups = len(groups)
         self.rollouts_per_group = sum(map(len, groups)) / len(groups)
-        self._arrange(table, np.random.default_rng(0))
+        if entries:
+            self._arrange(entries, list(pairs))
 
-    def _entries(self, group: int, start: int, call: Transition) -> list[tuple[int, int, int, int]]:
-        """(group, token, context, pair) for both contexts of each token."""
-        found: list[tuple[int, int, int, int]] = []
-        agent = self._number(f"agent {call.agent or ''}")
-        prefix = self._number(f"state {call.agent or ''} {call.state}")
-        last = (-1, -1, *call.prompt_token_ids[-2:])[-2:]
-        for place, token in enumerate(call.response_token_ids):
-            for key in ((prefix,), (agent, *last)):
-                context = self._contexts.setdefault(key, len(self._contexts))
-                pair = self._pairs.setdefault((context, token), len(self._pairs))
-                found.append((group, start + place, context, pair))
-            prefix, last = hash((prefix, token)), (last[1], token)
-        return found
-
-    def _number(self, name: str) -> int:
-        return self._names.setdefault(name, -1 - len(self._names))
-
-    def _arrange(self, table: IntVector, rng: Any) -> None:
+    def _arrange(self, entries: Sequence[tuple[int, int, int, int]], pairs: Sequence[tuple[int, int]]) -> None:
         import numpy as np
 
-        pair_context = np.array([context for context, _ in self._pairs], np.int64)
-        actions = np.bincount(pair_context, minlength=len(self._contexts))
-        occurrences = np.bincount(table[:, 2], minlength=len(self._contexts))
-        pair_count = np.bincount(table[:, 3], minlength=len(self._pairs))
-        kept = _affordable(actions, occurrences, np.unique(table[:, [0, 2]], axis=0)[:, 1])
-        table = table[kept[table[:, 2]]]
-        self._token, self._pair, self._group = table[:, 1], table[:, 3], table[:, 0]
-        seen, self._seen = np.unique(table[:, [0, 2]], axis=0, return_inverse=True)
-        self._share = pair_count / np.maximum(1, occurrences[pair_context])
-        self._bucket = rng.integers(0, SKETCH, len(self._pairs))
-        self._sign = rng.choice((-1.0, 1.0), len(self._pairs))
-        by_context = np.argsort(pair_context, kind="stable")
-        starts = np.concatenate([[0], np.cumsum(actions)])
-        sizes = actions[seen[:, 1]]
-        self._of_seen = np.repeat(np.arange(len(seen)), sizes)
-        offsets = np.arange(len(self._of_seen)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        self._expanded = by_context[starts[seen[:, 1]][self._of_seen] + offsets]
-        self._expanded_group = seen[self._of_seen, 0]
+        rng = np.random.default_rng(0)
+        group, token, context, pair = np.array(entries, np.int64).T
+        of_pair = np.array([of for of, _ in pairs], np.int64)
+        occurrences, actions = np.bincount(context), np.bincount(of_pair)
+        used = np.argsort(-occurrences, kind="stable")
+        used = used[actions[used] > 1][:MOST_CONTEXTS]
+        row = np.full(len(actions), -1)
+        row[used] = np.arange(len(used))
+        bucket, sign = rng.integers(0, SKETCH, len(pairs)), rng.choice((-1.0, 1.0), len(pairs))
+        share = np.bincount(pair) / occurrences[of_pair]
+        of_used = row[of_pair] >= 0
+        self._expected = np.zeros((len(used), SKETCH))
+        """Of each context, the expectation of e(x, y)."""
+        np.add.at(self._expected, (row[of_pair[of_used]], bucket[of_used]), (share * sign)[of_used])
+        kept = row[context] >= 0
+        self._group, self._token, self._context = group[kept], token[kept], row[context[kept]]
+        self._bucket, self._sign = bucket[pair[kept]], sign[pair[kept]]
 
     def gradients(self, factors: FloatMatrix) -> FloatMatrix:
         """g of each group [groups, SKETCH], for a factor of each token."""
+        own = factors[self._token]
+        totals = self._sums(self._context, own, len(self._expected))
+        return self._sums(self._bucket, own * self._sign, SKETCH) - totals @ self._expected
+
+    def _sums(self, places: IntVector, numbers: FloatMatrix, width: int) -> Any:
+        """Of each group, at each of `width` places [groups, width]."""
         import numpy as np
 
-        size = self.groups * SKETCH
-        own = factors[self._token]
-        places = self._group * SKETCH + self._bucket[self._pair]
-        chosen = np.bincount(places, own * self._sign[self._pair], minlength=size)
-        totals = np.bincount(self._seen, own, minlength=int(self._seen.max(initial=-1)) + 1)
-        expected = totals[self._of_seen] * (self._share * self._sign)[self._expanded]
-        places = self._expanded_group * SKETCH + self._bucket[self._expanded]
-        difference: Any = chosen - np.bincount(places, expected, minlength=size)  # NumPy types counts as integers
-        return difference.reshape(self.groups, SKETCH)
+        return np.bincount(self._group * width + places, numbers, self.groups * width).reshape(self.groups, width)
 
 
-def _affordable(actions: IntVector, occurrences: IntVector, seen: IntVector) -> Any:
-    """Which contexts are used: those with two actions or more, the most frequent first, as far as memory allows."""
-    import numpy as np
-
-    cost = actions * np.bincount(seen, minlength=len(actions))
-    order = np.argsort(-occurrences, kind="stable")
-    order = order[actions[order] > 1]
-    kept = np.zeros(len(actions), bool)
-    kept[order[np.cumsum(cost[order]) <= MOST_TERMS]] = True
-    return kept
+def _contexts(call: Transition) -> Iterator[tuple[int, tuple[Hashable, Hashable]]]:
+    """Each token with its two contexts."""
+    answered, last = hash((call.agent, call.state)), (-1, -1, *call.prompt_token_ids[-2:])[-2:]
+    for token in call.response_token_ids:
+        yield token, (answered, (call.agent, *last))
+        answered, last = hash((answered, token)), (last[1], token)
 
 
 SPLITS = 4
@@ -188,8 +164,8 @@ class RuleSignal:
     """Groups that teach something under this rule."""
 
 
-@dataclass(frozen=True, slots=True)
-class CreditComparison:
+@as_dataclass
+class CreditComparison(FrozenStruct, frozen=True):
     """What `compare_credit` found."""
 
     signals: tuple[RuleSignal, ...]
@@ -198,18 +174,13 @@ class CreditComparison:
     """The other rules, each with the reason."""
     groups: int
     rollouts: int
-    left_out: Mapping[str, int] = field(default_factory=dict[str, int])
+    left_out: Mapping[str, int] = {}
     """Rollouts and groups that were not used, by reason."""
 
     def as_json(self) -> dict[str, Any]:
         """The comparison as JSON values; infinite numbers are null."""
-        return {
-            "rules": [_signal_json(each) for each in self.signals],
-            "unusable": dict(self.unusable),
-            "groups": self.groups,
-            "rollouts": self.rollouts,
-            "left_out": dict(self.left_out),
-        }
+        table = asdict(self)
+        return loads(dumps({"rules": table.pop("signals"), **table}))
 
 
 def compare_credit(
@@ -230,9 +201,14 @@ def compare_credit(
     usable, found_out = _usable(groups, reward_weights)
     left_out = {**left_out, **found_out}
     if len(usable) < MIN_GROUPS:
-        raise DatasetError(_too_little(groups, usable, left_out))
+        counted = "".join(f", {count} {reason.replace('_', ' ')}" for reason, count in left_out.items())
+        raise DatasetError(
+            f"{len(usable)} of {len(groups)} groups have two rollouts or more with a reward{counted}; comparing credit"
+            f" rules needs at least {MIN_GROUPS} such groups: record several rollouts of the same task, each with a"
+            " reward"
+        )
     features = ScoreFeatures(usable, target_agent)
-    if not features.count:
+    if not features.shares:
         agents = sorted({call.agent or "" for group in usable for each in group for call in each.transitions})
         raise DatasetError(f"no call of an agent called {target_agent!r} has known tokens; there are {agents}")
     sampler = _Sampler(len(usable), bootstraps, seed)
@@ -246,7 +222,7 @@ def compare_credit(
         except AgentLightningError as error:
             unusable[name] = str(error)
             continue
-        if not halves.used:
+        if not halves[1]:
             unusable[name] = "every group has the same reward in all its rollouts, or no step that it could tell apart"
             continue
         found.append(_signal(name, halves, reference, sampler, features))
@@ -272,11 +248,10 @@ def _usable(groups: Groups, weights: Mapping[str, float] | None) -> tuple[list[l
     for group in groups:
         scored: list[Trajectory] = []
         for each in group:
-            found = _scalar(each, weights)
-            if isinstance(found, Rejection):
-                refused.append(found)
-            else:
-                scored.append(found)
+            try:
+                scored.append(_scalar(each, weights))
+            except RewardError as error:
+                refused.append(rejection(each.rollout_id, error))
         if len(scored) > 1:
             usable.append(scored)
         else:
@@ -285,27 +260,16 @@ def _usable(groups: Groups, weights: Mapping[str, float] | None) -> tuple[list[l
     return usable, left_out | ({"groups_of_one": alone} if alone else {})
 
 
-def _scalar(trajectory: Trajectory, weights: Mapping[str, float] | None) -> Trajectory | Rejection:
-    """The trajectory with rewards that are one number each."""
-    try:
-        reward = team_score(trajectory, weights)
-        transitions = tuple(
-            call if call.reward is None else replace(call, reward=scalar_reward(call.reward, weights))
-            for call in trajectory.transitions
-        )
-    except RewardError as error:
-        return rejection(trajectory.rollout_id, error)
+def _scalar(trajectory: Trajectory, weights: Mapping[str, float] | None) -> Trajectory:
+    """The trajectory with rewards that are one number each. Raises RewardError."""
+    reward = team_score(trajectory, weights)
     if reward is None:
-        return Rejection(trajectory.rollout_id, MISSING_REWARD, "it has no reward")
-    return replace(trajectory, reward=reward, transitions=transitions)
-
-
-def _too_little(groups: Groups, usable: Groups, left_out: Mapping[str, int]) -> str:
-    counted = "".join(f", {count} {reason.replace('_', ' ')}" for reason, count in left_out.items())
-    return (
-        f"{len(usable)} of {len(groups)} groups have two rollouts or more with a reward{counted}; comparing credit"
-        f" rules needs at least {MIN_GROUPS} such groups: record several rollouts of the same task, each with a reward"
+        raise MissingRewardError("it has no reward")
+    transitions = tuple(
+        call if call.reward is None else replace(call, reward=scalar_reward(call.reward, weights))
+        for call in trajectory.transitions
     )
+    return replace(trajectory, reward=reward, transitions=transitions)
 
 
 # -- estimates -------------------------------------------------------------------------------------------------------
@@ -339,28 +303,23 @@ def _form(matrix: FloatMatrix, counts: FloatMatrix) -> FloatMatrix:
     return ((counts @ matrix) * counts).sum(1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Halves:
-    """The gradients under one rule."""
-
-    gradients: list[FloatMatrix]
-    """One [groups, SKETCH] for each split."""
-    used: int
+Halves: TypeAlias = tuple[list[FloatMatrix], int]
+"""The gradients under one rule, [groups, SKETCH] for each split, and the number of groups that have one."""
 
 
-def _halves(rule: CreditRule, groups: Groups, features: ScoreFeatures, sampler: _Sampler) -> _Halves:
+def _halves(rule: CreditRule, groups: Groups, features: ScoreFeatures, sampler: _Sampler) -> Halves:
     import numpy as np
 
     found: list[FloatMatrix] = []
     used = set[int]()
     for side in sampler.sides:
-        factors = np.zeros(features.count)
+        factors = np.zeros(len(features.shares))
         for half in (False, True):
             for number, credit in _assign(rule, groups, [i for i in range(len(groups)) if bool(side[i]) is half]):
                 used.add(number)
                 _set_factors(factors, credit, groups[number], features, number)
         found.append(features.gradients(factors * features.shares))
-    return _Halves(found, len(used))
+    return found, len(used)
 
 
 def _assign(rule: CreditRule, groups: Groups, chosen: Sequence[int]) -> Iterable[tuple[int, Credit]]:
@@ -385,23 +344,25 @@ def _set_factors(
             factors[tokens] = advantage * weight
 
 
-def _signal(name: str, own: _Halves, reference: _Halves, sampler: _Sampler, features: ScoreFeatures) -> RuleSignal:
+def _signal(name: str, own: Halves, reference: Halves, sampler: _Sampler, features: ScoreFeatures) -> RuleSignal:
     import numpy as np
 
-    products = sampler.products(own.gradients, own.gradients)
-    sizes = sum((each**2).sum(1) for each in own.gradients) / SPLITS
+    (gradients, used), (theirs, _) = own, reference
+    products = sampler.products(gradients, gradients)
+    sizes = sum((each**2).sum(1) for each in gradients) / SPLITS
 
     def ratio(counts: FloatMatrix) -> FloatMatrix:
         signal = sampler.mean_product(products, counts)
         noise = (counts @ sizes) / counts.sum(1) - signal
         return signal / np.maximum(noise, 1e-12 * np.maximum(signal, 1e-300))
 
+    def mean(left: Sequence[FloatMatrix], right: Sequence[FloatMatrix]) -> float:
+        return float(sampler.mean_product(sampler.products(left, right), sampler.whole)[0])
+
     snr = float(ratio(sampler.whole)[0])
     low, high = (float(each) for each in np.nanquantile(ratio(sampler.counts), (0.025, 0.975)))
-    signal = float(sampler.mean_product(products, sampler.whole)[0])
-    theirs = sampler.products(reference.gradients, reference.gradients)
-    known = float(sampler.mean_product(theirs, sampler.whole)[0])
-    shared = float(sampler.mean_product(sampler.products(own.gradients, reference.gradients), sampler.whole)[0])
+    signal = mean(gradients, gradients)
+    known, shared = mean(theirs, theirs), mean(gradients, theirs)
     rollouts = features.rollouts_per_group
     return RuleSignal(
         rule=name,
@@ -410,17 +371,9 @@ def _signal(name: str, own: _Halves, reference: _Halves, sampler: _Sampler, feat
         rollouts=_rollouts(rollouts, snr),
         rollouts_interval=(_rollouts(rollouts, high), _rollouts(rollouts, low)),
         agreement=max(-1.0, min(1.0, shared / math.sqrt(signal * known))) if min(signal, known) > 0 else None,
-        groups_used=own.used,
+        groups_used=used,
     )
 
 
 def _rollouts(group_size: float, snr: float) -> float:
     return group_size / snr if snr > 0 else math.inf
-
-
-def _signal_json(signal: RuleSignal) -> dict[str, Any]:
-    def finite(number: float) -> float | None:
-        return number if math.isfinite(number) else None
-
-    intervals = {"interval": list(signal.interval), "rollouts_interval": list(map(finite, signal.rollouts_interval))}
-    return asdict(signal) | {"rollouts": finite(signal.rollouts), **intervals}

@@ -23,17 +23,21 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentlightning.credit.rejection import FAILED, describe_reasons
 from agentlightning.errors import ConfigError, DatasetError, RewardError
-from agentlightning.evaluation.comparison import (
+from agentlightning.evaluation.intervals import (
     Comparison,
     FailedAs,
+    Gain,
     Rewards,
+    check_bounds,
     check_failed_as,
     compare_tasks,
     known,
     mean,
+    mean_interval,
+    paired_gain,
     task_mean,
+    widened,
 )
-from agentlightning.evaluation.intervals import Gain, check_bounds, mean_interval, paired_gain, widened
 from agentlightning.evaluation.sequential import NullTest, null_test
 from agentlightning.util.json_values import dumps
 
@@ -176,11 +180,11 @@ class Evaluation:
         if self.failed_as == "exclude":
             return mean_interval(self.known, bounds=bounds)
         if not isinstance(self.failed_as, str):
-            return mean_interval([task_mean(each, self.failed_as) for each in self._rollouts], bounds=bounds)
-        return (
-            mean_interval([task_mean(each, low) for each in self._rollouts], bounds=bounds)[0],
-            mean_interval([task_mean(each, high) for each in self._rollouts], bounds=bounds)[1],
+            low = high = self.failed_as
+        least, most = (
+            mean_interval([task_mean(each, filler) for each in self._rollouts], bounds=bounds) for filler in (low, high)
         )
+        return least[0], most[1]
 
     # -- several rollouts --------------------------------------------------------------------------------------------
 
@@ -299,6 +303,13 @@ class Evaluation:
     def _rollouts(self) -> tuple[tuple[float | None, ...], ...]:
         return self.rollouts or tuple((reward,) for reward in self.rewards)
 
+    def _score(self, low: float) -> float:
+        """The score, with the lowest reward of several evaluations."""
+        if self.failed_as == "exclude":
+            return self.mean if self.known else -math.inf
+        filler = low if isinstance(self.failed_as, str) else self.failed_as
+        return mean([task_mean(each, filler) for each in self._rollouts]) if self.rewards else -math.inf
+
     def _pass(self, estimate: Callable[[int, int, int], float], k: int, solved: float) -> float:
         if k < 1 or k > self.repeats:
             raise ConfigError(
@@ -347,15 +358,7 @@ def comparable_scores(evaluations: Sequence[Evaluation]) -> list[float]:
     if not rewards:
         return [-math.inf] * len(evaluations)
     low, _ = widened(evaluations[0].bounds, rewards)
-    return [_score(each, low) for each in evaluations]
-
-
-def _score(evaluation: Evaluation, low: float) -> float:
-    if evaluation.failed_as == "exclude":
-        return evaluation.mean if evaluation.known else -math.inf
-    filler = low if isinstance(evaluation.failed_as, str) else evaluation.failed_as
-    rollouts = evaluation.rollouts or [(reward,) for reward in evaluation.rewards]
-    return mean([task_mean(each, filler) for each in rollouts]) if rollouts else -math.inf
+    return [each._score(low) for each in evaluations]  # pyright: ignore[reportPrivateUsage]
 
 
 def _pair(before: Evaluation, after: Evaluation) -> tuple[list[tuple[int, int]], int]:

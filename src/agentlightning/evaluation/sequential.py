@@ -27,8 +27,15 @@ from statistics import NormalDist
 from typing import Literal
 
 from agentlightning.errors import ConfigError, RewardError
-from agentlightning.evaluation.comparison import FailedAs, Rewards, compare_tasks, task_mean, usable_pairs
-from agentlightning.evaluation.intervals import DIGITS, add_flipped
+from agentlightning.evaluation.intervals import (
+    DIGITS,
+    FailedAs,
+    Rewards,
+    add_flipped,
+    compare_tasks,
+    task_mean,
+    usable_pairs,
+)
 
 Decision = Literal["better", "worse", "continue", "exhausted"]
 """`better` or `worse`: the differences are above or below 0. `exhausted`: all pairs are seen, and neither is shown."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, field, replace
-from typing import ClassVar, Final, TypeAlias
+from dataclasses import astuple, dataclass, replace
+from typing import Final
+
+from msgspec import Struct
 
 from agentlightning.algorithms.training import BranchPoint, Collected, RolloutRequest, Want
 from agentlightning.config import Branching, CurriculumConfig
 from agentlightning.credit import group_trajectories
 from agentlightning.errors import DatasetError
-from agentlightning.task import TaskSampler
 from agentlightning.trajectory import Trajectory, Transition
 
 # -- branching -------------------------------------------------------------------------------------------------------
@@ -90,27 +92,6 @@ FORGOTTEN: Final = 0.25
 """A mean this far below the best one, relative to it, counts as forgotten."""
 
 
-@dataclass(frozen=True, slots=True)
-class EpochOrder:
-    """Every task once an epoch, in an order that depends on the seed alone."""
-
-    number: int
-    """Of tasks."""
-    seed: int
-    adapts: ClassVar[bool] = False
-    """Whether a turn's tasks depend on earlier rewards, so that a second draw may give others."""
-
-    def draw(self, turn: int, count: int) -> list[int]:
-        """The tasks of a turn, counted from 0, each by its place among all tasks."""
-        return TaskSampler(range(self.number), count, self.seed).draw(turn)
-
-    def observe(self, index: int, rewards: Sequence[float]) -> None:
-        """The order does not depend on rewards."""
-
-    def metrics(self) -> dict[str, float]:
-        return {}
-
-
 @dataclass(slots=True)
 class TaskRecord:
     """What is known of one task, as a list in `state.json`."""
@@ -144,8 +125,7 @@ class TaskRecord:
         self.groups += 1
 
 
-@dataclass(slots=True)
-class LearnabilityOrder:
+class LearnabilityOrder(Struct):
     """Tasks in proportion to what can be learned from them now. `state` is the part of the run's state that it keeps:
     task -> `TaskRecord`, as a list."""
 
@@ -154,8 +134,7 @@ class LearnabilityOrder:
     seed: int
     config: CurriculumConfig
     state: dict[str, list[float]]
-    adapts: ClassVar[bool] = True
-    _shuffled: list[int] = field(default_factory=list[int])
+    _shuffled: list[int] = []
 
     def __post_init__(self) -> None:
         if self.number < 1:
@@ -194,32 +173,27 @@ class LearnabilityOrder:
     def _by_score(
         self, known: dict[int, TaskRecord], tried: Sequence[int], turn: int, count: int, rng: random.Random
     ) -> list[int]:
-        """`count` different ones of the tried tasks, each drawn by P(i) among those that are left."""
+        """`count` different ones of the tried tasks, drawn by P(i): those with the highest keys log(u) / P(i), u being
+        random (Efraimidis and Spirakis, Information Processing Letters 97, 2006)."""
         rewarded = [known[index].score for index in tried if known[index].groups]
         unknown = statistics.fmean(rewarded) if rewarded else 0.0
         scores = {index: known[index].score if known[index].groups else unknown for index in tried}
         ages = {index: max(1.0, turn - known[index].turn) for index in tried}
-        left, drawn = list(tried), list[int]()
-        while left and len(drawn) < count:
-            total, age = sum(scores[i] for i in left), sum(ages[i] for i in left)
-            rho = self.config.staleness_share if total > 0 else 1.0
-            weights = [(1 - rho) * scores[i] / (total or 1.0) + rho * ages[i] / age for i in left]
-            if not any(weights):
-                weights = [1.0] * len(left)
-            drawn += rng.choices(left, weights)
-            left.remove(drawn[-1])
-        return drawn
+        total, age = sum(scores.values()), sum(ages.values())
+        rho = self.config.staleness_share if total > 0 else 1.0
+
+        def key(index: int) -> tuple[float, float]:
+            share = (1 - rho) * scores[index] / (total or 1.0) + rho * ages[index] / age
+            return (math.log(1 - rng.random()) / share if share else -math.inf), rng.random()
+
+        return sorted(tried, key=key, reverse=True)[:count]
 
     def _keep(self, index: int, record: TaskRecord) -> None:
         self.state[str(index)] = list(astuple(record))
 
 
-TaskOrder: TypeAlias = EpochOrder | LearnabilityOrder
-"""Decides the tasks of each turn."""
-
-
-def task_order(config: CurriculumConfig, number: int, seed: int, state: dict[str, list[float]]) -> TaskOrder:
-    """The order of `number` tasks that `config` asks for."""
-    if config.tasks == "epochs":
-        return EpochOrder(number, seed)
-    return LearnabilityOrder(number, seed, config, state)
+def task_order(
+    config: CurriculumConfig, number: int, seed: int, state: dict[str, list[float]]
+) -> LearnabilityOrder | None:
+    """The order of `number` tasks that `config` asks for. None: every task once an epoch."""
+    return None if config.tasks == "epochs" else LearnabilityOrder(number, seed, config, state)

@@ -26,7 +26,7 @@ from agentlightning.runner import Runner
 from agentlightning.span import Span
 from agentlightning.task import load_dataset
 from agentlightning.training.agent_runner import run_beside
-from agentlightning.training.health.signs import LEAK_SHARE, answers_in_prompts
+from agentlightning.training.health.step_record import LEAK_SHARE, answers_in_prompts
 from agentlightning.training.measurements import run_trials
 from agentlightning.training.persistence.run_changes import Tasks, read_tasks
 from agentlightning.training.persistence.run_dir import RunDir
@@ -202,25 +202,26 @@ class DryRun:
 def checks_of(rollouts: Sequence[DryRunRollout], *, trains: bool, random_weights: bool) -> Iterator[DryRunCheck]:
     """`trains`: whether the calls of a policy are learned from; `random_weights`: whether it knows nothing yet."""
     failed = [each for each in rollouts if each.failure is not None]
-    ended = (
+    ended = [each for each in rollouts if each.failure is None]
+    text = (
         f"{len(rollouts)} of {len(rollouts)} ended well, the slowest in {max(each.seconds for each in rollouts):.1f} s"
     )
     if failed:
         hung = sum(each.status == "timeout" for each in failed)
         times = f", {hung} of them because they took longer than runner.timeout_seconds" if hung else ""
-        ended = (
+        text = (
             f"{len(failed)} of {len(rollouts)} failed{times}. The first, {failed[0].rollout_id}:\n{failed[0].failure}"
         )
     alone = f"run the agent on this task by itself: {_short(failed[0].task)}" if failed else None
     yield DryRunCheck(
         "rollouts",
         "ok" if not failed else "failed" if len(failed) * 2 > len(rollouts) else "warning",
-        ended,
+        text,
         f"{LONG_ANSWERS}. Or {alone}" if any(map(_waits, failed)) else alone,
     )
     if trains:
         yield check_calls(rollouts)
-    elif len(failed) < len(rollouts):  # Where all failed, a call that is missing says nothing of the set-up.
+    elif ended:  # Where all failed, a call that is missing says nothing of the set-up.
         yield check_recorded_calls(rollouts)
     if trains and any(each.policy_calls for each in rollouts):
         yield check_tokens(rollouts, random_weights)
@@ -240,8 +241,8 @@ def checks_of(rollouts: Sequence[DryRunRollout], *, trains: bool, random_weights
             "where the model's arguments are at fault, it can learn; where the tool is (a key, a file), mend it first"
         )
         yield DryRunCheck("tools", "warning", f"tools raised: {named}. The first: {errors[0]}", advice)
-    if len(failed) < len(rollouts):
-        yield check_reward([each for each in rollouts if each.failure is None], random_weights, trains)
+    if ended:
+        yield check_reward(ended, random_weights, trains)
 
 
 def _waits(rollout: DryRunRollout) -> bool:

@@ -6,12 +6,14 @@ import re
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, Literal, cast
+
+from msgspec import Struct
 
 from agentlightning import span as names
 from agentlightning.assemble import calls, scalar_reward
@@ -60,17 +62,22 @@ def export_weights(run_dir: Path, form: WeightsForm, path: Path, precision: Prec
     if not holds_weights(checkpoint):
         prompts = checkpoint / "resources.json"
         raise ConfigError(f"{checkpoint} holds no weights: the run trained none; its prompts are in {prompts}")
-    adapters = not (checkpoint / "config.json").exists()
-    if form == "gguf":
-        _write_gguf(checkpoint, path, precision, adapters)
-        return ExportedWeights(path, (path.name,), adapters)
-    if path.exists() and any(path.iterdir()):
+    adapters, gguf = not (checkpoint / "config.json").exists(), form == "gguf"
+    if not gguf and path.exists() and any(path.iterdir()):
         raise ConfigError(f"{path} has contents; give a directory that is new or empty")
-    if adapters:
-        from agentlightning.models.lora import merge
+    with TemporaryDirectory(prefix="agl-merged-") as folder:
+        source = checkpoint
+        if adapters:
+            from agentlightning.models.lora import merge
 
-        merge(checkpoint, path)
-    else:
+            source = Path(folder) if gguf else path
+            merge(checkpoint, source)
+        if gguf:
+            from agentlightning.models.gguf import write_gguf
+
+            write_gguf(source, path, precision)
+            return ExportedWeights(path, (path.name,), adapters)
+    if not adapters:
         shutil.copytree(checkpoint, path, dirs_exist_ok=True)
     if form == "gguf-ready":
         _check(path)
@@ -88,17 +95,6 @@ def checkpoint_of(run_dir: Path) -> Path:
 def holds_weights(checkpoint: Path) -> bool:
     """Whether a run has trained weights, and not only prompts."""
     return any((checkpoint / name).exists() for name in ("adapter_config.json", "agents.json", "config.json"))
-
-
-def _write_gguf(checkpoint: Path, path: Path, precision: Precision, adapters: bool) -> None:
-    from agentlightning.models.gguf import write_gguf
-
-    with TemporaryDirectory(prefix="agl-merged-") as folder:
-        if adapters:
-            from agentlightning.models.lora import merge
-
-            merge(checkpoint, Path(folder))
-        write_gguf(Path(folder) if adapters else checkpoint, path, precision)
 
 
 def _check(path: Path) -> None:
@@ -154,15 +150,14 @@ class Conversation:
     tools: list[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class ExportedDataset:
+class ExportedDataset(Struct, frozen=True):
     """What was written."""
 
     path: Path
     records: int
     rollouts: int
     """Training rollouts that succeeded."""
-    skipped: Mapping[str, int] = field(default_factory=dict[str, int])
+    skipped: Mapping[str, int] = {}
     """Rollouts, or for preferences tasks, that gave no record, by reason."""
 
 
@@ -207,7 +202,12 @@ async def dataset_records(
             skipped[own] += 1
         else:
             found += own
-    records = [*_preferences(found, skipped)] if form == "dpo-jsonl" else [_record(form, each) for each in found]
+    if form == "dpo-jsonl":
+        records = [*_preferences(found, skipped)]
+    elif form == "openai-jsonl":
+        records = [_with_tools(each, messages=each.messages) for each in found]
+    else:
+        records = [_with_tools(each, prompt=each.messages[:-1], completion=each.messages[-1:]) for each in found]
     if not records:
         counted = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "there are none"
         raise DatasetError(
@@ -262,12 +262,6 @@ def _tools(span: Span) -> list[Any]:
         else tool
         for tool in recorded_objects(span.attributes.get(names.TOOL_DEFINITIONS))
     ]
-
-
-def _record(form: DatasetForm, found: Conversation) -> dict[str, Any]:
-    if form == "openai-jsonl":
-        return _with_tools(found, messages=found.messages)
-    return _with_tools(found, prompt=found.messages[:-1], completion=found.messages[-1:])
 
 
 def _with_tools(found: Conversation, **record: Any) -> dict[str, Any]:

@@ -29,13 +29,14 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 import orjson
+from msgspec import Struct
 
 from agentlightning.algorithms.training import Collected
 from agentlightning.assemble import scalar_reward
@@ -55,15 +56,22 @@ from agentlightning.runner.agents.spec import function_spec
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import load_dataset, task_key
-from agentlightning.training.account import RunAccount
-from agentlightning.training.callbacks import Callback, FinishedStep, NoState
-from agentlightning.training.health.batch import score_of
-from agentlightning.training.health.signs import STEPS_BEFORE, beyond_limits, discordance, distance, signs_of
-from agentlightning.training.health.step_record import DIMENSION, VALIDATION, StepRecord
+from agentlightning.training.callbacks import Callback, FinishedStep, NoState, RunAccount
+from agentlightning.training.health.signs import beyond_limits, signs_of
+from agentlightning.training.health.step_record import (
+    DIMENSION,
+    STEPS_BEFORE,
+    VALIDATION,
+    StepRecord,
+    discordance,
+    distance,
+    score_of,
+)
 from agentlightning.training.measurements import Measurements
 from agentlightning.training.persistence.checkpoints import Checkpoints
 from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import KeptCheckpoint, check_run, whole_lines
+from agentlightning.training.sources.transcripts import read_recordings
 from agentlightning.trajectory import Reward, Trajectory
 
 # -- health ----------------------------------------------------------------------------------------------------------
@@ -72,8 +80,7 @@ HEALTHY_STEPS: Final = 5
 """Steps without a sign of collapse after which a checkpoint is healthy: `signs.LAST` and one."""
 
 
-@dataclass(slots=True)
-class HealthState:
+class HealthState(Struct):
     healthy: KeptCheckpoint | None = None
     """The newest checkpoint known to be from before any collapse."""
     candidate: KeptCheckpoint | None = None
@@ -181,34 +188,29 @@ class SecondReward:
 
     store: LightningStoreBase
     function: RewardFunction
-    weights: Mapping[str, float] | None = None
+    weights: Mapping[str, float] | None
 
     @classmethod
-    def load(
-        cls, store: LightningStoreBase, name: str | None, weights: Mapping[str, float] | None = None
-    ) -> SecondReward | None:
-        """The function of that name; None for None. Raises AgentError where it cannot be loaded."""
-        if name is None:
-            return None
+    def load(cls, store: LightningStoreBase, name: str, weights: Mapping[str, float] | None) -> SecondReward:
+        """The function of that name. Raises AgentError where it cannot be loaded."""
         return cls(store, RewardFunction.of(load_object(function_spec(name, "reward"), "reward")), weights)
 
     async def scores(self, rollout_ids: Sequence[str]) -> dict[str, float]:
         """By rollout id. One that the function raises for, or gives no number, is left out; the first is logged."""
-        limit = asyncio.Semaphore(CONCURRENCY)
+        limit, recorded = asyncio.Semaphore(CONCURRENCY), await read_recordings(self.store, rollout_ids)
+        rollouts = await self.store.query_rollouts(rollout_id_in=rollout_ids)
 
-        async def score(rollout_id: str) -> float | None:
+        async def score(rollout: Rollout) -> float | None:
+            own = recorded[rollout.rollout_id]
+            if own.attempt is None:
+                return None
             async with limit:
-                rollout = await self.store.get_rollout_by_id(rollout_id)
-                attempt = await self.store.get_latest_attempt(rollout_id)
-                if rollout is None or attempt is None:
-                    return None
-                spans = await self.store.query_spans(rollout_id, attempt.attempt_id)
-                reward = await apply_reward(self.store, self.function, rollout, attempt, spans)
-                return scalar_reward(reward, self.weights)
+                reward = await apply_reward(self.store, self.function, rollout, own.attempt, own.spans)
+            return scalar_reward(reward, self.weights)
 
         # The boundary of the user's function: what it raises is counted as missing.
-        results = await asyncio.gather(*map(score, rollout_ids), return_exceptions=True)
-        found = dict(zip(rollout_ids, results, strict=True))
+        results = await asyncio.gather(*map(score, rollouts), return_exceptions=True)
+        found = {rollout.rollout_id: each for rollout, each in zip(rollouts, results, strict=True)}
         failures = [
             f"{key}: {type(each).__name__}: {each}" for key, each in found.items() if isinstance(each, BaseException)
         ]
@@ -222,21 +224,14 @@ class SecondReward:
 
 WITHOUT_REWARD: Final = frozenset({MISSING_REWARD, CALL_LIMIT, RewardError.reason})
 """Reasons of rejected rollouts that have no usable reward."""
-METRICS: Final = {
-    "missing": "rewards_missing_share",
-    "drift": "reward_drift",
-    "disagreement": "reward_disagreement",
-}
-"""The metric of what is measured, whether it violates its limit or not."""
 MOST_REMEMBERED: Final = 512
 """Rewards of a step that are remembered."""
 Pairs: TypeAlias = Sequence[Sequence[tuple[float, float]]]
 """Two scores of each rollout of each group."""
 
 
-@dataclass(slots=True)
-class GuardState:
-    recent_rewards: list[list[float]] = field(default_factory=list[list[float]])
+class GuardState(Struct):
+    recent_rewards: list[list[float]] = []
     """Those of the last steps."""
 
 
@@ -249,46 +244,43 @@ class Guard(Callback[GuardState]):
     def __init__(self, guard: RewardGuard, account: RunAccount, weights: Mapping[str, float] | None = None) -> None:
         """Raises AgentError where the second reward cannot be loaded."""
         self.guard, self.account, self.weights = guard, account, weights
-        self.second = SecondReward.load(account.collector.store, guard.reward, weights)
+        store = account.collector.store
+        self.second = SecondReward.load(store, guard.reward, weights) if guard.reward else None
         self._metrics = dict[str, float]()
         """Of the batches of the present step."""
         self._rewards: list[float] = []
-        self._limits = {
-            "out_of_range": 0.0,
-            "missing": guard.max_missing,
-            "drift": guard.max_drift,
-            "disagreement": guard.max_disagreement,
-        }
 
     async def on_batch(self, collected: Collected) -> None:
         """Measure a batch. Raises TrainingStopped where it violates a limit and the guard is to stop the run."""
         rewards = {each.rollout_id: score_of(each, self.weights) for each in collected.trajectories}
         known = [reward for reward in rewards.values() if reward is not None]
-        low, high = self.guard.low, self.guard.high
+        guard = self.guard
+        low, high = -math.inf if guard.low is None else guard.low, math.inf if guard.high is None else guard.high
         finished = len(collected.trajectories) + len(collected.rejected)
         rejected = sum(each.reason in WITHOUT_REWARD for each in collected.rejected)
-        shares = [discordance(each) for each in await self._pairs(collected.trajectories, rewards)]
-        measured = {
-            "out_of_range": sum(
-                not (-math.inf if low is None else low) <= reward <= (math.inf if high is None else high)
-                for reward in known
-            ),
-            "missing": (rejected + len(rewards) - len(known)) / max(1, finished),
-            "drift": distance(known, [reward for step in self.state.recent_rewards for reward in step]),
-            "disagreement": max((share for share in shares if share is not None), default=None),
-        }
+        outside = sum(not low <= reward <= high for reward in known)
+        missing = (rejected + len(rewards) - len(known)) / max(1, finished)
+        drift = distance(known, [reward for step in self.state.recent_rewards for reward in step])
+        shares = map(discordance, await self._pairs(collected.trajectories, rewards))
+        disagreement = max((share for share in shares if share is not None), default=None)
+        measured = (  # (metric of a violation, metric in any case, value, limit)
+            ("guard_out_of_range", None, outside, 0),
+            ("guard_missing", "rewards_missing_share", missing, guard.max_missing),
+            ("guard_drift", "reward_drift", drift, guard.max_drift),
+            ("guard_disagreement", "reward_disagreement", disagreement, guard.max_disagreement),
+        )
         self._rewards += filter(math.isfinite, known)
         found = dict[str, float]()
-        for name, value in measured.items():
-            if value is not None and name in METRICS:
-                found[METRICS[name]] = value
-            if value is not None and value > self._limits[name]:
-                found[f"guard_{name}"] = float(value)
+        for violation, metric, value, limit in measured:
+            if value is not None and metric is not None:
+                found[metric] = value
+            if value is not None and value > limit:
+                found[violation] = float(value)
         for name, value in found.items():  # a step may have several batches
-            both = value + self._metrics.get(name, 0.0)
-            self._metrics[name] = both if name.endswith("out_of_range") else max(value, self._metrics.get(name, value))
+            earlier = self._metrics.get(name, 0.0)
+            self._metrics[name] = value + earlier if name == "guard_out_of_range" else max(value, earlier)
         violated = list(beyond_limits([StepRecord.read(found)]))
-        if violated and self.guard.on_violation == "stop":
+        if violated and guard.on_violation == "stop":
             raise TrainingStopped(
                 f"step {self.account.state.step + 1}: {'; '.join(map(str, violated))}.\nThe run has not learned from"
                 ' it: guard.on_violation = "stop". Continue it with --resume once the cause is mended'
@@ -315,7 +307,7 @@ class Guard(Callback[GuardState]):
             found.append(
                 [[(each[first], each[second]) for each in group if first in each and second in each] for group in named]
             )
-        if self.second is not None:
+        if self.second:
             chosen: list[Sequence[Trajectory]] = []
             for group in groups:
                 if sum(map(len, chosen)) + len(group) <= self.guard.sample:
@@ -334,8 +326,7 @@ AUDIT_FILE: Final = "audit.jsonl"
 Action = Literal["learned", "promoted", "rejected"]
 
 
-@dataclass(frozen=True, slots=True)
-class AuditRecord:
+class AuditRecord(Struct, frozen=True):
     """One event in the life of a version.
 
     >>> from agentlightning.training.governance import AuditRecord
@@ -354,7 +345,7 @@ class AuditRecord:
     """Seconds since 1970."""
     rollouts: tuple[str, ...] = ()
     """The rollouts that the step was given to learn from."""
-    scores: Mapping[str, float] = field(default_factory=dict[str, float])
+    scores: Mapping[str, float] = {}
     """Rewards of the step, of its validation, or of the guard set."""
     reason: str = ""
     """Why it was promoted or rejected."""
@@ -366,13 +357,14 @@ class AuditRecord:
     """The step of the version that a rejected one was replaced by."""
 
 
+@dataclass
 class Audit(Callback[NoState]):
     """Writes the audit log of a run."""
 
+    account: RunAccount
+    checkpoints: Checkpoints
+    algorithm: str
     name = "audit"
-
-    def __init__(self, account: RunAccount, checkpoints: Checkpoints, algorithm: str) -> None:
-        self.account, self.checkpoints, self.algorithm = account, checkpoints, algorithm
 
     async def on_step(self, step: FinishedStep) -> None:
         publisher = self.checkpoints.publisher
@@ -467,11 +459,10 @@ def difference(
     return paired_gain(*filled, confidence=confidence, null=-margin)
 
 
-@dataclass(slots=True)
-class GateState:
+class GateState(Struct):
     promoted: KeptCheckpoint | None = None
     """The version that has passed last."""
-    guard_scores: dict[str, list[float | None]] = field(default_factory=dict[str, list[float | None]])
+    guard_scores: dict[str, list[float | None]] = {}
     """The rewards of the guard set: of the version the run started from (`start`) and of the promoted one."""
     judged_step: int | None = None
     """The step whose version was judged last."""
@@ -498,7 +489,8 @@ class Gate(Callback[GateState]):
         self.config, self.account, self.checkpoints, self.audit = config, account, checkpoints, audit
         self.health, self.measurements = health, measurements
         self.tasks = guard_tasks(config, measurements.tasks)
-        self.second = SecondReward.load(account.collector.store, config.reward, measurements.reward_weights)
+        weights, store = measurements.reward_weights, account.collector.store
+        self.second = SecondReward.load(store, config.reward, weights) if config.reward else None
 
     async def on_start(self) -> None:
         """The version that the run starts from is the promoted one."""
@@ -585,7 +577,7 @@ class Gate(Callback[GateState]):
 
     async def measure(self) -> list[float | None]:
         """The reward of each task of the guard set. A repeated call continues an interrupted one."""
-        scores = None if self.second is None else self.second.scores
+        scores = self.second.scores if self.second else None
         found = await self.measurements.evaluate(self._name, self.config.mode, self.tasks, scores=scores)
         return list(found.rewards)
 

@@ -10,6 +10,7 @@ import asyncio
 import base64
 import logging
 import os
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
@@ -70,8 +71,8 @@ class _Gateway:
         """Whether it serves the run; whether the run goes on without it."""
         self.last = JoinStatus()
         self._sending = asyncio.Lock()
-        self.counts = {"joins": 0, **self.last.counts}
-        """Of all processes at its address."""
+        self.earlier = Counter[str]()
+        """`joins`, and the counts of earlier processes at its address."""
 
     async def first(self, action: str, request: RunRequest) -> None:
         """A request at the start of a run. Raises ConfigError for a gateway that the run cannot join."""
@@ -98,12 +99,9 @@ class _Gateway:
         status = JoinStatus.model_validate(answer)
         if isinstance(request, JoinRequest):
             self.joined, self.lost = True, False
-            self.counts["joins"] += 1
-        before = self.last.counts
-        if status.counts["calls"] < before["calls"]:  # Those of an earlier process.
-            before = JoinStatus().counts
-        for name in COUNTS:
-            self.counts[name] += status.counts[name] - before[name]
+            self.earlier["joins"] += 1
+        if status.counts["calls"] < self.last.counts["calls"]:
+            self.earlier.update(self.last.counts)
         self.last = status
 
 
@@ -282,7 +280,10 @@ class JoinedGateways:
         for gateway in self._gateways:
             with suppress(PolicyError, ConfigError):  # The last answer will do.
                 await gateway.send("/state", self._state())
-        total = {name: sum(gateway.counts[name] for gateway in self._gateways) for name in ("joins", *COUNTS)}
+        total = Counter[str](dict.fromkeys(("joins", *COUNTS), 0))
+        for gateway in self._gateways:
+            total.update(gateway.earlier)
+            total.update(gateway.last.counts)
         return {"urls": [gateway.client.url for gateway in self._gateways], **total}
 
     async def _leave(self) -> None:

@@ -16,11 +16,12 @@ from agentlightning.credit.rejection import Rejection, describe_reasons, rejecti
 from agentlightning.errors import RewardError
 from agentlightning.evaluation.evaluation import WITHOUT_REWARD, Evaluation, comparable_scores
 from agentlightning.rollouts import RolloutMode
-from agentlightning.training.account import RunAccount
+from agentlightning.training.callbacks import RunAccount
 from agentlightning.training.persistence.checkpoints import ResourcePublisher
 from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan, describe_failure
+from agentlightning.training.sources.transcripts import read_recordings
 from agentlightning.trajectory import Trajectory
 
 # -- evaluate tasks --------------------------------------------------------------------------------------------------
@@ -81,12 +82,11 @@ async def evaluate_tasks(
         )
     if on_collected is not None:
         await on_collected(collected)
-    ids = {each.group: each.rollout_id for each in collected.trajectories}
     if scores is not None:
-        known = await scores(list(ids.values()))
+        known = await scores([each.rollout_id for each in collected.trajectories])
     else:
         known = {each.rollout_id: team_score(each, reward_weights) for each in collected.trajectories}
-    rewards = {group: known.get(rollout_id) for group, rollout_id in ids.items()}
+    rewards = {each.group: known.get(each.rollout_id) for each in collected.trajectories}
     found = [rewards.get(plan.group) for plan in plans]
     return Evaluation.of_rollouts(
         [found[start : start + repeats] for start in range(0, len(found), repeats)],
@@ -196,12 +196,11 @@ class Measurements:
         for index, mode in enumerate(self.config.modes):
             name = f"{label}-{mode}"
             if name not in self.state.evaluations:
-                done = index * len(self.held_out)
+                done, named = index * len(self.held_out), self.name(purpose, mode)
 
                 def show(count: int, done: int = done) -> None:
                     self.account.progress.update(done + count)
 
-                named = self.name(purpose, mode)
                 result = await self.evaluate(named, mode, self.held_out, show, held_out=True, strict=strict)
                 self.state.evaluations[name] = list(result.rewards)
                 self.state.reasons[name] = dict(result.reasons)
@@ -268,19 +267,12 @@ async def run_trials(
     scored = {each.rollout_id: each for each in collected.trajectories}
     unusable = {each.rollout_id: each.message for each in collected.rejected}
     ids = [*scored, *unusable, *(each.rollout_id for each in collected.failed)]
-    attempts = {each.rollout_id: each for each in await collector.store.get_latest_attempts(ids)}
-    spans = {rollout_id: found async for rollout_id, found in collector.store.iter_spans(ids)}
     reports: dict[str, RolloutReport] = {}
-    for rollout_id in ids:
+    for rollout_id, found in (await read_recordings(collector.store, ids)).items():
         name = rollout_id.removeprefix(f"{label}-").partition("-again")[0]
-        attempt, trajectory = attempts.get(rollout_id), scored.get(rollout_id)
-        report = RolloutReport(
-            rollout_id,
-            output=None if attempt is None else attempt.metadata.get("output"),
-            spans=tuple(spans.get(rollout_id, ())),
-        )
-        if trajectory is None:
-            reports[name] = replace(report, failure=unusable.get(rollout_id) or describe_failure(attempt))
+        report = RolloutReport(rollout_id, output=found.output, spans=found.spans)
+        if (trajectory := scored.get(rollout_id)) is None:
+            reports[name] = replace(report, failure=unusable.get(rollout_id) or describe_failure(found.attempt))
         else:
             score, reward = team_score(trajectory, reward_weights), team_reward(trajectory)
             reports[name] = replace(report, score=score, reward=reward)

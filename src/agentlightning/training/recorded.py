@@ -38,6 +38,7 @@ from agentlightning.task import load_dataset
 from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import RecordedData, RunDir, RunState
 from agentlightning.training.report.result import RecordedResult
+from agentlightning.training.sources.collector import checked
 from agentlightning.training.starting_policy import make_starting_policy
 from agentlightning.trajectory import Trajectory
 from agentlightning.util.progress import Progress
@@ -80,41 +81,38 @@ class RecordedSource:
     seed: int
     _groups: list[tuple[Trajectory, ...]] = field(default_factory=list[tuple[Trajectory, ...]])
     """Of the present epoch."""
-    _waiting: list[Trajectory] = field(default_factory=list[Trajectory])
+    _waiting: list[Trajectory] = field(init=False)
     """Those that arrived and were not learned from."""
-    _known: set[str] = field(default_factory=set[str])
+    _known: set[str] = field(init=False)
     """Rollouts that were read."""
 
     def __post_init__(self) -> None:
         learned = set(self.data.source.get("learned", ()))
         self._waiting = [each for each in self.plan.trajectories if _session(each.rollout_id) not in learned]
-        self._known = {*learned, *map(_session, self.data.rejected)}
-        self._known |= {_session(each.rollout_id) for each in self._waiting}
+        read = [*self.data.rejected, *(each.rollout_id for each in self._waiting)]
+        self._known = {*learned, *map(_session, read)}
 
     async def next(self, request: RolloutRequest) -> Collected:
         """See `RolloutSource.next`. Sampling parameters and timeouts do not apply to what was recorded."""
-        started, check = time.monotonic(), request.check
+        started = time.monotonic()
         batch = await self._arrived(request) if self.settings.follow else self._of_epoch(request)
-        rejected = [] if check is None else await asyncio.to_thread(lambda: list(check(batch)))
+        usable, rejected = await checked(batch, request.check)
         self.reject(rejected)
-        refused = {each.rollout_id for each in rejected}
-        usable = tuple(each for each in batch if each.rollout_id not in refused)
-        return Collected(usable, rejected=tuple(rejected), seconds=time.monotonic() - started)
+        return Collected(usable, rejected=rejected, seconds=time.monotonic() - started)
 
     def _of_epoch(self, request: RolloutRequest) -> list[Trajectory]:
         """The next `tasks` groups of at most `group_size` sessions. Each epoch has every session once, and no batch is
         of two epochs."""
         epoch, left = self.data.source.get("epoch", 0), self.data.source.get("left", 0)
-        if not left:
-            epoch, self._groups = epoch + 1, []
-        if not self._groups:
+        if not left or not self._groups:
+            epoch += not left
             rng = random.Random(f"{self.seed}/{epoch - 1}")
             pools_singles = not isinstance(self.plan.algorithm, DPO | RejectionSampling)
             self._groups = chunks(self.plan.trajectories, request.group_size, rng, pools_singles=pools_singles)
             rng.shuffle(self._groups)
-            left = min(left, len(self._groups)) or len(self._groups)
-        chosen = self._groups[len(self._groups) - left :][: request.tasks]
-        self.data.source = {"epoch": epoch, "left": left - len(chosen)}
+        following = self._groups[-left:]
+        chosen = following[: request.tasks]
+        self.data.source = {"epoch": epoch, "left": len(following) - len(chosen)}
         return [each for group in chosen for each in group]
 
     async def _arrived(self, request: RolloutRequest) -> list[Trajectory]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import orjson
+from msgspec import Struct
 
 from agentlightning.algorithms.training import Collected, RolloutReport, RolloutRequest, RolloutSource, Stage, Want
 from agentlightning.assemble import AUTOMATIC_REWARDS
@@ -23,17 +24,17 @@ from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.evaluation.evaluation import Evaluation, gain_of
 from agentlightning.policy.base import UPDATE, UpdateOptions
 from agentlightning.resources import NamedResources, PromptTemplate, prompts_in
-from agentlightning.training.account import RunAccount
-from agentlightning.training.callbacks import Callback, FinishedStep
-from agentlightning.training.health.batch import batch_metrics
+from agentlightning.training.callbacks import Callback, FinishedStep, RunAccount
 from agentlightning.training.health.examination import closing_warnings
-from agentlightning.training.health.step_record import VALIDATION
+from agentlightning.training.health.step_record import VALIDATION, batch_metrics
+from agentlightning.training.joined_gateways import JoinedGateways
 from agentlightning.training.learner import PolicyLearner, age
 from agentlightning.training.measurements import TEMPERATURES, Measurements, run_trials
 from agentlightning.training.persistence.checkpoints import Checkpoints
 from agentlightning.training.persistence.run_dir import RunState, StageRecord, write_atomically
 from agentlightning.training.recorded import RecordedSource
 from agentlightning.training.report.result import TrainingResult, cost_of_steps, stage_results, with_providers
+from agentlightning.training.sources.stream import RolloutStream
 from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.plugins import calls_of
 
@@ -68,8 +69,7 @@ def updated_before(state: RunState) -> bool:
     return learning is not None and state.step > learning["first_step"]
 
 
-@dataclass(slots=True)
-class TrainingRun:
+class TrainingRun(Struct):
     """Implements `algorithms.training.Training`."""
 
     account: RunAccount
@@ -80,19 +80,19 @@ class TrainingRun:
     total_steps: int
     """The last step; in a run of several stages, that of the present one."""
     target_agent: str | None = None
-    prepared: Mapping[str, str] = field(default_factory=dict[str, str])
+    prepared: Mapping[str, str] = {}
     """What the algorithm found in order before it began."""
     seed: int = 0
-    start_prompts: Mapping[str, PromptTemplate] = field(default_factory=dict[str, PromptTemplate])
+    start_prompts: Mapping[str, PromptTemplate] = {}
     """The prompt templates that the run began with."""
-    stop_rollouts_at: Callable[[int], None] = lambda step: None
-    """No rollouts are started for this step or later ones."""
+    stream: RolloutStream | None = None
+    """The rollouts that are under way. None: it learns from recorded data."""
     uses_providers: bool = False
     """Whether agents may call models of others, at their prices."""
     recorded: RecordedSource | None = None
     """What it learns from in place of rollouts."""
-    gateways: Callable[[], Awaitable[Mapping[str, Any]]] | None = None
-    """What the gateways that the run has joined did for it; None: its own process answers calls."""
+    joined: JoinedGateways | None = None
+    """The gateways that answer calls; None: its own process does."""
     _lr_factor: float = 1.0
     """Of the present stage."""
     _evaluations: int = 0
@@ -313,7 +313,7 @@ class TrainingRun:
             stages=stage_results(state, lines, list(gains)),
             cost=cost,
             recorded=None if self.recorded is None else self.recorded.result(lines),
-            gateways=None if self.gateways is None else await self.gateways(),
+            gateways=None if self.joined is None else await self.joined.report(),
         )
         for callback in account.callbacks:
             with calls_of(type(callback), "callback"):
@@ -347,7 +347,8 @@ class TrainingRun:
             await account.each(lambda callback: callback.on_stage())
             account.write_state()
         self.total_steps, self._lr_factor = state.first_step + stage.steps, stage.lr_factor
-        self.stop_rollouts_at(self.total_steps)
+        if self.stream is not None:
+            self.stream.total_steps = self.total_steps
         self.measurements.validates = not stage.selects_result
         steps = None if stage.selects_result else stage.steps
         account.progress.phase(f"stage {stage.number} of {stage.of}: {stage.name}", steps, done=self.step)

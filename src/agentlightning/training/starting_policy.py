@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from agentlightning.algorithms.base import Algorithm
@@ -35,8 +34,11 @@ async def make_starting_policy(config: TrainConfig, run_dir: RunDir, tasks: Task
     warm_start, model = config.warm_start, config.policy.model
     conversations = load_dataset(warm_start.dataset) if warm_start.dataset else []
     if model == TINY:
+        from agentlightning.models.tiny import make_tiny
+
         progress.phase("making a tiny policy", 1)
-        model = str(await _make_tiny(config, run_dir, [*tasks.train, *conversations]))
+        records = [*tasks.train, *conversations]
+        model = str(await asyncio.to_thread(make_tiny, run_dir.path / TINY, records, seed=config.run.seed))
     settings: Any = SFTConfig(**dict(warm_start), seed=config.run.seed, token_budget=config.policy.token_budget)
     learning = SFTAlgorithm(None, conversations, config=settings)
     steps = learning.total_steps if conversations else 0
@@ -67,13 +69,6 @@ async def make_starting_policy(config: TrainConfig, run_dir: RunDir, tasks: Task
 
 def _is_made(config: TrainConfig) -> bool:
     return config.policy.model == TINY or config.warm_start.dataset is not None
-
-
-async def _make_tiny(config: TrainConfig, run_dir: RunDir, records: Iterable[Any]) -> Path:
-    from agentlightning.models.tiny import make_tiny
-
-    directory = run_dir.path / TINY
-    return await asyncio.to_thread(make_tiny, directory, records, seed=config.run.seed)
 
 
 async def open_for_training(

@@ -29,11 +29,11 @@ from agentlightning.config import TRACKERS, TrackingConfig, TrainConfig
 from agentlightning.errors import MissingExtraError, StoreError
 from agentlightning.evaluation.evaluation import Evaluation
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.training.account import RunAccount
-from agentlightning.training.callbacks import Callback, FinishedStep, NoState
+from agentlightning.training.callbacks import Callback, FinishedStep, NoState, RunAccount
 from agentlightning.training.measurements import Measurements
+from agentlightning.training.persistence.run_changes import leaves
 from agentlightning.training.persistence.run_dir import forget_after, write_atomically
-from agentlightning.training.sources.transcripts import MOST_TEXT, said, text_of, transcript_of
+from agentlightning.training.sources.transcripts import MOST_TEXT, conversation_of, read_recordings, text_of
 from agentlightning.util.settings import SECRETS
 
 if TYPE_CHECKING:
@@ -141,62 +141,49 @@ class TensorBoardTracker(Tracker):
 
     def start(self, run: TrackedRun) -> str:
         """A resumed run writes a further file; what was lost in a crash is purged where it is read."""
-        from tensorboard.compat.proto import event_pb2
+        from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        directory = run.run_dir / "tensorboard"
-        self._writer = EventFileWriter(str(directory))
+        directory = str(run.run_dir / "tensorboard")
+        self._writer = EventFileWriter(directory)
         if run.tracker_run is not None:
-            log = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._add(run.step + 1, session_log=log)
+            self._add(run.step + 1, session_log=SessionLog(status=SessionLog.START))
         else:
             self._text(0, "settings", _as_block(run.settings))
         self._writer.flush()
-        return str(directory)
+        return directory
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        from tensorboard.compat.proto import summary_pb2
-
-        values = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._add(step, summary=summary_pb2.Summary(value=values))
+        self._add_summary(step, *({"tag": name, "simple_value": value} for name, value in metrics.items()))
         self._writer.flush()
 
     def transcripts(self, step: int, rows: Sequence[Transcript]) -> None:
         self._text(step, "transcripts", markdown_table(rows))
 
     def result(self, step: int, result: Mapping[str, Any], curve: Path | None) -> None:
-        from tensorboard.compat.proto import summary_pb2
-
         self._text(step, "result", _as_block(result))
         self.log(step, result_numbers(result))
         if curve is not None:
             png = curve.read_bytes()
             width, height = struct.unpack(">II", png[16:24])
-            image = summary_pb2.Summary.Image(height=height, width=width, colorspace=4, encoded_image_string=png)
-            self._add(step, summary=summary_pb2.Summary(value=[summary_pb2.Summary.Value(tag="curve", image=image)]))
+            image = {"height": height, "width": width, "colorspace": 4, "encoded_image_string": png}
+            self._add_summary(step, {"tag": "curve", "image": image})
 
     def close(self, *, finished: bool) -> None:
         self._writer.close()
 
     def _add(self, step: int, **content: Any) -> None:
-        from tensorboard.compat.proto import event_pb2
+        from tensorboard.compat.proto.event_pb2 import Event
 
-        self._writer.add_event(event_pb2.Event(wall_time=time.time(), step=step, **content))
+        self._writer.add_event(Event(wall_time=time.time(), step=step, **content))
+
+    def _add_summary(self, step: int, *values: Mapping[str, Any]) -> None:
+        self._add(step, summary={"value": values})
 
     def _text(self, step: int, tag: str, text: str) -> None:
-        from tensorboard.compat.proto import summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
+        from tensorboard.plugins.text.summary_v2 import text_pb
 
-        plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
-        size = tensor_shape_pb2.TensorShapeProto.Dim(size=1)
-        tensor = tensor_pb2.TensorProto(
-            dtype=types_pb2.DT_STRING,
-            string_val=[text.encode()],
-            tensor_shape=tensor_shape_pb2.TensorShapeProto(dim=[size]),
-        )
-        value = summary_pb2.Summary.Value(
-            tag=tag, metadata=summary_pb2.SummaryMetadata(plugin_data=plugin), tensor=tensor
-        )
-        self._add(step, summary=summary_pb2.Summary(value=[value]))
+        self._add(step, summary=text_pb(tag, text))
 
 
 def _as_block(value: Mapping[str, Any]) -> str:
@@ -218,6 +205,7 @@ class WandbTracker(Tracker):
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
+        self._client: Any = wandb
         mode = run.options.get("wandb_mode") or os.environ.get("WANDB_MODE") or "offline"
         self._run: Any = wandb.init(
             project=run.project,
@@ -235,16 +223,14 @@ class WandbTracker(Tracker):
         self._run.log(dict(metrics), step=step)
 
     def transcripts(self, step: int, rows: Sequence[Transcript]) -> None:
-        import wandb
-
-        self._run.log({"transcripts": wandb.Table(columns=list(COLUMNS), data=rows_of(rows))}, step=step)
+        table = self._client.Table(columns=list(COLUMNS), data=rows_of(rows))
+        self._run.log({"transcripts": table}, step=step)
 
     def result(self, step: int, result: Mapping[str, Any], curve: Path | None) -> None:
-        import wandb
-
-        self._run.summary.update(result_numbers(result))
+        found: dict[str, Any] = {**result_numbers(result)}
         if curve is not None:
-            self._run.log({"curve": wandb.Image(str(curve))}, step=step)
+            found["curve"] = self._client.Image(str(curve))
+        self._run.log(found, step=step)
 
     def close(self, *, finished: bool) -> None:
         self._run.finish(exit_code=0 if finished else 1)
@@ -293,7 +279,7 @@ class MlflowTracker(Tracker):
         self._client.log_batch(self._id, metrics=[Metric(name, value, now, step) for name, value in metrics.items()])
 
     def transcripts(self, step: int, rows: Sequence[Transcript]) -> None:
-        table = {name: [asdict(each)[name] for each in rows] for name in asdict(rows[0])}
+        table = {name: list(cells) for name, cells in zip(COLUMNS, zip(*rows_of(rows), strict=True), strict=True)}
         self._client.log_table(self._id, table, f"transcripts/step-{step:06d}.json")
 
     def result(self, step: int, result: Mapping[str, Any], curve: Path | None) -> None:
@@ -308,10 +294,10 @@ class MlflowTracker(Tracker):
 
 # -- trackio ---------------------------------------------------------------------------------------------------------
 
-# Trackio: local, in the folder that TRACKIO_DIR names; `trackio show` displays it.
+# Trackio: local, in the folder that TRACKIO_DIR names; `trackio show` displays it. Its interface is that of wandb.
 
 
-class TrackioTracker(Tracker):
+class TrackioTracker(WandbTracker):
     """A run of Trackio under the name of the run."""
 
     package: ClassVar[str] = "trackio"
@@ -321,31 +307,14 @@ class TrackioTracker(Tracker):
             os.environ.setdefault(name, value)
         import trackio
 
+        self._client = trackio
         name = run.tracker_run or run.name
         resume = "never" if run.tracker_run is None else "must"
         config = {
             key: value if isinstance(value, int | float | str) else str(value) for key, value in run.settings.items()
         }
-        self._run: Any = trackio.init(project=run.project, name=name, config=config, resume=resume, embed=False)
+        self._run = trackio.init(project=run.project, name=name, config=config, resume=resume, embed=False)
         return name
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def transcripts(self, step: int, rows: Sequence[Transcript]) -> None:
-        import pandas
-        import trackio
-
-        table = pandas.DataFrame([asdict(each) for each in rows])
-        self._run.log({"transcripts": trackio.Table(dataframe=table)}, step=step)
-
-    def result(self, step: int, result: Mapping[str, Any], curve: Path | None) -> None:
-        import trackio
-
-        found: dict[str, Any] = {**result_numbers(result)}
-        if curve is not None:
-            found["curve"] = trackio.Image(str(curve))
-        self._run.log(found, step=step)
 
     def close(self, *, finished: bool) -> None:
         self._run.finish()
@@ -361,17 +330,13 @@ async def validation_transcripts(
 ) -> list[Transcript]:
     """One for each of `tasks` in each mode. `names`: by mode, the beginning of the ids of its rollouts."""
     wanted = [(mode, index, f"{name}-{index:05d}") for mode, name in names.items() for index in range(len(tasks))]
-    ids = [rollout_id for _, _, rollout_id in wanted]
-    attempts = {each.rollout_id: each for each in await store.get_latest_attempts(ids)} if ids else {}
-    spans = {rollout_id: found async for rollout_id, found in store.iter_spans(ids)} if ids else {}
+    found = await read_recordings(store, [rollout_id for _, _, rollout_id in wanted])
     return [
         Transcript(
             mode,
             text_of(tasks[index]),
-            "\n".join(f"{each.get('role', '?')}: {said(each)}" for each in transcript_of(spans.get(rollout_id, [])))[
-                -MOST_TEXT:
-            ],
-            text_of(attempts[rollout_id].metadata.get("output")) if rollout_id in attempts else "",
+            "\n".join(conversation_of(found[rollout_id].spans))[-MOST_TEXT:],
+            text_of(found[rollout_id].output),
             results[mode].rewards[index],
             rollout_id,
         )
@@ -500,8 +465,10 @@ class Tracking(Callback[NoState]):
         return {kind: text for kind, text in found.items() if kind not in self.account.state.warnings}
 
     async def on_step_end(self, step: FinishedStep) -> None:
-        """The numbers of its line in metrics.jsonl."""
-        number, metrics = self.account.state.step, numbers_of(step.line)
+        """The finite numbers of its line in metrics.jsonl."""
+        number = self.account.state.step
+        values = {name: each for name, each in step.line.items() if name != "step" and isinstance(each, int | float)}
+        metrics = {name: float(value) for name, value in values.items() if math.isfinite(value)}
         self._send("log metrics", lambda tracker: tracker.log(number, metrics))
         self.account.warn(self._warnings())
 
@@ -546,28 +513,12 @@ class Tracking(Callback[NoState]):
             channel.send(what, call)
 
 
-def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """Its finite numbers, but for `step`."""
-    return {
-        name: float(value)
-        for name, value in line.items()
-        if name != "step" and isinstance(value, int | float) and math.isfinite(value)
-    }
-
-
-def flat_settings(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_settings(table: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by full names (`algorithm.steps`); lists as JSON. Secrets are left out."""
-    found: dict[str, Any] = {}
-    for name, value in table.items():
-        if name in SECRETS:
-            continue
-        if isinstance(value, Mapping):
-            found |= flat_settings(value, f"{prefix}{name}.")
-        elif isinstance(value, list):
-            found[prefix + name] = orjson.dumps([_without_secrets(each) for each in value]).decode()
-        else:
-            found[prefix + name] = value
-    return found
+    return {
+        name: orjson.dumps(value).decode() if isinstance(value, list) else value
+        for name, value in leaves(_without_secrets(table))
+    }
 
 
 def _without_secrets(value: Any) -> Any:

@@ -12,7 +12,7 @@ from agentlightning.algorithms.apo.config import APOConfig
 from agentlightning.algorithms.base import ALGORITHMS, Algorithm, class_name, make_algorithm
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.algorithms.sequential import SequentialConfig
-from agentlightning.config import EvaluationConfig, RunConfig, RunnerConfig, TrainConfig
+from agentlightning.config import RunConfig, RunnerConfig, TrainConfig
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.open import check_model
@@ -48,8 +48,10 @@ def with_arguments(
     run_by = algorithm or make_algorithm(found.algorithm)
     for stage in getattr(run_by, "stages", (run_by,)):
         found = with_lora(found, getattr(stage, "config", None))
-    if run_by.selects_result and not run_by.learns_weights:
-        found = _in_one_mode(found)
+    if run_by.selects_result and not run_by.learns_weights and "modes" not in found.evaluation.model_fields_set:
+        # Without a policy there is no temperature to set: both modes would measure the same twice.
+        once = found.evaluation.model_copy(update={"modes": ("sampled",)})
+        found = found.model_copy(update={"evaluation": once})
     found.check_sections()
     return found
 
@@ -62,14 +64,6 @@ def with_lora(config: TrainConfig, settings: object) -> TrainConfig:
     if policy.lora not in (None, lora):
         raise ConfigError("lora was given to the algorithm and, another one, as policy.lora; give one of them")
     return config.model_copy(update={"policy": policy.model_copy(update={"lora": lora})})
-
-
-def _in_one_mode(config: TrainConfig) -> TrainConfig:
-    """Without a policy there is no temperature to set: both modes would measure the same twice."""
-    if "modes" in config.evaluation.model_fields_set:
-        return config
-    evaluation = EvaluationConfig.model_validate({**dict(config.evaluation), "modes": ("sampled",)})
-    return config.model_copy(update={"evaluation": evaluation})
 
 
 def check_prices(algorithm: Algorithm[Any], config: TrainConfig) -> None:

@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, field
 from typing import Any, Final
+
+from msgspec import Struct
 
 from agentlightning.assemble import calls
 from agentlightning.errors import AgentLightningError
 from agentlightning.rollouts import Attempt, Rollout, RolloutStatus
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.sources.collector import cause_of_failure
-from agentlightning.training.sources.transcripts import said, text_of, transcript_of
+from agentlightning.training.sources.transcripts import conversation_of, text_of
 from agentlightning.util.progress import Progress, RolloutCounts
 
 logger = logging.getLogger(__name__)
@@ -51,16 +52,15 @@ async def watch_rollouts(
                 await watch.show_transcript()
 
 
-@dataclass(slots=True)
-class _Watch:
+class _Watch(Struct):
     store: LightningStoreBase
     progress: Progress
     timeout: float
     own: dict[str, Any]
     """What limits a search to the rollouts of this run; empty where all of the store are its own."""
-    named: set[str] = field(default_factory=set[str])
+    named: set[str] = set()
     """Hanging attempts that were named."""
-    since: dict[str, float] = field(default_factory=dict[str, float])
+    since: dict[str, float] = {}
     """Since when an attempt is known to run, on the clock of this process: that of the store may be another."""
     failed: int = 0
     cause: str | None = None
@@ -118,8 +118,7 @@ class _Watch:
         if attempt is None:
             self.progress.transcript("no rollout has ended yet")
             return
-        spans = await self.store.query_spans(attempt.rollout_id)
-        lines = [f"{each.get('role', '?')}: {said(each)}" for each in transcript_of(spans)]
+        lines = conversation_of(await self.store.query_spans(attempt.rollout_id))
         output = f"output: {text_of(attempt.metadata.get('output'))}"
         self.progress.transcript("\n".join([attempt.rollout_id, *lines, output]))
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from agentlightning.cli.main import build
 from agentlightning.config import RunConfig, TrainConfig
-from agentlightning.evaluation.comparison import mean_of_seeds, seed_difference
+from agentlightning.evaluation.intervals import mean_of_seeds, seed_difference
 from agentlightning.training.persistence.run_dir import RunDir, RunState
 from agentlightning.util.settings import dump_toml
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from agentlightning.config import CurriculumConfig
 from agentlightning.errors import DatasetError
-from agentlightning.training.curriculum import EpochOrder, LearnabilityOrder, task_order
+from agentlightning.task import TaskSampler
+from agentlightning.training.curriculum import LearnabilityOrder, task_order
 
 LEARNABILITY = CurriculumConfig(tasks="learnability")
 
@@ -30,8 +31,8 @@ def trained(
 
 
 def test_epochs_draw_every_task_once() -> None:
-    order = EpochOrder(8, seed=3)
-    assert sorted(order.draw(0, 4) + order.draw(1, 4)) == list(range(8))
+    order = TaskSampler(range(8), 4, seed=3)
+    assert sorted(order.draw(0) + order.draw(1)) == list(range(8))
 
 
 def test_every_task_is_tried_before_any_is_drawn_often() -> None:

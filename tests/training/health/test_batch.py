@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentlightning.assemble import SEEDED_CALLS
-from agentlightning.training.health.batch import batch_metrics, repeated_ngrams
+from agentlightning.training.health.step_record import batch_metrics, repeated_ngrams
 from agentlightning.trajectory import Reward, Trajectory, Transition
 
 TOKENS = st.lists(st.integers(0, 3), max_size=60)

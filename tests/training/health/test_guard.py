@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentlightning.training.health.signs import LEAST_PAIRS, LEAST_REWARDS, discordance, distance, signs_of
-from agentlightning.training.health.step_record import StepRecord
+from agentlightning.training.health.signs import signs_of
+from agentlightning.training.health.step_record import LEAST_PAIRS, LEAST_REWARDS, StepRecord, discordance, distance
 
 rewards = st.lists(st.floats(0, 1), min_size=LEAST_REWARDS, max_size=40)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from agentlightning.training.health.batch import batch_metrics
-from agentlightning.training.health.signs import answers_in_prompts
+from agentlightning.training.health.step_record import answers_in_prompts, batch_metrics
 from agentlightning.trajectory import Trajectory, Transition
 
 

@@ -220,7 +220,7 @@ def test_steps_before_a_return_to_a_checkpoint_or_a_change_of_rewards_are_not_ju
 
 NUMBER = st.none() | st.floats(allow_nan=True, allow_infinity=True) | st.integers(-5, 10**6) | st.text(max_size=3)
 LINE = st.dictionaries(
-    st.sampled_from([*StepRecord.__dataclass_fields__, "reward_of_x", "validation_greedy", "rejected_stale"]), NUMBER
+    st.sampled_from([*StepRecord.__struct_fields__, "reward_of_x", "validation_greedy", "rejected_stale"]), NUMBER
 )
 
 

@@ -17,7 +17,7 @@ import agentlightning as agl
 from agentlightning.cli.main import build
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.config import OptimizerConfig
-from agentlightning.training.account import RunAccount
+from agentlightning.training.callbacks import RunAccount
 from agentlightning.training.persistence.run_changes import settings_of_run
 from agentlightning.util.settings import dump_toml
 

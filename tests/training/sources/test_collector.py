@@ -23,8 +23,7 @@ from agentlightning.span import (
     new_span_id,
 )
 from agentlightning.store.types import Retention
-from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan, cause_of_failure
-from agentlightning.training.sources.reader import TrajectoryReader
+from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan, TrajectoryReader, cause_of_failure
 
 PLANS = [RolloutPlan(f"run-{index}", {"n": index}, group=f"g{index // 2}") for index in range(4)]
 

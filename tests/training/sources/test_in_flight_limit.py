@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from agentlightning.training.sources import in_flight_limit
-from agentlightning.training.sources.in_flight_limit import SETTLE_SECONDS, InFlightLimit
+from agentlightning.training.sources import stream as in_flight_limit
+from agentlightning.training.sources.stream import SETTLE_SECONDS, InFlightLimit
 from agentlightning.util.event_loop import in_background
 
 

@@ -26,11 +26,11 @@ from agentlightning.span import (
 )
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.tracing.air import AutomaticRewards, weighted_rules
-from agentlightning.training.build import load_rule
+from agentlightning.trainer import load_rule
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.run import step_line
-from agentlightning.training.sources import reader
-from agentlightning.training.sources.reader import TrajectoryReader
+from agentlightning.training.sources import collector as reader
+from agentlightning.training.sources.collector import TrajectoryReader
 from agentlightning.trajectory import Trajectory
 
 

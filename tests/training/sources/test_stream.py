@@ -26,10 +26,8 @@ from agentlightning.span import (
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.run import step_line
-from agentlightning.training.sources.collector import RolloutCollector
-from agentlightning.training.sources.in_flight_limit import InFlightLimit
-from agentlightning.training.sources.reader import TrajectoryReader
-from agentlightning.training.sources.stream import RolloutStream, check_staleness
+from agentlightning.training.sources.collector import RolloutCollector, TrajectoryReader
+from agentlightning.training.sources.stream import InFlightLimit, RolloutStream, check_staleness
 
 TASKS = [{"n": n} for n in range(8)]
 REQUEST = RolloutRequest([Want(n=2)] * 2)

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 
 from agentlightning.cli.formatting.advice import evaluation_advice
-from agentlightning.evaluation.comparison import Comparison
 from agentlightning.evaluation.evaluation import Evaluation
+from agentlightning.evaluation.intervals import Comparison
 
 
 def print_evaluation(console: Console, result: Evaluation, aa: bool = False) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from agentlightning.config import TrainConfig
 from agentlightning.dashboard.data.run_files import RunFiles
 from agentlightning.errors import ConfigError, ResumeError
-from agentlightning.evaluation.comparison import mean_of_seeds, seed_difference
+from agentlightning.evaluation.intervals import mean_of_seeds, seed_difference
 from agentlightning.training.persistence.run_changes import changed_settings, settings_of_run
 from agentlightning.training.persistence.run_dir import read_state
 from agentlightning.util.json_values import loads

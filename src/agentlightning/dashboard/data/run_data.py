@@ -23,7 +23,7 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
 from agentlightning.training.learner import updates_of
 from agentlightning.training.persistence.token_ratios import CallRatios, read_ratios
-from agentlightning.training.sources.reader import TrajectoryReader
+from agentlightning.training.sources.collector import TrajectoryReader
 
 MOST_IN_BATCH: Final = 1024
 """Rollouts of a step over which credit is computed; with more, only the group itself is read."""

@@ -15,7 +15,7 @@ from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views.curves import number_of, thinned
 from agentlightning.dashboard.views.runs import summary
 from agentlightning.errors import AgentLightningError, ConfigError, RewardError
-from agentlightning.evaluation.comparison import compare_tasks, mean_of_seeds
+from agentlightning.evaluation.intervals import compare_tasks, mean_of_seeds
 from agentlightning.task import task_key
 
 MOST_RUNS: Final = 24

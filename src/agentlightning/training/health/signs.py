@@ -7,19 +7,14 @@ are used, each with its reason.
 from __future__ import annotations
 
 import math
-import re
 import statistics
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from typing import Any, Final, TypeAlias, cast
+from typing import Final, TypeAlias
 
 from agentlightning.credit.rejection import describe_reasons
-from agentlightning.training.health.step_record import StepRecord
-from agentlightning.trajectory import Trajectory
-from agentlightning.util.json_values import dumps
+from agentlightning.training.health.step_record import LEAK_SHARE, StepRecord
 
 WINDOW: Final = 3
 """The number of steps that are judged together: one batch alone is noise."""
@@ -111,8 +106,6 @@ def trend_of(numbers: Sequence[float]) -> tuple[float, float, float]:
 
 # -- limits ----------------------------------------------------------------------------------------------------------
 
-LEAK_SHARE: Final = 0.5
-"""The share of tasks whose prompts give the answer away, from which on there is a sign."""
 LIMITS: Final = (
     # Implementations of PPO stop an update at 0.01 to 0.05.
     (
@@ -613,113 +606,6 @@ def of_outputs(records: Records) -> Iterator[Sign]:
             else "the policy no longer reads the task: go back to an earlier checkpoint with a lower"
             " algorithm.optimizer.lr",
         )
-
-
-# -- guard -----------------------------------------------------------------------------------------------------------
-
-# What a reward guard measures in a batch, and the signs of its violations (settings: `[guard]`). Pure functions.
-#
-#     drift          sup_x |F_now(x) - F_before(x)|, the distance of Kolmogorov and Smirnov between the rewards of a
-#                    batch and those of the batches before
-#     disagreement   discordant / (discordant + concordant) over the pairs of one group's rollouts: (1 - gamma) / 2 of
-#                    Goodman and Kruskal (Journal of the American Statistical Association 49, 1954)
-#
-# Learning moves rewards slowly; a change of half of all rewards from one step to the next is that of a reward function,
-# a judge or an environment. Pairs are of one group, because only differences within a group are learned from.
-
-STEPS_BEFORE: Final = 5
-"""The number of earlier steps that a batch is compared with ..."""
-LEAST_REWARDS: Final = 8
-"""... and the fewest rewards on either side: fewer show no distribution."""
-LEAST_PAIRS: Final = 10
-"""Fewer pairs show no disagreement."""
-
-
-def distance(now: Sequence[float], before: Sequence[float]) -> float | None:
-    """The Kolmogorov-Smirnov distance; None for too few rewards."""
-    if min(len(now), len(before)) < LEAST_REWARDS:
-        return None
-    first, second = sorted(now), sorted(before)
-    return max(
-        abs(bisect_right(first, value) / len(first) - bisect_right(second, value) / len(second))
-        for value in {*first, *second}
-    )
-
-
-def discordance(groups: Sequence[Sequence[tuple[float, float]]]) -> float | None:
-    """The share of pairs that two scores order differently, ties left out; None for too few pairs.
-
-    >>> discordance([[(0.0, 1.0), (0.1, 0.9), (0.2, 0.8), (0.3, 0.7), (0.4, 0.6)]])
-    1.0
-    """
-    products = [(a[0] - b[0]) * (a[1] - b[1]) for group in groups for a, b in combinations(group, 2)]
-    ordered = [product for product in products if product != 0]
-    return sum(product < 0 for product in ordered) / len(ordered) if len(ordered) >= LEAST_PAIRS else None
-
-
-# -- leak ------------------------------------------------------------------------------------------------------------
-
-# Whether the agent is shown the answer that its reward compares with. Pure.
-#
-# An answer is the text in a field of the task that says so (`ANSWER_FIELDS`). It is given away where it stands as a
-# word in the prompt of the first call of a rollout and in no other field of the task: a passage or choices that hold it
-# are what the task is about. Answers of other tasks that stand in the same prompt are chance, or labels that the prompt
-# lists, and count against it.
-
-ANSWER_FIELDS: Final = frozenset(
-    {"answer", "answers", "expected", "expected_answer", "expected_output", "final_answer", "gold", "gold_answer"}
-    | {"ground_truth", "label", "solution", "target", "correct_answer"}
-)
-LEAST_ANSWERS: Final = 3
-"""Different answers in a batch: with fewer, one cannot be told from a label that every prompt lists."""
-MOST_PROMPTS: Final = 16
-"""Prompts that are read, of as many tasks."""
-MOST_TEXT: Final = 8_000
-"""Characters of a prompt that are read."""
-
-
-def answer_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """`answers_in_prompt` of a batch, one rollout of each task; empty where tasks have no such field."""
-    first = {each.group: each for each in reversed(trajectories) if each.transitions}
-    pairs = [(each.task, each.transitions[0].input_messages or "") for each in list(first.values())[:MOST_PROMPTS]]
-    share = answers_in_prompts(pairs)
-    return {} if share is None else {"answers_in_prompt": share}
-
-
-def answers_in_prompts(prompts: Sequence[tuple[Any, str]]) -> float | None:
-    """The share of (task, prompt) whose answer the prompt gives away, less the share in which it holds the answer of
-    another task. None: unknown, for tasks without an answer or with too few different ones.
-
-    >>> tasks = [{"question": f"{number} squared", "answer": number**2} for number in (11, 12, 13)]
-    >>> answers_in_prompts([(task, f"What is {task['question']}, {task['answer']}?") for task in tasks])
-    1.0
-    """
-    known = [(answer, text[:MOST_TEXT]) for task, text in prompts if (answer := _answer(task)) is not None]
-    different = {answer for answer, _ in known}
-    if len(different) < LEAST_ANSWERS:
-        return None
-    own = sum(_holds(text, answer) for answer, text in known) / len(known)
-    others = [_holds(text, other) for answer, text in known for other in different if other != answer]
-    return max(0.0, own - sum(others) / len(others))
-
-
-def _answer(task: Any) -> str | None:
-    """The answer of a task; None where it has none, or another of its fields holds it, too."""
-    if not isinstance(task, Mapping):
-        return None
-    fields = cast("Mapping[str, Any]", task)
-    for name, value in fields.items():
-        if str(name).lower() in ANSWER_FIELDS and isinstance(value, str | int | float) and str(value).strip():
-            answer = str(value).strip()
-            rest = {key: each for key, each in fields.items() if str(key).lower() not in ANSWER_FIELDS}
-            return None if _holds(dumps(rest, default=repr).decode(), answer) else answer
-    return None
-
-
-def _holds(text: str, answer: str) -> bool:
-    """Whether a text holds an answer as a word of its own, in any case."""
-    written = re.escape(dumps(answer).decode()[1:-1])  # as it stands in JSON
-    return re.search(rf"(?<![\w.]){written}(?![\w]|\.\d)", text, re.IGNORECASE) is not None
 
 
 # -- diagnosis -------------------------------------------------------------------------------------------------------

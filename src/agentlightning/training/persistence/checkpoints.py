@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +24,7 @@ from agentlightning.errors import AgentLightningError, PolicyError, ResumeError
 from agentlightning.policy.base import Policy
 from agentlightning.resources import LLM, NamedResources, ProxyLLM, named_resources, prompts_in
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.training.account import RunAccount
+from agentlightning.training.callbacks import RunAccount
 from agentlightning.training.learner import PolicyLearner
 from agentlightning.training.persistence.run_changes import settings_of_run
 from agentlightning.training.persistence.run_dir import (
@@ -42,26 +42,19 @@ from agentlightning.training.report.result import prompt_diff
 # Publishes to the store the resources that rollouts are given: the policy's address, and what an algorithm tunes.
 
 
+@dataclass(slots=True)
 class ResourcePublisher:
     """Publishes the present weights and resources under a name for each purpose."""
 
-    def __init__(
-        self,
-        store: LightningStoreBase,
-        server_url: str,
-        policy: Engine | None,
-        resources: NamedResources,
-        max_calls: int | None = None,
-    ) -> None:
-        """No rollout is given more than `max_calls` answers of the policy; None: any number."""
-        self._max_calls = max_calls
-        self._store = store
-        self._server_url = server_url
-        self._policy = policy
-        self.resources: NamedResources = dict(resources)
-        """What rollouts are given beside the policy."""
-        self.published = False
-        """Whether an algorithm has replaced a resource."""
+    store: LightningStoreBase
+    server_url: str
+    policy: Engine | None
+    resources: NamedResources
+    """What rollouts are given beside the policy."""
+    max_calls: int | None = None
+    """The answers of the policy that a rollout is given at most. None: any number."""
+    published: bool = False
+    """Whether an algorithm has replaced a resource."""
 
     def publish(self, resources: NamedResources) -> None:
         """Replace resources by name."""
@@ -70,7 +63,7 @@ class ResourcePublisher:
 
     def _llm(self, engine: Engine, sampling: Mapping[str, float], max_calls: int | None) -> ProxyLLM:
         return ProxyLLM(
-            endpoint=self._server_url,
+            endpoint=self.server_url,
             model=engine.model,
             sampling_parameters=dict(sampling),
             policy_version=engine.policy_version,
@@ -79,12 +72,12 @@ class ResourcePublisher:
 
     def _policy_resources(self, sampling: Mapping[str, float], max_calls: int | None) -> NamedResources:
         """The policy as `llm`, and each of its adapters; empty where the run trains none."""
-        if self._policy is None:
+        if self.policy is None:
             return {}
-        max_calls = min((limit for limit in (max_calls, self._max_calls) if limit is not None), default=None)
-        found: NamedResources = {"llm": self._llm(self._policy, sampling, max_calls)}
-        for model, view in self._policy.views.items() if isinstance(self._policy, AgentEngines) else ():
-            found[f"llm:{model.removeprefix(f'{self._policy.model}:')}"] = self._llm(view, sampling, max_calls)
+        max_calls = min((limit for limit in (max_calls, self.max_calls) if limit is not None), default=None)
+        found: NamedResources = {"llm": self._llm(self.policy, sampling, max_calls)}
+        for model, view in self.policy.views.items() if isinstance(self.policy, AgentEngines) else ():
+            found[f"llm:{model.removeprefix(f'{self.policy.model}:')}"] = self._llm(view, sampling, max_calls)
         return found
 
     async def write_trial(self, label: str, resources: NamedResources, sampling: Mapping[str, float]) -> str:
@@ -93,50 +86,19 @@ class ResourcePublisher:
         given = {**self.resources, **resources}
         digest = hashlib.blake2b(named_resources.dump_json(given), digest_size=8).hexdigest()
         resources_id = f"{label}-{digest}"
-        await self._store.update_resources(resources_id, given | self._policy_resources(sampling, None))
+        await self.store.update_resources(resources_id, given | self._policy_resources(sampling, None))
         return resources_id
 
     async def write(self, resources_id: str, sampling: Mapping[str, float], max_calls: int | None = None) -> str:
         """Write the present resources to the store; again under the same id after a crash, at the new address. A
         rollout is given at most `max_calls` answers of the policy."""
         given = {**self.resources, **self._policy_resources(sampling, max_calls)}
-        await self._store.update_resources(resources_id, given)
+        await self.store.update_resources(resources_id, given)
         return resources_id
 
 
 RESOURCES_FILE: Final = "resources.json"
 """In a checkpoint: the resources that the algorithm has published, if any, and the run's prompts."""
-
-
-@dataclass(slots=True)
-class SavedWeights:
-    """The weights that were saved last."""
-
-    version: int | None = None
-    directories: set[Path] = field(default_factory=set[Path])
-    """That hold them."""
-
-    def begin(self, version: int, directory: Path) -> None:
-        """These weights were saved there."""
-        self.version, self.directories = version, {directory}
-
-    def link(self, version: int, directory: Path) -> bool:
-        """Make `directory` a checkpoint of the same weights by hard links, which take no space. False where it has to
-        be saved: other weights, no older checkpoint, or a file system without links."""
-        saved = {each for each in self.directories if version == self.version and each.exists()}
-        if directory in saved:
-            return True
-        if not saved or directory.exists():
-            return False
-        without = shutil.ignore_patterns(RESOURCES_FILE, ALGORITHM_FILE)
-        with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as beside:
-            try:
-                shutil.copytree(min(saved), Path(beside) / "new", copy_function=os.link, ignore=without)
-            except (OSError, shutil.Error):
-                return False
-            (Path(beside) / "new").rename(directory)
-        self.directories.add(directory)
-        return True
 
 
 SLOW_CHECKPOINT: Final = 1.0
@@ -154,7 +116,10 @@ class Checkpoints:
     learner: PolicyLearner | None
     publisher: ResourcePublisher
     algorithm: Algorithm[Any]
-    saved: SavedWeights = field(default_factory=SavedWeights)
+    _saved: int | None = None
+    """The version of the weights that were saved last ..."""
+    _places: set[Path] = field(default_factory=set[Path])
+    """... and the directories that hold them."""
     _slowest: float = 0.0
     """The most seconds that one took."""
     _finished: float = 0.0
@@ -178,9 +143,11 @@ class Checkpoints:
         directory = self.account.run_dir.checkpoint(step)
         if self.learner is not None:
             version = self.learner.policy_version
-            if not await asyncio.to_thread(self.saved.link, version, directory):
+            known = {each for each in self._places if version == self._saved and each.exists()}
+            if not await asyncio.to_thread(_link, known, directory):
                 await self.learner.policy.save(directory, training_state=True)
-                self.saved.begin(version, directory)
+                known = set()
+            self._saved, self._places = version, {*known, directory}
         await self._write_resources(directory)
         await self._write_algorithm(directory)
         return str(directory.relative_to(self.account.run_dir.path))
@@ -256,6 +223,23 @@ class Checkpoints:
         if self.publisher.published or self.learner is None or prompts_in(self.publisher.resources):
             content = named_resources.dump_json(self.publisher.resources, indent=2)
             await asyncio.to_thread(_write, directory / RESOURCES_FILE, content)
+
+
+def _link(known: Set[Path], directory: Path) -> bool:
+    """Make `directory` a checkpoint of the same weights as those known by hard links, which take no space. False where
+    it has to be saved: no older checkpoint, another one in its place, or a file system without links."""
+    if directory in known:
+        return True
+    if not known or directory.exists():
+        return False
+    without = shutil.ignore_patterns(RESOURCES_FILE, ALGORITHM_FILE)
+    with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as beside:
+        try:
+            shutil.copytree(min(known), Path(beside) / "new", copy_function=os.link, ignore=without)
+        except (OSError, shutil.Error):
+            return False
+        (Path(beside) / "new").rename(directory)
+    return True
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -10,11 +10,11 @@ import hashlib
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
 
 import orjson
+from msgspec import Struct
 from pydantic import BaseModel
 
 from agentlightning.algorithms.base import ALGORITHMS
@@ -38,14 +38,13 @@ from agentlightning.util.settings import NONE, SECRETS, load_settings
 PARTS: Final = ("train", "validation", "held_out")
 
 
-@dataclass(slots=True)
-class Tasks:
+class Tasks(Struct):
     """The tasks of a run. Parts that are split off share none."""
 
     train: list[Any]
-    validation: list[Any] = field(default_factory=list[Any])
+    validation: list[Any] = []
     """To choose the best checkpoint by."""
-    held_out: list[Any] = field(default_factory=list[Any])
+    held_out: list[Any] = []
     """To measure the gain on."""
 
     def shared(self) -> list[Overlap]:
@@ -249,7 +248,7 @@ def resumed_settings(run_dir: Path, changes: Mapping[str, Any] | Sequence[str]) 
 
 def changed_settings(before: BaseModel, after: BaseModel) -> Changes:
     """The settings that differ."""
-    old, new = dict(_leaves(before.model_dump(mode="json"))), dict(_leaves(after.model_dump(mode="json")))
+    old, new = dict(leaves(before.model_dump(mode="json"))), dict(leaves(after.model_dump(mode="json")))
     names = dict.fromkeys([*old, *new])
     return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}
 
@@ -298,13 +297,14 @@ def _shown(changes: Changes) -> Changes:
     return {name: hidden if SECRETS & set(name.split(".")) else values for name, values in changes.items()}
 
 
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by full names (`algorithm.steps`)."""
     if isinstance(value, dict) and value:
         for key, inner in cast(dict[str, Any], value).items():
-            yield from _leaves(inner, f"{prefix}.{key}" if prefix else key)
+            yield from leaves(inner, f"{prefix}.{key}" if prefix else key)
     elif prefix == "algorithm.stages":
         for place, stage in enumerate(cast("list[Any]", value)):
-            yield from _leaves(stage, f"{prefix}.{place}")
+            yield from leaves(stage, f"{prefix}.{place}")
     else:
         yield prefix, value
 
@@ -331,7 +331,7 @@ def extensions_of(config: TrainConfig) -> dict[str, dict[str, str]]:
     """By the setting, the name, the file and the digest of that file of each class of others. The file of the agent may
     change, and what else is in it."""
     found: dict[str, dict[str, str]] = {}
-    for setting, value in _leaves(config.model_dump(mode="json")):
+    for setting, value in leaves(config.model_dump(mode="json")):
         registry = SEAMS.get(STAGE.sub("algorithm.", setting).removesuffix(".type"))
         for each in cast("list[Any]", value if isinstance(value, list) else [value]) if registry is not None else ():
             name = each.get("type") if isinstance(each, dict) else each

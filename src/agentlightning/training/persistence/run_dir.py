@@ -22,14 +22,14 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final, TypedDict
 
 import msgspec
 import orjson
+from msgspec import Struct
 
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.util.file_lock import lock_file
@@ -63,40 +63,38 @@ class StageRecord(TypedDict):
     """Tells its settings from others."""
 
 
-@dataclass(slots=True)
-class RecordedData:
+class RecordedData(Struct):
     """What a run on recorded data learns from, and how far it is in it."""
 
-    given: list[str] = field(default_factory=list[str])
+    given: list[str] = []
     """The settings of an algorithm object that were set: its own loss stays, even if it is the default."""
-    sources: dict[str, Any] = field(default_factory=dict[str, Any])
+    sources: dict[str, Any] = {}
     """`dataset`: the query of the store that supervised learning was given."""
     rollouts: list[str] | None = None
     """The sessions that the store held when the run began. None: the run follows the store, or reads none."""
     method: str | None = None
     first_step: int = 0
     """Steps of an earlier call of `train` in the same directory."""
-    source: dict[str, Any] = field(default_factory=dict[str, Any])
+    source: dict[str, Any] = {}
     """The position in the data."""
-    rejected: dict[str, str] = field(default_factory=dict[str, str])
+    rejected: dict[str, str] = {}
     """Sessions that could not be used, with the reason."""
-    left_out: dict[str, int] = field(default_factory=dict[str, int])
+    left_out: dict[str, int] = {}
     """Sessions that were not chosen, by reason."""
     sessions: int = 0
     """What was learned from."""
-    notes: list[str] = field(default_factory=list[str])
+    notes: list[str] = []
 
 
-@dataclass(slots=True)
-class RunState:
+class RunState(Struct):
     """The position of a run, as `state.json` holds it."""
 
     run_id: str
     algorithm: str | None = None
     """`module:Class` of the algorithm object that the run was given. None: it is made from the settings."""
-    objects: list[str] = field(default_factory=list[str])
+    objects: list[str] = []
     """Which of agent, reward and store were live objects, which no setting names."""
-    extensions: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
+    extensions: dict[str, dict[str, str]] = {}
     """The classes of others that settings name, as `SETTING=NAME`: the file of each, and its digest."""
     learns_weights: bool = True
     """Whether the algorithm trains a model, which its rollouts then have to call."""
@@ -105,39 +103,39 @@ class RunState:
     rollouts: int = 0
     """Training rollouts, the failed ones included."""
     failed_rollouts: int = 0
-    rejected: dict[str, int] = field(default_factory=dict[str, int])
+    rejected: dict[str, int] = {}
     """Training rollouts that succeeded and could not be used, by reason."""
     skipped_groups: int = 0
-    warnings: dict[str, str] = field(default_factory=dict[str, str])
+    warnings: dict[str, str] = {}
     """Warnings by kind."""
-    warning_counts: dict[str, int] = field(default_factory=dict[str, int])
+    warning_counts: dict[str, int] = {}
     """The number of steps at which each kind was found."""
     checkpoint: str | None = None
     """The directory, relative to the run's, of the checkpoint after `step`."""
     checkpoint_version: int | None = None
     """The version of the weights in it."""
-    resumes: list[list[int]] = field(default_factory=list[list[int]])
+    resumes: list[list[int]] = []
     """(version in the checkpoint, version of the same weights since) of each resume and each return to a checkpoint."""
     first_turn: int | None = None
     """The first turn of the tasks of which a group is still to be learned from. None: that of the current step."""
     turns: int = 0
     """The number of turns of which rollouts were started."""
-    taken: dict[str, int] = field(default_factory=dict[str, int])
+    taken: dict[str, int] = {}
     """Group -> the step that learned from it, for the groups of turns that are not finished."""
-    curriculum: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    curriculum: dict[str, list[float]] = {}
     """What the order of tasks has learned of each, by its place (`curriculum.task_order.TaskRecord`)."""
-    turn_tasks: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    turn_tasks: dict[str, list[int]] = {}
     """The tasks of each turn that is not finished, where their order depends on rewards."""
-    stages: list[StageRecord] = field(default_factory=list[StageRecord])
+    stages: list[StageRecord] = []
     """Those that have begun, in a run of several algorithms; the last one is the present one."""
     best_step: int | None = None
     best_score: float | None = None
     best_checkpoint: str | None = None
     best_version: int | None = None
     """The version of the weights in it."""
-    evaluations: dict[str, list[float | None]] = field(default_factory=dict[str, list[float | None]])
+    evaluations: dict[str, list[float | None]] = {}
     """The rewards of each finished evaluation, by name."""
-    reasons: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    reasons: dict[str, dict[str, int]] = {}
     """The number of tasks without a reward in these evaluations, by reason."""
     measured_step: int | None = None
     """The step whose weights the evaluations `after-<mode>` have measured."""
@@ -147,7 +145,7 @@ class RunState:
     """Time spent on the run so far, without interruptions."""
     recorded: RecordedData | None = None
     """None: an agent runs."""
-    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    callbacks: dict[str, dict[str, Any]] = {}
     """The state of each callback, by its name."""
     version: int = STATE_VERSION
 
@@ -309,16 +307,15 @@ def is_locked(run_dir: Path) -> bool:
         return False
 
 
-class RunDir:
+class RunDir(Struct):
     """One run's directory; locked against a second process while open."""
 
-    def __init__(self, path: Path, lock: IO[str], earlier: Collection[Path] = (), made: Sequence[Path] = ()) -> None:
-        self.path = path
-        self._lock = lock
-        self._earlier = earlier
-        """The contents of the directory before the run."""
-        self._made = made
-        """Directories that were made for the run, the deepest first."""
+    path: Path
+    _lock: IO[str]
+    _earlier: frozenset[Path] = frozenset()
+    """The contents of the directory before the run."""
+    _made: Sequence[Path] = ()
+    """Directories that were made for the run, the deepest first."""
 
     @classmethod
     def create(cls, path: Path) -> RunDir:
@@ -347,7 +344,7 @@ class RunDir:
 
     def discard(self) -> None:
         """Remove a run that was just created and has not started. Earlier contents of the directory stay."""
-        for entry in set(self.path.iterdir()) - set(self._earlier):
+        for entry in set(self.path.iterdir()) - self._earlier:
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry, ignore_errors=True)
             else:
@@ -380,7 +377,7 @@ class RunDir:
         return read_state(self.path)
 
     def write_state(self, state: RunState) -> None:
-        write_atomically(self.path / "state.json", orjson.dumps(state, option=orjson.OPT_INDENT_2))
+        write_atomically(self.path / "state.json", msgspec.json.format(msgspec.json.encode(state)))
 
     def prune_checkpoints(self, state: RunState, keep: int) -> None:
         """Remove all but the `keep` newest checkpoints, the current one, the best, and those to return to."""
@@ -400,11 +397,6 @@ class RunDir:
     def append_metrics(self, record: Mapping[str, Any]) -> None:
         with (self.path / "metrics.jsonl").open("ab") as file:
             file.write(orjson.dumps(dict(record), option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
-
-    def append_changes(self, line: bytes) -> None:
-        """Record what a resume changed."""
-        with (self.path / "changes.jsonl").open("ab") as file:
-            file.write(line)
 
 
 def whole_lines(path: Path) -> list[bytes]:

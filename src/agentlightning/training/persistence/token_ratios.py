@@ -20,8 +20,7 @@ from typing import Any, Final
 import orjson
 
 from agentlightning.algorithms.training import Learner
-from agentlightning.training.account import RunAccount
-from agentlightning.training.callbacks import Callback, NoState
+from agentlightning.training.callbacks import Callback, NoState, RunAccount
 from agentlightning.trajectory import FloatArray, TrainingSample
 
 FOLDER: Final = "ratios"

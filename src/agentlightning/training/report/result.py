@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -19,18 +19,16 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.persistence.run_dir import RunState, read_state, unfinished
 from agentlightning.training.sources.transcripts import said, transcript_of
 from agentlightning.util.event_loop import run_sync
+from agentlightning.util.frozen_struct import FrozenStruct, as_dataclass
 from agentlightning.util.json_values import as_text, dumps, loads
 
 # -- cost ------------------------------------------------------------------------------------------------------------
 
 # What a run has cost: tokens where calls were recorded, money where prices are set.
 
-CHUNK: Final = 256
-"""Rollouts whose spans are read at once."""
 
-
-@dataclass(frozen=True, slots=True)
-class Cost:
+@as_dataclass
+class Cost(FrozenStruct, frozen=True):
     """What a run, or a stage of it, has used.
 
     >>> from agentlightning.training.report.result import Cost
@@ -77,15 +75,13 @@ async def with_providers(cost: Cost, store: LightningStoreBase, run_id: str) -> 
     """The cost with the calls to providers that the spans of a run record, without those of its searches, which are
     counted."""
     found = [each.rollout_id for each in await store.query_rollouts(rollout_id_contains=run_id)]
-    ids = [each for each in found if not each.startswith(f"{run_id}-trial-")]
     calls = priced = tokens = 0
     dollars = 0.0
-    for start in range(0, len(ids), CHUNK):
-        async for _, spans in store.iter_spans(ids[start : start + CHUNK]):
-            sent = [span for span in spans if names.PROVIDER_RETRIES in span.attributes]
-            spent = spend_of_spans(sent)
-            calls, tokens, dollars = calls + len(sent), tokens + spent.tokens, dollars + spent.dollars
-            priced += sum(names.COST in span.attributes for span in sent)
+    async for _, spans in store.iter_spans([each for each in found if not each.startswith(f"{run_id}-trial-")]):
+        sent = [span for span in spans if names.PROVIDER_RETRIES in span.attributes]
+        spent = spend_of_spans(sent)
+        calls, tokens, dollars = calls + len(sent), tokens + spent.tokens, dollars + spent.dollars
+        priced += sum(names.COST in span.attributes for span in sent)
     return replace(
         cost,
         provider_calls=calls,
@@ -100,8 +96,8 @@ async def with_providers(cost: Cost, store: LightningStoreBase, run_id: str) -> 
 # What each stage of a run of several algorithms has gained, and at what cost.
 
 
-@dataclass(frozen=True, slots=True)
-class StageResult:
+@as_dataclass
+class StageResult(FrozenStruct, frozen=True):
     """What a stage has gained.
 
     >>> from agentlightning.training.report.result import StageResult
@@ -115,10 +111,10 @@ class StageResult:
     """The steps of the run before it."""
     steps: int
     rollouts: int
-    held_out: Mapping[str, Gain] = field(default_factory=dict[str, Gain])
+    held_out: Mapping[str, Gain] = {}
     """Held-out reward before and after it by sampling mode, with the 95% interval of the paired gain. Empty where it
     was not measured: rewards changed their meaning after it."""
-    cost: Cost = field(default_factory=Cost)
+    cost: Cost = Cost()
     """Without the calls to providers, which are counted for the whole run."""
 
     def as_json(self) -> dict[str, Any]:
@@ -167,8 +163,8 @@ def prompt_diff(before: Mapping[str, PromptTemplate], after: Mapping[str, Prompt
     )
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedResult:
+@as_dataclass
+class RecordedResult(FrozenStruct, frozen=True):
     """What a run on recorded data learned from, and what it could not use.
 
     >>> from agentlightning.training.report.result import RecordedResult
@@ -181,22 +177,22 @@ class RecordedResult:
     """How rollouts of another policy were learned from: importance, awr or rejection; None for other algorithms."""
     sessions: int = 0
     """Sessions that were learned from."""
-    left_out: Mapping[str, int] = field(default_factory=dict[str, int])
+    left_out: Mapping[str, int] = {}
     """Sessions that were not, by reason."""
     rendered_calls: int = 0
     """Model calls whose text was put into the model's tokens, because theirs were not recorded."""
     foreign_calls: int = 0
     """Among those, calls that were recorded in tokens of another tokenizer."""
-    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    metrics: Mapping[str, float] = {}
     """Of the last step."""
-    counts: Mapping[str, int] = field(default_factory=dict[str, int])
+    counts: Mapping[str, int] = {}
     """What steps skipped and trained, summed over all of them: groups_without_spread, tokens_trained ..."""
     notes: tuple[str, ...] = ()
     """What was said while it ran."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingResult:
+@as_dataclass
+class TrainingResult(FrozenStruct, frozen=True):
     """What improved, by how much, at what cost, and where the trained model is."""
 
     held_out: Mapping[str, Gain]
@@ -228,16 +224,16 @@ class TrainingResult:
     curve: Path | None
     """The picture of the reward curve; None where matplotlib is not installed."""
     run_dir: Path
-    start_prompts: Mapping[str, PromptTemplate] = field(default_factory=dict[str, PromptTemplate])
+    start_prompts: Mapping[str, PromptTemplate] = {}
     """The prompt templates that the run began with, by name."""
-    prompts: Mapping[str, PromptTemplate] = field(default_factory=dict[str, PromptTemplate])
+    prompts: Mapping[str, PromptTemplate] = {}
     """Those it ended with."""
     stages: tuple[StageResult, ...] = ()
     """What each stage has gained, in a run of several algorithms (`agl.Sequential`)."""
-    cost: Cost = field(default_factory=Cost)
+    cost: Cost = Cost()
     """Tokens, and money where prices are set."""
 
-    tracker_failures: Mapping[str, int] = field(default_factory=dict[str, int])
+    tracker_failures: Mapping[str, int] = {}
     """The number of calls that failed, by experiment tracker; empty where all went well."""
     recorded: RecordedResult | None = None
     """What was learned from, in a run on recorded data. None: from rollouts of an agent."""
@@ -295,8 +291,7 @@ MOST_SHOWN: Final = 1500
 """Characters of an output or a message that are shown."""
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(FrozenStruct, frozen=True):
     """A held-out task with a reward before and after."""
 
     index: int
@@ -346,17 +341,9 @@ def fill_report(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"number": _number, "money": _money, "block": _block, "inline": _inline}
+    environment.filters |= {"block": _block, "inline": _inline}
     template = environment.get_template("report.md.jinja")
     return template.render(name=name, report=report, changes=changes, examples=examples)
-
-
-def _number(value: float | None, *, sign: bool = False) -> str:
-    return "unknown" if value is None else f"{value:+.3f}" if sign else f"{value:.3f}"
-
-
-def _money(value: float | None) -> str:
-    return "unknown, no price is set" if value is None else f"{value:.4f}"
 
 
 async def _examples(

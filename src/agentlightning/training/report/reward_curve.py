@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from agentlightning.training.report.result import TrainingResult
 
 COLORS = {"greedy": "#c2410c", "sampled": "#0f766e"}
-OTHER_COLORS = ("#7c3aed", "#b45309", "#475569")
 TRAINING = "#2563eb"
 INK = "#334155"
 
@@ -36,13 +34,11 @@ def draw_curve(metrics: Sequence[Mapping[str, Any]], gains: Mapping[str, Gain], 
     is absent, None or NaN leaves a gap. `gains`: by mode. Raises MissingExtraError without matplotlib.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ModuleNotFoundError as error:
         raise MissingExtraError("matplotlib", "train") from error
     figure = Figure(figsize=(9, 4.8), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
     axes: Any = figure.add_subplot()
     steps, rewards = [float(record["step"]) for record in metrics], _series(metrics, "reward")
     if not all(map(math.isnan, rewards)):
@@ -52,9 +48,9 @@ def draw_curve(metrics: Sequence[Mapping[str, Any]], gains: Mapping[str, Gain], 
         means = running_mean(rewards, window)
         axes.plot(steps, means, color=TRAINING, linewidth=2.4, label=f"mean of {window} batches")
     validated = [name.removeprefix(VALIDATION) for record in metrics for name in record if name.startswith(VALIDATION)]
-    others, diamond = cycle(OTHER_COLORS), {"marker": "D", "markersize": 6, "markeredgecolor": "white", "zorder": 4}
+    diamond = {"marker": "D", "markersize": 6, "markeredgecolor": "white", "zorder": 4}
     for mode in dict.fromkeys([*gains, *validated]):
-        color, values = COLORS.get(mode) or next(others), _series(metrics, VALIDATION + mode)
+        color, values = COLORS.get(mode, INK), _series(metrics, VALIDATION + mode)
         known = [(step, value) for step, value in zip(steps, values, strict=True) if value == value]
         if known:
             label = f"validation, {mode}"

@@ -19,7 +19,8 @@ from agentlightning.errors import MissingRewardError, RewardError
 from agentlightning.rewards.judges import JudgedRollout
 from agentlightning.runner.agents.reward import check_reward
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.training.sources.transcripts import transcript_of
+from agentlightning.training.sources.collector import checked
+from agentlightning.training.sources.transcripts import read_recordings, transcript_of
 from agentlightning.trajectory import Reward, Trajectory
 
 CONCURRENCY: Final = 4
@@ -45,12 +46,10 @@ class GroupRewardSource:
 
         judged = await asyncio.gather(*map(judge, group_trajectories(collected.trajectories)))
         rejected = [each for _, own in judged for each in own]
-        usable = [each for kept, _ in judged for each in kept]
-        unusable = list(request.check(usable)) if request.check is not None else []
-        ids = {each.rollout_id for each in unusable}
+        usable, unusable = await checked([each for kept, _ in judged for each in kept], request.check)
         return replace(
             collected,
-            trajectories=tuple(each for each in usable if each.rollout_id not in ids),
+            trajectories=usable,
             rejected=(*collected.rejected, *rejected, *unusable),
             metrics={**collected.metrics, "group_rewards_missing": float(len(rejected))},
         )
@@ -74,7 +73,11 @@ class GroupRewardSource:
         return kept, rejected
 
     async def _rewards(self, group: Sequence[Trajectory]) -> Sequence[Reward | None]:
-        rollouts = [await self._rollout(each) for each in group]
+        recorded = await read_recordings(self.store, [each.rollout_id for each in group])
+        rollouts = [
+            JudgedRollout(each.rollout_id, each.task, found.output, transcript_of(found.spans))
+            for each, found in zip(group, recorded.values(), strict=True)
+        ]
         found = await asyncio.to_thread(self.function, rollouts)
         rewards = list(await found if inspect.isawaitable(found) else found)
         if len(rewards) != len(group):
@@ -82,10 +85,3 @@ class GroupRewardSource:
                 f"the group reward gave {len(rewards)} rewards for {len(group)} rollouts; give one for each"
             )
         return rewards
-
-    async def _rollout(self, trajectory: Trajectory) -> JudgedRollout:
-        rollout_id = trajectory.rollout_id
-        attempt = await self.store.get_latest_attempt(rollout_id)
-        spans = await self.store.query_spans(rollout_id, trajectory.attempt_id)
-        output = None if attempt is None else attempt.metadata.get("output")
-        return JudgedRollout(rollout_id, trajectory.task, output, transcript_of(spans))

@@ -11,13 +11,16 @@ records which groups were learned from, so a resumed run takes each of the other
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Final
+
+from msgspec import Struct, field
 
 from agentlightning.algorithms.training import BranchPoint, Collected, RolloutRequest, Want
 from agentlightning.assemble import REPLAY_MISMATCHES, REPLAYED_CALLS, TURN_LIMIT, TURN_LIMIT_REACHED
@@ -25,13 +28,99 @@ from agentlightning.config import Branching, TurnLimit
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.errors import ConfigError
 from agentlightning.rollouts import BRANCH, Rollout
-from agentlightning.training.curriculum import EpochOrder, TaskOrder, collect_branched
+from agentlightning.task import TaskSampler
+from agentlightning.training.curriculum import LearnabilityOrder, collect_branched
 from agentlightning.training.learner import age, updates_of
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan
-from agentlightning.training.sources.in_flight_limit import CANCEL_ABOVE, InFlightLimit
 from agentlightning.trajectory import Trajectory
 from agentlightning.util.event_loop import in_background
+
+# -- in-flight limit -------------------------------------------------------------------------------------------------
+
+# How many groups of rollouts run at the same time, by the load of the engine that answers them.
+#
+# Additive-increase rules of networks, with factors, as in prime-rl: while the key-value cache is less than 0.6 full,
+# the limit grows by 1.25 for each turnover (as many groups finished as the limit allows); above 0.8 it shrinks to what
+# fills 0.7, and groups beyond it that no runner has begun wait; above 0.9 the youngest groups beyond it are cancelled,
+# and run again later. One group may always run.
+
+GROW_BELOW: Final = 0.6
+GROWTH: Final = 1.25
+TRIM_ABOVE: Final = 0.8
+TRIM_TO: Final = 0.7
+CANCEL_ABOVE: Final = 0.9
+READ_SECONDS: Final = 1.0
+"""How often the load is read."""
+SETTLE_SECONDS: Final = 10.0
+"""After the limit has shrunk: time until runners have stopped what was cancelled, and the load shows it."""
+
+Usage = Callable[[], Awaitable[float | None]]
+"""The share of the engine's key-value cache that is in use; None: unknown."""
+
+
+async def unknown_usage() -> float | None:
+    """Of an engine that does not report it."""
+    return None
+
+
+@dataclass(slots=True)
+class InFlightLimit:
+    """The number of groups that may run at the same time; no limit until the engine is first overloaded."""
+
+    usage: Usage = unknown_usage
+    groups: float = math.inf
+    clock: Callable[[], float] = time.monotonic
+    peak: float | None = None
+    """The highest load since it was last reset; None: the engine has reported none."""
+    _recent: float | None = None
+    """The highest load since `load` was last called."""
+    _shrunk: float = -math.inf
+    """When the limit last shrank."""
+    _finished: int = 0
+    """Groups that finished since the limit last changed."""
+
+    def count(self, finished: int) -> None:
+        """Groups that have finished."""
+        self._finished += finished
+
+    async def read(self) -> None:
+        """Read the load every `READ_SECONDS`."""
+        while True:
+            if (used := await self.usage()) is not None:
+                self.peak = max(used, self.peak or 0.0)
+                self._recent = max(used, self._recent or 0.0)
+            await asyncio.sleep(READ_SECONDS)
+
+    def load(self) -> float | None:
+        """The highest share of the cache in use since the last call; None where none was read."""
+        used, self._recent = self._recent, None
+        return used
+
+    def is_overload(self, used: float) -> bool:
+        """Whether the limit is to shrink now."""
+        return used > TRIM_ABOVE and self.clock() >= self._shrunk + SETTLE_SECONDS
+
+    def shrink(self, used: float, running: int) -> None:
+        """Allow the groups that fill `TRIM_TO` of the cache, where `running` groups fill `used`."""
+        self._set(max(1, min(self.groups, math.floor(running * TRIM_TO / used))))
+        self._shrunk = self.clock()
+
+    def grow(self, used: float, most: int) -> None:
+        """Allow more groups, up to `most`, where the cache has room and as many have finished as were allowed."""
+        if used < GROW_BELOW and self.groups < most and self._finished >= self.groups:
+            self._set(min(most, self.groups * GROWTH))
+
+    def _set(self, groups: float) -> None:
+        if groups != self.groups:
+            self.groups, self._finished = groups, 0
+
+    def metrics(self) -> dict[str, float]:
+        """`kv_cache_usage`, the highest since the last call, and `groups_limit`; what is unknown is left out."""
+        found = {} if self.peak is None else {"kv_cache_usage": self.peak}
+        self.peak = None
+        return found if self.groups == math.inf else {**found, "groups_limit": float(int(self.groups))}
+
 
 # -- schedule --------------------------------------------------------------------------------------------------------
 
@@ -77,8 +166,7 @@ OnProgress = Callable[[int, int], None]
 """(finished rollouts, all rollouts) of the current step."""
 
 
-@dataclass(slots=True, eq=False)
-class Group:
+class Group(Struct, eq=False):
     """The rollouts of one task of a turn."""
 
     turn: int
@@ -88,10 +176,10 @@ class Group:
     """The last update that may learn from it."""
     task: int = 0
     """The place of its task among all tasks."""
-    ended: dict[str, Rollout] = field(default_factory=dict[str, Rollout])
+    ended: dict[str, Rollout] = {}
     """Its finished rollouts by id, the failed ones included."""
-    completed: int | None = None
-    """Its place in the order of completion."""
+    completed: float | None = None
+    """When the last of them ended."""
     reruns: int = 0
     """How often it was too old and ran again."""
 
@@ -109,8 +197,7 @@ class Group:
         return [plan for plan in self.plans if plan.rollout_id not in self.ended]
 
 
-@dataclass(slots=True)
-class RolloutStream:
+class RolloutStream(Struct):
     """Keeps groups of rollouts under way, and gives each step the first that are complete."""
 
     collector: RolloutCollector
@@ -125,7 +212,8 @@ class RolloutStream:
     max_staleness: int = 0
     """Updates by which a token may be older than the weights that learn from it."""
     total_steps: int = 1
-    order: TaskOrder | None = None
+    """No groups are started for later steps, unless one asks for them."""
+    order: LearnabilityOrder | None = None
     """Which tasks come next. None: every task once an epoch."""
     reward_weights: Mapping[str, float] | None = None
     """The weights of the named dimensions of a reward."""
@@ -137,9 +225,9 @@ class RolloutStream:
     on_progress: OnProgress = lambda done, total: None
     note: Callable[[str], None] = lambda text: None
     """Shows a message to the user."""
-    _groups: list[Group] = field(default_factory=list[Group])
+    _groups: list[Group] = []
     """Those that are under way or complete, in the order of their turns."""
-    _cancelled: list[Group] = field(default_factory=list[Group])
+    _cancelled: list[Group] = []
     """Those that were cancelled for the engine's load, to be started first."""
     _place: tuple[int, int] | None = None
     """(turn, index) of the next group to start."""
@@ -149,11 +237,9 @@ class RolloutStream:
     """The step that has had its groups of the run's order."""
     _limited: bool = False
     """Whether groups wait for `limit`, and for nothing else."""
-    _completed: int = 0
-    """The number of groups that have completed."""
     _counts: Counter[str] = field(default_factory=Counter[str])
     """What happened to groups during this step."""
-    _noted: set[str] = field(default_factory=set[str])
+    _noted: set[str] = set()
     _began: float = field(default_factory=time.time)
 
     async def next(self, request: RolloutRequest) -> Collected:
@@ -169,8 +255,7 @@ class RolloutStream:
         following = [want for want in request.wants if want.is_next]
         named = [want for want in request.wants if not want.is_next]
         if self._served == step and following:
-            order = EpochOrder(len(self.tasks), self.seed + PART_SEED * part)
-            tasks = order.draw(step, len(following))
+            tasks = self._of_epoch(step, len(following), self.seed + PART_SEED * part)
             named += [replace(want, task=task) for want, task in zip(following, tasks, strict=True)]
         plans = await self._named(named, step, part)
         collected = Collected(())
@@ -206,10 +291,6 @@ class RolloutStream:
         earlier = {each.rollout_id for each in ended if (each.end_time or math.inf) < self._began}
         own = tuple(each for each in collected.trajectories if each.rollout_id in earlier)
         return replace(collected, trajectories=own).sampled_tokens
-
-    def stop_at(self, step: int) -> None:
-        """Start no groups for this step and later ones, unless one asks for them."""
-        self.total_steps = step
 
     # -- starting ------------------------------------------------------------------------------------------------------
 
@@ -287,19 +368,22 @@ class RolloutStream:
 
     def _draw(self, turn: int, count: int) -> list[int]:
         """The tasks of a turn: the same each time, in a resumed run as well."""
-        order = self.order or EpochOrder(len(self.tasks), self.seed)
-        if not order.adapts:
-            return order.draw(turn, count)
+        if self.order is None:
+            return self._of_epoch(turn, count, self.seed)
         drawn = self.state.turn_tasks.setdefault(str(turn), [])
         if len(drawn) < count:
-            drawn += order.draw(turn, count - len(drawn))
+            drawn += self.order.draw(turn, count - len(drawn))
         return drawn
+
+    def _of_epoch(self, turn: int, count: int, seed: int) -> list[int]:
+        """Tasks by their places, of which each epoch has every one once."""
+        return TaskSampler(range(len(self.tasks)), count, seed).draw(turn)
 
     def _group_name(self, turn: int, index: int, task: int) -> str:
         """Where the turn alone does not determine the task, the name does: a run that is resumed from an earlier state
         may draw another one."""
         name = f"{self.state.step_name(turn)}{self.state.suffix}-{index:04d}"
-        return f"{name}-task{task}" if self.order is not None and self.order.adapts else name
+        return f"{name}-task{task}" if self.order is not None else name
 
     def _plans(self, size: int, name: str, task: int) -> list[RolloutPlan]:
         return [RolloutPlan(f"{name}-{member:03d}", self.tasks[task], name) for member in range(size)]
@@ -329,11 +413,9 @@ class RolloutStream:
         ended = {rollout.rollout_id: rollout for rollout in found}
         for group in running:
             group.ended |= {plan.rollout_id: ended[plan.rollout_id] for plan in group.plans if plan.rollout_id in ended}
-        complete = [group for group in running if not group.running]
-        for group in sorted(complete, key=_end_time):
-            self._completed += 1
-            group.completed = self._completed
-        self.limit.count(len(complete))
+            if not group.running:
+                group.completed = max(rollout.end_time or 0.0 for rollout in group.ended.values())
+        self.limit.count(sum(group.completed is not None for group in running))
 
     async def _adapt(self, request: RolloutRequest) -> None:
         """Follow the engine's load. Of the groups beyond the limit, those that no runner has begun wait; where the
@@ -431,7 +513,7 @@ class RolloutStream:
 
     def _learn_order(self, chosen: Sequence[Group], collected: Collected) -> None:
         """Tell the order of tasks what the rollouts of each group were worth."""
-        if self.order is None or not self.order.adapts:
+        if self.order is None:
             return
         rewards: dict[str, list[float]] = {}
         for trajectory in collected.trajectories:
@@ -570,10 +652,6 @@ def branching_metrics(plans: Sequence[RolloutPlan], trajectories: Sequence[Traje
         for name in (REPLAYED_CALLS, REPLAY_MISMATCHES)
     }
     return {"branches": float(sum(BRANCH in plan.metadata for plan in plans)), **totals}
-
-
-def _end_time(group: Group) -> float:
-    return max((rollout.end_time or 0.0 for rollout in group.ended.values()), default=0.0)
 
 
 def check_staleness(max_staleness: int, total_steps: int) -> None:
