@@ -33,4 +33,4 @@ def test_a_run_is_exported_in_every_form(job, lora):
         assert found["records"] == 16
     done = job.run([AGL, "export", "run", "--to", "hf", "--agent", "x"])
     assert done.returncode == 2
-    assert "--agent select rollouts" in done.stderr
+    assert "--target-agent select rollouts" in done.stderr
