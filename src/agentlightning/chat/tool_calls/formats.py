@@ -25,7 +25,6 @@ from agentlightning.chat.tool_calls.format import (
     is_short_id,
     is_utf8,
     object_call,
-    outside_strings,
     partial_marker_length,
     raw_elements,
     skip_space,
@@ -86,16 +85,13 @@ class JsonCalls(MarkedFormat):
             raise IncompleteCall("nothing follows")
         if text[body] not in "{[":
             raise MalformedCall("a call is a JSON object")
+        end = after = value_end(text, body)
         if self.closing:
-            end = outside_strings(text, body, self.closing, self.opening)
-            after = end + len(self.closing)
-        else:
-            end = after = value_end(text, body)
-        if text[body] == "{":
-            return (self._read(text[body:end]),), after
-        calls = tuple(self._read(element) for element in raw_elements(text[body : value_end(text, body)]))
-        if not calls or text[value_end(text, body) : end].strip():
-            raise MalformedCall("a list holds calls, and nothing follows it")
+            after = expect(text, end, self.closing)
+        found = text[body:end]
+        calls = tuple(map(self._read, raw_elements(found) if found.startswith("[") else [found]))
+        if not calls:
+            raise MalformedCall("a list holds calls")
         return calls, after
 
     def _read(self, body: str) -> ParsedToolCall:
