@@ -11,11 +11,11 @@ from agentlightning.assemble.model_calls import (
     NO_LIMITS,
     TokenLimits,
     calls,
+    find_defect,
+    has_tokens,
     is_call,
-    known_transitions,
     model_of,
-    untrainable_calls,
-    void_calls,
+    transition,
 )
 from agentlightning.errors import RewardError, RolloutRejectedError
 from agentlightning.span import MAX_REWARD, Span, counts, usable_reward
@@ -276,20 +276,23 @@ def trajectory(
     for span in own:
         if span.name == names.DAMAGED:
             raise RolloutRejectedError("damaged_spans", str(span.status_message))
-    others = {span.span_id for span in calls(own) if model is not None and not _answers(model_of(span), model)}
+    counted = calls(own)
+    others = {span.span_id for span in counted if model is not None and not _answers(model_of(span), model)}
     own = [span for span in own if span.span_id not in others] if others else own
-    void = void_calls(own, limits)
-    learned = known_transitions([span for span in own if span.span_id not in void] if void else own)
+    answered = [span for span in counted if span.span_id not in others]
+    known = [span for span in answered if has_tokens(span.attributes)]
+    void = {span.span_id: why for span in known if (why := find_defect(span.attributes, limits))}
+    learned = [transition(span) for span in known if span.span_id not in void]
     if void and not learned:
         span_id, why = next(iter(void.items()))
         message = f"none of the {len(void)} model calls of rollout {rollout_id} can be true; of span {span_id}: {why}"
         raise RolloutRejectedError("void_calls", message)
     links = link_rewards(own)
     found = {
-        UNTRAINABLE_CALLS: len(untrainable_calls(own)),
+        UNTRAINABLE_CALLS: len(answered) - len(known),
         OTHER_MODELS: len(others),
-        OVERRIDDEN_CALLS: sum(names.OVERRIDDEN in span.attributes for span in calls(own)),
-        SEEDED_CALLS: sum(span.attributes.get(names.REQUEST_SEED) is not None for span in calls(own)),
+        OVERRIDDEN_CALLS: sum(names.OVERRIDDEN in span.attributes for span in answered),
+        SEEDED_CALLS: sum(span.attributes.get(names.REQUEST_SEED) is not None for span in answered),
         TURN_LIMIT: max((_turn_limit(span) for span in own), default=0),
         TURN_LIMIT_REACHED: sum(span.attributes.get(names.ERROR_TYPE) == names.TURN_LIMIT_REACHED for span in own),
         REPLAYED_CALLS: sum(call.replays is not None for call in learned),

@@ -199,8 +199,12 @@ class OutcomeRule(CreditRule):
     """What to do with intermediate rewards, which this rule has no use for."""
 
     def check(self, trajectory: Trajectory) -> None:
-        if self.intermediate == "refuse":
-            refuse_intermediate(trajectory, self.type)
+        rewarded = next((call for call in trajectory.transitions if call.reward is not None), None)
+        if self.intermediate == "refuse" and rewarded is not None:
+            raise RewardError(
+                f"call {rewarded.span_id} of rollout {trajectory.rollout_id} has an intermediate reward, which credit "
+                f'rule "{self.type}" cannot use; emit one reward per rollout or set intermediate="ignore"'
+            )
 
 
 RULES = Registry("credit_rules", "credit rule", CreditRule)
@@ -257,16 +261,6 @@ def plain_reward(trajectory: Trajectory) -> float:
     raise RewardError(f"rollout {trajectory.rollout_id} has reward {trajectory.reward!r}; credit needs one number")
 
 
-def refuse_intermediate(trajectory: Trajectory, rule: str) -> None:
-    """Raises RewardError where a call has an intermediate reward, which `rule` would not see."""
-    for call in trajectory.transitions:
-        if call.reward is not None:
-            raise RewardError(
-                f"call {call.span_id} of rollout {trajectory.rollout_id} has an intermediate reward, which credit "
-                f'rule "{rule}" cannot use; emit one reward per rollout or set intermediate="ignore"'
-            )
-
-
 def step_reward(call: Transition) -> float:
     """The intermediate reward after a call, 0.0 if there is none. Raises RewardError where it has named dimensions."""
     if isinstance(call.reward, dict):
@@ -296,6 +290,20 @@ def standardised(numbers: Sequence[float], *, divide: bool = True) -> list[float
     mean = statistics.fmean(numbers)
     scale = statistics.pstdev(numbers) if divide else 1.0
     return [(number - mean) / scale for number in numbers]
+
+
+def standardised_calls(rows: Sequence[Sequence[float | None]], *, divide: bool = True) -> list[list[float]] | None:
+    """`standardised`, of the numbers of the calls of all rollouts together; a call without one has 0.0."""
+    found = standardised([number for own in rows for number in own if number is not None], divide=divide)
+    if found is None:
+        return None
+    every = iter(found)
+    return [[0.0 if number is None else next(every) for number in own] for own in rows]
+
+
+def of_rollouts(numbers: Sequence[float], group: Group) -> Advantages:
+    """Every call of a rollout has the rollout's number."""
+    return [(number,) * len(each.transitions) for number, each in zip(numbers, group, strict=True)]
 
 
 def spread(numbers: Sequence[float]) -> float:

@@ -8,7 +8,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self, cast
 
 from pydantic import Field, field_validator, model_validator
@@ -26,23 +25,25 @@ from agentlightning.credit.base import (
     final_rewards,
     memory_key,
     monte_carlo_returns,
+    of_rollouts,
     plain_reward,
     register,
     returns_to_go,
     spread,
     standardised,
+    standardised_calls,
     step_reward,
 )
 from agentlightning.credit.states import (
-    Evidence,
-    Predictor,
+    EVIDENCE,
+    ROW,
+    TABLE,
     StateKeys,
-    group_evidence,
+    first_visits,
     history_keys,
-    read_evidence,
     repeated_states,
+    squared_errors,
     state_keys,
-    write_evidence,
 )
 from agentlightning.errors import RewardError
 from agentlightning.trajectory import Trajectory, Transition
@@ -69,9 +70,7 @@ class GroupRelativeCredit(OutcomeRule):
 
     def advantages(self, group: Group) -> Advantages | None:
         found = standardised(final_rewards(group), divide=self.normalize_std)
-        if found is None:
-            return None
-        return [(advantage,) * len(each.transitions) for advantage, each in zip(found, group, strict=True)]
+        return None if found is None else of_rollouts(found, group)
 
 
 @register
@@ -95,8 +94,7 @@ class LeaveOneOutCredit(OutcomeRule):
         if spread(rewards) <= SMALLEST_SPREAD:
             return None
         total, others = sum(rewards), len(rewards) - 1
-        gains = [reward - (total - reward) / others for reward in rewards]
-        return [(gain,) * len(each.transitions) for gain, each in zip(gains, group, strict=True)]
+        return of_rollouts([reward - (total - reward) / others for reward in rewards], group)
 
 
 @register
@@ -114,8 +112,7 @@ class ReinforceCredit(OutcomeRule):
     """A reward that is neither good nor bad."""
 
     def advantages(self, group: Group) -> Advantages | None:
-        gains = [reward - self.baseline for reward in final_rewards(group)]
-        return [(gain,) * len(t.transitions) for gain, t in zip(gains, group, strict=True)]
+        return of_rollouts([reward - self.baseline for reward in final_rewards(group)], group)
 
 
 @register
@@ -141,11 +138,8 @@ class DiscountedCredit(CreditRule):
 
     def advantages(self, group: Group) -> Advantages | None:
         returns = [returns_to_go(trajectory, self.gamma) for trajectory in group]
-        found = standardised([value for own in returns for value in own], divide=self.normalize_std)
-        if found is None:
-            return None
-        every = iter(found)
-        return [tuple(next(every) for _ in own) for own in returns]
+        found = standardised_calls(returns, divide=self.normalize_std)
+        return None if found is None else list(map(tuple, found))
 
 
 @register
@@ -307,19 +301,24 @@ class IntermediateCredit(CreditRule):
     """Divide by the standard deviations of the group."""
 
     def advantages(self, group: Group) -> Advantages | None:
-        given = [[call.reward is not None for call in each.transitions] for each in group]
-        rewards = [step_reward(call) for each in group for call in each.transitions if call.reward is not None]
-        steps = standardised(rewards, divide=self.normalize_std)
-        final = standardised(final_rewards(group), divide=self.normalize_std)
-        if steps is None and final is None:
+        found = _steps_and_outcomes(group, list(map(_recorded, group)), divide=self.normalize_std)
+        if found is None:
             return None
-        every = iter(steps or [0.0] * len(rewards))
-        gains = [[next(every) if has else 0.0 for has in own] for own in given]
-        outcomes = final or [0.0] * len(group)
         return [
             tuple(discounted([self.weight * gain for gain in own], 1.0, outcome))
-            for own, outcome in zip(gains, outcomes, strict=True)
+            for own, outcome in zip(*found, strict=True)
         ]
+
+
+def _steps_and_outcomes(
+    group: Group, scores: Sequence[Sequence[float | None]], *, divide: bool
+) -> tuple[list[list[float]], list[float]] | None:
+    """The scores of calls and the final rewards, each relative to the group; None where neither differ."""
+    steps = standardised_calls(scores, divide=divide)
+    final = standardised(final_rewards(group), divide=divide)
+    if steps is None and final is None:
+        return None
+    return steps or [[0.0] * len(own) for own in scores], final or [0.0] * len(group)
 
 
 logger = logging.getLogger(__name__)
@@ -379,20 +378,13 @@ class JudgeCredit(CreditRule):
         return credits
 
     def _group(self, group: Group, scores: list[list[float | None] | None]) -> Credit | None:
-        known = [score for own in scores for score in own or () if score is not None]
-        steps = standardised(known, divide=self.normalize_std)
-        final = standardised(final_rewards(group), divide=self.normalize_std)
-        if steps is None and final is None:
+        known = [own or [None] * len(each.transitions) for own, each in zip(scores, group, strict=True)]
+        found = _steps_and_outcomes(group, known, divide=self.normalize_std)
+        if found is None:
             return None
-        every = iter(steps or [0.0] * len(known))
-        outcomes = final or [0.0] * len(group)
-        advantages: list[list[float]] = []
-        for each, own, outcome in zip(group, scores, outcomes, strict=True):
-            own = own or [None] * len(each.transitions)
-            advantages.append([outcome + self.weight * (0.0 if one is None else next(every)) for one in own])
-        failed = [own is None for own in scores]
-        weights = [[float(not lost)] * len(each.transitions) for each, lost in zip(group, failed, strict=True)]
-        return Credit(advantages, weights, counts={"judge_failed": float(sum(failed))})
+        advantages = [[outcome + self.weight * step for step in own] for own, outcome in zip(*found, strict=True)]
+        weights = of_rollouts([float(own is not None) for own in scores], group)
+        return Credit(advantages, weights, counts={"judge_failed": float(scores.count(None))})
 
 
 Scorer = Callable[[Trajectory], Sequence[Any]]
@@ -486,12 +478,8 @@ class InformationGainCredit(OutcomeRule):
         return [self._group(group, context) for group in groups]
 
     def _group(self, group: Group, context: CreditContext) -> Credit | None:
-        gains = [self._gains(trajectory, context) for trajectory in group]
-        found = standardised([gain for own in gains for gain in own], divide=self.normalize_std)
-        if found is None:
-            return None
-        every = iter(found)
-        return Credit([discounted([next(every) for _ in own], self.gamma) for own in gains])
+        found = standardised_calls([self._gains(each, context) for each in group], divide=self.normalize_std)
+        return None if found is None else Credit([discounted(own, self.gamma) for own in found])
 
     def _gains(self, trajectory: Trajectory, context: CreditContext) -> list[float]:
         columns = [context.of_call(ANSWER_LOGPROBS, call) for call in trajectory.transitions]
@@ -567,16 +555,10 @@ class StateValueCredit(CreditRule):
         values = self._values(group, keys, context)
         found = [_differences(trajectory, own) for trajectory, own in zip(group, values, strict=True)]
         size = max((abs(plain_reward(each)) for each in group), default=0.0)
-        learns = VALUES in context.columns
         largest = max((abs(advantage) for own in found for advantage in own), default=0.0)
-        if largest <= SMALLEST_SPREAD * max(1.0, size):
-            if not learns:
-                return None
-            found = [(0.0,) * len(own) for own in found]
         repeated, later = repeated_states(keys)
         counts = {"states": float(later), "states_repeated": float(repeated)}
-        returns = monte_carlo_returns([returns_to_go(each) for each in group], group) if learns else None
-        return Credit(found, returns=returns, counts=counts)
+        return _with_returns(found if largest > SMALLEST_SPREAD * max(1.0, size) else None, group, context, counts)
 
     def _values(self, group: Group, keys: StateKeys, context: CreditContext) -> list[list[float]]:
         """V of each state of each rollout."""
@@ -643,13 +625,18 @@ def _differences(trajectory: Trajectory, values: list[float]) -> tuple[float, ..
 
 def _visits(orders: list[StateKeys], returns: list[list[float]]) -> MemoryTable:
     """By state, the number of rollouts that were in it, and the mean of their returns from their first visit on."""
-    found: dict[str, list[float]] = defaultdict(list)
-    for keys in orders:
-        for own, gains in zip(keys, returns, strict=True):
-            first = dict(zip(reversed(own), reversed(gains), strict=True))
-            for key, gain in first.items():
-                found[key].append(gain)
+    found = {key: list(own.values()) for keys in orders for key, own in first_visits(keys, returns).items()}
     return {key: [float(len(gains)), sum(gains) / len(gains)] for key, gains in found.items()}
+
+
+def _with_returns(
+    advantages: Advantages | None, group: Group, context: CreditContext, counts: Mapping[str, float]
+) -> Credit | None:
+    """The credit of a group; None where no call was better than another, unless a value head learns the returns."""
+    if VALUES not in context.columns:
+        return None if advantages is None else Credit(advantages, counts=counts)
+    returns = monte_carlo_returns([returns_to_go(each) for each in group], group)
+    return Credit(advantages or of_rollouts([0.0] * len(group), group), returns=returns, counts=counts)
 
 
 def _pooled(now: MemoryTable, earlier: Mapping[str, Sequence[float]], decay: float) -> MemoryTable:
@@ -734,10 +721,6 @@ class ValueCredit(CreditRule):
         return np.array(discounted(np.append(values[1:], end)[: len(values)] - values, self.token_lam))
 
 
-Choice = Literal["state_value", "value", "uniform"]
-CHOICES: Mapping[Predictor, Choice] = MappingProxyType({"states": "state_value", "critic": "value"})
-
-
 @register
 class HierarchicalCredit(CreditRule):
     """`state_value` where states repeat, else `uniform`; with a value head the better predictor of returns.
@@ -808,39 +791,27 @@ class HierarchicalCredit(CreditRule):
         keys = state_keys(group, self.similarity)
         earlier = by_state.remembered(group, context)
         repeated, later = repeated_states(keys, earlier)
-        chosen: Choice = "state_value" if later and repeated >= self.repeated * later else "uniform"
+        chosen = "state_value" if later and repeated >= self.repeated * later else "uniform"
         counts = {"states": float(later), "states_repeated": float(repeated)}
         if VALUES in context.columns:
-            known = read_evidence(context.memory)
-            found = group_evidence(group, keys, _weighed(earlier, by_state.pool), _values(group, context))
-            write_evidence(context.memory, known.faded(self.evidence) + found)
-            if (better := known.better(self.margin)) is not None:
-                chosen = CHOICES[better]
-            counts |= _counts(found)
-        credit = self._credit(chosen, group, keys, by_state, by_value, context)
-        if repeated and chosen != "state_value":
-            by_state.remember(group, keys, context)
-        return None if credit is None else replace(credit, counts={**counts, f"hierarchical_{chosen}": 1.0})
-
-    def _credit(
-        self,
-        chosen: Choice,
-        group: Group,
-        keys: StateKeys,
-        by_state: StateValueCredit,
-        by_value: ValueCredit,
-        context: CreditContext,
-    ) -> Credit | None:
-        if chosen == "value":
-            return by_value.assign_group(group, context)
+            known = context.memory.read(TABLE).get(ROW, (0.0,) * len(EVIDENCE))
+            found = squared_errors(group, keys, _weighed(earlier, by_state.pool), _values(group, context))
+            faded = [self.evidence * before + now for before, now in zip(known, found, strict=True)]
+            context.memory.write(TABLE, {ROW: faded})
+            calls, _, by_states, by_critic = known
+            if calls:
+                chosen = "state_value" if by_states <= (1 - self.margin) * by_critic else "value"
+            counts |= dict(zip(EVIDENCE, found, strict=True))
         if chosen == "state_value":
-            return by_state.assign_group(group, keys, context)
-        credit = uniform_returns(group)
-        if VALUES not in context.columns:
-            return credit
-        returns = monte_carlo_returns([returns_to_go(each) for each in group], group)
-        nothing = [(0.0,) * len(each.transitions) for each in group]
-        return Credit(nothing, returns=returns) if credit is None else replace(credit, returns=returns)
+            credit = by_state.assign_group(group, keys, context)
+        else:
+            if repeated:
+                by_state.remember(group, keys, context)
+            gains = standardised([sum(returns_to_go(each)[:1]) for each in group], divide=False)
+            uniform = None if gains is None else of_rollouts(gains, group)
+            value = chosen == "value"
+            credit = by_value.assign_group(group, context) if value else _with_returns(uniform, group, context, {})
+        return None if credit is None else replace(credit, counts={**counts, f"hierarchical_{chosen}": 1.0})
 
 
 def _weighed(earlier: Mapping[str, Sequence[float]], pool: float) -> dict[str, tuple[float, float]]:
@@ -855,16 +826,3 @@ def _values(group: Group, context: CreditContext) -> list[list[float]]:
         own: list[Any] = [context.of_call(VALUES, call) for call in trajectory.transitions]
         found.append([float(each[0]) if len(each) else 0.0 for each in own])
     return found
-
-
-def _counts(found: Evidence) -> dict[str, float]:
-    names = ("evidence_calls", "evidence_mean", "evidence_states", "evidence_critic")
-    return dict(zip(names, found.numbers(), strict=True))
-
-
-def uniform_returns(group: Group) -> Credit | None:
-    """Every call of a rollout has its return, less the mean of the group's."""
-    gains = standardised([sum(returns_to_go(each)[:1]) for each in group], divide=False)
-    if gains is None:
-        return None
-    return Credit([(gain,) * len(each.transitions) for gain, each in zip(gains, group, strict=True)])
