@@ -14,7 +14,7 @@ from pydantic import AfterValidator
 
 from agentlightning.assemble import OTHER_MODELS, UNTRAINABLE_CALLS
 from agentlightning.credit import is_target
-from agentlightning.credit.agent_rewards import team_score
+from agentlightning.credit.agent_rewards import names_of, team_score
 from agentlightning.credit.assignment import refuse_not_finite
 from agentlightning.credit.rejection import (
     MISSING_REWARD,
@@ -96,11 +96,10 @@ class AgentRoles:
             if isinstance(setting, Lora) and name not in seen and is_target(name, target)
         )
         if missing and calls:
-            names = sorted({"calls without a name" if call.agent is None else repr(call.agent) for call in calls})
             raise ConfigError(
                 f"agents gives an adapter to {', '.join(map(repr, missing))}, and no call of the first "
-                f"{len(trajectories)} rollouts is of that name; there are {', '.join(names)}. Rename it in agents, or "
-                "name the agent with agl.track_agent"
+                f"{len(trajectories)} rollouts is of that name; there are {names_of(call.agent for call in calls)}."
+                " Rename it in agents, or name the agent with agl.track_agent"
             )
 
     def counts(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -176,9 +175,8 @@ def of_target(trajectory: Trajectory, target: str | None) -> Trajectory:
 
 def without_target(trajectories: Sequence[Trajectory], target: str, agents: AbstractSet[str | None]) -> list[Rejection]:
     """Rejects rollouts that hold no call of the agents to train."""
-    found = ", ".join(sorted("calls without a name" if agent is None else repr(agent) for agent in agents))
     message = (
-        f"no call of these {len(trajectories)} rollouts is of an agent called {target!r}; there are {found}. Change"
-        " target_agent (or trained_agents), or name the agent with agl.track_agent"
+        f"no call of these {len(trajectories)} rollouts is of an agent called {target!r}; there are {names_of(agents)}."
+        " Change target_agent (or trained_agents), or name the agent with agl.track_agent"
     )
     return [Rejection(trajectory.rollout_id, NO_TARGET_CALLS, message) for trajectory in trajectories]

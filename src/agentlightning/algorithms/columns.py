@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 from agentlightning.algorithms.training import Learner, Training
 from agentlightning.assemble import shared_calls, token_tree
@@ -24,7 +24,7 @@ from agentlightning.credit import (
 )
 from agentlightning.credit.base import CallColumns, answering, by_call
 from agentlightning.credit.rules import ANSWER_LOGPROBS, InformationGainCredit
-from agentlightning.credit.training_samples import Trains
+from agentlightning.credit.training_samples import RETURNS, VALUES, Trains
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.base import ScoreColumn
 from agentlightning.policy.losses import (
@@ -40,23 +40,12 @@ from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample, Tra
 COMPUTED: Final = frozenset({REF_LOGPROBS, TEACHER_LOGPROBS, PROXIMAL_LOGPROBS})
 
 
-@dataclass(frozen=True, slots=True)
-class Models:
+class Models(NamedTuple):
     """The models beside the policy: named as in `PolicyConfig.model`, for the policy's own tokens."""
 
     reference: str | None = None
     """None: the weights that the run started from."""
     teacher: str | None = None
-
-    async def of(self, column: str, training: Training) -> Path | None:
-        """The model that a column is computed with; None: the policy itself."""
-        if column == REF_LOGPROBS:
-            return await training.starting_weights() if self.reference is None else Path(self.reference)
-        if column == TEACHER_LOGPROBS:
-            if self.teacher is None:
-                raise ConfigError("there is no teacher to learn from; set teacher=DIRECTORY of a model")
-            return Path(self.teacher)
-        return None
 
 
 def needed_columns(
@@ -106,7 +95,10 @@ async def scores(
         return [interpolations(tree, learner.policy_version, learner.updates_of) for tree in trees]
     if column == PROXIMAL_LOGPROBS:
         return await scores_by_adapter(learner, trees, "logprobs", adapters or [None] * len(trees))
-    model = await models.of(column, training)
+    name = models.reference if column == REF_LOGPROBS else models.teacher
+    if name is None and column != REF_LOGPROBS:
+        raise ConfigError("there is no teacher to learn from; set teacher=DIRECTORY of a model")
+    model = await training.starting_weights() if name is None else Path(name)
     return (await learner.score(trees, {"ref_logprobs"}, reference=model))["ref_logprobs"]
 
 
@@ -133,8 +125,6 @@ def learner_of(training: Training) -> Learner:
 # -- credit of a step --------------------------------------------------------------------------------------------------
 
 # The credit of a step: asks the policy for the columns that a credit rule reads, and keeps what the rule remembers.
-
-VALUES, RETURNS = "values", "returns"
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,9 +56,7 @@ async def with_feedback(
     """The samples with the log-probabilities of a teacher that was given feedback, and the number of calls that have
     some, and that could not be given theirs. The teacher of a call is that of the weights that it trains."""
     reprompt = Reprompt(training.chat, training.context_length)
-    groups: list[Sequence[Trajectory]] = []
-    trees: list[TokenTree] = []
-    adapters: list[str | None] = []
+    asked: list[tuple[Sequence[Trajectory], str | None, TokenTree]] = []
     counts = {"calls_with_feedback": 0.0, "feedback_left_out": 0.0}
     for group in group_trajectories(trajectories):
         texts = feedback_of(group, setting, training.chat, weights)
@@ -66,19 +64,18 @@ async def with_feedback(
         counts["feedback_left_out"] += left_out
         for adapter, rollouts in changed.items():
             counts["calls_with_feedback"] += sum(len(each.transitions) for each in rollouts)
-            groups.append(group)
-            trees.append(token_tree(rollouts))
-            adapters.append(adapter)
+            asked.append((group, adapter, token_tree(rollouts)))
     column: ScoreColumn = "average_logprobs" if setting.rate < 1 else "logprobs"
-    scores = await scores_by_adapter(learner_of(training), trees, column, adapters) if trees else []
+    trees, adapters = [tree for *_, tree in asked], [adapter for _, adapter, _ in asked]
+    scores = await scores_by_adapter(learner_of(training), trees, column, adapters)
     known: dict[str | None, dict[CallKey, FloatArray]] = {}
-    for adapter, tree, values in zip(adapters, trees, scores, strict=True):
+    for (_, adapter, tree), values in zip(asked, scores, strict=True):
         known.setdefault(adapter, {}).update(by_call([tree], [values]))
     trained = {(each.adapter, node.rollout_id) for each in samples for node in each.tree.nodes if node.sampled}
     # A group that is in no sample of its adapter, because its rewards are all equal, gets one of its own.
     unrewarded = [
         _unrewarded(group, adapter)
-        for group, adapter in zip(groups, adapters, strict=True)
+        for group, adapter, _ in asked
         if not any((adapter, each.rollout_id) in trained for each in group)
     ]
     return [_with_columns(each, known.get(each.adapter, {})) for each in (*samples, *unrewarded)], counts
@@ -192,7 +189,7 @@ def _unrewarded(group: Sequence[Trajectory], adapter: str | None) -> TrainingSam
     import numpy as np
 
     tree = token_tree(group)
-    zeros = [np.zeros(len(node.token_ids), np.float32) if node.sampled else () for node in tree.nodes]
+    zeros = [np.zeros(len(node.token_ids), np.float32) for node in tree.nodes]
     return TrainingSample(tree, columns={ADVANTAGES: zeros, WEIGHTS: zeros}, adapter=adapter, share=0.0)
 
 

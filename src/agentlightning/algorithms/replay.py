@@ -89,13 +89,11 @@ class ReplayBuffer:
         groups = group_trajectories(trajectories)
         own = {each.rollout_id for each in (*trajectories, *joined)}
         joins: dict[str, Trajectory] = {}
-        asked: dict[str, str] = {}
         for group in groups:
-            if not any(self._succeeded(each) for each in group):
-                task = memory_key(group)
-                for rollout_id in self._ids.get(task, []):
-                    if rollout_id not in own and rollout_id not in joins:
-                        joins[rollout_id], asked[rollout_id] = group[0], task
+            if not any(map(self._succeeded, group)):
+                for rollout_id in self._ids.get(memory_key(group), []):
+                    if rollout_id not in own:
+                        joins.setdefault(rollout_id, group[0])
         found = await training.recall(
             {rollout_id: first.group for rollout_id, first in joins.items()},
             tasks={rollout_id: first.task for rollout_id, first in joins.items()},
@@ -103,9 +101,9 @@ class ReplayBuffer:
             check=check,
         )
         usable = tuple(each for each in found if self._succeeded(each))
-        dropped = asked.keys() - {each.rollout_id for each in usable}
+        dropped = joins.keys() - {each.rollout_id for each in usable}
         for rollout_id in dropped:
-            self._forget(asked[rollout_id], rollout_id)
+            self._forget(memory_key([joins[rollout_id]]), rollout_id)
         return usable, {REPLAYED: len(usable), DROPPED: len(dropped)}
 
     def state_dict(self) -> dict[str, list[str]]:

@@ -82,9 +82,11 @@ def _defects(attributes: Mapping[str, Any], limits: TokenLimits) -> Iterator[str
 def _defects_of_kept_sets(text: Any, sampled: Sequence[int], last: int) -> Iterator[str]:
     import numpy as np  # Here, because a machine that only serves or runs agents need not have it.
 
+    if not isinstance(text, str):
+        yield f"{names.KEPT_SETS} is {text!r:.80}, which is no text"
     try:
         sets = KeptSets.from_text(text, len(sampled))
-    except (AttributeError, TypeError, ValueError) as error:
+    except ValueError as error:
         yield f"{names.KEPT_SETS} cannot be read: {error}"
         return
     sizes, ids = sets.size_array(), sets.id_array()

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
 from typing import Any, Final, Generic, TypeVar
@@ -77,12 +78,15 @@ def check_at_least(least: float, **values: float) -> None:
 
 
 async def post_json(
-    url: str, body: Any, *, headers: Mapping[str, str], timeout: float, retries: int, backoff: float, source: str
+    url: str, body: Any, *, key_variable: str | None, timeout: float, retries: int, backoff: float, source: str
 ) -> Any:
-    """The JSON that a service answers. Waits backoff, 2 backoff, 4 backoff ... seconds between tries, or as long as the
-    service asks for; each try has `timeout` seconds from its start to the last byte of the answer. Raises
-    MissingRewardError if the last try times out, RewardServiceError for any other failure."""
+    """The JSON that a service answers, which is sent the bearer token that an environment variable holds. Waits backoff,
+    2 backoff, 4 backoff ... seconds between tries, or as long as the service asks for; each try has `timeout` seconds
+    from its start to the last byte of the answer. Raises MissingRewardError if the last try times out,
+    RewardServiceError for any other failure."""
     failure: MissingRewardError | RewardServiceError | None = None
+    key = os.environ.get(key_variable) if key_variable else None
+    headers = {"authorization": f"Bearer {key}"} if key else {}
     for attempt in range(retries + 1):
         wait = backoff * 2**attempt * random.uniform(0.5, 1.0)
         try:
@@ -90,7 +94,7 @@ async def post_json(
             async with (
                 asyncio.timeout(timeout),
                 httpx.AsyncClient(timeout=timeout, verify=_tls()) as client,
-                client.stream("POST", url, json=body, headers=dict(headers)) as reply,
+                client.stream("POST", url, json=body, headers=headers) as reply,
             ):
                 text = await _text(reply, source)
         except (httpx.TimeoutException, TimeoutError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, cast
@@ -59,7 +58,6 @@ class ChatJudge(Portable):
 
     async def _ask(self, system: str, user: str) -> str:
         """The text of the answer. Raises MissingRewardError and RewardServiceError."""
-        key = os.environ.get(self.key_variable)
         body = {
             "model": self.model,
             "temperature": self.temperature,
@@ -70,7 +68,7 @@ class ChatJudge(Portable):
             found = await post_json(
                 f"{self.base_url.rstrip('/')}/chat/completions",
                 body,
-                headers={"Authorization": f"Bearer {key}"} if key else {},
+                key_variable=self.key_variable,
                 timeout=self.timeout,
                 retries=self.retries,
                 backoff=self.backoff,

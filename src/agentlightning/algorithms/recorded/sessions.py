@@ -23,7 +23,7 @@ from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.messages import chat_messages, read_conversation
 from agentlightning.chat.reasoning import find_reasoning_markers, split_thought
 from agentlightning.credit import is_target
-from agentlightning.credit.agent_rewards import team_score
+from agentlightning.credit.agent_rewards import names_of, team_score
 from agentlightning.credit.rejection import MISSING_REWARD, NO_TARGET_CALLS, REJECTING, UNREADABLE, Rejection, rejection
 from agentlightning.errors import ConfigError, DatasetError, RewardError
 from agentlightning.rollouts import Rollout, RolloutMode
@@ -160,10 +160,9 @@ class Sessions:
         seen = {agent for session in self.usable for agent in session.agents}
         if target is None or any(is_target(agent, target) for agent in seen):
             return
-        named = ", ".join(sorted("calls without a name" if agent is None else repr(agent) for agent in seen))
         raise DatasetError(
-            f"no call of {len(self.usable)} sessions is of an agent called {target!r}; there are {named}. Change"
-            " target_agent, or name the agent with agl.track_agent"
+            f"no call of {len(self.usable)} sessions is of an agent called {target!r}; there are {names_of(seen)}."
+            " Change target_agent, or name the agent with agl.track_agent"
         )
 
 
