@@ -27,6 +27,7 @@ from agentlightning.training.evaluation_cache import open_cache
 from agentlightning.training.measurements import TEMPERATURES, evaluate_tasks
 from agentlightning.training.sources.collector import EVALUATION_ADVICE, RolloutCollector
 from agentlightning.training.sources.reader import TrajectoryReader
+from agentlightning.trajectory import RewardWeights
 from agentlightning.util.event_loop import run_sync
 from agentlightning.util.progress import Progress
 
@@ -39,7 +40,7 @@ def evaluate(
     reward: Any | None = None,
     mode: Literal["greedy", "sampled"] = "greedy",
     limit: int | None = None,
-    reward_weights: Mapping[str, float] | None = None,
+    reward_weights: RewardWeights = None,
     repeats: int = 1,
     failed: Literal["lowest", "exclude"] | float = "lowest",
     bounds: tuple[float, float] | None = None,
@@ -119,7 +120,7 @@ class _Job:
     model: str | Path | None
     reward: Any | None
     mode: str
-    reward_weights: Mapping[str, float] | None
+    reward_weights: RewardWeights
     repeats: int
     cache: str | Path | None
     config: RunnerConfig

@@ -14,20 +14,18 @@ from pydantic import AfterValidator
 
 from agentlightning.assemble import OTHER_MODELS, UNTRAINABLE_CALLS
 from agentlightning.credit import is_target
-from agentlightning.credit.agent_rewards import names_of, team_score
-from agentlightning.credit.assignment import refuse_not_finite
+from agentlightning.credit.agent_rewards import names_of
+from agentlightning.credit.assignment import unrewarded
 from agentlightning.credit.rejection import (
-    MISSING_REWARD,
     NO_POLICY_CALLS,
     NO_TARGET_CALLS,
     UNKNOWN_TOKENS,
     Rejection,
-    rejection,
 )
 from agentlightning.credit.training_samples import OWN
-from agentlightning.errors import ConfigError, RewardError
+from agentlightning.errors import ConfigError
 from agentlightning.policy.config import BASE, AgentSetting, Lora, adapters_of
-from agentlightning.trajectory import Trajectory, Transition
+from agentlightning.trajectory import RewardWeights, Trajectory, Transition
 
 
 def _checked_pattern(target: str | None) -> str | None:
@@ -149,23 +147,16 @@ def without_calls(trajectories: Sequence[Trajectory]) -> list[Rejection]:
     return [Rejection(trajectory.rollout_id, reason, message) for trajectory in trajectories]
 
 
-def unusable(
-    trajectories: Sequence[Trajectory], weights: Mapping[str, float] | None, target: str | None
-) -> list[Rejection]:
+def unusable(trajectories: Sequence[Trajectory], weights: RewardWeights, target: str | None) -> list[Rejection]:
     """Rejects rollouts without a reward that is a number, or without a call of the agents to train."""
-    found: list[Rejection] = []
-    for each in trajectories:
-        try:
-            refuse_not_finite(each)
-            reward = team_score(each, weights)
-        except RewardError as error:
-            found.append(rejection(each.rollout_id, error))
-            continue
-        if reward is None:
-            found.append(Rejection(each.rollout_id, MISSING_REWARD, "it has no reward: call agl.emit_reward"))
-        elif not any(is_target(call.agent, target) for call in each.transitions):
-            found.append(Rejection(each.rollout_id, NO_TARGET_CALLS, f"no call is of an agent {target!r}"))
-    return found
+    found = unrewarded(trajectories, weights, "it has no reward: call agl.emit_reward")
+    refused = {each.rollout_id for each in found}
+    others = (each for each in trajectories if each.rollout_id not in refused)
+    return found + [
+        Rejection(each.rollout_id, NO_TARGET_CALLS, f"no call is of an agent {target!r}")
+        for each in others
+        if not any(is_target(call.agent, target) for call in each.transitions)
+    ]
 
 
 def of_target(trajectory: Trajectory, target: str | None) -> Trajectory:

@@ -18,7 +18,6 @@ from agentlightning.credit import (
     CreditMemory,
     CreditReport,
     CreditRule,
-    canonical_credit,
     group_trajectories,
     training_samples,
 )
@@ -35,7 +34,7 @@ from agentlightning.policy.losses import (
     TokenLoss,
 )
 from agentlightning.policy.mismatch import Mismatch, Proximal, as_tuple, interpolations, is_off
-from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample, Trajectory
+from agentlightning.trajectory import CallId, FloatArray, TokenTree, TrainingSample, Trajectory
 
 COMPUTED: Final = frozenset({REF_LOGPROBS, TEACHER_LOGPROBS, PROXIMAL_LOGPROBS})
 
@@ -164,7 +163,7 @@ class CreditAssigner:
             return {}
         if training.learner is None:
             raise ConfigError(f'credit rule "{rule.type}" needs {sorted(wanted)} of a policy, and this run trains none')
-        found: dict[str, Mapping[tuple[str, str], Any]] = {}
+        found: dict[str, Mapping[CallId, Any]] = {}
         for name in sorted(wanted):
             if name == ANSWER_LOGPROBS and isinstance(rule, InformationGainCredit):
                 trees = await asyncio.to_thread(_answer_trees, rule, groups, training.learner)
@@ -172,13 +171,11 @@ class CreditAssigner:
             else:
                 trees = await asyncio.to_thread(lambda: [token_tree(group) for group in groups])
                 column = await _score(training.learner, trees, cast("ScoreColumn", name), rule.type)
-                found[name] = _with_shared(by_call(trees, column), groups)
+                found[name] = with_shared(by_call(trees, column), groups)
         return found
 
 
-def _with_shared(
-    found: Mapping[tuple[str, str], Any], groups: Sequence[Sequence[Trajectory]]
-) -> Mapping[tuple[str, str], Any]:
+def with_shared(found: Mapping[CallId, Any], groups: Sequence[Sequence[Trajectory]]) -> Mapping[CallId, Any]:
     """The numbers of each call, those of calls that repeat a recorded answer too."""
     shared = {call: first for group in groups for call, first in shared_calls(group).items()}
     return {**found, **{call: found[first] for call, first in shared.items() if first in found}}
@@ -203,20 +200,6 @@ def _answer_trees(
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
-
-
-def one_credit_setting(settings: Any) -> Any:
-    """Settings in which `credit_assignment`, another name of `credit`, is replaced by it. Raises ConfigError where both
-    are given and differ."""
-    if not isinstance(settings, Mapping) or "credit_assignment" not in settings:
-        return settings
-    given = dict(cast("Mapping[str, Any]", settings))
-    other = given.pop("credit_assignment")
-    if "credit" in given and canonical_credit(given["credit"]) != canonical_credit(other):
-        raise ConfigError(
-            f"credit={given['credit']!r} and credit_assignment={other!r} are two names of one setting; give one of them"
-        )
-    return given | {"credit": other}
 
 
 def trains_values(losses: Any) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from agentlightning import span as names
 from agentlightning.span import Span, counts
@@ -28,8 +27,7 @@ _ROUNDING = 1e-3
 """By how much a log-probability may exceed 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLimits:
+class TokenLimits(NamedTuple):
     """Limits of the policy that is to be trained; None: unknown."""
 
     vocabulary: int | None = None

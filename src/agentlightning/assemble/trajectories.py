@@ -19,7 +19,7 @@ from agentlightning.assemble.model_calls import (
 )
 from agentlightning.errors import RewardError, RolloutRejectedError
 from agentlightning.span import MAX_REWARD, Span, counts, usable_reward
-from agentlightning.trajectory import Reward, Status, Step, Trajectory
+from agentlightning.trajectory import Reward, RewardWeights, Status, Step, Trajectory
 
 # -- agent steps -----------------------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ def _sum(left: Reward | None, right: Reward, call: str) -> Reward:
     return left + right
 
 
-def scalar_reward(reward: Reward | None, weights: Mapping[str, float] | None = None) -> float | None:
+def scalar_reward(reward: Reward | None, weights: RewardWeights = None) -> float | None:
     """One number: a plain reward as it is, named dimensions as `sum(weights[name] * reward[name])`.
 
     None where the reward, or a dimension that has a weight, is missing. Raises RewardError for dimensions without a
@@ -293,7 +293,7 @@ def trajectory(
         OTHER_MODELS: len(others),
         OVERRIDDEN_CALLS: sum(names.OVERRIDDEN in span.attributes for span in answered),
         SEEDED_CALLS: sum(span.attributes.get(names.REQUEST_SEED) is not None for span in answered),
-        TURN_LIMIT: max((_turn_limit(span) for span in own), default=0),
+        TURN_LIMIT: max((n for span in own if isinstance(n := span.attributes.get(names.TURN_LIMIT), int)), default=0),
         TURN_LIMIT_REACHED: sum(span.attributes.get(names.ERROR_TYPE) == names.TURN_LIMIT_REACHED for span in own),
         REPLAYED_CALLS: sum(call.replays is not None for call in learned),
         REPLAY_MISMATCHES: sum(names.REPLAY_MISMATCH in span.attributes for span in own),
@@ -322,11 +322,6 @@ def _automatic(spans: Iterable[Span]) -> dict[str, float]:
         rule = str(span.attributes[names.AIR_RULE])
         sums[rule] = sums.get(rule, 0.0) + (sum(value.values()) if isinstance(value, dict) else value)
     return sums
-
-
-def _turn_limit(span: Span) -> int:
-    limit = span.attributes.get(names.TURN_LIMIT)
-    return limit if isinstance(limit, int) else 0
 
 
 def _answers(found: str | None, model: str) -> bool:

@@ -24,7 +24,7 @@ from typing import Any, Final, cast
 
 import jinja2
 
-from agentlightning.chat.base import ChatFormat, Message, ParsedMessage
+from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.token_escaping import TokenEscaper
 from agentlightning.chat.tool_calls import FORMATS, HERMES, call_format
 from agentlightning.chat.tool_calls.format import CallFormat, Tools
@@ -140,7 +140,7 @@ class HFChatFormat(ChatFormat):
     def render(
         self,
         messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] | None = None,
+        tools: Tools = None,
         add_generation_prompt: bool = True,
     ) -> str:
         """See `ChatFormat.render`. The error quotes the template's message."""
@@ -269,11 +269,7 @@ class HFChatFormat(ChatFormat):
                 self._views[key] = view
         return view
 
-    def parse(self, text: str, tools: Tools = None) -> ParsedMessage:
-        """See `ChatFormat.parse`. `tools` give the types of arguments whose text is ambiguous."""
-        return parse_answer(self.tool_calls, self.unescape(text), tools)
-
-    def _apply(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, generate: bool) -> str:
+    def _apply(self, messages: Sequence[Message], tools: Tools, generate: bool) -> str:
         if self.tools_in_messages:
             messages = write_results(write_calls(messages))
             messages, tools = offer_tools(messages, tools, self._takes_system) if tools else messages, None
@@ -289,9 +285,7 @@ class HFChatFormat(ChatFormat):
             )
         return check_length(text)
 
-    def _try(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None, generate: bool = False
-    ) -> str:
+    def _try(self, messages: Sequence[Message], tools: Tools = None, generate: bool = False) -> str:
         """What the template writes; "" if it refuses."""
         try:
             return self._apply(messages, tools, generate)

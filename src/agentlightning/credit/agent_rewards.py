@@ -12,13 +12,13 @@ An agent is compared with the same agent of the other rollouts of the group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
 from agentlightning.assemble import scalar_reward
 from agentlightning.credit.base import Group
 from agentlightning.errors import RewardError
-from agentlightning.trajectory import Reward, Trajectory
+from agentlightning.trajectory import Reward, RewardWeights, Trajectory
 
 AgentRewards: TypeAlias = Literal["shared", "own", "difference"]
 
@@ -61,7 +61,7 @@ def team_reward(trajectory: Trajectory) -> Reward | None:
     return total
 
 
-def team_score(trajectory: Trajectory, weights: Mapping[str, float] | None = None) -> float | None:
+def team_score(trajectory: Trajectory, weights: RewardWeights = None) -> float | None:
     """`team_reward` as one number, its dimensions weighed; None where it is missing. Raises RewardError as both do."""
     return scalar_reward(team_reward(trajectory), weights)
 

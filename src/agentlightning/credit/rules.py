@@ -8,9 +8,9 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, FiniteFloat, field_validator, model_validator
 
 from agentlightning.credit.base import (
     SMALLEST_SPREAD,
@@ -48,6 +48,9 @@ from agentlightning.credit.states import (
 from agentlightning.errors import RewardError
 from agentlightning.trajectory import Trajectory, Transition
 from agentlightning.util.plugins import load
+from agentlightning.util.settings import PositiveShare, Share
+
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @register
@@ -131,7 +134,7 @@ class DiscountedCredit(CreditRule):
     """
 
     type: Literal["discounted"] = "discounted"  # pyright: ignore[reportIncompatibleVariableOverride]
-    gamma: float = Field(default=0.95, ge=0, le=1)
+    gamma: Share = 0.95
     """What a reward one call later is worth."""
     normalize_std: bool = True
     """Divide by the standard deviation of the group's returns."""
@@ -160,11 +163,11 @@ class GroupStepCredit(CreditRule):
 
     type: Literal["group_step"] = "group_step"  # pyright: ignore[reportIncompatibleVariableOverride]
     aliases: ClassVar[tuple[str, ...]] = ("gigpo",)
-    omega: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    omega: Weight = 1.0
     """The weight of the comparison within states."""
-    gamma: float = Field(default=0.95, ge=0, le=1)
+    gamma: Share = 0.95
     """What a reward one call later is worth to a call."""
-    similarity: float = Field(default=1.0, gt=0, le=1)
+    similarity: PositiveShare = 1.0
     """States are the same from this similarity of their observations on; 1: only equal ones."""
     normalize_std: bool = True
     """Divide by standard deviations."""
@@ -234,9 +237,9 @@ class GraphCredit(OutcomeRule):
     """What a state is worth that is one call further from the goal."""
     scale: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     """The worth of the goal."""
-    success: float | None = Field(default=None, allow_inf_nan=False)
+    success: FiniteFloat | None = None
     """Rollouts with this reward or more succeeded. None: those with the highest reward of their group."""
-    similarity: float = Field(default=1.0, gt=0, le=1)
+    similarity: PositiveShare = 1.0
     """States are the same from this similarity of their observations on; 1: only equal ones."""
     normalize_std: bool = True
     """Divide by the standard deviation within a state."""
@@ -295,7 +298,7 @@ class IntermediateCredit(CreditRule):
     """
 
     type: Literal["intermediate"] = "intermediate"  # pyright: ignore[reportIncompatibleVariableOverride]
-    weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    weight: Weight = 1.0
     """What step rewards count beside the final reward."""
     normalize_std: bool = True
     """Divide by the standard deviations of the group."""
@@ -346,7 +349,7 @@ class JudgeCredit(CreditRule):
     type: Literal["judge"] = "judge"  # pyright: ignore[reportIncompatibleVariableOverride]
     scorer: str | None = None
     """The function that scores the calls of a trajectory, as "module:function". None: their intermediate rewards."""
-    weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    weight: Weight = 1.0
     """What a call's score counts beside the final reward."""
     normalize_std: bool = True
     """Divide by the standard deviations of the group."""
@@ -408,14 +411,12 @@ def _scores(score: Scorer, trajectory: Trajectory, failures: list[str]) -> list[
     except Exception as error:  # noqa: BLE001  The boundary of the user's function, which may raise anything.
         failures.append(f"the scorer failed on rollout {trajectory.rollout_id}: {error!r}")
         return None
-    if len(found) != len(trajectory.transitions):
-        calls = len(trajectory.transitions)
-        failures.append(f"the scorer gave {len(found)} scores for the {calls} calls of rollout {trajectory.rollout_id}")
-        return None
-    if not all(each is None or math.isfinite(each) for each in found):
-        failures.append(f"the scorer gave rollout {trajectory.rollout_id} a score that is not finite")
-        return None
-    return found
+    calls = len(trajectory.transitions)
+    if len(found) == calls and all(each is None or math.isfinite(each) for each in found):
+        return found
+    wrong = "a score that is not finite" if len(found) == calls else f"{len(found)} scores for {calls} calls"
+    failures.append(f"the scorer gave rollout {trajectory.rollout_id} {wrong}")
+    return None
 
 
 ANSWER_LOGPROBS = "answer_logprobs"
@@ -447,7 +448,7 @@ class InformationGainCredit(OutcomeRule):
     """The field of the task that holds the answer."""
     answer_format: str = "{answer}"
     """How the policy would say it: `{answer}` stands for the answer."""
-    gamma: float = Field(default=1.0, ge=0, le=1)
+    gamma: Share = 1.0
     """What a gain one call later is worth."""
     normalize_std: bool = True
     """Divide by the standard deviation of the group's gains."""
@@ -475,9 +476,9 @@ class InformationGainCredit(OutcomeRule):
         return self.answer_format.replace("{answer}", str(known))
 
     def assign(self, groups: Sequence[Group], context: CreditContext) -> list[Credit | None]:
-        return [self._group(group, context) for group in groups]
+        return [self.of_group(group, context) for group in groups]
 
-    def _group(self, group: Group, context: CreditContext) -> Credit | None:
+    def of_group(self, group: Group, context: CreditContext) -> Credit | None:
         found = standardised_calls([self._gains(each, context) for each in group], divide=self.normalize_std)
         return None if found is None else Credit([discounted(own, self.gamma) for own in found])
 
@@ -528,15 +529,15 @@ class StateValueCredit(CreditRule):
     type: Literal["state_value"] = "state_value"  # pyright: ignore[reportIncompatibleVariableOverride]
     uses: ClassVar[frozenset[str]] = frozenset({VALUES})
     gives_returns: ClassVar[bool] = True
-    similarity: float = Field(default=1.0, gt=0, le=1)
+    similarity: PositiveShare = 1.0
     """States are the same from this similarity of their observations on; 1: only equal ones."""
     history: int = Field(default=0, ge=0, le=8)
     """Number of earlier states that may have to be the same, too."""
-    history_power: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    history_power: Weight = 1.0
     """How much more a longer common history counts."""
     pool: float = Field(default=0.8, ge=0, lt=1)
     """What a visit counts one group of the same task later; 0: each group stands for itself."""
-    prior_visits: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    prior_visits: Weight = 1.0
     """How many visits the prior counts for in the value of a state that was visited once."""
 
     @model_validator(mode="after")
@@ -547,10 +548,10 @@ class StateValueCredit(CreditRule):
             )
         return self
 
-    def assign(self, groups: Sequence[Group], context: CreditContext) -> list[Credit | None]:
-        return [self.assign_group(group, state_keys(group, self.similarity), context) for group in groups]
+    def of_group(self, group: Group, context: CreditContext) -> Credit | None:
+        return self.of_states(group, state_keys(group, self.similarity), context)
 
-    def assign_group(self, group: Group, keys: StateKeys, context: CreditContext) -> Credit | None:
+    def of_states(self, group: Group, keys: StateKeys, context: CreditContext) -> Credit | None:
         """The credit of one group whose states are known."""
         values = self._values(group, keys, context)
         found = [_differences(trajectory, own) for trajectory, own in zip(group, values, strict=True)]
@@ -680,18 +681,14 @@ class ValueCredit(CreditRule):
     min_group: ClassVar[int] = 1
     needs: ClassVar[frozenset[str]] = frozenset({VALUES})
     gives_returns: ClassVar[bool] = True
-    gamma: float = Field(default=1.0, ge=0, le=1)
+    gamma: Share = 1.0
     """What a reward one call later is worth."""
-    lam: float = Field(default=0.95, ge=0, le=1)
+    lam: Share = 0.95
     """How much of what lies behind the next call counts; 0: values alone, 1: rewards alone."""
-    token_lam: float = Field(default=1.0, ge=0, le=1)
+    token_lam: Share = 1.0
     """The same for the tokens of a call."""
 
-    def assign(self, groups: Sequence[Group], context: CreditContext) -> list[Credit | None]:
-        return [self.assign_group(group, context) for group in groups]
-
-    def assign_group(self, group: Group, context: CreditContext) -> Credit:
-        """The credit of one group."""
+    def of_group(self, group: Group, context: CreditContext) -> Credit:
         found = [self._rollout(trajectory, context) for trajectory in group]
         return Credit(
             [[advantage for advantage, _ in own] for own in found],
@@ -756,26 +753,22 @@ class HierarchicalCredit(CreditRule):
     type: Literal["hierarchical"] = "hierarchical"  # pyright: ignore[reportIncompatibleVariableOverride]
     uses: ClassVar[frozenset[str]] = frozenset({VALUES})
     gives_returns: ClassVar[bool] = True
-    repeated: float = Field(default=0.25, gt=0, le=1)
+    repeated: PositiveShare = 0.25
     """Without a value head: the share of repeated states from which on they decide."""
     margin: float = Field(default=0.1, ge=0, lt=1)
     """With a value head: how much smaller the error of state values has to be than that of the critic."""
     evidence: float = Field(default=0.97, ge=0, lt=1)
     """What an error counts one group later; 0: the last group alone."""
-    similarity: float = Field(default=1.0, gt=0, le=1)
+    similarity: PositiveShare = 1.0
     """States are the same from this similarity of their observations on; 1: only equal ones."""
     history: int = Field(default=0, ge=0, le=8)
     """Number of earlier states that may have to be the same, too."""
     pool: float | None = Field(default=None, ge=0, lt=1)
     """What a visit counts one group of the same task later. None: as in `state_value`."""
-    gamma: float = Field(default=1.0, ge=0, le=1)
+    gamma: Share = 1.0
     """Of `value`: what a reward one call later is worth."""
-    lam: float = Field(default=0.95, ge=0, le=1)
+    lam: Share = 0.95
     """Of `value`: how much of what lies behind the next call counts."""
-
-    def assign(self, groups: Sequence[Group], context: CreditContext) -> list[Credit | None]:
-        by_state, by_value = self.rules()
-        return [self._group(group, by_state, by_value, context) for group in groups]
 
     def rules(self) -> tuple[StateValueCredit, ValueCredit]:
         """The rules it chooses from."""
@@ -785,9 +778,8 @@ class HierarchicalCredit(CreditRule):
             ValueCredit(gamma=self.gamma, lam=self.lam),
         )
 
-    def _group(
-        self, group: Group, by_state: StateValueCredit, by_value: ValueCredit, context: CreditContext
-    ) -> Credit | None:
+    def of_group(self, group: Group, context: CreditContext) -> Credit | None:
+        by_state, by_value = self.rules()
         keys = state_keys(group, self.similarity)
         earlier = by_state.remembered(group, context)
         repeated, later = repeated_states(keys, earlier)
@@ -803,14 +795,14 @@ class HierarchicalCredit(CreditRule):
                 chosen = "state_value" if by_states <= (1 - self.margin) * by_critic else "value"
             counts |= dict(zip(EVIDENCE, found, strict=True))
         if chosen == "state_value":
-            credit = by_state.assign_group(group, keys, context)
+            credit = by_state.of_states(group, keys, context)
         else:
             if repeated:
                 by_state.remember(group, keys, context)
             gains = standardised([sum(returns_to_go(each)[:1]) for each in group], divide=False)
             uniform = None if gains is None else of_rollouts(gains, group)
             value = chosen == "value"
-            credit = by_value.assign_group(group, context) if value else _with_returns(uniform, group, context, {})
+            credit = by_value.of_group(group, context) if value else _with_returns(uniform, group, context, {})
         return None if credit is None else replace(credit, counts={**counts, f"hierarchical_{chosen}": 1.0})
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from agentlightning.credit.base import Group, returns_to_go, step_reward
@@ -27,10 +26,9 @@ def state_keys(group: Group, similarity: float = 1.0) -> StateKeys:
     keys = [[f"{call.agent or ''}/{call.state}" for call in trajectory.transitions] for trajectory in group]
     if similarity >= 1.0:
         return keys
-    calls = [call for trajectory in group for call in trajectory.transitions]
-    merged = _merged(
-        Counter(key for own in keys for key in own), dict(zip(_flat(keys), calls, strict=True)), similarity
-    )
+    every = [key for own in keys for key in own]
+    calls = (call for trajectory in group for call in trajectory.transitions)
+    merged = _merged(Counter(every), dict(zip(every, calls, strict=True)), similarity)
     return [[merged[key] for key in own] for own in keys]
 
 
@@ -54,43 +52,28 @@ def repeated_states(keys: StateKeys, known: Container[str] = ()) -> tuple[int, i
     return sum(visitors[key] > 1 or key in known for key in later), len(later)
 
 
-def _flat(keys: StateKeys) -> list[str]:
-    return [key for own in keys for key in own]
-
-
-@dataclass(frozen=True, slots=True)
-class _Words:
-    agent: str | None
-    counts: Counter[str]
-    total: int
-
-    def similarity(self, other: _Words) -> float:
-        return 2 * (self.counts & other.counts).total() / max(1, self.total + other.total)
-
-
 def _merged(frequency: Counter[str], calls: Mapping[str, Transition], similarity: float) -> dict[str, str]:
     """By state, the one that stands for it. The order of rollouts makes no difference."""
     found: dict[str, str] = {}
-    kept: dict[str, _Words] = {}
+    kept: dict[str, tuple[str | None, Counter[str]]] = {}
     for key in sorted(frequency, key=lambda key: (-frequency[key], key)):
-        own = _words(calls[key])
-        alike = (name for name, words in kept.items() if words.agent == own.agent and _alike(own, words, similarity))
+        agent, own = calls[key].agent, _words(calls[key])
+        alike = (name for name, (other, words) in kept.items() if other == agent and _alike(own, words, similarity))
         found[key] = next(alike, key)
         if found[key] == key:
-            kept[key] = own
+            kept[key] = agent, own
     return found
 
 
-def _alike(left: _Words, right: _Words, similarity: float) -> bool:
-    bound = 2 * min(left.total, right.total) / max(1, left.total + right.total)
-    return bound >= similarity and left.similarity(right) >= similarity
+def _alike(left: Counter[str], right: Counter[str], similarity: float) -> bool:
+    sizes = left.total(), right.total()
+    total = max(1, sum(sizes))
+    return 2 * min(sizes) / total >= similarity and 2 * (left & right).total() / total >= similarity
 
 
-def _words(call: Transition) -> _Words:
+def _words(call: Transition) -> Counter[str]:
     observation = call.observation
-    words = json.dumps(_texts(observation)).split() if observation else map(str, call.prompt_token_ids)
-    counts = Counter(words)
-    return _Words(call.agent, counts, counts.total())
+    return Counter(json.dumps(_texts(observation)).split() if observation else map(str, call.prompt_token_ids))
 
 
 def _texts(value: Any) -> Any:

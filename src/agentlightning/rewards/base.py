@@ -80,10 +80,11 @@ def check_at_least(least: float, **values: float) -> None:
 async def post_json(
     url: str, body: Any, *, key_variable: str | None, timeout: float, retries: int, backoff: float, source: str
 ) -> Any:
-    """The JSON that a service answers, which is sent the bearer token that an environment variable holds. Waits backoff,
-    2 backoff, 4 backoff ... seconds between tries, or as long as the service asks for; each try has `timeout` seconds
-    from its start to the last byte of the answer. Raises MissingRewardError if the last try times out,
-    RewardServiceError for any other failure."""
+    """The JSON that a service answers, which is sent the bearer token that an environment variable holds.
+
+    Waits backoff, 2 backoff, 4 backoff ... seconds between tries, or as long as the service asks for; each try has
+    `timeout` seconds from its start to the last byte of the answer. Raises MissingRewardError if the last try times
+    out, RewardServiceError for any other failure."""
     failure: MissingRewardError | RewardServiceError | None = None
     key = os.environ.get(key_variable) if key_variable else None
     headers = {"authorization": f"Bearer {key}"} if key else {}

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar, cast
 
 from agentlightning.errors import ConfigError, MissingRewardError, RewardError, RewardServiceError
 from agentlightning.rewards.base import SHOWN, PerLoop, Portable, check_at_least, check_url, post_json
+from agentlightning.util.json_values import last_object
 
 # -- chat ------------------------------------------------------------------------------------------------------------
 
@@ -91,25 +92,6 @@ class ChatJudge(Portable):
         raise MissingRewardError(
             f"the judge {self.model} gave no {what} in {self.retries + 1} answers; the last one: {answer[-SHOWN:]!r}"
         )
-
-
-def last_object(text: str, key: str) -> Mapping[str, Any] | None:
-    """The last JSON object in a text that has a key; None where there is none.
-
-    >>> last_object('Good. {"score": 1} or better {"score": 2, "why": "{}"}.', "score")
-    {'score': 2, 'why': '{}'}
-    """
-    decoder, found, place = json.JSONDecoder(), None, text.find("{")
-    while place >= 0:
-        try:
-            value, end = decoder.raw_decode(text, place)
-        except (ValueError, RecursionError):
-            end = place + 1
-        else:
-            if isinstance(value, dict) and key in value:
-                found = cast("Mapping[str, Any]", value)
-        place = text.find("{", end)
-    return found
 
 
 def shown(value: Any) -> str:

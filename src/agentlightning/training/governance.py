@@ -64,7 +64,7 @@ from agentlightning.training.measurements import Measurements
 from agentlightning.training.persistence.checkpoints import Checkpoints
 from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import KeptCheckpoint, check_run, whole_lines
-from agentlightning.trajectory import Reward, Trajectory
+from agentlightning.trajectory import Reward, RewardWeights, Trajectory
 
 # -- health ----------------------------------------------------------------------------------------------------------
 
@@ -181,12 +181,10 @@ class SecondReward:
 
     store: LightningStoreBase
     function: RewardFunction
-    weights: Mapping[str, float] | None = None
+    weights: RewardWeights = None
 
     @classmethod
-    def load(
-        cls, store: LightningStoreBase, name: str | None, weights: Mapping[str, float] | None = None
-    ) -> SecondReward | None:
+    def load(cls, store: LightningStoreBase, name: str | None, weights: RewardWeights = None) -> SecondReward | None:
         """The function of that name; None for None. Raises AgentError where it cannot be loaded."""
         if name is None:
             return None
@@ -246,7 +244,7 @@ class Guard(Callback[GuardState]):
     name = "guard"
     state_class = GuardState
 
-    def __init__(self, guard: RewardGuard, account: RunAccount, weights: Mapping[str, float] | None = None) -> None:
+    def __init__(self, guard: RewardGuard, account: RunAccount, weights: RewardWeights = None) -> None:
         """Raises AgentError where the second reward cannot be loaded."""
         self.guard, self.account, self.weights = guard, account, weights
         self.second = SecondReward.load(account.collector.store, guard.reward, weights)

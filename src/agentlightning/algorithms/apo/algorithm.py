@@ -201,8 +201,7 @@ class APO(Algorithm[APOConfig]):
         for reason, message in context.first.items():
             training.warn(f"apo_{reason}", f"{context.counts[reason]} edits were rejected; the first: {message}")
         if context.writer.skips:
-            counted = ", ".join(f"{count} {name}" for name, count in context.writer.skips.items())
-            training.warn("apo_skips", f"replies of critic and editor that could not be used: {counted}")
+            training.warn("apo_skips", f"replies of critic and editor that could not be used: {context.writer.skipped}")
 
     def _templates(self, training: Training) -> dict[str, PromptTemplate]:
         """The templates to optimise. Raises ConfigError where there are none, or an engine cannot read one."""

@@ -39,7 +39,6 @@ from agentlightning.algorithms.apo.text import (
 from agentlightning.algorithms.training import RolloutReport, Training
 from agentlightning.assemble import calls, steps
 from agentlightning.errors import (
-    AgentLightningError,
     ConfigError,
     MissingRewardError,
     TrainingStopped,
@@ -59,16 +58,11 @@ RETRIES: Final = 2
 BACKOFF_SECONDS: Final = 0.5
 
 
-class ModelError(AgentLightningError):
+class ModelError(ReplyError):
     """A model gave no reply. `reason`: timeout or failed."""
 
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
-
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(NamedTuple):
     """A reply, and the tokens it took."""
 
     text: str
@@ -341,8 +335,7 @@ EDITOR_TASK: Final = (
 _COUNTER = re.compile(r"^\W*(HELPFUL|HARMFUL)\b(.*)$", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class Critique:
+class Critique(NamedTuple):
     """What the critic says, and the items of playbooks that it counts as helpful or harmful, by line number."""
 
     text: str
@@ -412,6 +405,11 @@ class Writer:
             return self.skip(part, f"{part}_empty", f"the {part}'s reply is empty")
         return reply
 
+    @property
+    def skipped(self) -> str:
+        """How many replies could not be used, by reason."""
+        return ", ".join(f"{count} {name}" for name, count in self.skips.items())
+
     def skip(self, part: str, reason: str, message: str) -> None:
         """Count a skipped reply. Raises TrainingStopped after too many of critic or editor in a row."""
         self.skips[reason] += 1
@@ -419,9 +417,8 @@ class Writer:
             self._first[part] = message
         self.in_a_row[part] += 1
         if self.in_a_row[part] >= MAX_SKIPS:
-            counted = ", ".join(f"{count} {name}" for name, count in self.skips.items())
             raise TrainingStopped(
-                f"{MAX_SKIPS} replies of the {part} in a row could not be used ({counted}). The first: "
+                f"{MAX_SKIPS} replies of the {part} in a row could not be used ({self.skipped}). The first: "
                 f"{self._first[part]}. Use another model (algorithm.{part}), or raise its max_tokens or timeout_seconds"
                 "; the run can be resumed"
             )

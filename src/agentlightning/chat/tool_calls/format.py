@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from agentlightning.chat.lark_grammar import LarkGrammar
 
@@ -38,16 +38,14 @@ class ParsedToolCall:
     """The id that the model wrote, in formats that have one."""
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedMessage:
+class ParsedMessage(NamedTuple):
     """A model's answer as content and tool calls."""
 
     content: str | None
     tool_calls: tuple[ParsedToolCall, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Parsed:
+class Parsed(NamedTuple):
     """The beginning of a text as content and tool calls."""
 
     content: int
@@ -77,6 +75,10 @@ class Layout:
 
 
 ID: Final = "\0"
+
+
+Calls: TypeAlias = tuple[tuple[ParsedToolCall, ...], int]
+"""Calls, and the place where they end."""
 
 
 class MalformedCall(Exception):
@@ -139,7 +141,7 @@ class MarkedFormat(CallFormat):
     opening: str = ""
 
     @abstractmethod
-    def parse_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
+    def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
         """The calls after the marker that ends at `start`, and their end. Raises MalformedCall or IncompleteCall."""
         ...
 

@@ -8,11 +8,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from agentlightning.chat.lark_grammar import ANY, LarkGrammar, escaped, optional
 from agentlightning.chat.tool_calls.format import (
     CallFormat,
+    Calls,
     IncompleteCall,
     Layout,
     MalformedCall,
@@ -44,8 +45,7 @@ _KNOWN: Final = ANNOTATIONS.union(DEFINITIONS, _PARAMETERS)
 _REFERENCE: Final = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)": "(?!#/(?:\$defs|definitions)/)')
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
+class Parameter(NamedTuple):
     name: str
     schema: dict[str, Any]
     required: bool
@@ -79,7 +79,7 @@ class JsonCalls(MarkedFormat):
     name_key: str = "name"
     argument_keys: tuple[str, ...] = ("arguments",)
 
-    def parse_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
+    def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
         body = skip_space(text, start)
         if body == len(text):
             raise IncompleteCall("nothing follows")
@@ -113,7 +113,7 @@ class Llama3(MarkedFormat):
         call, end = _bare_call(text, start)
         return Parsed(0, (call,), end)
 
-    def parse_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
+    def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
         start = skip_space(text, start)
         if text.startswith("{", start):
             call, end = _bare_call(text, start)
@@ -155,7 +155,7 @@ class NamedCalls(MarkedFormat):
             raise MalformedCall("the first call begins with a marker for all")
         return Parsed(0, *self.parse_call(text, 0, None))
 
-    def parse_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
+    def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
         start = skip_space(text, start)
         if (found := self.head.match(text, start)) is None:
             raise (IncompleteCall if _PLAUSIBLE.match(text, start) else MalformedCall)("it has no name")
@@ -177,7 +177,7 @@ class Mistral(NamedCalls):
     """A list of calls, or each as `name[ARGS]{...}`. Ids have nine letters and digits: in the list, or after
     `[CALL_ID]`."""
 
-    def parse_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
+    def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
         if text.startswith("[", start := skip_space(text, start)):
             return JsonCalls("", opening=self.opening, short_ids=True).parse_call(text, start, tools)
         return NamedCalls.parse_call(self, text, start, tools)
@@ -237,7 +237,7 @@ class Gemma(MarkedFormat):
     def write_arguments(self, lark: LarkGrammar, schema: object, layout: object) -> str | None:
         return None  # No JSON, and no grammar of its own yet.
 
-    def parse_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
+    def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
         found = _GEMMA_CALL.match(text, start)
         if found is None:
             raise (MalformedCall if "<tool_call|>" in text[start:] else IncompleteCall)("it has no end")
@@ -308,7 +308,7 @@ class Pythonic(MarkedFormat):
             raise MalformedCall("a list of calls must start the answer")
         return Parsed(0, *_parse_list(text, skip_space(text, 0)))
 
-    def parse_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
+    def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
         return _parse_list(text, skip_space(text, start))
 
 
@@ -330,7 +330,7 @@ def _argument_list(lark: LarkGrammar, items: list[tuple[str, bool]]) -> str:
     return first
 
 
-def _parse_list(text: str, start: int) -> tuple[tuple[ParsedToolCall, ...], int]:
+def _parse_list(text: str, start: int) -> Calls:
     """The calls in the list at `start`, and its end. An empty list is malformed."""
     if len(text) - start > LONG_LIST and "]" not in text[start:]:
         raise IncompleteCall("a long list has no end yet")
@@ -492,7 +492,7 @@ class TaggedCalls(MarkedFormat):
             written.append(whole if each.required else optional(whole))
         return " ".join(written) or '""'
 
-    def parse_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
+    def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
         name, position = _tag(text, skip_space(text, start), self.function)
         root = _argument_schema(tools, name)
         schemas = root.get("properties") or {}
