@@ -27,7 +27,6 @@ from agentlightning.training.evaluation_cache import open_cache
 from agentlightning.training.measurements import TEMPERATURES, evaluate_tasks
 from agentlightning.training.sources.collector import EVALUATION_ADVICE, RolloutCollector
 from agentlightning.training.sources.reader import TrajectoryReader
-from agentlightning.trajectory import RewardWeights
 from agentlightning.util.event_loop import run_sync
 from agentlightning.util.progress import Progress
 
@@ -40,7 +39,7 @@ def evaluate(
     reward: Any | None = None,
     mode: Literal["greedy", "sampled"] = "greedy",
     limit: int | None = None,
-    reward_weights: RewardWeights = None,
+    reward_weights: Mapping[str, float] | None = None,
     repeats: int = 1,
     failed: Literal["lowest", "exclude"] | float = "lowest",
     bounds: tuple[float, float] | None = None,
@@ -120,7 +119,7 @@ class _Job:
     model: str | Path | None
     reward: Any | None
     mode: str
-    reward_weights: RewardWeights
+    reward_weights: Mapping[str, float] | None
     repeats: int
     cache: str | Path | None
     config: RunnerConfig

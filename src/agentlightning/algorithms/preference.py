@@ -439,7 +439,7 @@ class Comparison:
 
     def node_factors(self, *, mean: bool) -> list[float]:
         """s of the tokens of each node; with `mean`, divided by the tokens of its sequence."""
-        signs = [self._sign(index) for index in range(len(self.tree.nodes))]
+        signs = [self.factors.get(node.call_id, 0) for node in self.tree.nodes]
         if not mean:
             return [float(sign) for sign in signs]
         lengths = Counter[int]()
@@ -447,20 +447,20 @@ class Comparison:
             lengths[sign] += len(node.token_ids)
         return [sign / lengths[sign] if sign else 0.0 for sign in signs]
 
-    def _sign(self, index: int) -> int:
-        node = self.tree.nodes[index]
-        return self.factors.get(node.call_id, 0) if node.sampled else 0
-
     def sample(self, factors: Sequence[float], margin: float, share: float) -> TrainingSample:
         """The tree with the columns of preference losses."""
         import numpy as np
 
         nodes = self.tree.nodes
         count = sum(len(node.token_ids) for node, factor in zip(nodes, factors, strict=True) if factor)
-        values: dict[str, list[Any]] = {"weights": [], MARGIN: [], FACTOR: [], COUNT: []}
-        for node, factor in zip(nodes, factors, strict=True):
-            length = len(node.token_ids) if node.sampled else 0
-            own = {"weights": share if factor else 0.0, MARGIN: margin, FACTOR: factor, COUNT: count}
-            for name, value in own.items():
-                values[name].append(np.full(length, value, np.float32))
-        return TrainingSample(self.tree, columns=values, share=share)
+
+        def column(values: Sequence[float]) -> list[Any]:
+            return [np.full(len(node.token_ids), own, np.float32) for node, own in zip(nodes, values, strict=True)]
+
+        columns = {
+            "weights": column([share if factor else 0.0 for factor in factors]),
+            MARGIN: column([margin] * len(nodes)),
+            FACTOR: column(factors),
+            COUNT: column([count] * len(nodes)),
+        }
+        return TrainingSample(self.tree, columns=columns, share=share)

@@ -48,8 +48,10 @@ from agentlightning.credit.states import (
 from agentlightning.errors import RewardError
 from agentlightning.trajectory import Trajectory, Transition
 from agentlightning.util.plugins import load
-from agentlightning.util.settings import PositiveShare, Share
+from agentlightning.util.settings import PositiveShare
 
+Share = Annotated[float, Field(ge=0, le=1)]
+ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -535,7 +537,7 @@ class StateValueCredit(CreditRule):
     """Number of earlier states that may have to be the same, too."""
     history_power: Weight = 1.0
     """How much more a longer common history counts."""
-    pool: float = Field(default=0.8, ge=0, lt=1)
+    pool: ShareBelowOne = 0.8
     """What a visit counts one group of the same task later; 0: each group stands for itself."""
     prior_visits: Weight = 1.0
     """How many visits the prior counts for in the value of a state that was visited once."""
@@ -755,15 +757,15 @@ class HierarchicalCredit(CreditRule):
     gives_returns: ClassVar[bool] = True
     repeated: PositiveShare = 0.25
     """Without a value head: the share of repeated states from which on they decide."""
-    margin: float = Field(default=0.1, ge=0, lt=1)
+    margin: ShareBelowOne = 0.1
     """With a value head: how much smaller the error of state values has to be than that of the critic."""
-    evidence: float = Field(default=0.97, ge=0, lt=1)
+    evidence: ShareBelowOne = 0.97
     """What an error counts one group later; 0: the last group alone."""
     similarity: PositiveShare = 1.0
     """States are the same from this similarity of their observations on; 1: only equal ones."""
     history: int = Field(default=0, ge=0, le=8)
     """Number of earlier states that may have to be the same, too."""
-    pool: float | None = Field(default=None, ge=0, lt=1)
+    pool: ShareBelowOne | None = None
     """What a visit counts one group of the same task later. None: as in `state_value`."""
     gamma: Share = 1.0
     """Of `value`: what a reward one call later is worth."""

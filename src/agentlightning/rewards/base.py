@@ -12,10 +12,10 @@ import json
 import os
 import random
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import cache
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import httpx
@@ -75,6 +75,25 @@ def check_at_least(least: float, **values: float) -> None:
     for name, value in values.items():
         if value < least:
             raise ConfigError(f"{name}={value} is too small; use at least {least:g}")
+
+
+def last_object(text: str, key: str) -> Mapping[str, Any] | None:
+    """The last JSON object in a text that has a key; None where there is none.
+
+    >>> last_object('Good. {"score": 1} or better {"score": 2, "why": "{}"}.', "score")
+    {'score': 2, 'why': '{}'}
+    """
+    decoder, found, place = json.JSONDecoder(), None, text.find("{")
+    while place >= 0:
+        try:
+            value, end = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            end = place + 1
+        else:
+            if isinstance(value, dict) and key in value:
+                found = cast("Mapping[str, Any]", value)
+        place = text.find("{", end)
+    return found
 
 
 async def post_json(

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, cast
 
 from agentlightning.errors import ConfigError, MissingRewardError, RewardError, RewardServiceError
-from agentlightning.rewards.base import SHOWN, PerLoop, Portable, check_at_least, check_url, post_json
-from agentlightning.util.json_values import last_object
+from agentlightning.rewards.base import SHOWN, PerLoop, Portable, check_at_least, check_url, last_object, post_json
 
 # -- chat ------------------------------------------------------------------------------------------------------------
 

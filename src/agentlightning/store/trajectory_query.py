@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any, Final
 
 from agentlightning.errors import ConfigError
-from agentlightning.trajectory import RewardWeights
 from agentlightning.util.event_loop import run_sync
 
 READ_QUERY: Final = "agentlightning.algorithms.recorded.filters:read_query"
@@ -40,7 +39,7 @@ class TrajectoryQuery:
     self_verified: bool = False
     """In place of rewards: a rollout is successful whose last answer is that of more than half of its task's rollouts,
     of three or more (self-consistency, Wang et al. 2022, arXiv:2203.11171)."""
-    reward_weights: RewardWeights = None
+    reward_weights: Mapping[str, float] | None = None
     """Weights of the named dimensions of a reward."""
 
     def __post_init__(self) -> None:
@@ -73,7 +72,7 @@ class TrajectoryQueries:
         deduplicate: bool = True,
         pass_rate: tuple[float, float] | None = None,
         self_verified: bool = False,
-        reward_weights: RewardWeights = None,
+        reward_weights: Mapping[str, float] | None = None,
     ) -> TrajectoryQuery:
         """The rollouts to imitate, as the dataset of an algorithm, which reads them when it learns. The arguments are
         the fields of `TrajectoryQuery`. Neither waits nor needs an event loop. Raises ConfigError for bounds that

@@ -64,7 +64,7 @@ from agentlightning.training.measurements import Measurements
 from agentlightning.training.persistence.checkpoints import Checkpoints
 from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import KeptCheckpoint, check_run, whole_lines
-from agentlightning.trajectory import Reward, RewardWeights, Trajectory
+from agentlightning.trajectory import Reward, Trajectory
 
 # -- health ----------------------------------------------------------------------------------------------------------
 
@@ -181,10 +181,12 @@ class SecondReward:
 
     store: LightningStoreBase
     function: RewardFunction
-    weights: RewardWeights = None
+    weights: Mapping[str, float] | None = None
 
     @classmethod
-    def load(cls, store: LightningStoreBase, name: str | None, weights: RewardWeights = None) -> SecondReward | None:
+    def load(
+        cls, store: LightningStoreBase, name: str | None, weights: Mapping[str, float] | None = None
+    ) -> SecondReward | None:
         """The function of that name; None for None. Raises AgentError where it cannot be loaded."""
         if name is None:
             return None
@@ -244,7 +246,7 @@ class Guard(Callback[GuardState]):
     name = "guard"
     state_class = GuardState
 
-    def __init__(self, guard: RewardGuard, account: RunAccount, weights: RewardWeights = None) -> None:
+    def __init__(self, guard: RewardGuard, account: RunAccount, weights: Mapping[str, float] | None = None) -> None:
         """Raises AgentError where the second reward cannot be loaded."""
         self.guard, self.account, self.weights = guard, account, weights
         self.second = SecondReward.load(account.collector.store, guard.reward, weights)

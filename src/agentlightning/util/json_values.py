@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final, cast
 
 import msgspec
@@ -84,22 +84,3 @@ def unpack_large(code: int, data: memoryview) -> int:
     if code != _LARGE:
         raise ValueError(f"code {code} is none of an integer")
     return int(bytes(data))
-
-
-def last_object(text: str, key: str) -> Mapping[str, Any] | None:
-    """The last JSON object in a text that has a key; None where there is none.
-
-    >>> last_object('Good. {"score": 1} or better {"score": 2, "why": "{}"}.', "score")
-    {'score': 2, 'why': '{}'}
-    """
-    decoder, found, place = json.JSONDecoder(), None, text.find("{")
-    while place >= 0:
-        try:
-            value, end = decoder.raw_decode(text, place)
-        except (ValueError, RecursionError):
-            end = place + 1
-        else:
-            if isinstance(value, dict) and key in value:
-                found = cast("Mapping[str, Any]", value)
-        place = text.find("{", end)
-    return found

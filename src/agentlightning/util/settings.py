@@ -40,7 +40,6 @@ _ITEM = "*"
 
 
 AtLeastOne = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 
 

@@ -12,7 +12,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentlightning.resources import PromptTemplate, f_string_fields
-from agentlightning.util.json_values import last_object
+from agentlightning.rewards.base import last_object
 
 Texts: TypeAlias = Mapping[str, str]
 """A candidate: one text for each resource that is optimised, by the name of the resource."""

@@ -81,6 +81,10 @@ Calls: TypeAlias = tuple[tuple[ParsedToolCall, ...], int]
 """Calls, and the place where they end."""
 
 
+class NoGrammar(Exception):
+    """No grammar can enforce such an answer in the model's format."""
+
+
 class MalformedCall(Exception):
     """The text looked like a tool call but is none."""
 
@@ -111,9 +115,9 @@ class CallFormat(ABC):
         """Parse the beginning of `text`. `final`: no more text follows, so nothing is withheld. Never raises."""
         ...
 
-    def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str | None:
-        """A grammar expression for arguments that match the JSON schema of an object; None if such arguments could not
-        be parsed back unchanged."""
+    def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str:
+        """A grammar expression for arguments that match the JSON schema of an object. Raises NoGrammar if such
+        arguments could not be parsed back unchanged."""
         return lark.json(schema)
 
     def new_id(self, prefix: str) -> str:

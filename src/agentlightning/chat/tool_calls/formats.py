@@ -18,6 +18,7 @@ from agentlightning.chat.tool_calls.format import (
     Layout,
     MalformedCall,
     MarkedFormat,
+    NoGrammar,
     Parsed,
     ParsedToolCall,
     Preceding,
@@ -51,21 +52,23 @@ class Parameter(NamedTuple):
     required: bool
 
 
-def read_parameters(schema: Mapping[str, Any]) -> list[Parameter] | None:
-    """The parameters of an object's schema, in order; None if it constrains more than individual properties."""
+def read_parameters(schema: Mapping[str, Any]) -> list[Parameter]:
+    """The parameters of an object's schema, in order. Raises NoGrammar if it constrains more than individual
+    properties."""
     properties, required = schema.get("properties") or {}, schema.get("required") or []
-    if not schema.keys() <= _KNOWN or schema.get("type") not in (None, "object"):
-        return None
-    if not isinstance(properties, dict) or _REFERENCE.search(json.dumps(schema)):
-        return None
+    known = schema.keys() <= _KNOWN and schema.get("type") in (None, "object")
+    if not known or not isinstance(properties, dict) or _REFERENCE.search(json.dumps(schema)):
+        raise NoGrammar
     parameters: list[Parameter] = []
     definitions = {key: schema[key] for key in DEFINITIONS if key in schema}
     for name, property_schema in cast("dict[str, Any]", properties).items():
-        if property_schema is not True and not isinstance(property_schema, dict):
-            return None
-        own: dict[str, Any] = {} if property_schema is True else property_schema
+        own = {} if property_schema is True else property_schema
+        if not isinstance(own, dict):
+            raise NoGrammar
         parameters.append(Parameter(name, {**definitions, **own}, name in required))
-    return parameters if set(required) <= set(properties) else None
+    if not set(required) <= set(properties):
+        raise NoGrammar
+    return parameters
 
 
 _PLAUSIBLE: Final = re.compile(r"[^\n{}\"]{0,200}\n?(?:```\w*\n?)?\Z")
@@ -234,8 +237,8 @@ _CHANNEL: Final = re.compile(
 class Gemma(MarkedFormat):
     """Gemma 4: `<|tool_call>call:NAME{key:<|"|>text<|"|>,other:1}<tool_call|>`."""
 
-    def write_arguments(self, lark: LarkGrammar, schema: object, layout: object) -> str | None:
-        return None  # No JSON, and no grammar of its own yet.
+    def write_arguments(self, lark: LarkGrammar, schema: object, layout: object) -> str:
+        raise NoGrammar  # No JSON, and no grammar of its own yet.
 
     def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
         found = _GEMMA_CALL.match(text, start)
@@ -294,10 +297,10 @@ class Pythonic(MarkedFormat):
     bare: bool = True
     """Whether a list without markers may be the answer."""
 
-    def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str | None:
+    def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str:
         parameters = read_parameters(schema)
-        if parameters is None or not all(_NAME.fullmatch(each.name) for each in parameters):
-            return None
+        if not all(_NAME.fullmatch(each.name) for each in parameters):
+            raise NoGrammar
         written = [
             (f"{lark.literal(each.name + '=')} {_value(lark, each.schema)}", each.required) for each in parameters
         ]
@@ -476,19 +479,14 @@ class TaggedCalls(MarkedFormat):
     padding: str = "\n"
     """What the template writes around a value."""
 
-    def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str | None:
-        parameters = read_parameters(schema)
-        if parameters is None:
-            return None
+    def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str:
         before, _, rest = layout.probed.partition(KEY)
         middle, _, after = rest.partition(NAME)
         written: list[str] = []
-        for each in parameters:
-            tag = f"{before}{each.name}{middle}".strip()
-            value = self._value(lark, each.schema, after)
-            if re.fullmatch(self.parameter[1], tag) is None or value is None:
-                return None
-            whole = f"{lark.literal(before + each.name + middle)} {value}"
+        for each in read_parameters(schema):
+            if re.fullmatch(self.parameter[1], f"{before}{each.name}{middle}".strip()) is None:
+                raise NoGrammar
+            whole = f"{lark.literal(before + each.name + middle)} {self._value(lark, each.schema, after)}"
             written.append(whole if each.required else optional(whole))
         return " ".join(written) or '""'
 
@@ -512,20 +510,22 @@ class TaggedCalls(MarkedFormat):
             raise MalformedCall("the call is not closed")
         return (ParsedToolCall(name, _object(values.items())),), position + len(self.closing)
 
-    def _value(self, lark: LarkGrammar, schema: Mapping[str, Any], after: str) -> str | None:
-        """Expression for a valid value and the text after it; None if neither JSON nor fixed strings can express it."""
+    def _value(self, lark: LarkGrammar, schema: Mapping[str, Any], after: str) -> str:
+        """Expression for a valid value and the text after it. Raises NoGrammar if neither JSON nor fixed strings can
+        express it."""
         types = set(_types_of(schema, schema))
         if types and "string" not in types:
             return f"{lark.json(schema)} {lark.literal(after)}"
         keywords = {key: value for key, value in _resolved(schema, schema).items() if key not in _IGNORED_KEYWORDS}
         if (values := [keywords["const"]] if "const" in keywords else keywords.get("enum")) is None:
-            closed_before = ANY + escaped(self.value_end) + "(?s:.+)"
-            return lark.until(after, [closed_before]) if _accepts_any_text(keywords, schema) else None
+            if not _accepts_any_text(keywords, schema):
+                raise NoGrammar
+            return lark.until(after, [ANY + escaped(self.value_end) + "(?s:.+)"])
         words = [
             value for value in values if isinstance(value, str) and self.value_end not in value and value not in _NULLS
         ]
         if not words or not keywords.keys() <= {"type", "const", "enum"}:
-            return None
+            raise NoGrammar
         return lark.rule(*(lark.literal(word + after) for word in words))
 
 
@@ -659,8 +659,8 @@ class ResponseTemplateFormat(CallFormat):
             position = max(found.end(), found.start() + 1)
         return Parsed(len(text))
 
-    def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str | None:
-        return None  # The end marker ends a call even inside a JSON string, so no arguments can be guaranteed.
+    def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str:
+        raise NoGrammar  # The end marker ends a call even inside a JSON string, so no arguments can be guaranteed.
 
     def _end(self, text: str, start: int, final: bool) -> int | None:
         if self.closes is None:

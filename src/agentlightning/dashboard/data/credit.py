@@ -22,7 +22,7 @@ from agentlightning.algorithms.reward_shaping import (
 )
 from agentlightning.credit import Assignment, group_trajectories, training_samples
 from agentlightning.errors import AgentLightningError
-from agentlightning.trajectory import CallId, TrainingSample, Trajectory
+from agentlightning.trajectory import TrainingSample, Trajectory
 
 REMEMBERING: Final = frozenset({"state_value", "hierarchical"})
 """Rules that also use what they remember of earlier steps."""
@@ -42,7 +42,7 @@ class BatchCredit:
     """The credit of the calls of a batch."""
 
     rule: str | None = None
-    calls: Mapping[CallId, CallCredit] = field(default_factory=dict[CallId, CallCredit])
+    calls: Mapping[tuple[str, str], CallCredit] = field(default_factory=dict[tuple[str, str], CallCredit])
     """By (rollout_id, span_id). A call that is missing carries no loss."""
     notes: tuple[str, ...] = ()
     """What differs from the numbers of the run, and why there are none."""
@@ -101,9 +101,9 @@ def _notes(config: LightningRLConfig, rule: str) -> list[str]:
     return found
 
 
-def _by_call(samples: Sequence[TrainingSample]) -> dict[CallId, CallCredit]:
-    advantages: dict[CallId, list[float]] = {}
-    weights: dict[CallId, list[float]] = {}
+def _by_call(samples: Sequence[TrainingSample]) -> dict[tuple[str, str], CallCredit]:
+    advantages: dict[tuple[str, str], list[float]] = {}
+    weights: dict[tuple[str, str], list[float]] = {}
     for sample in samples:
         columns: Any = zip(sample.tree.nodes, sample.advantages, sample.weights, strict=True)
         for node, own, factor in columns:

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import Any
 
 from agentlightning.chat.base import ChatFormat, ParsedToolCall, ThoughtMarkers
-from agentlightning.chat.tool_calls.format import Tools, partial_marker_length
+from agentlightning.chat.tool_calls.format import partial_marker_length
 from agentlightning.chat.tool_calls.template_probe import CallReader
 from agentlightning.engine.base import Sample
 from agentlightning.gateway.answer import Answer, Event, Json, ReasoningDelta, ToolCall
@@ -130,7 +130,7 @@ class SampledAnswer(Answer):
     """If False, the request offers no tools, and a tool call is ordinary content."""
     single_tool_call: bool = False
     """The request allows at most one tool call."""
-    tools: Tools = None
+    tools: Sequence[dict[str, Any]] | None = None
     """The tools of the request; some formats read the types of arguments from them."""
     top_logprobs: int = 0
     """The number of likeliest tokens that the caller is told; spans may keep more."""

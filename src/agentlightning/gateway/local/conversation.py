@@ -28,13 +28,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import orjson
 
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.reasoning import find_reasoning_markers, strip_opening_marker, strip_reasoning
-from agentlightning.chat.tool_calls.format import Tools
 from agentlightning.engine.base import Sample
 from agentlightning.errors import ContextLengthError
 from agentlightning.gateway.dialects.content_parts import (
@@ -180,7 +179,7 @@ class Conversations:
         model: str,
         chat: ChatFormat,
         messages: Sequence[Message],
-        tools: Tools,
+        tools: Sequence[dict[str, Any]] | None,
         context: int | None = None,
         prefill: str = "",
     ) -> Prompt:
@@ -333,7 +332,7 @@ def _within(chat: ChatFormat, token_ids: Sequence[int], shown: str) -> tuple[int
     return length, text
 
 
-def _variant(model: str, chat: ChatFormat, tools: Tools) -> bytes:
+def _variant(model: str, chat: ChatFormat, tools: Sequence[dict[str, Any]] | None) -> bytes:
     kwargs = dict(chat.template_kwargs) or None
     data = dumps([model, kwargs, list(tools) if tools else None], option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(data, digest_size=16).digest()
@@ -380,7 +379,7 @@ def _resembles_known_answer(
 def _suffix_after(
     chat: ChatFormat,
     messages: Sequence[Message],
-    tools: Tools,
+    tools: Sequence[dict[str, Any]] | None,
     length: int,
     ended: bool,
 ) -> tuple[str, str] | None:
@@ -406,7 +405,7 @@ def _end_of_turn_texts(chat: ChatFormat) -> list[str]:
 
 
 def _by_prefix(
-    chat: ChatFormat, text: str, history: Sequence[Message], tools: Tools, ends: list[str]
+    chat: ChatFormat, text: str, history: Sequence[Message], tools: Sequence[dict[str, Any]] | None, ends: list[str]
 ) -> tuple[int, int] | None:
     """Where the token that ends the answer starts and ends in `text`."""
     prefix = chat.render(history, tools, add_generation_prompt=False)
@@ -417,7 +416,7 @@ def _by_prefix(
 
 
 def _by_reading(
-    chat: ChatFormat, text: str, history: Sequence[Message], tools: Tools, ends: list[str]
+    chat: ChatFormat, text: str, history: Sequence[Message], tools: Sequence[dict[str, Any]] | None, ends: list[str]
 ) -> tuple[int, int] | None:
     markers = find_reasoning_markers(chat)
     before = strip_opening_marker(markers, chat.render(history[:-1], tools, add_generation_prompt=True))
@@ -436,7 +435,7 @@ def _by_reading(
     )
 
 
-def _reads_as(chat: ChatFormat, written: str, answer: Message, tools: Tools) -> bool:
+def _reads_as(chat: ChatFormat, written: str, answer: Message, tools: Sequence[dict[str, Any]] | None) -> bool:
     parsed = chat.parse(written, tools)
     calls = [(call.name, normalized_arguments(call.arguments)) for call in parsed.tool_calls]
     meant = [call["function"] for call in answer.get("tool_calls") or ()]

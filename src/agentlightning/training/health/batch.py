@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from agentlightning.assemble import SEEDED_CALLS
@@ -19,7 +19,7 @@ from agentlightning.credit.base import SMALLEST_SPREAD, spread
 from agentlightning.errors import RewardError
 from agentlightning.training.health.signs import answer_metrics
 from agentlightning.training.health.step_record import DIMENSION
-from agentlightning.trajectory import RewardWeights, Trajectory
+from agentlightning.trajectory import Trajectory
 
 LOG_CHANCE: Final = math.log(1e-9)
 """Identical outputs less probable than this are repeated and no chance: once in a billion groups."""
@@ -39,7 +39,9 @@ Output = tuple[tuple[int, ...], ...]
 """The sampled tokens of a rollout, call by call."""
 
 
-def batch_metrics(trajectories: Sequence[Trajectory], reward_weights: RewardWeights = None) -> dict[str, float]:
+def batch_metrics(
+    trajectories: Sequence[Trajectory], reward_weights: Mapping[str, float] | None = None
+) -> dict[str, float]:
     """Metrics of a batch, with the names of `StepRecord`. Whatever cannot be computed is left out."""
     if not trajectories:
         return {}
@@ -59,7 +61,7 @@ def batch_metrics(trajectories: Sequence[Trajectory], reward_weights: RewardWeig
     return {**found, **_named(trajectories), **_outputs(trajectories, groups), **answer_metrics(trajectories)}
 
 
-def score_of(trajectory: Trajectory, weights: RewardWeights) -> float | None:
+def score_of(trajectory: Trajectory, weights: Mapping[str, float] | None) -> float | None:
     """The reward of a rollout as one number; None where it is missing, or cannot be made one."""
     try:
         return team_score(trajectory, weights)

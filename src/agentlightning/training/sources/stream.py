@@ -30,7 +30,7 @@ from agentlightning.training.learner import age, updates_of
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan
 from agentlightning.training.sources.in_flight_limit import CANCEL_ABOVE, InFlightLimit
-from agentlightning.trajectory import RewardWeights, Trajectory
+from agentlightning.trajectory import Trajectory
 from agentlightning.util.event_loop import in_background
 
 # -- schedule --------------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class RolloutStream:
     total_steps: int = 1
     order: TaskOrder | None = None
     """Which tasks come next. None: every task once an epoch."""
-    reward_weights: RewardWeights = None
+    reward_weights: Mapping[str, float] | None = None
     """The weights of the named dimensions of a reward."""
     turn_limit: TurnLimit | None = None
     """The policy's answers that a rollout may have. It follows the turn that the rollout belongs to."""
