@@ -42,6 +42,12 @@ else:  # A machine that only serves or runs agents need not have NumPy.
 Reward: TypeAlias = float | dict[str, float]
 """One number, or several by the name of their dimension."""
 
+RewardWeights: TypeAlias = Mapping[str, float] | None
+"""Weights of the named dimensions of rewards; None: there are none."""
+
+CallId: TypeAlias = tuple[str, str]
+"""(rollout_id, span_id) of a model call."""
+
 Status: TypeAlias = Literal["succeeded", "failed", "timeout"]
 """How an attempt ended."""
 
@@ -76,12 +82,16 @@ class Transition:
     """An intermediate reward between this call and the next; None if there was none."""
     model: str | None = None
     """The model that answered, by the name it was served under."""
-    replays: tuple[str, str] | None = None
+    replays: CallId | None = None
     """(rollout_id, span_id) of the call whose recorded answer was given again; None if it was sampled."""
     input_messages: str | None = field(default=None, repr=False, compare=False)
     """The messages of the request as recorded in the span, JSON; None if they were not."""
     _state: str | None = field(default=None, init=False, repr=False, compare=False)
     """`state`, once it was computed: a comparison of credit rules asks for it many times."""
+
+    @property
+    def call_id(self) -> CallId:
+        return self.rollout_id, self.span_id
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -200,6 +210,11 @@ class Node:
     temperature: float = 1.0
     kept_sets: KeptSets | None = None
     """The only tokens that could be sampled in the place of each; None: every token."""
+
+    @property
+    def call_id(self) -> CallId:
+        """Of the call that sampled it."""
+        return self.rollout_id or "", self.call or ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,20 +14,18 @@ from pydantic import AfterValidator
 
 from agentlightning.assemble import OTHER_MODELS, UNTRAINABLE_CALLS
 from agentlightning.credit import is_target
-from agentlightning.credit.agent_rewards import team_score
-from agentlightning.credit.assignment import refuse_not_finite
+from agentlightning.credit.agent_rewards import names_of
+from agentlightning.credit.assignment import unrewarded
 from agentlightning.credit.rejection import (
-    MISSING_REWARD,
     NO_POLICY_CALLS,
     NO_TARGET_CALLS,
     UNKNOWN_TOKENS,
     Rejection,
-    rejection,
 )
 from agentlightning.credit.training_samples import OWN
-from agentlightning.errors import ConfigError, RewardError
+from agentlightning.errors import ConfigError
 from agentlightning.policy.config import BASE, AgentSetting, Lora, adapters_of
-from agentlightning.trajectory import Trajectory, Transition
+from agentlightning.trajectory import RewardWeights, Trajectory, Transition
 
 
 def _checked_pattern(target: str | None) -> str | None:
@@ -96,11 +94,10 @@ class AgentRoles:
             if isinstance(setting, Lora) and name not in seen and is_target(name, target)
         )
         if missing and calls:
-            names = sorted({"calls without a name" if call.agent is None else repr(call.agent) for call in calls})
             raise ConfigError(
                 f"agents gives an adapter to {', '.join(map(repr, missing))}, and no call of the first "
-                f"{len(trajectories)} rollouts is of that name; there are {', '.join(names)}. Rename it in agents, or "
-                "name the agent with agl.track_agent"
+                f"{len(trajectories)} rollouts is of that name; there are {names_of(call.agent for call in calls)}."
+                " Rename it in agents, or name the agent with agl.track_agent"
             )
 
     def counts(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -150,23 +147,16 @@ def without_calls(trajectories: Sequence[Trajectory]) -> list[Rejection]:
     return [Rejection(trajectory.rollout_id, reason, message) for trajectory in trajectories]
 
 
-def unusable(
-    trajectories: Sequence[Trajectory], weights: Mapping[str, float] | None, target: str | None
-) -> list[Rejection]:
+def unusable(trajectories: Sequence[Trajectory], weights: RewardWeights, target: str | None) -> list[Rejection]:
     """Rejects rollouts without a reward that is a number, or without a call of the agents to train."""
-    found: list[Rejection] = []
-    for each in trajectories:
-        try:
-            refuse_not_finite(each)
-            reward = team_score(each, weights)
-        except RewardError as error:
-            found.append(rejection(each.rollout_id, error))
-            continue
-        if reward is None:
-            found.append(Rejection(each.rollout_id, MISSING_REWARD, "it has no reward: call agl.emit_reward"))
-        elif not any(is_target(call.agent, target) for call in each.transitions):
-            found.append(Rejection(each.rollout_id, NO_TARGET_CALLS, f"no call is of an agent {target!r}"))
-    return found
+    found = unrewarded(trajectories, weights, "it has no reward: call agl.emit_reward")
+    refused = {each.rollout_id for each in found}
+    others = (each for each in trajectories if each.rollout_id not in refused)
+    return found + [
+        Rejection(each.rollout_id, NO_TARGET_CALLS, f"no call is of an agent {target!r}")
+        for each in others
+        if not any(is_target(call.agent, target) for call in each.transitions)
+    ]
 
 
 def of_target(trajectory: Trajectory, target: str | None) -> Trajectory:
@@ -176,9 +166,8 @@ def of_target(trajectory: Trajectory, target: str | None) -> Trajectory:
 
 def without_target(trajectories: Sequence[Trajectory], target: str, agents: AbstractSet[str | None]) -> list[Rejection]:
     """Rejects rollouts that hold no call of the agents to train."""
-    found = ", ".join(sorted("calls without a name" if agent is None else repr(agent) for agent in agents))
     message = (
-        f"no call of these {len(trajectories)} rollouts is of an agent called {target!r}; there are {found}. Change"
-        " target_agent (or trained_agents), or name the agent with agl.track_agent"
+        f"no call of these {len(trajectories)} rollouts is of an agent called {target!r}; there are {names_of(agents)}."
+        " Change target_agent (or trained_agents), or name the agent with agl.track_agent"
     )
     return [Rejection(trajectory.rollout_id, NO_TARGET_CALLS, message) for trajectory in trajectories]

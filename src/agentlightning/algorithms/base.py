@@ -14,14 +14,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, PositiveFloat
 
 from agentlightning.algorithms.agents import AgentPattern, unusable
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.errors import ConfigError
 from agentlightning.policy.config import AgentSetting, Objective, OptimizerConfig
 from agentlightning.util.plugins import Registry, reference_to
-from agentlightning.util.settings import Part, settings_from
+from agentlightning.util.settings import AtLeastOne, Part, settings_from
 
 C = TypeVar("C", bound=BaseModel)
 
@@ -39,13 +39,13 @@ class AlgorithmConfig(Part):
 class RolloutsConfig(AlgorithmConfig):
     """The settings that algorithms have in common which learn from groups of rollouts, new or recorded."""
 
-    steps: int = Field(default=100, ge=1)
+    steps: AtLeastOne = 100
     """Updates of the whole run, one for each batch of rollouts."""
-    tasks_per_step: int = Field(default=16, ge=1)
+    tasks_per_step: AtLeastOne = 16
     """Tasks of each step."""
-    group_size: int = Field(default=8, ge=1)
+    group_size: AtLeastOne = 8
     """Rollouts of each task; of recorded sessions, at most."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: PositiveFloat = 1.0
     """Sampling temperature of new rollouts."""
     target_agent: AgentPattern = None
     """Only calls of agents whose whole name matches this regular expression are learned from. None: those that the

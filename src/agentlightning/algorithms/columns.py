@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 from agentlightning.algorithms.training import Learner, Training
 from agentlightning.assemble import shared_calls, token_tree
@@ -18,13 +18,12 @@ from agentlightning.credit import (
     CreditMemory,
     CreditReport,
     CreditRule,
-    canonical_credit,
     group_trajectories,
     training_samples,
 )
 from agentlightning.credit.base import CallColumns, answering, by_call
 from agentlightning.credit.rules import ANSWER_LOGPROBS, InformationGainCredit
-from agentlightning.credit.training_samples import Trains
+from agentlightning.credit.training_samples import RETURNS, VALUES, Trains
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.base import ScoreColumn
 from agentlightning.policy.losses import (
@@ -35,28 +34,17 @@ from agentlightning.policy.losses import (
     TokenLoss,
 )
 from agentlightning.policy.mismatch import Mismatch, Proximal, as_tuple, interpolations, is_off
-from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample, Trajectory
+from agentlightning.trajectory import CallId, FloatArray, TokenTree, TrainingSample, Trajectory
 
 COMPUTED: Final = frozenset({REF_LOGPROBS, TEACHER_LOGPROBS, PROXIMAL_LOGPROBS})
 
 
-@dataclass(frozen=True, slots=True)
-class Models:
+class Models(NamedTuple):
     """The models beside the policy: named as in `PolicyConfig.model`, for the policy's own tokens."""
 
     reference: str | None = None
     """None: the weights that the run started from."""
     teacher: str | None = None
-
-    async def of(self, column: str, training: Training) -> Path | None:
-        """The model that a column is computed with; None: the policy itself."""
-        if column == REF_LOGPROBS:
-            return await training.starting_weights() if self.reference is None else Path(self.reference)
-        if column == TEACHER_LOGPROBS:
-            if self.teacher is None:
-                raise ConfigError("there is no teacher to learn from; set teacher=DIRECTORY of a model")
-            return Path(self.teacher)
-        return None
 
 
 def needed_columns(
@@ -106,7 +94,10 @@ async def scores(
         return [interpolations(tree, learner.policy_version, learner.updates_of) for tree in trees]
     if column == PROXIMAL_LOGPROBS:
         return await scores_by_adapter(learner, trees, "logprobs", adapters or [None] * len(trees))
-    model = await models.of(column, training)
+    name = models.reference if column == REF_LOGPROBS else models.teacher
+    if name is None and column != REF_LOGPROBS:
+        raise ConfigError("there is no teacher to learn from; set teacher=DIRECTORY of a model")
+    model = await training.starting_weights() if name is None else Path(name)
     return (await learner.score(trees, {"ref_logprobs"}, reference=model))["ref_logprobs"]
 
 
@@ -133,8 +124,6 @@ def learner_of(training: Training) -> Learner:
 # -- credit of a step --------------------------------------------------------------------------------------------------
 
 # The credit of a step: asks the policy for the columns that a credit rule reads, and keeps what the rule remembers.
-
-VALUES, RETURNS = "values", "returns"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +163,7 @@ class CreditAssigner:
             return {}
         if training.learner is None:
             raise ConfigError(f'credit rule "{rule.type}" needs {sorted(wanted)} of a policy, and this run trains none')
-        found: dict[str, Mapping[tuple[str, str], Any]] = {}
+        found: dict[str, Mapping[CallId, Any]] = {}
         for name in sorted(wanted):
             if name == ANSWER_LOGPROBS and isinstance(rule, InformationGainCredit):
                 trees = await asyncio.to_thread(_answer_trees, rule, groups, training.learner)
@@ -182,13 +171,11 @@ class CreditAssigner:
             else:
                 trees = await asyncio.to_thread(lambda: [token_tree(group) for group in groups])
                 column = await _score(training.learner, trees, cast("ScoreColumn", name), rule.type)
-                found[name] = _with_shared(by_call(trees, column), groups)
+                found[name] = with_shared(by_call(trees, column), groups)
         return found
 
 
-def _with_shared(
-    found: Mapping[tuple[str, str], Any], groups: Sequence[Sequence[Trajectory]]
-) -> Mapping[tuple[str, str], Any]:
+def with_shared(found: Mapping[CallId, Any], groups: Sequence[Sequence[Trajectory]]) -> Mapping[CallId, Any]:
     """The numbers of each call, those of calls that repeat a recorded answer too."""
     shared = {call: first for group in groups for call, first in shared_calls(group).items()}
     return {**found, **{call: found[first] for call, first in shared.items() if first in found}}
@@ -213,20 +200,6 @@ def _answer_trees(
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
-
-
-def one_credit_setting(settings: Any) -> Any:
-    """Settings in which `credit_assignment`, another name of `credit`, is replaced by it. Raises ConfigError where both
-    are given and differ."""
-    if not isinstance(settings, Mapping) or "credit_assignment" not in settings:
-        return settings
-    given = dict(cast("Mapping[str, Any]", settings))
-    other = given.pop("credit_assignment")
-    if "credit" in given and canonical_credit(given["credit"]) != canonical_credit(other):
-        raise ConfigError(
-            f"credit={given['credit']!r} and credit_assignment={other!r} are two names of one setting; give one of them"
-        )
-    return given | {"credit": other}
 
 
 def trains_values(losses: Any) -> bool:

@@ -10,28 +10,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from agentlightning.algorithms.columns import learner_of, scores_by_adapter
 from agentlightning.algorithms.training import Training
 from agentlightning.assemble import token_tree
-from agentlightning.chat.base import ChatFormat
+from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.credit import group_trajectories, is_target
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.base import by_call, by_node
 from agentlightning.credit.training_samples import OWN, Trains
 from agentlightning.policy.base import ScoreColumn
 from agentlightning.policy.losses import ADVANTAGES, STREAM_WEIGHTS, TEACHER_LOGPROBS, WEIGHTS
-from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample, Trajectory, Transition
+from agentlightning.trajectory import (
+    CallId,
+    FloatArray,
+    RewardWeights,
+    TokenTree,
+    TrainingSample,
+    Trajectory,
+    Transition,
+)
+from agentlightning.util.settings import PositiveShare, Section
 
-CallKey = tuple[str, str]
-"""(rollout_id, span_id)"""
 
-
-class Feedback(BaseModel):
+class Feedback(Section):
     """What the policy is shown when it judges its own answers."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     errors: bool = True
     """The errors of tools, for the calls that led to them."""
@@ -39,7 +41,7 @@ class Feedback(BaseModel):
     """The answers of the best rollout of the group, for the calls of those with less reward."""
     success: float | None = None
     """The least reward of a rollout whose answers are shown. None: any that is higher than one's own."""
-    rate: float = Field(default=0.05, gt=0, le=1)
+    rate: PositiveShare = 0.05
     """How fast the teacher follows the policy: the share of the new weights in their moving average after each step. 1:
     the teacher is the policy."""
 
@@ -50,15 +52,13 @@ async def with_feedback(
     trajectories: Sequence[Trajectory],
     setting: Feedback,
     target_agent: str | None = None,
-    weights: Mapping[str, float] | None = None,
+    weights: RewardWeights = None,
     trains: Trains | None = None,
 ) -> tuple[list[TrainingSample], dict[str, float]]:
     """The samples with the log-probabilities of a teacher that was given feedback, and the number of calls that have
     some, and that could not be given theirs. The teacher of a call is that of the weights that it trains."""
     reprompt = Reprompt(training.chat, training.context_length)
-    groups: list[Sequence[Trajectory]] = []
-    trees: list[TokenTree] = []
-    adapters: list[str | None] = []
+    asked: list[tuple[Sequence[Trajectory], str | None, TokenTree]] = []
     counts = {"calls_with_feedback": 0.0, "feedback_left_out": 0.0}
     for group in group_trajectories(trajectories):
         texts = feedback_of(group, setting, training.chat, weights)
@@ -66,19 +66,18 @@ async def with_feedback(
         counts["feedback_left_out"] += left_out
         for adapter, rollouts in changed.items():
             counts["calls_with_feedback"] += sum(len(each.transitions) for each in rollouts)
-            groups.append(group)
-            trees.append(token_tree(rollouts))
-            adapters.append(adapter)
+            asked.append((group, adapter, token_tree(rollouts)))
     column: ScoreColumn = "average_logprobs" if setting.rate < 1 else "logprobs"
-    scores = await scores_by_adapter(learner_of(training), trees, column, adapters) if trees else []
-    known: dict[str | None, dict[CallKey, FloatArray]] = {}
-    for adapter, tree, values in zip(adapters, trees, scores, strict=True):
+    trees, adapters = [tree for *_, tree in asked], [adapter for _, adapter, _ in asked]
+    scores = await scores_by_adapter(learner_of(training), trees, column, adapters)
+    known: dict[str | None, dict[CallId, FloatArray]] = {}
+    for (_, adapter, tree), values in zip(asked, scores, strict=True):
         known.setdefault(adapter, {}).update(by_call([tree], [values]))
     trained = {(each.adapter, node.rollout_id) for each in samples for node in each.tree.nodes if node.sampled}
     # A group that is in no sample of its adapter, because its rewards are all equal, gets one of its own.
     unrewarded = [
         _unrewarded(group, adapter)
-        for group, adapter in zip(groups, adapters, strict=True)
+        for group, adapter, _ in asked
         if not any((adapter, each.rollout_id) in trained for each in group)
     ]
     return [_with_columns(each, known.get(each.adapter, {})) for each in (*samples, *unrewarded)], counts
@@ -94,37 +93,27 @@ class Reprompt:
     def __call__(self, call: Transition, text: str) -> Transition | None:
         """The call with feedback at the end of its prompt; None where the prompt does not end as the chat template
         ends one, or the context is too short."""
-        begin, message = self._begin(), self._message(text)
+        asked: list[Message] = [{"role": "user", "content": "?"}]
+        before = self.chat.render(asked, add_generation_prompt=False)
+        begin = tuple(self.chat.encode(self.chat.render(asked)[len(before) :]))
+        after = self.chat.render([*asked, {"role": "user", "content": self.chat.escape(text)}])
         prompt = call.prompt_token_ids
-        if message is None or not begin or prompt[-len(begin) :] != begin:
+        if not begin or prompt[-len(begin) :] != begin or not after.startswith(before):
             return None
-        prompt = (*prompt[: -len(begin)], *message)
+        prompt = (*prompt[: -len(begin)], *self.chat.encode(after[len(before) :]))
         if len(prompt) + len(call.response_token_ids) > self.context_length:
             return None
         return replace(call, prompt_token_ids=prompt)
 
-    def _begin(self) -> tuple[int, ...]:
-        """The tokens with which the template begins an answer."""
-        asked = [{"role": "user", "content": "?"}]
-        without = self.chat.render(asked, add_generation_prompt=False)
-        return tuple(self.chat.encode(self.chat.render(asked)[len(without) :]))
-
-    def _message(self, text: str) -> tuple[int, ...] | None:
-        """The tokens of a further message of the user, and the beginning of an answer."""
-        asked = [{"role": "user", "content": "?"}]
-        before = self.chat.render(asked, add_generation_prompt=False)
-        after = self.chat.render([*asked, {"role": "user", "content": self.chat.escape(text)}])
-        return tuple(self.chat.encode(after[len(before) :])) if after.startswith(before) else None
-
 
 def feedback_of(
-    group: Sequence[Trajectory], setting: Feedback, chat: ChatFormat, weights: Mapping[str, float] | None = None
-) -> dict[CallKey, str]:
+    group: Sequence[Trajectory], setting: Feedback, chat: ChatFormat, weights: RewardWeights = None
+) -> dict[CallId, str]:
     """The feedback of each call of a group that has some."""
     rewards = {each.rollout_id: team_score(each, weights) for each in group}
     known = [each for each in group if rewards[each.rollout_id] is not None]
     best = max(known, key=lambda each: rewards[each.rollout_id] or 0.0, default=None)
-    found: dict[CallKey, str] = {}
+    found: dict[CallId, str] = {}
     for trajectory in group:
         solution = ""
         if setting.siblings and best is not None and _is_better(best, trajectory, rewards, setting.success):
@@ -134,7 +123,7 @@ def feedback_of(
             error = errors.get(call.span_id, "")
             text = solution + (f"Your answer led to this error:\n\n{error}\n\n" if error else "")
             if text:
-                found[call.rollout_id, call.span_id] = f"{text}Now answer correctly."
+                found[call.call_id] = f"{text}Now answer correctly."
     return found
 
 
@@ -164,7 +153,7 @@ def _errors(trajectory: Trajectory) -> dict[str, str]:
 
 def reprompted(
     group: Sequence[Trajectory],
-    texts: Mapping[CallKey, str],
+    texts: Mapping[CallId, str],
     reprompt: Reprompt,
     target_agent: str | None,
     trains: Trains | None = None,
@@ -176,7 +165,7 @@ def reprompted(
     for trajectory in group:
         own: dict[str | None, list[Transition]] = {}
         for call in trajectory.transitions:
-            text, name = texts.get((call.rollout_id, call.span_id)), OWN if trains is None else trains(call)
+            text, name = texts.get(call.call_id), OWN if trains is None else trains(call)
             if text is None or name is None or not is_target(call.agent, target_agent):
                 continue
             if (changed := reprompt(call, text)) is None:
@@ -192,11 +181,11 @@ def _unrewarded(group: Sequence[Trajectory], adapter: str | None) -> TrainingSam
     import numpy as np
 
     tree = token_tree(group)
-    zeros = [np.zeros(len(node.token_ids), np.float32) if node.sampled else () for node in tree.nodes]
+    zeros = [np.zeros(len(node.token_ids), np.float32) for node in tree.nodes]
     return TrainingSample(tree, columns={ADVANTAGES: zeros, WEIGHTS: zeros}, adapter=adapter, share=0.0)
 
 
-def _with_columns(sample: TrainingSample, calls: Mapping[CallKey, Any]) -> TrainingSample:
+def _with_columns(sample: TrainingSample, calls: Mapping[CallId, Any]) -> TrainingSample:
     """The sample with `teacher_logprobs`, and with weights of the reference stream for the calls that have feedback."""
     import numpy as np  # Here, because a machine that only serves or runs agents need not have it.
 

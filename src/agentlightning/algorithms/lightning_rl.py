@@ -20,9 +20,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, Self
+from typing import Annotated, Any, ClassVar, Final, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    FiniteFloat,
+    NonNegativeFloat,
+    NonNegativeInt,
+    field_validator,
+    model_validator,
+)
 
 from agentlightning.algorithms.agents import AgentRoles, without_calls, without_target
 from agentlightning.algorithms.base import RolloutsAlgorithm, RolloutsConfig
@@ -31,7 +39,6 @@ from agentlightning.algorithms.columns import (
     Models,
     check_critic,
     needed_columns,
-    one_credit_setting,
     trains_values,
     with_columns,
 )
@@ -57,10 +64,10 @@ from agentlightning.credit import (
     canonical_credit,
     group_trajectories,
     is_target,
-    normalization,
     rejections,
 )
 from agentlightning.credit.assignment import EqualGroups
+from agentlightning.credit.normalization import normalization as read_normalization
 from agentlightning.credit.rejection import Rejection
 from agentlightning.credit.rules import ANSWER_LOGPROBS
 from agentlightning.errors import ConfigError
@@ -69,7 +76,7 @@ from agentlightning.policy.config import AgentSetting
 from agentlightning.policy.losses import ADVANTAGES, LOSSES, Loss, PPOLoss, PreferenceLoss, TokenLoss, token_losses
 from agentlightning.policy.mismatch import Mismatch, Proximal, check_combination, check_proximal
 from agentlightning.trajectory import TrainingSample, Trajectory
-from agentlightning.util.settings import SettingsSignature
+from agentlightning.util.settings import AtLeastOne, PositiveShare, SettingsSignature
 
 # -- presets -----------------------------------------------------------------------------------------------------------
 
@@ -128,16 +135,6 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 """By name, the settings of `LightningRLConfig` that a preset fills in."""
 
 
-def expanded(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with those of their preset that are not among them. Raises ConfigError for an unknown preset."""
-    name = settings.get("preset")
-    if name in (None, "none"):
-        return dict(settings)
-    if name not in PRESETS:
-        raise ConfigError(f"there is no preset {name!r}; choose one of {', '.join(PRESETS)}")
-    return {**PRESETS[name], **settings}
-
-
 class LightningRLConfig(RolloutsConfig):
     """The settings of LightningRL.
 
@@ -150,17 +147,17 @@ class LightningRLConfig(RolloutsConfig):
     preset: str | None = None
     """A published algorithm whose settings are used where none are given: grpo, dr_grpo, dapo, gspo, cispo, sapo, dppo,
     reinforce++, rloo or loop."""
-    group_size: int = Field(default=8)
+    group_size: int = 8
     """Rollouts of each task; their mean reward is the baseline."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: PositiveShare = 1.0
     """Training rollouts are sampled from the most likely tokens that together have this probability. Below 1 these sets
     are recorded, and the policy's probabilities are those over them (`policy.max_kept_tokens`)."""
-    top_k: int = Field(default=0, ge=0)
+    top_k: NonNegativeInt = 0
     """Training rollouts are sampled from so many of the most likely tokens, recorded likewise. 0: from all."""
-    credit: str | dict[str, Any] = "group_relative"
+    credit: Annotated[str | dict[str, Any], BeforeValidator(canonical_credit)] = "group_relative"
     """The episode-level credit rule: its name, or a table with its `type` and settings. `credit_assignment` is another
     name of this setting."""
-    normalization: Normalization = Normalization()
+    normalization: Annotated[Normalization, BeforeValidator(read_normalization)] = Normalization()
     """What advantages are divided by: rule (as the formula of the credit rule says), none, group, batch, agent, max_rl
     or gdpo; or a table with `type` and `center`."""
     agent_rewards: AgentRewards = "shared"
@@ -189,16 +186,16 @@ class LightningRLConfig(RolloutsConfig):
     feedback: Feedback | None = None
     """What the policy is shown after it has answered, for loss "sdpo": errors of tools, answers of better rollouts.
     None: both."""
-    kl_in_reward: float = Field(default=0.0, ge=0)
+    kl_in_reward: NonNegativeFloat = 0.0
     """What each nat of divergence from the reference costs a rollout, taken from its reward."""
     overlong: OverlongPenalty | None = None
     """A penalty for rollouts with too many sampled tokens (DAPO): a table with `max_tokens` and `buffer`."""
-    truncated_reward: float | None = Field(default=None, allow_inf_nan=False)
+    truncated_reward: FiniteFloat | None = None
     """The reward of a rollout in which an answer was cut off by its token limit, or that ended at its limit of turns.
     None: the reward it was given."""
     mask_truncated: bool = False
     """Whether such rollouts count in the baseline of their group only, and are not learned from."""
-    dynamic_sampling: int = Field(default=0, ge=0)
+    dynamic_sampling: NonNegativeInt = 0
     """How often a step may request further tasks in place of those whose rollouts all had the same reward (DAPO)."""
     equal_groups: EqualGroups | None = None
     """What becomes of groups whose rewards are all equal: keep, they count in what the loss is divided by, and in
@@ -208,11 +205,11 @@ class LightningRLConfig(RolloutsConfig):
     replay: Replay | None = None
     """Recent successful rollouts that join groups of their task in which none succeeded: a table with `capacity`,
     `max_age`, `success` and `rollouts`. None: none are kept."""
-    keep_groups: float = Field(default=1.0, gt=0, le=1)
+    keep_groups: PositiveShare = 1.0
     """The share of a step's groups that is learned from: those whose rewards differ most (StarPO-S)."""
-    minibatches: int = Field(default=1, ge=1)
+    minibatches: AtLeastOne = 1
     """Optimiser steps for each batch of rollouts, each over its own share of the groups."""
-    timeout_reward: float | None = Field(default=None, allow_inf_nan=False)
+    timeout_reward: FiniteFloat | None = None
     """The reward of a rollout that timed out, whose calls are then learned from. None: it has failed and is left out,
     so that nothing teaches the policy to be quicker."""
     agents: dict[str, AgentSetting] = Field(default_factory=dict[str, AgentSetting])
@@ -221,8 +218,21 @@ class LightningRLConfig(RolloutsConfig):
 
     @classmethod
     def expand_preset(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings with those of their preset, each by its one name."""
-        return expanded(one_credit_setting(settings))
+        """The settings with those of their preset that are not among them, and `credit` in place of
+        `credit_assignment`. Raises ConfigError for an unknown preset, and where these two differ."""
+        given = dict(settings)
+        if "credit_assignment" in given:
+            other = given.pop("credit_assignment")
+            if canonical_credit(credit := given.setdefault("credit", other)) != canonical_credit(other):
+                raise ConfigError(
+                    f"credit={credit!r} and credit_assignment={other!r} are two names of one setting; give one of them"
+                )
+        name = given.get("preset")
+        if name in (None, "none"):
+            return given
+        if name not in PRESETS:
+            raise ConfigError(f"there is no preset {name!r}; choose one of {', '.join(PRESETS)}")
+        return {**PRESETS[name], **given}
 
     @model_validator(mode="before")
     @classmethod
@@ -273,11 +283,6 @@ class LightningRLConfig(RolloutsConfig):
             raise ValueError('losses "sdpo" and "distill" have different teachers for the same tokens; use one of them')
         return self
 
-    @model_validator(mode="after")
-    def _check_warmup(self) -> Self:
-        self.optimizer.check_warmup(self.steps * self.minibatches)
-        return self
-
     @field_validator("loss", mode="before")
     @classmethod
     def _refuse_presets(cls, setting: Any) -> Any:
@@ -285,28 +290,15 @@ class LightningRLConfig(RolloutsConfig):
             raise ValueError(f'"{setting}" is a preset, a loss with its credit rule: set preset="{setting}"')
         return setting
 
-    @field_validator("normalization", mode="before")
-    @classmethod
-    def _read_normalization(cls, setting: Any) -> Any:
-        return normalization(setting)
-
-    @field_validator("credit", mode="before")
-    @classmethod
-    def _resolve_alias(cls, credit: Any) -> Any:
-        return canonical_credit(credit)
-
     @model_validator(mode="after")
-    def _check_agents(self) -> Self:
-        AgentRoles(self.agents).check(self.target_agent)
-        return self
-
-    @model_validator(mode="after")
-    def _check_group_size(self) -> Self:
-        rule = assignment_of(self).rule
+    def _check_parts(self) -> Self:
+        self.optimizer.check_warmup(self.steps * self.minibatches)
+        roles, rule = AgentRoles(self.agents), assignment_of(self).rule
+        roles.check(self.target_agent)
         rule.check_group_size(self.group_size)
         check_critic(rule, self.loss)
         if ANSWER_LOGPROBS in rule.needs:
-            AgentRoles(self.agents).check_answers(rule.type)
+            roles.check_answers(rule.type)
         return self
 
 
@@ -336,7 +328,7 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
 
     def __init__(self, config: LightningRLConfig | None = None, *, store: Any = None, **settings: Any) -> None:
         self.store = store
-        super().__init__(config, **one_credit_setting(settings))
+        super().__init__(config, **settings)
         self._roles = AgentRoles(self.config.agents)
         self._credit = CreditAssigner(
             assignment_of(self.config), self.config.aggregate, trains_values=trains_values(self.config.loss)

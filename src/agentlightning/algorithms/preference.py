@@ -14,13 +14,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Final, Literal, TypeAlias, cast
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
-from pydantic import Field, field_validator
+from pydantic import Field, FiniteFloat, field_validator
 
 from agentlightning.algorithms.agents import of_target, unusable
 from agentlightning.algorithms.base import RolloutsAlgorithm, RolloutsConfig
@@ -38,8 +38,8 @@ from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.losses import COUNT, FACTOR, MARGIN, REF_LOGPROBS, DPOLoss, Loss, PreferenceLoss
 from agentlightning.task import json_lines, load_dataset
-from agentlightning.trajectory import TokenTree, TrainingSample, Trajectory, Transition
-from agentlightning.util.settings import SettingsSignature
+from agentlightning.trajectory import CallId, TokenTree, TrainingSample, Trajectory, Transition
+from agentlightning.util.settings import AtLeastOne, SettingsSignature
 
 # -- records -----------------------------------------------------------------------------------------------------------
 
@@ -60,8 +60,7 @@ from agentlightning.util.settings import SettingsSignature
 PairsOf: TypeAlias = Literal["sessions", "branches"]
 
 
-@dataclass(frozen=True, slots=True)
-class Preference:
+class Preference(NamedTuple):
     """What is preferred, and what it is preferred to. Their calls are those that are compared."""
 
     chosen: Trajectory
@@ -75,7 +74,6 @@ def preference_pairs(
     *,
     of: PairsOf,
     most: int,
-    min_difference: float,
     target: str | None,
     rng: random.Random,
 ) -> list[Preference]:
@@ -83,22 +81,22 @@ def preference_pairs(
     session is used about equally often."""
     candidates = [(of_target(each, target), reward) for each, reward in group]
     candidates = [(each, reward) for each, reward in candidates if each.transitions]
-    found = _pairs(candidates, min_difference) if of == "sessions" else _branches(candidates, min_difference)
+    found = _pairs(candidates) if of == "sessions" else _branches(candidates)
     rng.shuffle(found)
     found.sort(key=lambda pair: -pair.difference)
     return _balanced(found, most)
 
 
-def _pairs(candidates: Sequence[tuple[Trajectory, float]], least: float) -> list[Preference]:
+def _pairs(candidates: Sequence[tuple[Trajectory, float]]) -> list[Preference]:
     return [
         Preference(good, bad, high - low)
         for good, high in candidates
         for bad, low in candidates
-        if high - low >= least and high > low and _tokens(good) != _tokens(bad)
+        if high > low and _tokens(good) != _tokens(bad)
     ]
 
 
-def _branches(candidates: Sequence[tuple[Trajectory, float]], least: float) -> list[Preference]:
+def _branches(candidates: Sequence[tuple[Trajectory, float]]) -> list[Preference]:
     """Pairs of answers to the same prompt tokens."""
     worth: dict[tuple[int, ...], dict[tuple[int, ...], list[tuple[Trajectory, Transition, float]]]] = {}
     for trajectory, reward in candidates:
@@ -110,27 +108,22 @@ def _branches(candidates: Sequence[tuple[Trajectory, float]], least: float) -> l
         means = [(*own[0][:2], fmean(reward for *_, reward in own)) for own in answers.values()]
         for good, chosen, high in means:
             for bad, rejected, low in means:
-                if high - low >= least and high > low:
+                if high > low:
                     found.append(Preference(_only(good, chosen), _only(bad, rejected), high - low))
     return found
 
 
 def _balanced(pairs: Sequence[Preference], most: int) -> list[Preference]:
     """The first pairs, those of sessions that were used least before the others."""
-    used: dict[str, int] = {}
+    used: Counter[str] = Counter()
     chosen: list[Preference] = []
     left = list(pairs)
     while left and len(chosen) < most:
-        best = min(left, key=lambda pair: _uses(pair, used))
+        best = min(left, key=lambda pair: used[pair.chosen.rollout_id] + used[pair.rejected.rollout_id])
         left.remove(best)
         chosen.append(best)
-        for each in (best.chosen, best.rejected):
-            used[each.rollout_id] = used.get(each.rollout_id, 0) + 1
+        used.update((best.chosen.rollout_id, best.rejected.rollout_id))
     return chosen
-
-
-def _uses(pair: Preference, used: dict[str, int]) -> int:
-    return used.get(pair.chosen.rollout_id, 0) + used.get(pair.rejected.rollout_id, 0)
 
 
 def _tokens(trajectory: Trajectory) -> list[tuple[int, ...]]:
@@ -148,8 +141,7 @@ PREFERRED: Final = 1.0
 LINES: Final = frozenset({".jsonl", ".ndjson"})
 
 
-@dataclass(frozen=True, slots=True)
-class PreferenceRecord:
+class PreferenceRecord(NamedTuple):
     """One pair, in messages."""
 
     where: str
@@ -164,19 +156,14 @@ class PreferenceRecord:
 def load_preferences(source: Any) -> list[PreferenceRecord]:
     """The pairs of what `load_dataset` reads. Raises DatasetError that names the
     line and the field of what is wrong."""
-    return [_record(each, where) for where, each in _values(source)]
-
-
-def _values(source: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(source, str | Path) and Path(source).suffix.lower() in LINES and Path(source).is_file():
         rows = list(json_lines(Path(source)))
         if not rows:
             raise DatasetError(f"{source} has no preference pair; at least one line is needed: {FORM}")
-        yield from rows
-        return
-    name = f"{source}, record" if isinstance(source, str | Path) else "pair"
-    for number, value in enumerate(load_dataset(source), 1):
-        yield f"{name} {number}", value
+    else:
+        name = f"{source}, record" if isinstance(source, str | Path) else "pair"
+        rows = [(f"{name} {number}", value) for number, value in enumerate(load_dataset(source), 1)]
+    return [_record(each, where) for where, each in rows]
 
 
 def _record(value: Any, where: str) -> PreferenceRecord:
@@ -187,15 +174,13 @@ def _record(value: Any, where: str) -> PreferenceRecord:
     if fields.get("prompt") is None:
         prompt = _common(chosen, rejected)
         if not prompt:
-            raise DatasetError(
-                f"{where}: prompt is missing, and chosen and rejected have no beginning in common; {FORM}"
-            )
+            raise _wrong(where, "prompt is missing, and chosen and rejected have no beginning in common")
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     else:
         prompt = _messages(fields, "prompt", "user", where)
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         if not any(message["role"] == "assistant" for message in answer):
-            raise DatasetError(f"{where}: {name} has no message of the assistant after the prompt; {FORM}")
+            raise _wrong(where, f"{name} has no message of the assistant after the prompt")
     if chosen == rejected:
         raise DatasetError(f"{where}: chosen and rejected are equal, so nothing is preferred; remove the line")
     return PreferenceRecord(
@@ -203,24 +188,26 @@ def _record(value: Any, where: str) -> PreferenceRecord:
     )
 
 
+def _wrong(where: str, problem: str) -> DatasetError:
+    return DatasetError(f"{where}: {problem}; {FORM}")
+
+
 def _messages(fields: Mapping[str, Any], name: str, role: str, where: str) -> tuple[Message, ...]:
     value = fields.get(name)
-    if value is None:
-        raise DatasetError(f"{where}: {name} is missing; {FORM}")
+    if value is None or value == "":
+        raise _wrong(where, f"{name} is {'missing' if value is None else 'empty'}")
     if isinstance(value, str):
-        if not value:
-            raise DatasetError(f"{where}: {name} is empty; {FORM}")
         return ({"role": role, "content": value},)
     turns = cast("list[Any]", value) if isinstance(value, list) else []
     if not turns:
-        raise DatasetError(f"{where}: {name} is {_shown(value)}; {FORM}")
+        raise _wrong(where, f"{name} is {_shown(value)}")
     for place, turn in enumerate(turns):
         given = cast("dict[str, Any]", turn).get("role") if isinstance(turn, dict) else None
         if given not in ROLES:
-            raise DatasetError(f"{where}: {name}[{place}] is {_shown(turn)}; a message has a role and content; {FORM}")
+            raise _wrong(where, f"{name}[{place}] is {_shown(turn)}; a message has a role and content")
         content = turn.get("content")
         if not (isinstance(content, str | list) or (given == "assistant" and turn.get("tool_calls"))):
-            raise DatasetError(f"{where}: {name}[{place}].content is {_shown(content)}, not a text; {FORM}")
+            raise _wrong(where, f"{name}[{place}].content is {_shown(content)}, not a text")
     return tuple(read_message(f"{where}: {name}[{place}]", turn) for place, turn in enumerate(turns))
 
 
@@ -281,11 +268,9 @@ class DPOConfig(RolloutsConfig):
     """dpo, ipo, kto or simpo, or a table with its `type` and settings."""
     pairs: PairsOf = "sessions"
     """What is compared: sessions, whole sessions of one task; branches, two answers to the same prompt tokens."""
-    pairs_per_task: int = Field(default=4, ge=1)
+    pairs_per_task: AtLeastOne = 4
     """Pairs of each task in a step, at most: those whose rewards differ most, each session about equally often."""
-    min_difference: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Pairs whose rewards differ by less are left out; equal ones always are."""
-    success_threshold: float = Field(default=0.5, allow_inf_nan=False)
+    success_threshold: FiniteFloat = 0.5
     """The reward from which on a session is good, for loss "kto"."""
     reference: str | None = None
     """The reference model, named as `policy.model`. None: the weights that the run started from."""
@@ -369,7 +354,6 @@ class DPO(RolloutsAlgorithm[DPOConfig]):
                 scored,
                 of=config.pairs,
                 most=config.pairs_per_task,
-                min_difference=config.min_difference,
                 target=target,
                 rng=rng,
             )
@@ -395,7 +379,7 @@ class DPO(RolloutsAlgorithm[DPOConfig]):
         branches += " different rewards; pairs='sessions' compares whole sessions." if branches else ""
         raise DatasetError(
             f"there is no pair to learn from: of {len(groups)} tasks with {len(usable)} sessions, {alone} have one,"
-            f" and the others no two that differ in reward by more than {self.config.min_difference:g}.{branches}"
+            f" and the others no two that differ in reward.{branches}"
             ' Record several sessions of the same task, or use loss="kto", which needs no pairs'
         )
 
@@ -433,7 +417,7 @@ class Comparison:
     """A pair, or one session, as a token tree."""
 
     tree: TokenTree
-    factors: Mapping[tuple[str, str], int]
+    factors: Mapping[CallId, int]
     """By (rollout_id, span_id), 1 for calls of what is preferred, -1 for those of the other, 0 for those of both."""
     is_preferred: bool = True
     """False for one session that is bad."""
@@ -442,8 +426,8 @@ class Comparison:
     def of_pair(cls, pair: Preference) -> Comparison:
         """Calls that both went through have no part in the difference."""
         both = [pair.chosen, pair.rejected]
-        factors = {(t.rollout_id, t.span_id): 1 for t in pair.chosen.transitions}
-        factors |= {(t.rollout_id, t.span_id): -1 for t in pair.rejected.transitions}
+        factors = {t.call_id: 1 for t in pair.chosen.transitions}
+        factors |= {t.call_id: -1 for t in pair.rejected.transitions}
         factors |= {call: 0 for shared in shared_calls(both).items() for call in shared}
         return cls(token_tree(both), factors)
 
@@ -451,11 +435,11 @@ class Comparison:
     def of_one(cls, trajectory: Trajectory, good: bool, target: str | None) -> Comparison:
         calls = [call for call in trajectory.transitions if is_target(call.agent, target)]
         sign = 1 if good else -1
-        return cls(token_tree([trajectory]), {(t.rollout_id, t.span_id): sign for t in calls}, good)
+        return cls(token_tree([trajectory]), {t.call_id: sign for t in calls}, good)
 
     def node_factors(self, *, mean: bool) -> list[float]:
         """s of the tokens of each node; with `mean`, divided by the tokens of its sequence."""
-        signs = [self._sign(index) for index in range(len(self.tree.nodes))]
+        signs = [self.factors.get(node.call_id, 0) for node in self.tree.nodes]
         if not mean:
             return [float(sign) for sign in signs]
         lengths = Counter[int]()
@@ -463,20 +447,20 @@ class Comparison:
             lengths[sign] += len(node.token_ids)
         return [sign / lengths[sign] if sign else 0.0 for sign in signs]
 
-    def _sign(self, index: int) -> int:
-        node = self.tree.nodes[index]
-        return self.factors.get((node.rollout_id or "", node.call or ""), 0) if node.sampled else 0
-
     def sample(self, factors: Sequence[float], margin: float, share: float) -> TrainingSample:
         """The tree with the columns of preference losses."""
         import numpy as np
 
         nodes = self.tree.nodes
         count = sum(len(node.token_ids) for node, factor in zip(nodes, factors, strict=True) if factor)
-        values: dict[str, list[Any]] = {"weights": [], MARGIN: [], FACTOR: [], COUNT: []}
-        for node, factor in zip(nodes, factors, strict=True):
-            length = len(node.token_ids) if node.sampled else 0
-            own = {"weights": share if factor else 0.0, MARGIN: margin, FACTOR: factor, COUNT: count}
-            for name, value in own.items():
-                values[name].append(np.full(length, value, np.float32))
-        return TrainingSample(self.tree, columns=values, share=share)
+
+        def column(values: Sequence[float]) -> list[Any]:
+            return [np.full(len(node.token_ids), own, np.float32) for node, own in zip(nodes, values, strict=True)]
+
+        columns = {
+            "weights": column([share if factor else 0.0 for factor in factors]),
+            MARGIN: column([margin] * len(nodes)),
+            FACTOR: column(factors),
+            COUNT: column([count] * len(nodes)),
+        }
+        return TrainingSample(self.tree, columns=columns, share=share)

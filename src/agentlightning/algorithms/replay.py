@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from agentlightning.algorithms.training import Training
 from agentlightning.credit import group_trajectories
@@ -21,25 +21,24 @@ from agentlightning.credit.base import memory_key
 from agentlightning.credit.rejection import Check
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.losses import ADVANTAGES, SAMPLED_LOGPROBS, TokenLoss
-from agentlightning.trajectory import Trajectory
+from agentlightning.trajectory import RewardWeights, Trajectory
+from agentlightning.util.settings import AtLeastOne, Section
 
 REPLAYED: Final = "replayed_rollouts"
 DROPPED: Final = "replay_dropped"
 SIZE: Final = "replay_size"
 
 
-class Replay(BaseModel):
+class Replay(Section):
     """Which successful rollouts are kept, for how long, and how many of them join a group without success."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    capacity: int = Field(default=64, ge=1)
+    capacity: AtLeastOne = 64
     """Rollouts that are kept, of all tasks together; the oldest are forgotten first."""
-    max_age: int = Field(default=4, ge=1)
+    max_age: AtLeastOne = 4
     """Updates by which a replayed token may be older than the weights that learn from it."""
-    success: float = Field(default=1.0, allow_inf_nan=False)
+    success: FiniteFloat = 1.0
     """The least reward of a rollout that has succeeded."""
-    rollouts: int = Field(default=1, ge=1)
+    rollouts: AtLeastOne = 1
     """Successful rollouts that join a group without any, the newest first; as many are kept of each task."""
 
 
@@ -61,7 +60,7 @@ class ReplayBuffer:
     """The ids of recent successful rollouts by task, the task that succeeded last at the end."""
 
     config: Replay
-    weights: Mapping[str, float] | None = None
+    weights: RewardWeights = None
     """Of the named dimensions of a reward."""
     _ids: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     """By task, the oldest first."""
@@ -89,13 +88,11 @@ class ReplayBuffer:
         groups = group_trajectories(trajectories)
         own = {each.rollout_id for each in (*trajectories, *joined)}
         joins: dict[str, Trajectory] = {}
-        asked: dict[str, str] = {}
         for group in groups:
-            if not any(self._succeeded(each) for each in group):
-                task = memory_key(group)
-                for rollout_id in self._ids.get(task, []):
-                    if rollout_id not in own and rollout_id not in joins:
-                        joins[rollout_id], asked[rollout_id] = group[0], task
+            if not any(map(self._succeeded, group)):
+                for rollout_id in self._ids.get(memory_key(group), []):
+                    if rollout_id not in own:
+                        joins.setdefault(rollout_id, group[0])
         found = await training.recall(
             {rollout_id: first.group for rollout_id, first in joins.items()},
             tasks={rollout_id: first.task for rollout_id, first in joins.items()},
@@ -103,9 +100,9 @@ class ReplayBuffer:
             check=check,
         )
         usable = tuple(each for each in found if self._succeeded(each))
-        dropped = asked.keys() - {each.rollout_id for each in usable}
+        dropped = joins.keys() - {each.rollout_id for each in usable}
         for rollout_id in dropped:
-            self._forget(asked[rollout_id], rollout_id)
+            self._forget(memory_key([joins[rollout_id]]), rollout_id)
         return usable, {REPLAYED: len(usable), DROPPED: len(dropped)}
 
     def state_dict(self) -> dict[str, list[str]]:
@@ -115,8 +112,8 @@ class ReplayBuffer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace all of it. Raises ResumeError for what `state_dict` cannot have written."""
         try:
-            self._ids = {str(task): [str(each) for each in ids] for task, ids in state.items()}
-        except (AttributeError, TypeError) as error:
+            self._ids = TypeAdapter(dict[str, list[str]]).validate_python(state)
+        except ValidationError as error:
             raise ResumeError(f"the rollouts to replay cannot be read: {error!r}; start a new run") from error
         self._forget_oldest()
 

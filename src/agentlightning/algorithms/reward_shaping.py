@@ -8,15 +8,17 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import PositiveFloat, model_validator
 
-from agentlightning.algorithms.columns import Models, scores
+from agentlightning.algorithms.columns import Models, scores, with_shared
 from agentlightning.algorithms.training import Collected, Training
-from agentlightning.assemble import OVERRIDDEN_CALLS, TURN_LIMIT_REACHED, shared_calls, token_tree
+from agentlightning.assemble import OVERRIDDEN_CALLS, TURN_LIMIT_REACHED, token_tree
 from agentlightning.credit import group_trajectories, is_target
 from agentlightning.credit.agent_rewards import team_score
+from agentlightning.credit.base import by_call
 from agentlightning.policy.losses import REF_LOGPROBS
-from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample, Trajectory
+from agentlightning.trajectory import RewardWeights, TrainingSample, Trajectory
+from agentlightning.util.settings import AtLeastOne, Section
 
 # -- truncation ------------------------------------------------------------------------------------------------------
 
@@ -66,7 +68,7 @@ def without_weight(samples: Sequence[TrainingSample], rollouts: Collection[str])
 
 
 def most_uncertain(
-    groups: Sequence[list[Trajectory]], share: float, reward_weights: Mapping[str, float] | None = None
+    groups: Sequence[list[Trajectory]], share: float, reward_weights: RewardWeights = None
 ) -> list[list[Trajectory]]:
     """That share of the groups, rounded up, in their order. Of equal ones the earlier are kept."""
     count = math.ceil(share * len(groups))
@@ -77,28 +79,26 @@ def most_uncertain(
     return [groups[index] for index in kept]
 
 
-def _spread(group: Sequence[Trajectory], weights: Mapping[str, float] | None) -> float:
+def _spread(group: Sequence[Trajectory], weights: RewardWeights) -> float:
     """The standard deviation of the rewards; -1 where none is known."""
     rewards = [reward for each in group if (reward := team_score(each, weights)) is not None]
     return statistics.pstdev(rewards) if rewards else -1.0
 
 
-def groups_with_spread(trajectories: Sequence[Trajectory], weights: Mapping[str, float] | None) -> int:
+def groups_with_spread(trajectories: Sequence[Trajectory], weights: RewardWeights) -> int:
     """The number of groups in which rewards differ."""
     rewards = [{team_score(each, weights) for each in group} for group in group_trajectories(trajectories)]
     return sum(len(each - {None}) > 1 for each in rewards)
 
 
-class OverlongPenalty(BaseModel):
+class OverlongPenalty(Section):
     """A penalty for rollouts with too many sampled tokens, which grows from 0 over the last `buffer` tokens."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    max_tokens: int = Field(ge=1)
+    max_tokens: AtLeastOne
     """Sampled tokens of a rollout from which the whole penalty applies."""
-    buffer: int = Field(ge=1)
+    buffer: AtLeastOne
     """The number of tokens before these over which it grows."""
-    penalty: float = Field(default=1.0, gt=0)
+    penalty: PositiveFloat = 1.0
     """What is taken from the reward of a rollout that is too long."""
 
     @model_validator(mode="after")
@@ -117,7 +117,7 @@ def with_overlong_penalty(
     trajectories: Sequence[Trajectory],
     setting: OverlongPenalty,
     target_agent: str | None = None,
-    weights: Mapping[str, float] | None = None,
+    weights: RewardWeights = None,
 ) -> tuple[list[Trajectory], dict[str, float]]:
     """The trajectories with the penalty in their rewards, and its mean and the number of rollouts it applies to."""
     penalties = [setting.of_length(sampled_tokens(each, target_agent)) for each in trajectories]
@@ -134,33 +134,24 @@ async def with_kl_penalty(
     coefficient: float,
     models: Models,
     target_agent: str | None = None,
-    weights: Mapping[str, float] | None = None,
+    weights: RewardWeights = None,
 ) -> tuple[list[Trajectory], dict[str, float]]:
     """The trajectories with `coefficient` times their divergence from the reference taken from their rewards, and the
     mean divergence of a rollout in nats."""
     groups = group_trajectories(trajectories)
     trees = [token_tree(group) for group in groups]
     columns = await scores(training, trees, REF_LOGPROBS, models)
-    by_call: dict[tuple[str, str], float] = {}
-    for tree, column in zip(trees, columns, strict=True):
-        by_call |= divergences(tree, column, target_agent)
-    shared = {call: first for group in groups for call, first in shared_calls(group).items()}
-    keys = [[(call.rollout_id, call.span_id) for call in each.transitions] for each in trajectories]
-    divergence = [sum(by_call.get(shared.get(key, key), 0.0) for key in own) for own in keys]
+    reference = with_shared(by_call(trees, columns), groups)
+    divergence = [
+        sum(
+            sum(call.logprobs) - float(reference[call.call_id].sum(dtype="float64"))
+            for call in each.transitions
+            if call.call_id in reference and is_target(call.agent, target_agent)
+        )
+        for each in trajectories
+    ]
     shaped = [_add(each, -coefficient * own, weights) for each, own in zip(trajectories, divergence, strict=True)]
     return shaped, {"reward_kl": _mean(divergence)}
-
-
-def divergences(
-    tree: TokenTree, reference: tuple[FloatArray, ...], target_agent: str | None = None
-) -> dict[tuple[str, str], float]:
-    """sum_t (logprob_t - ref_logprob_t) over the sampled tokens of each call, by (rollout_id, span_id)."""
-    found: dict[tuple[str, str], float] = {}
-    for node, values in zip(tree.nodes, reference, strict=True):
-        if node.sampled and is_target(node.agent, target_agent):
-            call = str(node.rollout_id), str(node.call)
-            found[call] = found.get(call, 0.0) + sum(node.logprobs) - float(values.sum(dtype="float64"))
-    return found
 
 
 def sampled_tokens(trajectory: Trajectory, target_agent: str | None = None) -> int:
@@ -169,7 +160,7 @@ def sampled_tokens(trajectory: Trajectory, target_agent: str | None = None) -> i
     return sum(len(call.response_token_ids) for call in calls if is_target(call.agent, target_agent))
 
 
-def _add(trajectory: Trajectory, change: float, weights: Mapping[str, float] | None) -> Trajectory:
+def _add(trajectory: Trajectory, change: float, weights: RewardWeights) -> Trajectory:
     reward = team_score(trajectory, weights)
     return trajectory if reward is None or not change else replace(trajectory, reward=reward + change)
 
@@ -178,7 +169,7 @@ def _mean(numbers: Sequence[float]) -> float:
     return sum(numbers) / max(1, len(numbers))
 
 
-def reward_metrics(collected: Collected, weights: Mapping[str, float] | None) -> Mapping[str, float]:
+def reward_metrics(collected: Collected, weights: RewardWeights) -> Mapping[str, float]:
     """Mean reward of a batch, without missing rewards, and counts of its calls."""
     known = [reward for trajectory in collected.trajectories if (reward := team_score(trajectory, weights)) is not None]
     calls = sum(len(trajectory.transitions) for trajectory in collected.trajectories)

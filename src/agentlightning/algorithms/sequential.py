@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar, cast
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
 from agentlightning.algorithms.base import ALGORITHMS, Algorithm, AlgorithmConfig, make_algorithm
 from agentlightning.algorithms.training import Stage, Training
 from agentlightning.errors import ConfigError
 from agentlightning.policy.config import SUPERVISED_FACTOR
-from agentlightning.util.settings import Chosen
+from agentlightning.util.settings import AtLeastOne, Chosen
 
 
 class SequentialConfig(AlgorithmConfig):
@@ -34,7 +34,7 @@ class SequentialConfig(AlgorithmConfig):
     """Which algorithm this is."""
     stages: tuple[Annotated[AlgorithmConfig, Chosen(ALGORITHMS)], ...]
     """The settings of the algorithms, in the order in which they run: a list of tables, each with its `type`."""
-    rounds: int = Field(default=1, ge=1)
+    rounds: AtLeastOne = 1
     """How often the whole list runs. In each round a stage begins anew, from the prompts and weights so far."""
 
     @field_validator("stages")

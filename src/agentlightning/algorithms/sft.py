@@ -23,7 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, FiniteFloat
 
 from agentlightning.algorithms.agents import of_target
 from agentlightning.algorithms.base import Algorithm, AlgorithmConfig, RolloutsAlgorithm, RolloutsConfig
@@ -42,7 +42,7 @@ from agentlightning.policy.open import check_trainable, require_training
 from agentlightning.store.trajectory_query import TrajectoryQuery
 from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.event_loop import run_sync
-from agentlightning.util.settings import SettingsSignature
+from agentlightning.util.settings import AtLeastOne, SettingsSignature
 
 OnStep = Callable[[int, Mapping[str, float]], None]
 """Called after each step with its number, from 1, and its metrics."""
@@ -64,17 +64,17 @@ class SFTConfig(AlgorithmConfig):
     """Conversations to measure the loss on, likewise."""
     output: str | None = None
     """A directory that the trained model is also written to."""
-    steps: int | None = Field(default=None, ge=1)
+    steps: AtLeastOne | None = None
     """Updates; the data starts again when all of it was used. None: `epochs` times through the data."""
-    epochs: int = Field(default=1, ge=1)
+    epochs: AtLeastOne = 1
     """Passes through the data, where `steps` is not given."""
-    batch_size: int = Field(default=16, ge=1)
+    batch_size: AtLeastOne = 16
     """Conversations in each update."""
     shuffle: bool = True
     """A new order in each epoch; False keeps the order of the dataset."""
     seed: int = 0
     """The seed of the shuffling."""
-    token_budget: int = Field(default=8192, ge=1)
+    token_budget: AtLeastOne = 8192
     """Tokens of one forward pass, padding included."""
     loss: Loss = Field(default_factory=NLLLoss)
     """The token-level loss."""
@@ -85,7 +85,7 @@ class SFTConfig(AlgorithmConfig):
     """Train a low-rank adapter of this shape (a table with `r` ...); in a run, `policy.lora`. None: all weights."""
     validation_share: float = Field(default=0.0, ge=0, lt=1)
     """The share of the conversations that is held back to measure the loss on."""
-    validate_every: int = Field(default=20, ge=1)
+    validate_every: AtLeastOne = 20
     """Steps between measurements of that loss; it is also measured before the first step and after the last one."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """How weights are updated, where `model` is a path; a policy brings its own. `total_steps` is filled in."""
@@ -378,7 +378,7 @@ class RejectionSamplingConfig(RolloutsConfig):
 
     type: str = "rejection"
     """Which algorithm this is."""
-    success_threshold: float = Field(default=0.5, allow_inf_nan=False)
+    success_threshold: FiniteFloat = 0.5
     """The reward from which on a rollout is imitated."""
 
 

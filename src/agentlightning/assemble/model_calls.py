@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 from agentlightning import span as names
 from agentlightning.span import Span, counts
@@ -28,8 +27,7 @@ _ROUNDING = 1e-3
 """By how much a log-probability may exceed 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLimits:
+class TokenLimits(NamedTuple):
     """Limits of the policy that is to be trained; None: unknown."""
 
     vocabulary: int | None = None
@@ -51,69 +49,51 @@ def has_tokens(attributes: Mapping[str, Any]) -> bool:
 
 def find_defect(attributes: Mapping[str, Any], limits: TokenLimits) -> str:
     """Why the record of a call that has tokens cannot be true; "" if it can."""
+    return next(_defects(attributes, limits), "")
+
+
+def _defects(attributes: Mapping[str, Any], limits: TokenLimits) -> Iterator[str]:
+    """What is wrong. Each check relies on those before it, so only the first is sure."""
     prompt, sampled, logprobs = (attributes[name] for name in names.TOKEN_ATTRIBUTES)
-    return (
-        _defect_in_ids(names.PROMPT_TOKEN_IDS, prompt, limits)
-        or _defect_in_ids(names.RESPONSE_TOKEN_IDS, sampled, limits)
-        or _defect_in_length(len(prompt) + len(sampled), limits)
-        or _defect_in_logprobs(logprobs)
-        or _defect_in_numbers(attributes)
-        or _defect_in_kept_sets(attributes.get(names.KEPT_SETS), sampled, limits)
-    )
-
-
-def _defect_in_ids(name: str, ids: Sequence[Any], limits: TokenLimits) -> str:
-    if set(map(type, ids)) != {int}:
-        return f"{name} holds {next(item for item in ids if type(item) is not int)!r:.80}, which is no token id"
     last = 2**31 if limits.vocabulary is None else limits.vocabulary
-    if min(ids) >= 0 and max(ids) < last:
-        return ""
-    return f"{name} holds {next(item for item in ids if not 0 <= item < last)}; ids are from 0 to {last - 1}"
-
-
-def _defect_in_length(count: int, limits: TokenLimits) -> str:
-    if limits.context is None or count <= limits.context:
-        return ""
-    return f"it has {count} tokens, more than the {limits.context} that the policy takes"
-
-
-def _defect_in_logprobs(logprobs: Sequence[Any]) -> str:
+    for name, ids in ((names.PROMPT_TOKEN_IDS, prompt), (names.RESPONSE_TOKEN_IDS, sampled)):
+        if set(map(type, ids)) != {int}:
+            yield f"{name} holds {next(item for item in ids if type(item) is not int)!r:.80}, which is no token id"
+        if min(ids) < 0 or max(ids) >= last:
+            yield f"{name} holds {next(item for item in ids if not 0 <= item < last)}; ids are from 0 to {last - 1}"
+    count = len(prompt) + len(sampled)
+    if limits.context is not None and count > limits.context:
+        yield f"it has {count} tokens, more than the {limits.context} that the policy takes"
     numbers = set(map(type, logprobs)) <= {float, int}
     within = numbers and min(logprobs) >= LEAST_LOGPROB and max(logprobs) <= _ROUNDING
-    if within and not math.isnan(sum(logprobs)):
-        return ""
-    bad = next(item for item in logprobs if not _is_within(item, LEAST_LOGPROB, _ROUNDING))
-    return f"{names.LOGPROBS} holds {bad!r:.80}; a sampled token has one from {LEAST_LOGPROB:g} to 0"
-
-
-def _defect_in_numbers(attributes: Mapping[str, Any]) -> str:
+    if not within or math.isnan(sum(logprobs)):
+        bad = next(item for item in logprobs if not _is_within(item, LEAST_LOGPROB, _ROUNDING))
+        yield f"{names.LOGPROBS} holds {bad!r:.80}; a sampled token has one from {LEAST_LOGPROB:g} to 0"
     for name, low, high in _NUMBERS:
         value = attributes.get(name)
         if value is not None and not _is_within(value, low, high):
-            return f"{name}={value!r:.80} is no number from {low:g} to {high:g}"
-    return ""
+            yield f"{name}={value!r:.80} is no number from {low:g} to {high:g}"
+    if (kept := attributes.get(names.KEPT_SETS)) is not None:
+        yield from _defects_of_kept_sets(kept, sampled, last)
 
 
-def _defect_in_kept_sets(text: Any, sampled: Sequence[int], limits: TokenLimits) -> str:
-    if text is None:
-        return ""
-    if not isinstance(text, str):
-        return f"{names.KEPT_SETS} is {text!r:.80}, which is no text"
+def _defects_of_kept_sets(text: Any, sampled: Sequence[int], last: int) -> Iterator[str]:
     import numpy as np  # Here, because a machine that only serves or runs agents need not have it.
 
+    if not isinstance(text, str):
+        yield f"{names.KEPT_SETS} is {text!r:.80}, which is no text"
     try:
         sets = KeptSets.from_text(text, len(sampled))
     except ValueError as error:
-        return f"{names.KEPT_SETS} cannot be read: {error}"
+        yield f"{names.KEPT_SETS} cannot be read: {error}"
+        return
     sizes, ids = sets.size_array(), sets.id_array()
-    last = 2**31 if limits.vocabulary is None else limits.vocabulary
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < last:
-        return f"{names.KEPT_SETS} holds ids from {ids.min()} to {ids.max()}; ids are from 0 to {last - 1}"
+        yield f"{names.KEPT_SETS} holds ids from {ids.min()} to {ids.max()}; ids are from 0 to {last - 1}"
     position = np.repeat(np.arange(len(sizes)), sizes)
     holding = np.unique(position[ids == np.array(sampled)[position]])
     if missing := sorted(set(np.flatnonzero(sizes).tolist()) - set(holding.tolist())):
-        return f"{names.KEPT_SETS} lacks {sampled[missing[0]]}, the token sampled at position {missing[0]}"
-    return ""
+        yield f"{names.KEPT_SETS} lacks {sampled[missing[0]]}, the token sampled at position {missing[0]}"
 
 
 _NUMBERS = (
@@ -144,27 +124,15 @@ def transitions(spans: Iterable[Span], limits: TokenLimits = NO_LIMITS) -> tuple
     """The model calls whose tokens are known, by sequence number.
 
     Calls without prompt ids, sampled ids and one log-probability for each sampled id are skipped;
-    `untrainable_calls` names them. So are those whose record cannot be true, which `void_calls` names.
+    `untrainable_calls` names them. So are those whose record cannot be true.
     """
-    own = tuple(spans)
-    void = void_calls(own, limits)
-    return known_transitions([span for span in own if span.span_id not in void])
-
-
-def known_transitions(spans: Iterable[Span]) -> tuple[Transition, ...]:
-    """The calls that have tokens, whether these are plausible or not."""
-    return tuple(_transition(span) for span in calls(spans) if has_tokens(span.attributes))
+    known = (span for span in calls(spans) if has_tokens(span.attributes))
+    return tuple(transition(span) for span in known if not find_defect(span.attributes, limits))
 
 
 def untrainable_calls(spans: Iterable[Span]) -> tuple[str, ...]:
     """span_ids of the calls `transitions` skips because their tokens are unknown (responses of a provider, say)."""
     return tuple(span.span_id for span in calls(spans) if not has_tokens(span.attributes))
-
-
-def void_calls(spans: Iterable[Span], limits: TokenLimits = NO_LIMITS) -> dict[str, str]:
-    """By span_id, the defect of each call that `transitions` skips because its record cannot be true."""
-    found = {span.span_id: find_defect(span.attributes, limits) for span in calls(spans) if has_tokens(span.attributes)}
-    return {span_id: why for span_id, why in found.items() if why}
 
 
 def is_call(span: Span) -> bool:
@@ -202,7 +170,8 @@ def _lost_responses(counted: Sequence[Span]) -> set[str]:
     return lost
 
 
-def _transition(span: Span) -> Transition:
+def transition(span: Span) -> Transition:
+    """A call that has tokens."""
     attributes = span.attributes
     reasons, agent, version, messages = (
         attributes.get(name)

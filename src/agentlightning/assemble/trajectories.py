@@ -11,15 +11,15 @@ from agentlightning.assemble.model_calls import (
     NO_LIMITS,
     TokenLimits,
     calls,
+    find_defect,
+    has_tokens,
     is_call,
-    known_transitions,
     model_of,
-    untrainable_calls,
-    void_calls,
+    transition,
 )
 from agentlightning.errors import RewardError, RolloutRejectedError
 from agentlightning.span import MAX_REWARD, Span, counts, usable_reward
-from agentlightning.trajectory import Reward, Status, Step, Trajectory
+from agentlightning.trajectory import Reward, RewardWeights, Status, Step, Trajectory
 
 # -- agent steps -----------------------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ def _sum(left: Reward | None, right: Reward, call: str) -> Reward:
     return left + right
 
 
-def scalar_reward(reward: Reward | None, weights: Mapping[str, float] | None = None) -> float | None:
+def scalar_reward(reward: Reward | None, weights: RewardWeights = None) -> float | None:
     """One number: a plain reward as it is, named dimensions as `sum(weights[name] * reward[name])`.
 
     None where the reward, or a dimension that has a weight, is missing. Raises RewardError for dimensions without a
@@ -276,21 +276,24 @@ def trajectory(
     for span in own:
         if span.name == names.DAMAGED:
             raise RolloutRejectedError("damaged_spans", str(span.status_message))
-    others = {span.span_id for span in calls(own) if model is not None and not _answers(model_of(span), model)}
+    counted = calls(own)
+    others = {span.span_id for span in counted if model is not None and not _answers(model_of(span), model)}
     own = [span for span in own if span.span_id not in others] if others else own
-    void = void_calls(own, limits)
-    learned = known_transitions([span for span in own if span.span_id not in void] if void else own)
+    answered = [span for span in counted if span.span_id not in others]
+    known = [span for span in answered if has_tokens(span.attributes)]
+    void = {span.span_id: why for span in known if (why := find_defect(span.attributes, limits))}
+    learned = [transition(span) for span in known if span.span_id not in void]
     if void and not learned:
         span_id, why = next(iter(void.items()))
         message = f"none of the {len(void)} model calls of rollout {rollout_id} can be true; of span {span_id}: {why}"
         raise RolloutRejectedError("void_calls", message)
     links = link_rewards(own)
     found = {
-        UNTRAINABLE_CALLS: len(untrainable_calls(own)),
+        UNTRAINABLE_CALLS: len(answered) - len(known),
         OTHER_MODELS: len(others),
-        OVERRIDDEN_CALLS: sum(names.OVERRIDDEN in span.attributes for span in calls(own)),
-        SEEDED_CALLS: sum(span.attributes.get(names.REQUEST_SEED) is not None for span in calls(own)),
-        TURN_LIMIT: max((_turn_limit(span) for span in own), default=0),
+        OVERRIDDEN_CALLS: sum(names.OVERRIDDEN in span.attributes for span in answered),
+        SEEDED_CALLS: sum(span.attributes.get(names.REQUEST_SEED) is not None for span in answered),
+        TURN_LIMIT: max((n for span in own if isinstance(n := span.attributes.get(names.TURN_LIMIT), int)), default=0),
         TURN_LIMIT_REACHED: sum(span.attributes.get(names.ERROR_TYPE) == names.TURN_LIMIT_REACHED for span in own),
         REPLAYED_CALLS: sum(call.replays is not None for call in learned),
         REPLAY_MISMATCHES: sum(names.REPLAY_MISMATCH in span.attributes for span in own),
@@ -319,11 +322,6 @@ def _automatic(spans: Iterable[Span]) -> dict[str, float]:
         rule = str(span.attributes[names.AIR_RULE])
         sums[rule] = sums.get(rule, 0.0) + (sum(value.values()) if isinstance(value, dict) else value)
     return sums
-
-
-def _turn_limit(span: Span) -> int:
-    limit = span.attributes.get(names.TURN_LIMIT)
-    return limit if isinstance(limit, int) else 0
 
 
 def _answers(found: str | None, model: str) -> bool:

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from typing import TypeAlias
 
-from agentlightning.trajectory import Node, TokenTree, Trajectory, Transition
+from agentlightning.trajectory import CallId, Node, TokenTree, Trajectory, Transition
 from agentlightning.util.common_prefix import common_prefix_length
-
-CallId: TypeAlias = tuple[str, str]
-"""(rollout_id, span_id)."""
 
 
 def shared_calls(trajectories: Iterable[Trajectory]) -> dict[CallId, CallId]:
@@ -21,7 +17,7 @@ def shared_calls(trajectories: Iterable[Trajectory]) -> dict[CallId, CallId]:
     standing: dict[CallId, CallId] = {}
     shared: dict[CallId, CallId] = {}
     for call in sorted(calls, key=lambda call: call.replays is not None):
-        own = call.rollout_id, call.span_id
+        own = call.call_id
         first = standing.setdefault(call.replays or own, own)
         if first != own:
             shared[own] = first
@@ -39,9 +35,7 @@ def token_tree(trajectories: Iterable[Trajectory]) -> TokenTree:
     """
     trajectories = list(trajectories)
     shared = shared_calls(trajectories)
-    calls = [
-        call for each in trajectories for call in each.transitions if (call.rollout_id, call.span_id) not in shared
-    ]
+    calls = [call for each in trajectories for call in each.transitions if call.call_id not in shared]
     calls.sort(key=lambda call: (len(call.prompt_token_ids), call.sequence_id))
     held: dict[str, set[CallId]] = {}
     for (rollout_id, _), call_id in shared.items():
@@ -129,7 +123,7 @@ def _longest_match(root: _NodeBuilder, call: Transition, held: AbstractSet[CallI
         parent, start = frontier.pop()
         for child in parent.children.get(prompt[start], ()):
             node = child.node
-            own = node.rollout_id == call.rollout_id or (node.rollout_id, node.call) in held
+            own = node.rollout_id == call.rollout_id or node.call_id in held
             if node.sampled and not own:
                 continue
             length = common_prefix_length(child.node.token_ids, prompt, start)

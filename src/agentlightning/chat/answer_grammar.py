@@ -20,7 +20,7 @@ from typing import Any, Final, cast
 
 from agentlightning.chat.base import ChatFormat, ThoughtMarkers
 from agentlightning.chat.lark_grammar import ANY, LarkGrammar, beginning, containing, optional
-from agentlightning.chat.tool_calls.format import ID, CallFormat, Layout, MarkedFormat
+from agentlightning.chat.tool_calls.format import ID, CallFormat, Layout, MarkedFormat, NoGrammar
 from agentlightning.chat.tool_calls.template_probe import parse_answer, render_calls
 
 _GAP_PATTERN: Final = r"\s{1,4}"
@@ -59,7 +59,9 @@ def answer_grammar(chat: ChatFormat, shape: AnswerShape) -> str | None:
     if any(lark.contains_marker(text) for tool in tools for text in tool) or lark.contains_marker(content or ""):
         return None  # Text that looks like a marker cannot be written in ordinary tokens.
     shape = replace(shape, tools=tools, content=content)
-    if (body := _body(lark, chat.tool_calls, shape)) is None:
+    try:
+        body = _body(lark, chat.tool_calls, shape)
+    except NoGrammar:
         return None
     end = f"<[{','.join(map(str, sorted(chat.eos_token_ids)))}]>"
     return lark.render(f"{_thought(lark, shape.thought)} {body} {optional(end)}")
@@ -79,29 +81,29 @@ def _up_to(lark: LarkGrammar, end: str, without: Sequence[str] = ()) -> str:
     return f"{lark.pattern(ANY, [containing(end), *without])} {lark.literal(end)}"
 
 
-def _body(lark: LarkGrammar, format: CallFormat, shape: AnswerShape) -> str | None:
+def _body(lark: LarkGrammar, format: CallFormat, shape: AnswerShape) -> str:
     content = None if shape.content is None else lark.json(json.loads(shape.content))
-    if not shape.tools:
+    if not shape.tools and content is not None:
         return content
     layout = format.layout
-    if layout is None or (calls := _calls(lark, format, layout, shape)) is None:
-        return None
+    if layout is None or not shape.tools:
+        raise NoGrammar
+    calls = _calls(lark, format, layout, shape)
     opening = lark.literal(layout.opening)
     if shape.needs_call:
         return f"{opening} {calls}"
     if content is not None:
-        # JSON that begins like a call would be parsed as one.
-        marker = _call_marker(lark, format, layout)
-        return lark.rule(f"{opening} {calls}", content) if marker and layout.opening.startswith(marker) else None
+        if not layout.opening.startswith(_call_marker(lark, format, layout)):
+            raise NoGrammar  # JSON that begins like a call would be parsed as one.
+        return lark.rule(f"{opening} {calls}", content)
     return _optional_calls(lark, format, layout, calls, shape.thought)
 
 
 def _optional_calls(
     lark: LarkGrammar, format: CallFormat, layout: Layout, calls: str, thought: ThoughtMarkers | None
-) -> str | None:
+) -> str:
     """Free text, optionally followed by calls."""
-    if (marker := _call_marker(lark, format, layout)) is None:
-        return None
+    marker = _call_marker(lark, format, layout)
     # A marker spelled in ordinary text is parsed as the marker too.
     without = [beginning(thought.start)] if thought and not thought.opened else []
     if not layout.opening.startswith(marker):
@@ -112,33 +114,31 @@ def _optional_calls(
     return lark.rule(text, f"{_up_to(lark, marker, without)} {rest} {calls}")
 
 
-def _call_marker(lark: LarkGrammar, format: CallFormat, layout: Layout) -> str | None:
+def _call_marker(lark: LarkGrammar, format: CallFormat, layout: Layout) -> str:
     """The marker that begins calls, which some models omit."""
     if isinstance(format, MarkedFormat):
         return format.opening
-    return next((marker for marker in lark.markers if layout.opening.startswith(marker)), None)
+    for marker in lark.markers:
+        if layout.opening.startswith(marker):
+            return marker
+    raise NoGrammar
 
 
-def _calls(lark: LarkGrammar, format: CallFormat, layout: Layout, shape: AnswerShape) -> str | None:
+def _calls(lark: LarkGrammar, format: CallFormat, layout: Layout, shape: AnswerShape) -> str:
     """The calls after the opening."""
-    choices = [_call(lark, format, layout, name, schema) for name, schema in shape.tools]
-    known = [choice for choice in choices if choice is not None]
-    if len(known) < len(choices):
-        return None
-    call = lark.rule(*known)
+    call = lark.rule(*(_call(lark, format, layout, name, schema) for name, schema in shape.tools))
     more = ""
     if layout.between is not None and format.parallel and not shape.one_call:
         more = f"({_with_ids(lark, layout.between)} {call})*"
     return f"{call} {more} {_with_ids(lark, layout.closing)}"
 
 
-def _call(lark: LarkGrammar, format: CallFormat, layout: Layout, name: str, schema: str) -> str | None:
+def _call(lark: LarkGrammar, format: CallFormat, layout: Layout, name: str, schema: str) -> str:
     spelled = json.dumps(name, ensure_ascii=False)[1:-1] if layout.opening.endswith('"') else name
     parsed = parse_answer(format, render_calls(layout, [spelled], layout.probed)).tool_calls
     if [call.name for call in parsed] != [name]:
-        return None
-    if (arguments := format.write_arguments(lark, _of_object(json.loads(schema)), layout)) is None:
-        return None
+        raise NoGrammar
+    arguments = format.write_arguments(lark, _of_object(json.loads(schema)), layout)
     return f"{_with_ids(lark, spelled + layout.middle)} {arguments}"
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from agentlightning.chat.tool_calls.format import CallFormat, ParsedMessage, ParsedToolCall
+from agentlightning.chat.tool_calls.format import CallFormat, ParsedMessage, ParsedToolCall, Tools
+from agentlightning.chat.tool_calls.template_probe import parse_answer
 from agentlightning.errors import ConfigError
 
 __all__ = ["CallFormat", "ChatFormat", "Message", "ParsedMessage", "ParsedToolCall", "ThoughtMarkers"]
@@ -29,7 +30,7 @@ class ThoughtMarkers:
 class ChatFormat(Protocol):
     """A model's chat template, tokenizer and tool-call format. Subclass it to inherit the defaults of the optional
     members: `markers`, `template_kwargs`, `tools_in_messages`, `takes_thoughts`, `end_of_turn`, `with_template_kwargs`,
-    `min_token_count`, `encode_after`, `escape` and `unescape`."""
+    `min_token_count`, `encode_after`, `parse`, `escape` and `unescape`."""
 
     eos_token_ids: frozenset[int]
     """Tokens that end a turn."""
@@ -49,7 +50,7 @@ class ChatFormat(Protocol):
     def render(
         self,
         messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] | None = None,
+        tools: Tools = None,
         add_generation_prompt: bool = True,
     ) -> str:
         """The conversation as text, by the model's chat template. Raises ConfigError on messages it cannot render."""
@@ -78,10 +79,10 @@ class ChatFormat(Protocol):
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
 
-    def parse(self, text: str, tools: Sequence[dict[str, Any]] | None = None) -> ParsedMessage:
-        """Content and tool calls of an answer without its end-of-turn token; `tools` are those it was offered.
-        Never raises: a malformed tool call stays in the content."""
-        ...
+    def parse(self, text: str, tools: Tools = None) -> ParsedMessage:
+        """Content and tool calls of an answer without its end-of-turn token; `tools` are those it was offered, and give
+        the types of arguments whose text is ambiguous. Never raises: a malformed tool call stays in the content."""
+        return parse_answer(self.tool_calls, self.unescape(text), tools)
 
     def with_template_kwargs(self, kwargs: Mapping[str, Any]) -> ChatFormat:
         """This format with variables for its template, such as `enable_thinking`. Raises ConfigError for a variable

@@ -16,14 +16,15 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, cast
 
 import jinja2
 
-from agentlightning.chat.base import ChatFormat, Message, ParsedMessage
+from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.token_escaping import TokenEscaper
 from agentlightning.chat.tool_calls import FORMATS, HERMES, call_format
 from agentlightning.chat.tool_calls.format import CallFormat, Tools
@@ -33,67 +34,13 @@ from agentlightning.chat.tool_calls.template_probe import ARGUMENTS, IDS, KEY, N
 from agentlightning.errors import ConfigError
 from agentlightning.util.templates import TemplateLimitError, bounded, check_length
 
-# -- text encoder ----------------------------------------------------------------------------------------------------
-
-# Text to tokens with a Hugging Face tokenizer, and a lower bound on the number of tokens.
-#
-# Long texts are encoded without the interpreter lock, so that other threads are not blocked. `min_token_count` detects
-# early that a text is too long: it encodes piece by piece and stops at a limit, so that a prompt of 20 MB costs no more
-# than one that just fits.
-
-T = TypeVar("T")
-
 LONG: Final = 4096
-"""Characters from which a text is encoded without the lock; for shorter texts, releasing it costs more."""
+"""Characters from which a text is encoded without the interpreter lock; for shorter texts, releasing it costs more."""
 PIECE: Final = 32 * 1024
 """Characters encoded at once when tokens are only counted."""
 _SLACK: Final = 16
 """The most tokens that a cut between two pieces adds."""
 _PROBE: Final = "x \n\t  y\n\n\n z"
-
-
-class TextEncoder:
-    """Wraps a tokenizer of transformers, and the Rust tokenizer inside if there is one."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.backend: Any | None = getattr(tokenizer, "backend_tokenizer", None)
-        """The Rust tokenizer. Calling it directly takes half the time for a short text."""
-        if self.backend is not None:
-            self.backend.no_truncation()
-            self.backend.no_padding()
-
-    def encode(self, text: str) -> list[int]:
-        """Special tokens are recognised, none is added."""
-        if self.backend is None:
-            return self._tokenizer.encode(text, add_special_tokens=False)
-        if len(text) < LONG:
-            return self.backend.encode(text, add_special_tokens=False).ids
-        return self.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-
-    def min_token_count(self, text: str, limit: int) -> int:
-        """A lower bound, exact enough to tell whether `text` has more than `limit` tokens, at the cost of encoding no
-        more than that. 0 for a text with too few characters."""
-        if len(text) <= limit:
-            return 0
-        bound = len(text) // self._max_token_length if self._max_token_length else 0
-        if bound > limit:
-            return bound
-        count, position = 0, 0
-        while position < len(text) and count <= limit:
-            end = _piece_end(text, position)
-            count += max(0, len(self.encode(text[position:end])) - _SLACK)
-            position = end
-        return count
-
-    @cached_property
-    def _max_token_length(self) -> int:
-        """Characters of the longest token, with a margin for normalisation; 0 if whitespace may vanish, so that the
-        number of characters bounds nothing."""
-        if _PROBE not in cast("str", self._tokenizer.decode(self.encode(_PROBE))):
-            return 0
-        longest = max(map(len, self._tokenizer.get_vocab()), default=1)
-        return longest if self.backend is not None and self.backend.normalizer is None else 4 * longest
 
 
 def _piece_end(text: str, start: int) -> int:
@@ -167,12 +114,15 @@ class HFChatFormat(ChatFormat):
             )
         # A copy: the trainer may change padding and truncation of its own, and several threads read this one.
         self._tokenizer = copy.deepcopy(tokenizer)
-        self._encoder = TextEncoder(self._tokenizer)
+        self._backend: Any | None = getattr(self._tokenizer, "backend_tokenizer", None)
+        """The Rust tokenizer. Calling it directly takes half the time for a short text."""
+        if self._backend is not None:
+            self._backend.no_truncation()
+            self._backend.no_padding()
         self.template_kwargs: Mapping[str, Any] = {}
         self._views: dict[str, HFChatFormat] = {}
         # It escapes nothing while the template is probed.
-        self._escaper = TokenEscaper(self._tokenizer, self._encoder.encode, (), ())
-        self._backend = self._encoder.backend
+        self._escaper = TokenEscaper(self._tokenizer, self._encode, (), ())
         self.option = tool_calls
         """The constructor's, for a format of the same model elsewhere."""
         self._said = set[str]()
@@ -185,12 +135,12 @@ class HFChatFormat(ChatFormat):
         self._detect_tool_calls()
         special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         turns = self._turn_markers()
-        self._escaper = TokenEscaper(self._tokenizer, self._encoder.encode, _unpaired(self._tokenizer, special), turns)
+        self._escaper = TokenEscaper(self._tokenizer, self._encode, _unpaired(self._tokenizer, special), turns)
 
     def render(
         self,
         messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] | None = None,
+        tools: Tools = None,
         add_generation_prompt: bool = True,
     ) -> str:
         """See `ChatFormat.render`. The error quotes the template's message."""
@@ -261,8 +211,39 @@ class HFChatFormat(ChatFormat):
     def unescape(self, text: str) -> str:
         return self._escaper.unescape(text)
 
+    def _encode(self, text: str) -> list[int]:
+        """The tokens of a text: special tokens are recognised, none is added. A long one is encoded without the
+        interpreter lock, so that other threads are not blocked."""
+        if self._backend is None:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        if len(text) < LONG:
+            return self._backend.encode(text, add_special_tokens=False).ids
+        return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
     def min_token_count(self, text: str, limit: int) -> int:
-        return self._encoder.min_token_count(self.unescape(text), limit)
+        """See `ChatFormat.min_token_count`. It encodes piece by piece, so that a prompt of 20 MB costs no more than one
+        that just fits. 0 for a text with too few characters."""
+        text = self.unescape(text)
+        if len(text) <= limit:
+            return 0
+        bound = len(text) // self._max_token_length if self._max_token_length else 0
+        if bound > limit:
+            return bound
+        count, position = 0, 0
+        while position < len(text) and count <= limit:
+            end = _piece_end(text, position)
+            count += max(0, len(self._encode(text[position:end])) - _SLACK)
+            position = end
+        return count
+
+    @cached_property
+    def _max_token_length(self) -> int:
+        """Characters of the longest token, with a margin for normalisation; 0 if whitespace may vanish, so that the
+        number of characters bounds nothing."""
+        if _PROBE not in cast("str", self._tokenizer.decode(self._encode(_PROBE))):
+            return 0
+        longest = max(map(len, self._tokenizer.get_vocab()), default=1)
+        return longest if self._backend is not None and self._backend.normalizer is None else 4 * longest
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """See `ChatFormat.decode`. Invalid UTF-8 becomes U+FFFD."""
@@ -288,11 +269,7 @@ class HFChatFormat(ChatFormat):
                 self._views[key] = view
         return view
 
-    def parse(self, text: str, tools: Tools = None) -> ParsedMessage:
-        """See `ChatFormat.parse`. `tools` give the types of arguments whose text is ambiguous."""
-        return parse_answer(self.tool_calls, self.unescape(text), tools)
-
-    def _apply(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, generate: bool) -> str:
+    def _apply(self, messages: Sequence[Message], tools: Tools, generate: bool) -> str:
         if self.tools_in_messages:
             messages = write_results(write_calls(messages))
             messages, tools = offer_tools(messages, tools, self._takes_system) if tools else messages, None
@@ -308,9 +285,7 @@ class HFChatFormat(ChatFormat):
             )
         return check_length(text)
 
-    def _try(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None, generate: bool = False
-    ) -> str:
+    def _try(self, messages: Sequence[Message], tools: Tools = None, generate: bool = False) -> str:
         """What the template writes; "" if it refuses."""
         try:
             return self._apply(messages, tools, generate)
@@ -376,7 +351,7 @@ class HFChatFormat(ChatFormat):
         if any(end in text for end in self._turn_ends()):
             return frozenset()
         _, closing, after = text.rpartition(self.tool_calls.closing or "\0")
-        ids = self._encoder.encode(after.strip() if closing else self.tool_calls.end)
+        ids = self._encode(after.strip() if closing else self.tool_calls.end)
         return frozenset(ids if len(ids) == 1 and ids[0] in self._tokenizer.added_tokens_decoder else ())
 
     def _parses(self, format: CallFormat, text: str) -> bool:
@@ -469,20 +444,15 @@ def _with_parts(message: Message) -> Message:
 
 
 def _with_objects(message: Message) -> Message:
-    calls = message.get("tool_calls")
-    return message if not calls else {**message, "tool_calls": [_with_object(call) for call in calls]}
-
-
-def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    """Arguments as an object. Text that is not a JSON object stays as the model wrote it."""
-    arguments = call["function"].get("arguments")
-    if not isinstance(arguments, str):
-        return call
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**call["function"], "arguments": value}} if isinstance(value, dict) else call
+    """With arguments of calls as objects. Text that is not a JSON object stays as the model wrote it."""
+    calls: list[dict[str, Any]] = []
+    for call in message.get("tool_calls") or ():
+        arguments = call["function"].get("arguments")
+        with suppress(TypeError, ValueError, RecursionError):
+            if isinstance(value := json.loads(arguments), dict):
+                call = {**call, "function": {**call["function"], "arguments": value}}
+        calls.append(call)
+    return {**message, "tool_calls": calls} if calls else message
 
 
 async def load_chat_format(

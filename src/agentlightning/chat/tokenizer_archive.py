@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import zipfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,14 +36,10 @@ def pack_tokenizer(chat: ChatFormat) -> bytes:
     """The files of a tokenizer, as a ZIP archive. Raises ConfigError for a chat format of another kind."""
     if not isinstance(chat, HFChatFormat):
         raise ConfigError(f"{type(chat).__name__} is no tokenizer of transformers, and cannot be sent to a server")
-    packed = io.BytesIO()
     with TemporaryDirectory(prefix="agl-tokenizer-") as directory:
-        chat.save_tokenizer(Path(directory))
-        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-            for path in sorted(Path(directory).rglob("*")):
-                if path.is_file():
-                    archive.write(path, path.relative_to(directory))
-    return packed.getvalue()
+        files = Path(directory) / "tokenizer"
+        chat.save_tokenizer(files)
+        return Path(shutil.make_archive(str(files), "zip", files)).read_bytes()
 
 
 def unpack_tokenizer(packed: bytes, directory: Path) -> None:

@@ -12,13 +12,13 @@ An agent is compared with the same agent of the other rollouts of the group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
 from agentlightning.assemble import scalar_reward
 from agentlightning.credit.base import Group
 from agentlightning.errors import RewardError
-from agentlightning.trajectory import Reward, Trajectory
+from agentlightning.trajectory import Reward, RewardWeights, Trajectory
 
 AgentRewards: TypeAlias = Literal["shared", "own", "difference"]
 
@@ -28,16 +28,20 @@ def check_agents(trajectory: Trajectory, mode: AgentRewards) -> None:
     agents = {call.agent for call in trajectory.transitions}
     unknown = sorted(set(trajectory.agent_rewards) - agents)
     if unknown:
-        seen = ", ".join(sorted("calls without a name" if agent is None else repr(agent) for agent in agents))
         raise RewardError(
             f"rollout {trajectory.rollout_id} has a reward for agent {unknown[0]!r}, which made no call; there are "
-            f"{seen or 'no calls'}. Name the agent of the reward as agl.track_agent does"
+            f"{names_of(agents)}. Name the agent of the reward as agl.track_agent does"
         )
     if mode == "difference" and trajectory.agent_rewards and trajectory.reward is None:
         raise RewardError(
             f"rollout {trajectory.rollout_id} has rewards of agents and none of its own, which "
             'agent_rewards="difference" needs; emit one without agent='
         )
+
+
+def names_of(agents: Iterable[str | None]) -> str:
+    """The agents that calls were of, in words."""
+    return ", ".join(sorted({"calls without a name" if each is None else repr(each) for each in agents})) or "no calls"
 
 
 def team_reward(trajectory: Trajectory) -> Reward | None:
@@ -57,7 +61,7 @@ def team_reward(trajectory: Trajectory) -> Reward | None:
     return total
 
 
-def team_score(trajectory: Trajectory, weights: Mapping[str, float] | None = None) -> float | None:
+def team_score(trajectory: Trajectory, weights: RewardWeights = None) -> float | None:
     """`team_reward` as one number, its dimensions weighed; None where it is missing. Raises RewardError as both do."""
     return scalar_reward(team_reward(trajectory), weights)
 

@@ -10,17 +10,18 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from agentlightning.assemble import scalar_reward
-from agentlightning.credit.agent_rewards import AgentRewards, agents_apart, check_agents, reward_of
+from agentlightning.credit.agent_rewards import AgentRewards, agents_apart, check_agents, reward_of, team_score
 from agentlightning.credit.base import Credit, CreditContext, CreditRule, Group, credit_rule, credited, memory_key
 from agentlightning.credit.normalization import GDPO, Normalization, dimensions
 from agentlightning.credit.normalization import normalization as read_normalization
+from agentlightning.credit.rejection import Rejection, rejection, without_reward
 from agentlightning.errors import ConfigError, RewardError
-from agentlightning.trajectory import Reward, Trajectory, Transition
+from agentlightning.trajectory import CallId, Reward, RewardWeights, Trajectory, Transition
 
 EqualGroups: TypeAlias = Literal["keep", "filter"]
 """What becomes of groups whose rewards are all equal: keep, with advantages of 0, so that they count in what the loss
@@ -41,8 +42,7 @@ class View(NamedTuple):
         return self.every_agent or call.agent == self.agent
 
 
-@dataclass(frozen=True, slots=True)
-class GroupCredit:
+class GroupCredit(NamedTuple):
     """What became of one group."""
 
     group: list[Trajectory]
@@ -64,7 +64,7 @@ class Assignment:
     rule: CreditRule
     normalization: Normalization = field(default_factory=Normalization)
     agent_rewards: AgentRewards = "shared"
-    reward_weights: Mapping[str, float] | None = None
+    reward_weights: RewardWeights = None
     equal_groups: EqualGroups = "keep"
     uses_rewards: bool = True
     """False: the losses do not read advantages, and learn from groups with equal rewards as from others."""
@@ -75,7 +75,7 @@ class Assignment:
         rule: str | Mapping[str, Any] | CreditRule | Assignment,
         normalization: str | Mapping[str, Any] | Normalization = "rule",
         agent_rewards: AgentRewards = "shared",
-        reward_weights: Mapping[str, float] | None = None,
+        reward_weights: RewardWeights = None,
         equal_groups: EqualGroups = "keep",
     ) -> Assignment:
         """From settings; one that is made already stays as it is. Raises ConfigError for those that cannot work, or not
@@ -173,6 +173,21 @@ class Assignment:
         return reward[view.dimension]
 
 
+def unrewarded(trajectories: Iterable[Trajectory], weights: RewardWeights, message: str) -> list[Rejection]:
+    """Rejects rollouts whose reward cannot be made one finite number; for `message` where it is missing."""
+    found: list[Rejection] = []
+    for each in trajectories:
+        try:
+            refuse_not_finite(each)
+            reward = team_score(each, weights)
+        except RewardError as error:
+            found.append(rejection(each.rollout_id, error))
+        else:
+            if reward is None:
+                found.append(without_reward(each, message))
+    return found
+
+
 def refuse_not_finite(trajectory: Trajectory) -> None:
     """Raises RewardError for a reward that is no finite number."""
     steps = (call.reward for call in trajectory.transitions)
@@ -204,19 +219,16 @@ def _apart(groups: Sequence[Sequence[Trajectory]], view: View) -> list[list[Traj
 
 def _joined(group: Group, parts: Sequence[tuple[View, Group, Credit]]) -> Credit:
     """One credit of those of several views. Calls without any have weight 0."""
-    calls: dict[tuple[str, str], list[Any]] = {
-        (call.rollout_id, call.span_id): [0.0, 0.0, None] for each in group for call in each.transitions
-    }
+    calls: dict[CallId, list[Any]] = {call.call_id: [0.0, 0.0, None] for each in group for call in each.transitions}
     counts: Counter[str] = Counter()
     for view, members, credit in parts:
         counts.update(credit.counts)
         for call, advantage, weight, returns in credit.of_calls(members):
             if view.holds(call):
-                own = calls[call.rollout_id, call.span_id]
+                own = calls[call.call_id]
                 own[:] = [own[0] + view.factor * advantage, weight, returns]
     advantages, weights, returns = (
-        [[calls[call.rollout_id, call.span_id][column] for call in each.transitions] for each in group]
-        for column in range(3)
+        [[calls[call.call_id][column] for call in each.transitions] for each in group] for column in range(3)
     )
     complete = all(each is not None for own in returns for each in own)
     return Credit(advantages, weights, returns if complete else None, counts)

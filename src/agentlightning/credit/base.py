@@ -13,9 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
+from pydantic import TypeAdapter
+
 from agentlightning.errors import ConfigError, ResumeError, RewardError
 from agentlightning.task import task_key
-from agentlightning.trajectory import FloatArray, TokenTree, Trajectory, Transition
+from agentlightning.trajectory import CallId, FloatArray, TokenTree, Trajectory, Transition
 from agentlightning.util.plugins import Registry, calls_of
 from agentlightning.util.settings import Part, chosen
 
@@ -28,6 +30,7 @@ from agentlightning.util.settings import Part, chosen
 
 MemoryTable = dict[str, list[float]]
 """Numbers by key."""
+_TABLES = TypeAdapter(dict[str, MemoryTable])
 
 
 @dataclass(slots=True)
@@ -74,12 +77,9 @@ class CreditMemory:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace all of it. Raises ResumeError for what `state_dict` cannot have written."""
         try:
-            tables: dict[str, MemoryTable] = {
-                str(task): {str(key): [float(number) for number in numbers] for key, numbers in table.items()}
-                for task, table in state["tables"].items()
-            }
+            tables = _TABLES.validate_python(state["tables"])
             forgotten = int(state["forgotten"])
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ResumeError(f"the memory of the credit rule cannot be read: {error!r}; start a new run") from error
         self._tables, self.forgotten = {}, forgotten
         self._size = 0
@@ -128,7 +128,7 @@ class Credit:
                 yield call, self.advantages[i][k], weight, None if self.returns is None else self.returns[i][k]
 
 
-CallColumns: TypeAlias = Mapping[str, Mapping[tuple[str, str], Any]]
+CallColumns: TypeAlias = Mapping[str, Mapping[CallId, Any]]
 """By name of the column, by (rollout_id, span_id) of a call, an array with one number for each sampled token."""
 
 
@@ -138,12 +138,12 @@ class CreditContext:
 
     memory: CreditMemory = field(default_factory=CreditMemory)
     """What rules remember from one batch to the next."""
-    columns: CallColumns = field(default_factory=dict[str, Mapping[tuple[str, str], Any]])
+    columns: CallColumns = field(default_factory=dict[str, Mapping[CallId, Any]])
     """The columns that the rule `needs` or `uses`, as the policy computed them."""
 
     def of_call(self, column: str, call: Transition) -> Any:
         """A column's array for one call. Raises ConfigError where the column was not computed."""
-        found = self.columns.get(column, {}).get((call.rollout_id, call.span_id))
+        found = self.columns.get(column, {}).get(call.call_id)
         if found is None and call.response_token_ids:
             raise ConfigError(
                 f"this credit rule needs the column {column!r} of call {call.span_id} of rollout {call.rollout_id}, "
@@ -154,7 +154,7 @@ class CreditContext:
 
 class CreditRule(Part, ABC):
     """Decides how much better than expected each call was. Subclasses define `advantages` for one group, or override
-    `assign` if groups of a batch depend on one another or the rule uses the `context`."""
+    `of_group` if the rule uses the `context`, or `assign` if groups of a batch depend on one another."""
 
     aliases: ClassVar[tuple[str, ...]] = ()
     """Other names that settings may have for it."""
@@ -173,8 +173,12 @@ class CreditRule(Part, ABC):
         Raises RewardError for a kind of reward the rule cannot use."""
         for trajectory in (each for group in groups for each in group):
             self.check(trajectory)
-        found = [self.advantages(group) if len(group) >= self.min_group else None for group in groups]
-        return [None if advantages is None else Credit(advantages) for advantages in found]
+        return [self.of_group(group, context) if len(group) >= self.min_group else None for group in groups]
+
+    def of_group(self, group: Group, context: CreditContext) -> Credit | None:
+        """The credit of one group of `min_group` or more, for a rule that needs no other group."""
+        found = self.advantages(group)
+        return None if found is None else Credit(found)
 
     def advantages(self, group: Group) -> Advantages | None:
         """One number for each call of a group of `min_group` or more, which `check` accepts; None where it teaches
@@ -199,8 +203,12 @@ class OutcomeRule(CreditRule):
     """What to do with intermediate rewards, which this rule has no use for."""
 
     def check(self, trajectory: Trajectory) -> None:
-        if self.intermediate == "refuse":
-            refuse_intermediate(trajectory, self.type)
+        rewarded = next((call for call in trajectory.transitions if call.reward is not None), None)
+        if self.intermediate == "refuse" and rewarded is not None:
+            raise RewardError(
+                f"call {rewarded.span_id} of rollout {trajectory.rollout_id} has an intermediate reward, which credit "
+                f'rule "{self.type}" cannot use; emit one reward per rollout or set intermediate="ignore"'
+            )
 
 
 RULES = Registry("credit_rules", "credit rule", CreditRule)
@@ -257,16 +265,6 @@ def plain_reward(trajectory: Trajectory) -> float:
     raise RewardError(f"rollout {trajectory.rollout_id} has reward {trajectory.reward!r}; credit needs one number")
 
 
-def refuse_intermediate(trajectory: Trajectory, rule: str) -> None:
-    """Raises RewardError where a call has an intermediate reward, which `rule` would not see."""
-    for call in trajectory.transitions:
-        if call.reward is not None:
-            raise RewardError(
-                f"call {call.span_id} of rollout {trajectory.rollout_id} has an intermediate reward, which credit "
-                f'rule "{rule}" cannot use; emit one reward per rollout or set intermediate="ignore"'
-            )
-
-
 def step_reward(call: Transition) -> float:
     """The intermediate reward after a call, 0.0 if there is none. Raises RewardError where it has named dimensions."""
     if isinstance(call.reward, dict):
@@ -298,6 +296,20 @@ def standardised(numbers: Sequence[float], *, divide: bool = True) -> list[float
     return [(number - mean) / scale for number in numbers]
 
 
+def standardised_calls(rows: Sequence[Sequence[float | None]], *, divide: bool = True) -> list[list[float]] | None:
+    """`standardised`, of the numbers of the calls of all rollouts together; a call without one has 0.0."""
+    found = standardised([number for own in rows for number in own if number is not None], divide=divide)
+    if found is None:
+        return None
+    every = iter(found)
+    return [[0.0 if number is None else next(every) for number in own] for own in rows]
+
+
+def of_rollouts(numbers: Sequence[float], group: Group) -> Advantages:
+    """Every call of a rollout has the rollout's number."""
+    return [(number,) * len(each.transitions) for number, each in zip(numbers, group, strict=True)]
+
+
 def spread(numbers: Sequence[float]) -> float:
     """How far numbers are apart, relative to their size."""
     return (max(numbers) - min(numbers)) / max(1.0, *map(abs, numbers))
@@ -308,29 +320,27 @@ def spread(numbers: Sequence[float]) -> float:
 # Columns of token trees, call by call: what a policy computed, as credit rules read it.
 
 
-def by_call(
-    trees: Sequence[TokenTree], column: Sequence[tuple[FloatArray, ...]]
-) -> Mapping[tuple[str, str], FloatArray]:
+def by_call(trees: Sequence[TokenTree], column: Sequence[tuple[FloatArray, ...]]) -> Mapping[CallId, FloatArray]:
     """By (rollout_id, span_id), the column's numbers for all tokens of the call, in their order."""
     import numpy as np
 
-    parts: dict[tuple[str, str], list[FloatArray]] = {}
+    parts: dict[CallId, list[FloatArray]] = {}
     for tree, arrays in zip(trees, column, strict=True):
         for node, array in zip(tree.nodes, arrays, strict=True):
             if node.sampled:
-                parts.setdefault((node.rollout_id or "", node.call or ""), []).append(array)
+                parts.setdefault(node.call_id, []).append(array)
     return {call: np.concatenate(own) for call, own in parts.items()}
 
 
-def by_node(tree: TokenTree, calls: Mapping[tuple[str, str], FloatArray]) -> list[FloatArray]:
+def by_node(tree: TokenTree, calls: Mapping[CallId, FloatArray]) -> list[FloatArray]:
     """The inverse of `by_call`: the numbers of each node's tokens, 0 for calls that have none."""
     import numpy as np
 
     found: list[FloatArray] = []
-    done: dict[tuple[str, str], int] = {}
+    done: dict[CallId, int] = {}
     for node in tree.nodes:
         length = len(node.token_ids) if node.sampled else 0
-        call = node.rollout_id or "", node.call or ""
+        call = node.call_id
         start = done.get(call, 0)
         done[call] = start + length
         found.append(calls[call][start : start + length] if length and call in calls else np.zeros(length, np.float32))

@@ -16,29 +16,28 @@ The standard deviation of a set of calls counts every rollout alike, however man
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, TypeAlias, cast
+from dataclasses import replace
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, cast
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import Field, TypeAdapter, ValidationError, field_validator
 
 from agentlightning.credit.base import SMALLEST_SPREAD, Credit, CreditRule, Group, plain_reward
 from agentlightning.errors import ConfigError, RewardError
 from agentlightning.trajectory import Trajectory
+from agentlightning.util.settings import AtLeastOne, Section
 
 # -- normalizer ------------------------------------------------------------------------------------------------------
 
 # Normalization of the loss of a batch: the share of each trained token.
 
 
-class ConstantNormalizer(BaseModel):
+class ConstantNormalizer(Section):
     """Every token has the share 1 / (rollouts x length), whatever the length of its rollout: the loss of Dr. GRPO (Liu
     et al. 2025, arXiv:2503.20783, section 3.2)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     type: Literal["constant"] = "constant"
     """Which normalizer this is."""
-    length: int = Field(ge=1)
+    length: AtLeastOne
     """Number of tokens by which the loss of each rollout is divided, such as the longest response allowed."""
 
 
@@ -59,8 +58,7 @@ def normalizer(setting: Aggregate | Mapping[str, Any]) -> Aggregate:
         ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
+class Totals(NamedTuple):
     """What is trained in a batch, or a sample of it."""
 
     rollouts: int
@@ -89,14 +87,12 @@ Place: TypeAlias = tuple[list[Any], int]
 MAX_RL, GDPO = "max_rl", "gdpo"
 
 
-class Normalization(BaseModel):
+class Normalization(Section):
     """What advantages are divided by.
 
     >>> Normalization(type="batch", center=True).type
     'batch'
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["rule", "none", "group", "batch", "agent", "max_rl", "gdpo"] = "rule"
     """rule: as the formula of the rule says; group, batch or agent: the standard deviation within it; max_rl: the

@@ -8,10 +8,9 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, FiniteFloat, field_validator, model_validator
 
 from agentlightning.credit.base import (
     SMALLEST_SPREAD,
@@ -26,27 +25,34 @@ from agentlightning.credit.base import (
     final_rewards,
     memory_key,
     monte_carlo_returns,
+    of_rollouts,
     plain_reward,
     register,
     returns_to_go,
     spread,
     standardised,
+    standardised_calls,
     step_reward,
 )
 from agentlightning.credit.states import (
-    Evidence,
-    Predictor,
+    EVIDENCE,
+    ROW,
+    TABLE,
     StateKeys,
-    group_evidence,
+    first_visits,
     history_keys,
-    read_evidence,
     repeated_states,
+    squared_errors,
     state_keys,
-    write_evidence,
 )
 from agentlightning.errors import RewardError
 from agentlightning.trajectory import Trajectory, Transition
 from agentlightning.util.plugins import load
+from agentlightning.util.settings import PositiveShare
+
+Share = Annotated[float, Field(ge=0, le=1)]
+ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @register
@@ -69,9 +75,7 @@ class GroupRelativeCredit(OutcomeRule):
 
     def advantages(self, group: Group) -> Advantages | None:
         found = standardised(final_rewards(group), divide=self.normalize_std)
-        if found is None:
-            return None
-        return [(advantage,) * len(each.transitions) for advantage, each in zip(found, group, strict=True)]
+        return None if found is None else of_rollouts(found, group)
 
 
 @register
@@ -95,8 +99,7 @@ class LeaveOneOutCredit(OutcomeRule):
         if spread(rewards) <= SMALLEST_SPREAD:
             return None
         total, others = sum(rewards), len(rewards) - 1
-        gains = [reward - (total - reward) / others for reward in rewards]
-        return [(gain,) * len(each.transitions) for gain, each in zip(gains, group, strict=True)]
+        return of_rollouts([reward - (total - reward) / others for reward in rewards], group)
 
 
 @register
@@ -114,8 +117,7 @@ class ReinforceCredit(OutcomeRule):
     """A reward that is neither good nor bad."""
 
     def advantages(self, group: Group) -> Advantages | None:
-        gains = [reward - self.baseline for reward in final_rewards(group)]
-        return [(gain,) * len(t.transitions) for gain, t in zip(gains, group, strict=True)]
+        return of_rollouts([reward - self.baseline for reward in final_rewards(group)], group)
 
 
 @register
@@ -134,18 +136,15 @@ class DiscountedCredit(CreditRule):
     """
 
     type: Literal["discounted"] = "discounted"  # pyright: ignore[reportIncompatibleVariableOverride]
-    gamma: float = Field(default=0.95, ge=0, le=1)
+    gamma: Share = 0.95
     """What a reward one call later is worth."""
     normalize_std: bool = True
     """Divide by the standard deviation of the group's returns."""
 
     def advantages(self, group: Group) -> Advantages | None:
         returns = [returns_to_go(trajectory, self.gamma) for trajectory in group]
-        found = standardised([value for own in returns for value in own], divide=self.normalize_std)
-        if found is None:
-            return None
-        every = iter(found)
-        return [tuple(next(every) for _ in own) for own in returns]
+        found = standardised_calls(returns, divide=self.normalize_std)
+        return None if found is None else list(map(tuple, found))
 
 
 @register
@@ -166,11 +165,11 @@ class GroupStepCredit(CreditRule):
 
     type: Literal["group_step"] = "group_step"  # pyright: ignore[reportIncompatibleVariableOverride]
     aliases: ClassVar[tuple[str, ...]] = ("gigpo",)
-    omega: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    omega: Weight = 1.0
     """The weight of the comparison within states."""
-    gamma: float = Field(default=0.95, ge=0, le=1)
+    gamma: Share = 0.95
     """What a reward one call later is worth to a call."""
-    similarity: float = Field(default=1.0, gt=0, le=1)
+    similarity: PositiveShare = 1.0
     """States are the same from this similarity of their observations on; 1: only equal ones."""
     normalize_std: bool = True
     """Divide by standard deviations."""
@@ -240,9 +239,9 @@ class GraphCredit(OutcomeRule):
     """What a state is worth that is one call further from the goal."""
     scale: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     """The worth of the goal."""
-    success: float | None = Field(default=None, allow_inf_nan=False)
+    success: FiniteFloat | None = None
     """Rollouts with this reward or more succeeded. None: those with the highest reward of their group."""
-    similarity: float = Field(default=1.0, gt=0, le=1)
+    similarity: PositiveShare = 1.0
     """States are the same from this similarity of their observations on; 1: only equal ones."""
     normalize_std: bool = True
     """Divide by the standard deviation within a state."""
@@ -301,25 +300,30 @@ class IntermediateCredit(CreditRule):
     """
 
     type: Literal["intermediate"] = "intermediate"  # pyright: ignore[reportIncompatibleVariableOverride]
-    weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    weight: Weight = 1.0
     """What step rewards count beside the final reward."""
     normalize_std: bool = True
     """Divide by the standard deviations of the group."""
 
     def advantages(self, group: Group) -> Advantages | None:
-        given = [[call.reward is not None for call in each.transitions] for each in group]
-        rewards = [step_reward(call) for each in group for call in each.transitions if call.reward is not None]
-        steps = standardised(rewards, divide=self.normalize_std)
-        final = standardised(final_rewards(group), divide=self.normalize_std)
-        if steps is None and final is None:
+        found = _steps_and_outcomes(group, list(map(_recorded, group)), divide=self.normalize_std)
+        if found is None:
             return None
-        every = iter(steps or [0.0] * len(rewards))
-        gains = [[next(every) if has else 0.0 for has in own] for own in given]
-        outcomes = final or [0.0] * len(group)
         return [
             tuple(discounted([self.weight * gain for gain in own], 1.0, outcome))
-            for own, outcome in zip(gains, outcomes, strict=True)
+            for own, outcome in zip(*found, strict=True)
         ]
+
+
+def _steps_and_outcomes(
+    group: Group, scores: Sequence[Sequence[float | None]], *, divide: bool
+) -> tuple[list[list[float]], list[float]] | None:
+    """The scores of calls and the final rewards, each relative to the group; None where neither differ."""
+    steps = standardised_calls(scores, divide=divide)
+    final = standardised(final_rewards(group), divide=divide)
+    if steps is None and final is None:
+        return None
+    return steps or [[0.0] * len(own) for own in scores], final or [0.0] * len(group)
 
 
 logger = logging.getLogger(__name__)
@@ -347,7 +351,7 @@ class JudgeCredit(CreditRule):
     type: Literal["judge"] = "judge"  # pyright: ignore[reportIncompatibleVariableOverride]
     scorer: str | None = None
     """The function that scores the calls of a trajectory, as "module:function". None: their intermediate rewards."""
-    weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    weight: Weight = 1.0
     """What a call's score counts beside the final reward."""
     normalize_std: bool = True
     """Divide by the standard deviations of the group."""
@@ -379,20 +383,13 @@ class JudgeCredit(CreditRule):
         return credits
 
     def _group(self, group: Group, scores: list[list[float | None] | None]) -> Credit | None:
-        known = [score for own in scores for score in own or () if score is not None]
-        steps = standardised(known, divide=self.normalize_std)
-        final = standardised(final_rewards(group), divide=self.normalize_std)
-        if steps is None and final is None:
+        known = [own or [None] * len(each.transitions) for own, each in zip(scores, group, strict=True)]
+        found = _steps_and_outcomes(group, known, divide=self.normalize_std)
+        if found is None:
             return None
-        every = iter(steps or [0.0] * len(known))
-        outcomes = final or [0.0] * len(group)
-        advantages: list[list[float]] = []
-        for each, own, outcome in zip(group, scores, outcomes, strict=True):
-            own = own or [None] * len(each.transitions)
-            advantages.append([outcome + self.weight * (0.0 if one is None else next(every)) for one in own])
-        failed = [own is None for own in scores]
-        weights = [[float(not lost)] * len(each.transitions) for each, lost in zip(group, failed, strict=True)]
-        return Credit(advantages, weights, counts={"judge_failed": float(sum(failed))})
+        advantages = [[outcome + self.weight * step for step in own] for own, outcome in zip(*found, strict=True)]
+        weights = of_rollouts([float(own is not None) for own in scores], group)
+        return Credit(advantages, weights, counts={"judge_failed": float(scores.count(None))})
 
 
 Scorer = Callable[[Trajectory], Sequence[Any]]
@@ -416,14 +413,12 @@ def _scores(score: Scorer, trajectory: Trajectory, failures: list[str]) -> list[
     except Exception as error:  # noqa: BLE001  The boundary of the user's function, which may raise anything.
         failures.append(f"the scorer failed on rollout {trajectory.rollout_id}: {error!r}")
         return None
-    if len(found) != len(trajectory.transitions):
-        calls = len(trajectory.transitions)
-        failures.append(f"the scorer gave {len(found)} scores for the {calls} calls of rollout {trajectory.rollout_id}")
-        return None
-    if not all(each is None or math.isfinite(each) for each in found):
-        failures.append(f"the scorer gave rollout {trajectory.rollout_id} a score that is not finite")
-        return None
-    return found
+    calls = len(trajectory.transitions)
+    if len(found) == calls and all(each is None or math.isfinite(each) for each in found):
+        return found
+    wrong = "a score that is not finite" if len(found) == calls else f"{len(found)} scores for {calls} calls"
+    failures.append(f"the scorer gave rollout {trajectory.rollout_id} {wrong}")
+    return None
 
 
 ANSWER_LOGPROBS = "answer_logprobs"
@@ -455,7 +450,7 @@ class InformationGainCredit(OutcomeRule):
     """The field of the task that holds the answer."""
     answer_format: str = "{answer}"
     """How the policy would say it: `{answer}` stands for the answer."""
-    gamma: float = Field(default=1.0, ge=0, le=1)
+    gamma: Share = 1.0
     """What a gain one call later is worth."""
     normalize_std: bool = True
     """Divide by the standard deviation of the group's gains."""
@@ -483,15 +478,11 @@ class InformationGainCredit(OutcomeRule):
         return self.answer_format.replace("{answer}", str(known))
 
     def assign(self, groups: Sequence[Group], context: CreditContext) -> list[Credit | None]:
-        return [self._group(group, context) for group in groups]
+        return [self.of_group(group, context) for group in groups]
 
-    def _group(self, group: Group, context: CreditContext) -> Credit | None:
-        gains = [self._gains(trajectory, context) for trajectory in group]
-        found = standardised([gain for own in gains for gain in own], divide=self.normalize_std)
-        if found is None:
-            return None
-        every = iter(found)
-        return Credit([discounted([next(every) for _ in own], self.gamma) for own in gains])
+    def of_group(self, group: Group, context: CreditContext) -> Credit | None:
+        found = standardised_calls([self._gains(each, context) for each in group], divide=self.normalize_std)
+        return None if found is None else Credit([discounted(own, self.gamma) for own in found])
 
     def _gains(self, trajectory: Trajectory, context: CreditContext) -> list[float]:
         columns = [context.of_call(ANSWER_LOGPROBS, call) for call in trajectory.transitions]
@@ -540,15 +531,15 @@ class StateValueCredit(CreditRule):
     type: Literal["state_value"] = "state_value"  # pyright: ignore[reportIncompatibleVariableOverride]
     uses: ClassVar[frozenset[str]] = frozenset({VALUES})
     gives_returns: ClassVar[bool] = True
-    similarity: float = Field(default=1.0, gt=0, le=1)
+    similarity: PositiveShare = 1.0
     """States are the same from this similarity of their observations on; 1: only equal ones."""
     history: int = Field(default=0, ge=0, le=8)
     """Number of earlier states that may have to be the same, too."""
-    history_power: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    history_power: Weight = 1.0
     """How much more a longer common history counts."""
-    pool: float = Field(default=0.8, ge=0, lt=1)
+    pool: ShareBelowOne = 0.8
     """What a visit counts one group of the same task later; 0: each group stands for itself."""
-    prior_visits: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    prior_visits: Weight = 1.0
     """How many visits the prior counts for in the value of a state that was visited once."""
 
     @model_validator(mode="after")
@@ -559,24 +550,18 @@ class StateValueCredit(CreditRule):
             )
         return self
 
-    def assign(self, groups: Sequence[Group], context: CreditContext) -> list[Credit | None]:
-        return [self.assign_group(group, state_keys(group, self.similarity), context) for group in groups]
+    def of_group(self, group: Group, context: CreditContext) -> Credit | None:
+        return self.of_states(group, state_keys(group, self.similarity), context)
 
-    def assign_group(self, group: Group, keys: StateKeys, context: CreditContext) -> Credit | None:
+    def of_states(self, group: Group, keys: StateKeys, context: CreditContext) -> Credit | None:
         """The credit of one group whose states are known."""
         values = self._values(group, keys, context)
         found = [_differences(trajectory, own) for trajectory, own in zip(group, values, strict=True)]
         size = max((abs(plain_reward(each)) for each in group), default=0.0)
-        learns = VALUES in context.columns
         largest = max((abs(advantage) for own in found for advantage in own), default=0.0)
-        if largest <= SMALLEST_SPREAD * max(1.0, size):
-            if not learns:
-                return None
-            found = [(0.0,) * len(own) for own in found]
         repeated, later = repeated_states(keys)
         counts = {"states": float(later), "states_repeated": float(repeated)}
-        returns = monte_carlo_returns([returns_to_go(each) for each in group], group) if learns else None
-        return Credit(found, returns=returns, counts=counts)
+        return _with_returns(found if largest > SMALLEST_SPREAD * max(1.0, size) else None, group, context, counts)
 
     def _values(self, group: Group, keys: StateKeys, context: CreditContext) -> list[list[float]]:
         """V of each state of each rollout."""
@@ -643,13 +628,18 @@ def _differences(trajectory: Trajectory, values: list[float]) -> tuple[float, ..
 
 def _visits(orders: list[StateKeys], returns: list[list[float]]) -> MemoryTable:
     """By state, the number of rollouts that were in it, and the mean of their returns from their first visit on."""
-    found: dict[str, list[float]] = defaultdict(list)
-    for keys in orders:
-        for own, gains in zip(keys, returns, strict=True):
-            first = dict(zip(reversed(own), reversed(gains), strict=True))
-            for key, gain in first.items():
-                found[key].append(gain)
+    found = {key: list(own.values()) for keys in orders for key, own in first_visits(keys, returns).items()}
     return {key: [float(len(gains)), sum(gains) / len(gains)] for key, gains in found.items()}
+
+
+def _with_returns(
+    advantages: Advantages | None, group: Group, context: CreditContext, counts: Mapping[str, float]
+) -> Credit | None:
+    """The credit of a group; None where no call was better than another, unless a value head learns the returns."""
+    if VALUES not in context.columns:
+        return None if advantages is None else Credit(advantages, counts=counts)
+    returns = monte_carlo_returns([returns_to_go(each) for each in group], group)
+    return Credit(advantages or of_rollouts([0.0] * len(group), group), returns=returns, counts=counts)
 
 
 def _pooled(now: MemoryTable, earlier: Mapping[str, Sequence[float]], decay: float) -> MemoryTable:
@@ -693,18 +683,14 @@ class ValueCredit(CreditRule):
     min_group: ClassVar[int] = 1
     needs: ClassVar[frozenset[str]] = frozenset({VALUES})
     gives_returns: ClassVar[bool] = True
-    gamma: float = Field(default=1.0, ge=0, le=1)
+    gamma: Share = 1.0
     """What a reward one call later is worth."""
-    lam: float = Field(default=0.95, ge=0, le=1)
+    lam: Share = 0.95
     """How much of what lies behind the next call counts; 0: values alone, 1: rewards alone."""
-    token_lam: float = Field(default=1.0, ge=0, le=1)
+    token_lam: Share = 1.0
     """The same for the tokens of a call."""
 
-    def assign(self, groups: Sequence[Group], context: CreditContext) -> list[Credit | None]:
-        return [self.assign_group(group, context) for group in groups]
-
-    def assign_group(self, group: Group, context: CreditContext) -> Credit:
-        """The credit of one group."""
+    def of_group(self, group: Group, context: CreditContext) -> Credit:
         found = [self._rollout(trajectory, context) for trajectory in group]
         return Credit(
             [[advantage for advantage, _ in own] for own in found],
@@ -732,10 +718,6 @@ class ValueCredit(CreditRule):
         import numpy as np
 
         return np.array(discounted(np.append(values[1:], end)[: len(values)] - values, self.token_lam))
-
-
-Choice = Literal["state_value", "value", "uniform"]
-CHOICES: Mapping[Predictor, Choice] = MappingProxyType({"states": "state_value", "critic": "value"})
 
 
 @register
@@ -773,26 +755,22 @@ class HierarchicalCredit(CreditRule):
     type: Literal["hierarchical"] = "hierarchical"  # pyright: ignore[reportIncompatibleVariableOverride]
     uses: ClassVar[frozenset[str]] = frozenset({VALUES})
     gives_returns: ClassVar[bool] = True
-    repeated: float = Field(default=0.25, gt=0, le=1)
+    repeated: PositiveShare = 0.25
     """Without a value head: the share of repeated states from which on they decide."""
-    margin: float = Field(default=0.1, ge=0, lt=1)
+    margin: ShareBelowOne = 0.1
     """With a value head: how much smaller the error of state values has to be than that of the critic."""
-    evidence: float = Field(default=0.97, ge=0, lt=1)
+    evidence: ShareBelowOne = 0.97
     """What an error counts one group later; 0: the last group alone."""
-    similarity: float = Field(default=1.0, gt=0, le=1)
+    similarity: PositiveShare = 1.0
     """States are the same from this similarity of their observations on; 1: only equal ones."""
     history: int = Field(default=0, ge=0, le=8)
     """Number of earlier states that may have to be the same, too."""
-    pool: float | None = Field(default=None, ge=0, lt=1)
+    pool: ShareBelowOne | None = None
     """What a visit counts one group of the same task later. None: as in `state_value`."""
-    gamma: float = Field(default=1.0, ge=0, le=1)
+    gamma: Share = 1.0
     """Of `value`: what a reward one call later is worth."""
-    lam: float = Field(default=0.95, ge=0, le=1)
+    lam: Share = 0.95
     """Of `value`: how much of what lies behind the next call counts."""
-
-    def assign(self, groups: Sequence[Group], context: CreditContext) -> list[Credit | None]:
-        by_state, by_value = self.rules()
-        return [self._group(group, by_state, by_value, context) for group in groups]
 
     def rules(self) -> tuple[StateValueCredit, ValueCredit]:
         """The rules it chooses from."""
@@ -802,45 +780,32 @@ class HierarchicalCredit(CreditRule):
             ValueCredit(gamma=self.gamma, lam=self.lam),
         )
 
-    def _group(
-        self, group: Group, by_state: StateValueCredit, by_value: ValueCredit, context: CreditContext
-    ) -> Credit | None:
+    def of_group(self, group: Group, context: CreditContext) -> Credit | None:
+        by_state, by_value = self.rules()
         keys = state_keys(group, self.similarity)
         earlier = by_state.remembered(group, context)
         repeated, later = repeated_states(keys, earlier)
-        chosen: Choice = "state_value" if later and repeated >= self.repeated * later else "uniform"
+        chosen = "state_value" if later and repeated >= self.repeated * later else "uniform"
         counts = {"states": float(later), "states_repeated": float(repeated)}
         if VALUES in context.columns:
-            known = read_evidence(context.memory)
-            found = group_evidence(group, keys, _weighed(earlier, by_state.pool), _values(group, context))
-            write_evidence(context.memory, known.faded(self.evidence) + found)
-            if (better := known.better(self.margin)) is not None:
-                chosen = CHOICES[better]
-            counts |= _counts(found)
-        credit = self._credit(chosen, group, keys, by_state, by_value, context)
-        if repeated and chosen != "state_value":
-            by_state.remember(group, keys, context)
-        return None if credit is None else replace(credit, counts={**counts, f"hierarchical_{chosen}": 1.0})
-
-    def _credit(
-        self,
-        chosen: Choice,
-        group: Group,
-        keys: StateKeys,
-        by_state: StateValueCredit,
-        by_value: ValueCredit,
-        context: CreditContext,
-    ) -> Credit | None:
-        if chosen == "value":
-            return by_value.assign_group(group, context)
+            known = context.memory.read(TABLE).get(ROW, (0.0,) * len(EVIDENCE))
+            found = squared_errors(group, keys, _weighed(earlier, by_state.pool), _values(group, context))
+            faded = [self.evidence * before + now for before, now in zip(known, found, strict=True)]
+            context.memory.write(TABLE, {ROW: faded})
+            calls, _, by_states, by_critic = known
+            if calls:
+                chosen = "state_value" if by_states <= (1 - self.margin) * by_critic else "value"
+            counts |= dict(zip(EVIDENCE, found, strict=True))
         if chosen == "state_value":
-            return by_state.assign_group(group, keys, context)
-        credit = uniform_returns(group)
-        if VALUES not in context.columns:
-            return credit
-        returns = monte_carlo_returns([returns_to_go(each) for each in group], group)
-        nothing = [(0.0,) * len(each.transitions) for each in group]
-        return Credit(nothing, returns=returns) if credit is None else replace(credit, returns=returns)
+            credit = by_state.of_states(group, keys, context)
+        else:
+            if repeated:
+                by_state.remember(group, keys, context)
+            gains = standardised([sum(returns_to_go(each)[:1]) for each in group], divide=False)
+            uniform = None if gains is None else of_rollouts(gains, group)
+            value = chosen == "value"
+            credit = by_value.of_group(group, context) if value else _with_returns(uniform, group, context, {})
+        return None if credit is None else replace(credit, counts={**counts, f"hierarchical_{chosen}": 1.0})
 
 
 def _weighed(earlier: Mapping[str, Sequence[float]], pool: float) -> dict[str, tuple[float, float]]:
@@ -855,16 +820,3 @@ def _values(group: Group, context: CreditContext) -> list[list[float]]:
         own: list[Any] = [context.of_call(VALUES, call) for call in trajectory.transitions]
         found.append([float(each[0]) if len(each) else 0.0 for each in own])
     return found
-
-
-def _counts(found: Evidence) -> dict[str, float]:
-    names = ("evidence_calls", "evidence_mean", "evidence_states", "evidence_critic")
-    return dict(zip(names, found.numbers(), strict=True))
-
-
-def uniform_returns(group: Group) -> Credit | None:
-    """Every call of a rollout has its return, less the mean of the group's."""
-    gains = standardised([sum(returns_to_go(each)[:1]) for each in group], divide=False)
-    if gains is None:
-        return None
-    return Credit([(gain,) * len(each.transitions) for gain, each in zip(gains, group, strict=True)])

@@ -12,10 +12,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
-from agentlightning.credit.base import CreditMemory, Group, returns_to_go, step_reward
+from agentlightning.credit.base import Group, returns_to_go, step_reward
 from agentlightning.trajectory import Transition
 
 StateKeys = list[list[str]]
@@ -27,10 +26,9 @@ def state_keys(group: Group, similarity: float = 1.0) -> StateKeys:
     keys = [[f"{call.agent or ''}/{call.state}" for call in trajectory.transitions] for trajectory in group]
     if similarity >= 1.0:
         return keys
-    calls = [call for trajectory in group for call in trajectory.transitions]
-    merged = _merged(
-        Counter(key for own in keys for key in own), dict(zip(_flat(keys), calls, strict=True)), similarity
-    )
+    every = [key for own in keys for key in own]
+    calls = (call for trajectory in group for call in trajectory.transitions)
+    merged = _merged(Counter(every), dict(zip(every, calls, strict=True)), similarity)
     return [[merged[key] for key in own] for own in keys]
 
 
@@ -54,43 +52,28 @@ def repeated_states(keys: StateKeys, known: Container[str] = ()) -> tuple[int, i
     return sum(visitors[key] > 1 or key in known for key in later), len(later)
 
 
-def _flat(keys: StateKeys) -> list[str]:
-    return [key for own in keys for key in own]
-
-
-@dataclass(frozen=True, slots=True)
-class _Words:
-    agent: str | None
-    counts: Counter[str]
-    total: int
-
-    def similarity(self, other: _Words) -> float:
-        return 2 * (self.counts & other.counts).total() / max(1, self.total + other.total)
-
-
 def _merged(frequency: Counter[str], calls: Mapping[str, Transition], similarity: float) -> dict[str, str]:
     """By state, the one that stands for it. The order of rollouts makes no difference."""
     found: dict[str, str] = {}
-    kept: dict[str, _Words] = {}
+    kept: dict[str, tuple[str | None, Counter[str]]] = {}
     for key in sorted(frequency, key=lambda key: (-frequency[key], key)):
-        own = _words(calls[key])
-        alike = (name for name, words in kept.items() if words.agent == own.agent and _alike(own, words, similarity))
+        agent, own = calls[key].agent, _words(calls[key])
+        alike = (name for name, (other, words) in kept.items() if other == agent and _alike(own, words, similarity))
         found[key] = next(alike, key)
         if found[key] == key:
-            kept[key] = own
+            kept[key] = agent, own
     return found
 
 
-def _alike(left: _Words, right: _Words, similarity: float) -> bool:
-    bound = 2 * min(left.total, right.total) / max(1, left.total + right.total)
-    return bound >= similarity and left.similarity(right) >= similarity
+def _alike(left: Counter[str], right: Counter[str], similarity: float) -> bool:
+    sizes = left.total(), right.total()
+    total = max(1, sum(sizes))
+    return 2 * min(sizes) / total >= similarity and 2 * (left & right).total() / total >= similarity
 
 
-def _words(call: Transition) -> _Words:
+def _words(call: Transition) -> Counter[str]:
     observation = call.observation
-    words = json.dumps(_texts(observation)).split() if observation else map(str, call.prompt_token_ids)
-    counts = Counter(words)
-    return _Words(call.agent, counts, counts.total())
+    return Counter(json.dumps(_texts(observation)).split() if observation else map(str, call.prompt_token_ids))
 
 
 def _texts(value: Any) -> Any:
@@ -116,59 +99,22 @@ def _texts(value: Any) -> Any:
 # checkpoint has them. Choosing between predictions by their error on data that neither was fit to: Stone 1974,
 # "Cross-validatory choice and assessment of statistical predictions".
 
-Predictor: TypeAlias = Literal["states", "critic"]
-TABLE = "hierarchical/evidence"
-"""Its place in the memory. One table: a critic is one for all tasks."""
-ROW = "errors"
+EVIDENCE = ("evidence_calls", "evidence_mean", "evidence_states", "evidence_critic")
+"""The number of predictions, and the sum of the squared errors of each kind."""
+TABLE, ROW = "hierarchical/evidence", "errors"
+"""Their place in the memory. One table: a critic is one for all tasks."""
 SMALLEST = 1e-6
 """Visits that count for less are none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """Sums of squared errors, and the number of predictions that they are of."""
-
-    predictions: float = 0.0
-    mean: float = 0.0
-    states: float = 0.0
-    critic: float = 0.0
-
-    def __add__(self, other: Evidence) -> Evidence:
-        return Evidence(*(a + b for a, b in zip(self.numbers(), other.numbers(), strict=True)))
-
-    def faded(self, decay: float) -> Evidence:
-        """All sums multiplied by `decay`."""
-        return Evidence(*(decay * number for number in self.numbers()))
-
-    def numbers(self) -> list[float]:
-        return [getattr(self, each.name) for each in fields(self)]
-
-    def better(self, margin: float) -> Predictor | None:
-        """The prediction to use; None before there is any evidence. `states` where their error is at most that of the
-        critic less the share `margin`, else `critic`."""
-        if self.predictions <= 0:
-            return None
-        return "states" if self.states <= (1 - margin) * self.critic else "critic"
-
-
-def read_evidence(memory: CreditMemory) -> Evidence:
-    """What earlier groups have shown."""
-    row = memory.read(TABLE).get(ROW)
-    return Evidence() if row is None else Evidence(*row)
-
-
-def write_evidence(memory: CreditMemory, evidence: Evidence) -> None:
-    memory.write(TABLE, {ROW: evidence.numbers()})
-
-
-def group_evidence(
+def squared_errors(
     group: Group, keys: StateKeys, earlier: Mapping[str, Sequence[float]], values: Sequence[Sequence[float]]
-) -> Evidence:
-    """The errors of a group. `earlier`: by state, what the visits of earlier groups count for and their mean return;
+) -> list[float]:
+    """`EVIDENCE` of a group. `earlier`: by state, what the visits of earlier groups count for and their mean return;
     `values`: the critic's, of each call."""
     returns = [returns_to_go(trajectory) for trajectory in group]
-    visits = _visits(keys, returns)
-    found = Evidence()
+    visits = first_visits(keys, returns)
+    found = [0.0] * len(EVIDENCE)
     for i, trajectory in enumerate(group):
         others = [own[0] for j, own in enumerate(returns) if j != i and own]
         if not others:
@@ -179,12 +125,13 @@ def group_evidence(
                 key, gain = keys[i][t], returns[i][t]
                 by_state = _without(i, visits[key], earlier.get(key, (0.0, 0.0)))
                 states = mean if by_state is None else by_state
-                found += Evidence(1.0, (gain - mean) ** 2, (gain - states) ** 2, (gain - values[i][t]) ** 2)
+                errors = (1.0, (gain - mean) ** 2, (gain - states) ** 2, (gain - values[i][t]) ** 2)
+                found = [a + b for a, b in zip(found, errors, strict=True)]
             mean -= step_reward(call)
     return found
 
 
-def _visits(keys: StateKeys, returns: Sequence[Sequence[float]]) -> dict[str, dict[int, float]]:
+def first_visits(keys: StateKeys, returns: Sequence[Sequence[float]]) -> dict[str, dict[int, float]]:
     """By state, by rollout, the return from its first visit on."""
     found: dict[str, dict[int, float]] = {}
     for i, (own, gains) in enumerate(zip(keys, returns, strict=True)):

@@ -18,7 +18,7 @@ from agentlightning.credit.base import Credit, CreditContext, CreditRule, by_nod
 from agentlightning.credit.normalization import Aggregate, Totals, normalizer, sample_share, token_share
 from agentlightning.credit.rejection import Rejection, rejection, without_reward
 from agentlightning.errors import RewardError, UnfaithfulSampleError
-from agentlightning.trajectory import TokenTree, TrainingSample, Trajectory, Transition
+from agentlightning.trajectory import CallId, TokenTree, TrainingSample, Trajectory, Transition
 
 UNRECORDED: Final = (
     ". With top_p and top_k a call can be trained if the tokens kept at each position were recorded: the policy's own "
@@ -72,7 +72,7 @@ class CreditedGroup:
     """A group that teaches something."""
 
     tree: TokenTree
-    calls: dict[tuple[str, str], CreditedCall] = field(default_factory=dict[tuple[str, str], CreditedCall])
+    calls: dict[CallId, CreditedCall] = field(default_factory=dict[CallId, CreditedCall])
     """By (rollout_id, span_id), those that are trained."""
     tokens: Counter[str] = field(default_factory=Counter[str])
     """Trained tokens by rollout_id."""
@@ -195,13 +195,13 @@ def _credit_group(
     """What a group teaches, by what is trained; empty where it teaches nothing."""
     found: dict[str, CreditedGroup] = {}
     shared = shared_calls(group)
-    repeated: dict[tuple[str, str], list[CreditedCall]] = {}
+    repeated: dict[CallId, list[CreditedCall]] = {}
     for call, *numbers in credit.of_calls(group):
         name = OWN if trains is None else trains(call)
         if name is None or not is_target(call.agent, target_agent):
             continue
         _refuse_unfaithful(call)
-        key, own = (call.rollout_id, call.span_id), CreditedCall(*numbers, tokens=len(call.response_token_ids))
+        key, own = call.call_id, CreditedCall(*numbers, tokens=len(call.response_token_ids))
         if key in shared:
             repeated.setdefault(shared[key], []).append(own)
             continue
@@ -241,16 +241,16 @@ def _sample(
     aggregate: Aggregate,
     batch: Totals,
     name: str,
-    values: Mapping[tuple[str, str], Any] | None,
+    values: Mapping[CallId, Any] | None,
 ) -> TrainingSample:
     import numpy as np  # Here, because a machine that only serves or runs agents need not have it.
 
-    def column(number: Callable[[tuple[str, str], CreditedCall], Any]) -> list[Any]:
+    def column(number: Callable[[CallId, CreditedCall], Any]) -> list[Any]:
         calls = {key: call for key, call in group.calls.items() if call.tokens}
         own = {key: np.full(call.tokens, number(key, call), np.float32) for key, call in calls.items()}
         return by_node(group.tree, own)
 
-    def weight(key: tuple[str, str], call: CreditedCall) -> Any:
+    def weight(key: CallId, call: CreditedCall) -> Any:
         return np.asarray(call.weight, np.float32) * token_share(aggregate, batch, group.tokens[key[0]])
 
     columns = {"advantages": column(lambda _, call: call.advantage), "weights": column(weight)}

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import cache
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import httpx
@@ -76,13 +77,36 @@ def check_at_least(least: float, **values: float) -> None:
             raise ConfigError(f"{name}={value} is too small; use at least {least:g}")
 
 
+def last_object(text: str, key: str) -> Mapping[str, Any] | None:
+    """The last JSON object in a text that has a key; None where there is none.
+
+    >>> last_object('Good. {"score": 1} or better {"score": 2, "why": "{}"}.', "score")
+    {'score': 2, 'why': '{}'}
+    """
+    decoder, found, place = json.JSONDecoder(), None, text.find("{")
+    while place >= 0:
+        try:
+            value, end = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            end = place + 1
+        else:
+            if isinstance(value, dict) and key in value:
+                found = cast("Mapping[str, Any]", value)
+        place = text.find("{", end)
+    return found
+
+
 async def post_json(
-    url: str, body: Any, *, headers: Mapping[str, str], timeout: float, retries: int, backoff: float, source: str
+    url: str, body: Any, *, key_variable: str | None, timeout: float, retries: int, backoff: float, source: str
 ) -> Any:
-    """The JSON that a service answers. Waits backoff, 2 backoff, 4 backoff ... seconds between tries, or as long as the
-    service asks for; each try has `timeout` seconds from its start to the last byte of the answer. Raises
-    MissingRewardError if the last try times out, RewardServiceError for any other failure."""
+    """The JSON that a service answers, which is sent the bearer token that an environment variable holds.
+
+    Waits backoff, 2 backoff, 4 backoff ... seconds between tries, or as long as the service asks for; each try has
+    `timeout` seconds from its start to the last byte of the answer. Raises MissingRewardError if the last try times
+    out, RewardServiceError for any other failure."""
     failure: MissingRewardError | RewardServiceError | None = None
+    key = os.environ.get(key_variable) if key_variable else None
+    headers = {"authorization": f"Bearer {key}"} if key else {}
     for attempt in range(retries + 1):
         wait = backoff * 2**attempt * random.uniform(0.5, 1.0)
         try:
@@ -90,7 +114,7 @@ async def post_json(
             async with (
                 asyncio.timeout(timeout),
                 httpx.AsyncClient(timeout=timeout, verify=_tls()) as client,
-                client.stream("POST", url, json=body, headers=dict(headers)) as reply,
+                client.stream("POST", url, json=body, headers=headers) as reply,
             ):
                 text = await _text(reply, source)
         except (httpx.TimeoutException, TimeoutError):

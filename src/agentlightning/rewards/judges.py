@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, cast
 
 from agentlightning.errors import ConfigError, MissingRewardError, RewardError, RewardServiceError
-from agentlightning.rewards.base import SHOWN, PerLoop, Portable, check_at_least, check_url, post_json
+from agentlightning.rewards.base import SHOWN, PerLoop, Portable, check_at_least, check_url, last_object, post_json
 
 # -- chat ------------------------------------------------------------------------------------------------------------
 
@@ -59,7 +58,6 @@ class ChatJudge(Portable):
 
     async def _ask(self, system: str, user: str) -> str:
         """The text of the answer. Raises MissingRewardError and RewardServiceError."""
-        key = os.environ.get(self.key_variable)
         body = {
             "model": self.model,
             "temperature": self.temperature,
@@ -70,7 +68,7 @@ class ChatJudge(Portable):
             found = await post_json(
                 f"{self.base_url.rstrip('/')}/chat/completions",
                 body,
-                headers={"Authorization": f"Bearer {key}"} if key else {},
+                key_variable=self.key_variable,
                 timeout=self.timeout,
                 retries=self.retries,
                 backoff=self.backoff,
@@ -93,25 +91,6 @@ class ChatJudge(Portable):
         raise MissingRewardError(
             f"the judge {self.model} gave no {what} in {self.retries + 1} answers; the last one: {answer[-SHOWN:]!r}"
         )
-
-
-def last_object(text: str, key: str) -> Mapping[str, Any] | None:
-    """The last JSON object in a text that has a key; None where there is none.
-
-    >>> last_object('Good. {"score": 1} or better {"score": 2, "why": "{}"}.', "score")
-    {'score': 2, 'why': '{}'}
-    """
-    decoder, found, place = json.JSONDecoder(), None, text.find("{")
-    while place >= 0:
-        try:
-            value, end = decoder.raw_decode(text, place)
-        except (ValueError, RecursionError):
-            end = place + 1
-        else:
-            if isinstance(value, dict) and key in value:
-                found = cast("Mapping[str, Any]", value)
-        place = text.find("{", end)
-    return found
 
 
 def shown(value: Any) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -132,7 +131,7 @@ class RemoteReward(Portable):
         found = await post_json(
             self.url,
             body,
-            headers=self._headers,
+            key_variable=self.token_variable,
             timeout=self.timeout,
             retries=self.retries,
             backoff=self.backoff,
@@ -145,11 +144,6 @@ class RemoteReward(Portable):
                 f' {{"rewards": [...]}} with {len(items)} rewards was expected, in the order of the items'
             )
         return cast("list[Any]", rewards)
-
-    @property
-    def _headers(self) -> dict[str, str]:
-        token = os.environ.get(self.token_variable) if self.token_variable else None
-        return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 _ANY = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY

@@ -16,10 +16,9 @@ from typing import Any, Final, cast
 
 import orjson
 
-from agentlightning.chat.base import ChatFormat, Message, ParsedMessage
+from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.tool_calls import HERMES
 from agentlightning.chat.tool_calls.format import CallFormat, Tools
-from agentlightning.chat.tool_calls.template_probe import parse_answer
 from agentlightning.engine.base import ConstraintKind, FinishReason, Sample, SamplingParams
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 
@@ -36,7 +35,7 @@ class ByteChatFormat(ChatFormat):
     def render(
         self,
         messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] | None = None,
+        tools: Tools = None,
         add_generation_prompt: bool = True,
     ) -> str:
         listed = f"<|im_start|>system\n{_json(list(tools))}<|im_end|>\n" if tools else ""
@@ -50,9 +49,6 @@ class ByteChatFormat(ChatFormat):
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         data = b"".join(_token_bytes(token, skip_special_tokens) for token in token_ids)
         return data.decode("utf-8", errors="replace")
-
-    def parse(self, text: str, tools: Tools = None) -> ParsedMessage:
-        return parse_answer(self.tool_calls, text, tools)
 
 
 class ScriptedEngine:

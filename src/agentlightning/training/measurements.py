@@ -6,13 +6,13 @@ import math
 import statistics
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from agentlightning.algorithms.training import Collected, RolloutReport
 from agentlightning.config import EvaluationConfig
-from agentlightning.credit import rejection as rejections
 from agentlightning.credit.agent_rewards import team_reward, team_score
-from agentlightning.credit.rejection import Rejection, describe_reasons, rejection
+from agentlightning.credit.assignment import unrewarded
+from agentlightning.credit.rejection import describe_reasons
 from agentlightning.errors import RewardError
 from agentlightning.evaluation.evaluation import WITHOUT_REWARD, Evaluation, comparable_scores
 from agentlightning.rollouts import RolloutMode
@@ -22,7 +22,7 @@ from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan, describe_failure
 from agentlightning.training.sources.transcripts import read_recordings
-from agentlightning.trajectory import Trajectory
+from agentlightning.trajectory import RewardWeights
 
 # -- evaluate tasks --------------------------------------------------------------------------------------------------
 
@@ -43,7 +43,7 @@ async def evaluate_tasks(
     mode: RolloutMode = "val",
     repeats: int = 1,
     rollout_ids: Sequence[str] | None = None,
-    reward_weights: Mapping[str, float] | None = None,
+    reward_weights: RewardWeights = None,
     max_failed_share: float | None = None,
     require_reward: bool = False,
     scores: Scores | None = None,
@@ -69,7 +69,7 @@ async def evaluate_tasks(
         plans,
         resources_id=resources_id,
         mode=mode,
-        check=None if scores is not None else lambda trajectories: without_reward(trajectories, reward_weights),
+        check=None if scores is not None else lambda trajectories: unrewarded(trajectories, reward_weights, NO_REWARD),
         max_failed_share=max_failed_share,
         max_rejected_share=1.0,
         on_progress=on_progress,
@@ -95,18 +95,7 @@ async def evaluate_tasks(
     )
 
 
-def without_reward(trajectories: Sequence[Trajectory], weights: Mapping[str, float] | None) -> list[Rejection]:
-    """The rollouts without a reward that is, or can be made, one number."""
-    found: list[Rejection] = []
-    for each in trajectories:
-        try:
-            reward = team_score(each, weights)
-        except RewardError as error:
-            found.append(rejection(each.rollout_id, error))
-        else:
-            if reward is None:
-                found.append(rejections.without_reward(each, f"it has no reward: {WITHOUT_REWARD}"))
-    return found
+NO_REWARD: Final = f"it has no reward: {WITHOUT_REWARD}"
 
 
 @dataclass(slots=True)
@@ -117,7 +106,7 @@ class Measurements:
     publisher: ResourcePublisher
     tasks: Tasks
     config: EvaluationConfig
-    reward_weights: Mapping[str, float] | None
+    reward_weights: RewardWeights
     validates: bool = True
     """False: the algorithm chooses its result on the validation tasks itself."""
 
@@ -251,7 +240,7 @@ async def run_trials(
     label: str,
     tasks: Mapping[str, Any],
     resources_id: str,
-    reward_weights: Mapping[str, float] | None,
+    reward_weights: RewardWeights,
     metadata: Mapping[str, Any] | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> tuple[Collected, list[RolloutReport]]:
@@ -260,7 +249,7 @@ async def run_trials(
     collected = await collector.collect(
         plans,
         resources_id=resources_id,
-        check=lambda trajectories: without_reward(trajectories, reward_weights),
+        check=lambda trajectories: unrewarded(trajectories, reward_weights, NO_REWARD),
         max_failed_share=1.0,
         on_progress=on_progress,
     )

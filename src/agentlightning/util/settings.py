@@ -39,6 +39,10 @@ _ITEM = "*"
 """Stands for the index of a list item in the name of a setting."""
 
 
+AtLeastOne = Annotated[int, Field(ge=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+
+
 class Section(BaseModel):
     """The base of sections of settings: unknown keys are refused, values do not change."""
 

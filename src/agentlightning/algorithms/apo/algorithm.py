@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import Any, ClassVar, Final, Self
 
 from agentlightning.algorithms.apo.beam import BeamSearch
 from agentlightning.algorithms.apo.config import (
@@ -89,7 +89,13 @@ class APO(Algorithm[APOConfig]):
         given: dict[str, Any] = dict(settings)
         for name in given.keys() & GONE.keys():
             raise ConfigError(f"{name} is no setting here: {GONE[name]}")
-        given |= _models(given, config, gradient_model, apply_edit_model, diversity_temperature)
+        for part, model in (("critic", gradient_model), ("editor", apply_edit_model)):
+            own: Any = given.get(part, getattr(config, part, None))
+            changes: dict[str, Any] = {} if model is None else {"model": model}
+            if diversity_temperature is not None and (part == "critic" or changes or own is not None):
+                changes["temperature"] = diversity_temperature
+            if changes:
+                given[part] = (own.model_dump() if isinstance(own, PromptModel) else dict(own or {})) | changes
         beam = {name: given.pop(name) for name in BEAM if name in given}
         if beam:
             given = {"search": "beam", **given, "beam": {**dict(given.get("beam") or {}), **beam}}
@@ -195,8 +201,7 @@ class APO(Algorithm[APOConfig]):
         for reason, message in context.first.items():
             training.warn(f"apo_{reason}", f"{context.counts[reason]} edits were rejected; the first: {message}")
         if context.writer.skips:
-            counted = ", ".join(f"{count} {name}" for name, count in context.writer.skips.items())
-            training.warn("apo_skips", f"replies of critic and editor that could not be used: {counted}")
+            training.warn("apo_skips", f"replies of critic and editor that could not be used: {context.writer.skipped}")
 
     def _templates(self, training: Training) -> dict[str, PromptTemplate]:
         """The templates to optimise. Raises ConfigError where there are none, or an engine cannot read one."""
@@ -256,24 +261,3 @@ class APO(Algorithm[APOConfig]):
             search.end(learned["ended"], budget=learned["for_budget"])
             if learned["for_budget"] and context.spending.exhausted() is None:
                 search.reopen()
-
-
-def _models(
-    given: Mapping[str, Any],
-    config: APOConfig | None,
-    critic: str | None,
-    editor: str | None,
-    temperature: float | None,
-) -> dict[str, Any]:
-    """The settings of critic and editor with what the names of 0.x say."""
-    found: dict[str, Any] = {}
-    known: dict[Literal["critic", "editor"], str | None] = {"critic": critic, "editor": editor}
-    for part, model in known.items():
-        own = given.get(part, None if config is None else getattr(config, part))
-        changes: dict[str, Any] = {} if model is None else {"model": model}
-        if temperature is not None and (part == "critic" or model is not None or own is not None):
-            changes["temperature"] = temperature
-        if changes:
-            table = own.model_dump() if isinstance(own, PromptModel) else dict(own or {})
-            found[part] = table | changes
-    return found

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 from agentlightning.algorithms.base import AlgorithmConfig
 from agentlightning.errors import ConfigError
-from agentlightning.util.settings import Section
+from agentlightning.util.settings import AtLeastOne, Section
 
 SearchName = Literal["reflective", "gepa", "beam"]
 
@@ -32,15 +32,15 @@ class PromptModel(Section):
     """The environment variable that holds the key."""
     path: str | None = None
     """A local model instead of an endpoint, named as in `PolicyConfig.model`. Needs the extra `train`."""
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: NonNegativeFloat = 1.0
     """Sampling temperature: variety among the edits."""
-    max_tokens: int = Field(default=2048, ge=1)
+    max_tokens: AtLeastOne = 2048
     """Tokens that a reply may have."""
-    timeout_seconds: float = Field(default=120.0, gt=0)
+    timeout_seconds: PositiveFloat = 120.0
     """A reply that takes longer is given up, counted, and asked for again later."""
-    input_price: float = Field(default=0.0, ge=0)
+    input_price: NonNegativeFloat = 0.0
     """The price of a million tokens read, for `budget.money`."""
-    output_price: float = Field(default=0.0, ge=0)
+    output_price: NonNegativeFloat = 0.0
     """The price of a million tokens written, for `budget.money`."""
 
 
@@ -51,18 +51,18 @@ class SearchBudget(Section):
     100
     """
 
-    calls: int | None = Field(default=400, ge=1)
+    calls: AtLeastOne | None = 400
     """Evaluations: rollouts of the agent, those of the validation tasks included."""
-    tokens: int | None = Field(default=None, ge=1)
+    tokens: AtLeastOne | None = None
     """Tokens, read and written, of the critic, the editor, and the agent's recorded calls."""
-    money: float | None = Field(default=None, gt=0)
+    money: PositiveFloat | None = None
     """Cost of critic and editor by their prices (`input_price`, `output_price`), and of the agent's recorded calls by
     those of `gateway.providers` and `gateway.routes`, in US dollars, or by `agent_*` where these have none."""
-    seconds: float | None = Field(default=None, gt=0)
+    seconds: PositiveFloat | None = None
     """Time since the search began, interruptions excluded."""
-    agent_input_price: float = Field(default=0.0, ge=0)
+    agent_input_price: NonNegativeFloat = 0.0
     """The price of a million tokens that the agent's model reads, where the gateway has none."""
-    agent_output_price: float = Field(default=0.0, ge=0)
+    agent_output_price: NonNegativeFloat = 0.0
     """The price of a million tokens that the agent's model writes, where the gateway has none."""
 
 
@@ -73,15 +73,15 @@ class BeamSearchConfig(Section):
     4
     """
 
-    beam_width: int = Field(default=4, ge=1)
+    beam_width: AtLeastOne = 4
     """Prompts that survive a round."""
-    branch_factor: int = Field(default=4, ge=1)
+    branch_factor: AtLeastOne = 4
     """Children of each prompt of the beam."""
-    beam_rounds: int = Field(default=3, ge=1)
+    beam_rounds: AtLeastOne = 3
     """Rounds."""
-    gradient_batch_size: int = Field(default=4, ge=1)
+    gradient_batch_size: AtLeastOne = 4
     """Rollouts that the critic reads for each child."""
-    val_batch_size: int = Field(default=16, ge=1)
+    val_batch_size: AtLeastOne = 16
     """Validation tasks that each round's prompts are scored on."""
     run_initial_validation: bool = True
     """Whether the starting prompt is scored before the first round."""
@@ -94,14 +94,10 @@ class GepaSearchConfig(Section):
     3
     """
 
-    minibatch: int = Field(default=3, ge=1)
+    minibatch: AtLeastOne = 3
     """Tasks that a child and its parent are compared on."""
-    validation_tasks: int | None = Field(default=20, ge=1)
+    validation_tasks: AtLeastOne | None = 20
     """Validation tasks that every accepted child runs on. None: all."""
-    candidate_selection: Literal["pareto", "current_best", "epsilon_greedy"] = "pareto"
-    """How a parent is chosen."""
-    use_merge: bool = False
-    """Whether candidates are also merged."""
 
 
 class APOConfig(AlgorithmConfig):
@@ -127,25 +123,25 @@ class APOConfig(AlgorithmConfig):
     """The model that writes the change. None: the critic."""
     budget: SearchBudget = Field(default_factory=SearchBudget)
     """What the search may spend."""
-    rounds: int = Field(default=1000, ge=1)
+    rounds: AtLeastOne = 1000
     """The most edits that are proposed; the budget ends most searches earlier."""
-    patience: int = Field(default=60, ge=1)
+    patience: AtLeastOne = 60
     """reflective: the search ends after so many proposals in a row of which none was accepted."""
-    success: float = Field(default=1.0, allow_inf_nan=False)
+    success: FiniteFloat = 1.0
     """A rollout with a lower reward is a failure, which the critic reads."""
-    reflection_size: int = Field(default=2, ge=1)
+    reflection_size: AtLeastOne = 2
     """reflective: failures that the critic reads, and that its child first runs on."""
-    guards: int = Field(default=2, ge=0)
+    guards: NonNegativeInt = 2
     """reflective: recorded successes of the parent that a child must keep."""
-    pool: int = Field(default=4, ge=1)
+    pool: AtLeastOne = 4
     """reflective: candidates that are kept to go on from."""
-    finalists: int = Field(default=2, ge=1)
+    finalists: AtLeastOne = 2
     """reflective: candidates that the validation tasks decide between."""
     alpha: float = Field(default=0.05, gt=0, lt=1)
     """reflective: the error probability of that decision."""
-    max_edits: int = Field(default=3, ge=1)
+    max_edits: AtLeastOne = 3
     """Edits of one proposal; further ones are left out and counted."""
-    max_edit_chars: int = Field(default=2000, ge=1)
+    max_edit_chars: AtLeastOne = 2000
     """Characters of one edit; a longer one is rejected and counted."""
     max_transcript_chars: int = Field(default=4000, ge=100)
     """Characters that the critic is shown of each rollout."""

@@ -82,8 +82,6 @@ class GepaSearch(Search):
                 adapter=self,
                 reflection_lm=self.reflect,
                 reflection_minibatch_size=config.gepa.minibatch,
-                candidate_selection_strategy=config.gepa.candidate_selection,
-                use_merge=config.gepa.use_merge,
                 perfect_score=config.success,
                 stop_callbacks=self._stops,
                 logger=_Silent(),

@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, Final, Literal, NamedTuple, cast
 
 import orjson
 from pydantic import TypeAdapter
@@ -39,11 +39,8 @@ from agentlightning.algorithms.apo.text import (
 from agentlightning.algorithms.training import RolloutReport, Training
 from agentlightning.assemble import calls, steps
 from agentlightning.errors import (
-    AgentLightningError,
     ConfigError,
     MissingRewardError,
-    PolicyError,
-    RewardServiceError,
     TrainingStopped,
 )
 from agentlightning.resources import PromptTemplate
@@ -61,16 +58,11 @@ RETRIES: Final = 2
 BACKOFF_SECONDS: Final = 0.5
 
 
-class ModelError(AgentLightningError):
+class ModelError(ReplyError):
     """A model gave no reply. `reason`: timeout or failed."""
 
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
-
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(NamedTuple):
     """A reply, and the tokens it took."""
 
     text: str
@@ -86,8 +78,6 @@ class LanguageModel:
 
     settings: PromptModel
     send: Callable[[PromptModel, list[Message]], Awaitable[Completion]]
-    failures: tuple[type[Exception], ...] = (RewardServiceError, LookupError, TypeError, AttributeError)
-    """What `send` raises where there is no reply."""
 
     async def complete(self, messages: Sequence[Message]) -> Completion:
         """Raises ModelError where there is no reply in time, ConfigError for a rejected key or model."""
@@ -98,7 +88,7 @@ class LanguageModel:
         except (TimeoutError, MissingRewardError) as error:
             text = f"{name} gave no reply within {settings.timeout_seconds:g} s"
             raise ModelError("timeout", text) from error
-        except self.failures as error:
+        except Exception as error:  # The boundary of the model, which may be a client of the user's.
             if getattr(error, "status", None) in (401, 403, 404):
                 raise ConfigError(
                     f"{error}; set its model and base_url, and the key in {settings.api_key_env}, or api_key_env"
@@ -110,24 +100,17 @@ class LanguageModel:
 async def ask_endpoint(settings: PromptModel, messages: list[Message]) -> Completion:
     """The reply of a model behind an OpenAI-compatible endpoint."""
     url = (settings.base_url or os.environ.get("OPENAI_BASE_URL") or DEFAULT_URL).rstrip("/")
-    key = os.environ.get(settings.api_key_env)
     body = {"model": settings.model, "messages": messages, "temperature": settings.temperature}
     reply = await post_json(
         f"{url}/chat/completions",
         body | {"max_tokens": settings.max_tokens},
-        headers={"authorization": f"Bearer {key}"} if key else {},
+        key_variable=settings.api_key_env,
         timeout=settings.timeout_seconds,
         retries=RETRIES,
         backoff=BACKOFF_SECONDS,
         source=f"the model {settings.model!r}",
     )
-    choice, usage = reply["choices"][0], reply.get("usage") or {}
-    return Completion(
-        choice["message"].get("content") or "",
-        int(usage.get("prompt_tokens") or 0),
-        int(usage.get("completion_tokens") or 0),
-        choice.get("finish_reason") == "length",
-    )
+    return _completion(reply)
 
 
 async def ask_client(client: Any, settings: PromptModel, messages: list[Message]) -> Completion:
@@ -135,13 +118,19 @@ async def ask_client(client: Any, settings: PromptModel, messages: list[Message]
     reply = await client.chat.completions.create(
         model=settings.model, messages=messages, temperature=settings.temperature
     )
-    usage, choice = getattr(reply, "usage", None), reply.choices[0]
-    return Completion(
-        choice.message.content or "",
-        int(getattr(usage, "prompt_tokens", 0) or 0),
-        int(getattr(usage, "completion_tokens", 0) or 0),
-        getattr(choice, "finish_reason", None) == "length",
-    )
+    return _completion(reply)
+
+
+def _completion(reply: Any) -> Completion:
+    """A chat completion, in JSON or as an object of a client."""
+
+    def read(value: Any, name: str) -> Any:
+        return value.get(name) if isinstance(value, dict) else getattr(value, name, None)
+
+    choice, usage = read(reply, "choices")[0], read(reply, "usage")
+    tokens = (int(read(usage, name) or 0) for name in ("prompt_tokens", "completion_tokens"))
+    message = read(choice, "message")
+    return Completion(read(message, "content") or "", *tokens, truncated=read(choice, "finish_reason") == "length")
 
 
 async def ask_engine(engine: Any, settings: PromptModel, messages: list[Message]) -> Completion:
@@ -167,11 +156,11 @@ async def open_model(
 
         policy = await open_frozen(part, settings.path)
         stack.push_async_callback(policy.close)
-        return LanguageModel(settings, partial(ask_engine, policy), (PolicyError,))
+        return LanguageModel(settings, partial(ask_engine, policy))
     if not settings.model:
         raise ConfigError(f"algorithm.{part} names no model; set its model (and base_url), or its path")
     if client is not None:
-        return LanguageModel(settings, partial(ask_client, client), (Exception,))
+        return LanguageModel(settings, partial(ask_client, client))
     return LanguageModel(settings, ask_endpoint)
 
 
@@ -202,15 +191,6 @@ class Outcome(NamedTuple):
     """The rollout as the critic reads it."""
     tokens: int = 0
     money: float = 0.0
-
-
-class Evaluator(Protocol):
-    """Runs the agent with a candidate."""
-
-    async def evaluate(self, texts: Texts, trials: Sequence[Trial], parent: str | None) -> list[Outcome]:
-        """One rollout for each trial, in their order; they run at the same time. `parent`: the digest of the candidate
-        that this one was made from."""
-        ...
 
 
 # -- transcript ------------------------------------------------------------------------------------------------------
@@ -289,7 +269,7 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RunEvaluator:
-    """Implements `Evaluator` with the rollouts of a training run."""
+    """Runs the agent of a training run with candidates."""
 
     training: Training
     start: Mapping[str, PromptTemplate]
@@ -297,6 +277,8 @@ class RunEvaluator:
     """With the prices of the agent's calls."""
 
     async def evaluate(self, texts: Texts, trials: Sequence[Trial], parent: str | None) -> list[Outcome]:
+        """One rollout for each trial, in their order; they run at the same time. `parent`: the digest of the candidate
+        that this one was made from."""
         splits = {"train": self.training.train_tasks, "validation": self.training.validation_tasks}
         names = [f"{digest(texts)}-{each.split}{each.task:05d}-{each.repeat}" for each in trials]
         tasks = dict(zip(names, (splits[each.split][each.task] for each in trials), strict=True))
@@ -353,8 +335,7 @@ EDITOR_TASK: Final = (
 _COUNTER = re.compile(r"^\W*(HELPFUL|HARMFUL)\b(.*)$", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class Critique:
+class Critique(NamedTuple):
     """What the critic says, and the items of playbooks that it counts as helpful or harmful, by line number."""
 
     text: str
@@ -373,7 +354,7 @@ class Writer:
     max_transcript_chars: int
     skips: Counter[str] = field(default_factory=Counter[str])
     """Replies that could not be used, by reason."""
-    _in_a_row: Counter[str] = field(default_factory=Counter[str])
+    in_a_row: Counter[str] = field(default_factory=Counter[str])
     """By part, critic or editor: its unusable replies since the last one that was of use."""
     _first: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -392,7 +373,7 @@ class Writer:
             return self.skip("critic", "critic_over_long", f"the critic wrote {len(text)} characters, or was cut off")
         if not re.search(r"\w+\W+\w+", text):
             return self.skip("critic", "critic_nonsense", f"the critic said {text[:100]!r}, which is no advice")
-        self._in_a_row["critic"] = 0
+        self.in_a_row["critic"] = 0
         helpful, harmful = (_numbers(text, word) for word in ("HELPFUL", "HARMFUL"))
         return Critique(_COUNTER.sub("", text).strip(), helpful, harmful)
 
@@ -424,24 +405,20 @@ class Writer:
             return self.skip(part, f"{part}_empty", f"the {part}'s reply is empty")
         return reply
 
-    def accept(self) -> None:
-        """An edit could be used: the editor is of use."""
-        self._in_a_row["editor"] = 0
-
-    def refuse(self, error: ReplyError, reply: str) -> None:
-        """Count a reply of the editor that cannot be used."""
-        self.skip("editor", error.reason, f"{error}; the editor said {reply[:200]!r}")
+    @property
+    def skipped(self) -> str:
+        """How many replies could not be used, by reason."""
+        return ", ".join(f"{count} {name}" for name, count in self.skips.items())
 
     def skip(self, part: str, reason: str, message: str) -> None:
         """Count a skipped reply. Raises TrainingStopped after too many of critic or editor in a row."""
         self.skips[reason] += 1
-        if not self._in_a_row[part]:
+        if not self.in_a_row[part]:
             self._first[part] = message
-        self._in_a_row[part] += 1
-        if self._in_a_row[part] >= MAX_SKIPS:
-            counted = ", ".join(f"{count} {name}" for name, count in self.skips.items())
+        self.in_a_row[part] += 1
+        if self.in_a_row[part] >= MAX_SKIPS:
             raise TrainingStopped(
-                f"{MAX_SKIPS} replies of the {part} in a row could not be used ({counted}). The first: "
+                f"{MAX_SKIPS} replies of the {part} in a row could not be used ({self.skipped}). The first: "
                 f"{self._first[part]}. Use another model (algorithm.{part}), or raise its max_tokens or timeout_seconds"
                 "; the run can be resumed"
             )
@@ -483,7 +460,7 @@ class SearchContext:
     """The templates to begin with."""
     train_tasks: int
     validation_tasks: int
-    evaluator: Evaluator
+    evaluator: RunEvaluator
     writer: Writer
     spending: Spending
     counts: Counter[str] = field(default_factory=Counter[str])
@@ -558,9 +535,9 @@ class SearchContext:
                 raise self.refused(error) from None
             self.check(child)
         except ReplyError as error:
-            self.writer.refuse(error, reply)
+            self.writer.skip("editor", error.reason, f"{error}; the editor said {reply[:200]!r}")
             return None
-        self.writer.accept()
+        self.writer.in_a_row["editor"] = 0
         if child == parent:
             self.counts["unchanged"] += 1
             return None
@@ -611,10 +588,9 @@ class Search(ABC):
         """Continue from what `state_dict` returned."""
         for name, kind in self.learned.items():
             setattr(self, name, TypeAdapter(kind).validate_python(state[name]))
-        if "random" in state:  # A gepa search of an earlier version kept none.
-            version, internal, gauss = state["random"]
-            self.random.setstate((version, tuple(internal), gauss))
-            self.context.playbook.counts = {item: list(counts) for item, counts in state["playbook"]["counts"].items()}
+        version, internal, gauss = state["random"]
+        self.random.setstate((version, tuple(internal), gauss))
+        self.context.playbook.counts = {item: list(counts) for item, counts in state["playbook"]["counts"].items()}
 
     def reopen(self) -> None:
         """Go on with a search that ended, because its budget has grown."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
@@ -14,6 +12,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentlightning.resources import PromptTemplate, f_string_fields
+from agentlightning.rewards.base import last_object
 
 Texts: TypeAlias = Mapping[str, str]
 """A candidate: one text for each resource that is optimised, by the name of the resource."""
@@ -126,8 +125,7 @@ def read_edits(reply: str, max_edits: int, max_chars: int) -> tuple[list[Edit], 
     """The edits in an editor's reply, and how many beyond `max_edits` were left out. Raises ReplyError."""
     if not reply.strip():
         raise ReplyError("editor_empty", "the editor's reply is empty")
-    found: Any = _json_in(reply)
-    listed = found.get("edits") if isinstance(found, dict) else found
+    listed: Any = (last_object(reply, "edits") or {}).get("edits")
     if not isinstance(listed, list):
         raise ReplyError("editor_nonsense", f"the editor's reply holds no list of edits: {reply[:200]!r}")
     try:
@@ -178,14 +176,6 @@ def _edited(text: str, edits: Iterable[Edit]) -> str:
 def joined(lines: Sequence[str], before: str) -> str:
     """Lines as a text, which ends as the one `before` did."""
     return "\n".join(lines) + ("\n" if before.endswith("\n") and lines else "")
-
-
-def _json_in(reply: str) -> Any:
-    """The first JSON object or array in a reply, which models like to wrap in words and fences."""
-    for start in re.finditer(r"[{\[]", reply):
-        with suppress(ValueError):
-            return json.JSONDecoder().raw_decode(reply, start.start())[0]
-    raise ReplyError("editor_nonsense", f"the editor's reply holds no JSON: {reply[:200]!r}")
 
 
 # -- playbook --------------------------------------------------------------------------------------------------------

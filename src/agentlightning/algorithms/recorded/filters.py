@@ -21,7 +21,7 @@ from agentlightning.algorithms.recorded.sessions import (
     Tokenizer,
     read_sessions,
 )
-from agentlightning.credit.rejection import MISSING_REWARD, Rejection
+from agentlightning.credit.rejection import MISSING_REWARD, Rejection, count_reasons, describe_reasons
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.store.trajectory_query import TrajectoryQuery
 from agentlightning.task import load_dataset
@@ -120,7 +120,7 @@ def _without_ids(answer: dict[str, object]) -> dict[str, object]:
 
 
 def _none(sessions: Sequence[Session], query: TrajectoryQuery, left_out: dict[str, int]) -> str:
-    shown = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in left_out.items())
+    shown = describe_reasons(left_out)
     if query.self_verified:
         advice = f"record at least {MIN_VOTES} sessions of each task"
     else:
@@ -177,9 +177,8 @@ async def _records(dataset: Any) -> tuple[Sequence[Any], dict[str, int]]:
     sessions = await read_sessions(dataset.store)
     sessions.check()
     found, counts = successful(sessions.usable, dataset)
-    rejected = Counter(each.reason for each in sessions.rejected)
     measured = {"modes_val_and_test": sessions.measured} if sessions.measured else {}
-    return found, {**rejected, **counts, **measured}
+    return found, {**count_reasons(sessions.rejected), **counts, **measured}
 
 
 def to_examples(records: Sequence[Any], tokenizer: Tokenizer) -> tuple[list[Trajectory], dict[str, int]]:

@@ -22,9 +22,19 @@ from agentlightning.assemble import AUTOMATIC_REWARDS, calls, link_rewards, traj
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.messages import chat_messages, read_conversation
 from agentlightning.chat.reasoning import find_reasoning_markers, split_thought
+from agentlightning.chat.tool_calls.format import Tools
 from agentlightning.credit import is_target
-from agentlightning.credit.agent_rewards import team_score
-from agentlightning.credit.rejection import MISSING_REWARD, NO_TARGET_CALLS, REJECTING, UNREADABLE, Rejection, rejection
+from agentlightning.credit.agent_rewards import names_of, team_score
+from agentlightning.credit.rejection import (
+    MISSING_REWARD,
+    NO_TARGET_CALLS,
+    REJECTING,
+    UNREADABLE,
+    Rejection,
+    count_reasons,
+    describe_reasons,
+    rejection,
+)
 from agentlightning.errors import ConfigError, DatasetError, RewardError
 from agentlightning.rollouts import Rollout, RolloutMode
 from agentlightning.span import Span
@@ -146,12 +156,11 @@ class Sessions:
         """Raises DatasetError where nothing can be learned from, with the reasons."""
         if self.usable:
             return
-        counts = Counter(each.reason for each in self.rejected)
-        held = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in counts.most_common())
-        if self.measured:
-            held = ", ".join([*([held] if held else []), f"{self.measured} of the modes val and test"])
+        held = [describe_reasons(count_reasons(self.rejected))] * bool(self.rejected)
+        held += [f"{self.measured} of the modes val and test"] * bool(self.measured)
+        left_out = f" (left out: {', '.join(held)})" if held else ""
         raise DatasetError(
-            "the store has no finished session to learn from" + (f" (left out: {held})" if held else "") + "; record"
+            f"the store has no finished session to learn from{left_out}; record"
             " some with agl.track_session, or run an agent on tasks with Trainer.fit"
         )
 
@@ -160,10 +169,9 @@ class Sessions:
         seen = {agent for session in self.usable for agent in session.agents}
         if target is None or any(is_target(agent, target) for agent in seen):
             return
-        named = ", ".join(sorted("calls without a name" if agent is None else repr(agent) for agent in seen))
         raise DatasetError(
-            f"no call of {len(self.usable)} sessions is of an agent called {target!r}; there are {named}. Change"
-            " target_agent, or name the agent with agl.track_agent"
+            f"no call of {len(self.usable)} sessions is of an agent called {target!r}; there are {names_of(seen)}."
+            " Change target_agent, or name the agent with agl.track_agent"
         )
 
 
@@ -414,9 +422,7 @@ class Tokenizer:
             return None
         return Rejection(name, TOO_LONG, f"{name} has {tokens} tokens, the model holds {self.context_length}")
 
-    def answers(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, name: str
-    ) -> Iterator[Transition]:
+    def answers(self, messages: Sequence[Message], tools: Tools, name: str) -> Iterator[Transition]:
         """One transition for each assistant turn: the tokens before it as the prompt, its own as the response; its
         `sequence_id` is the place of the turn among the messages, from 1. `name` is what a DatasetError calls them."""
         chat, text, ids = self.chat, "", list[int]()
@@ -445,7 +451,7 @@ class Tokenizer:
         return tokens, exact
 
     def _text(
-        self, messages: Sequence[Message], answer: Message, tools: Sequence[dict[str, Any]] | None, name: str
+        self, messages: Sequence[Message], answer: Message, tools: Tools, name: str
     ) -> tuple[str, str, tuple[int, ...]]:
         """(prompt, answer up to its end of turn, the token that ends it where the template writes none)."""
         chat, markers = self.chat, find_reasoning_markers(self.chat)

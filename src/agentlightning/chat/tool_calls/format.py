@@ -15,9 +15,8 @@ import string
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from hashlib import blake2b
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from agentlightning.chat.lark_grammar import LarkGrammar
 
@@ -39,16 +38,14 @@ class ParsedToolCall:
     """The id that the model wrote, in formats that have one."""
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedMessage:
+class ParsedMessage(NamedTuple):
     """A model's answer as content and tool calls."""
 
     content: str | None
     tool_calls: tuple[ParsedToolCall, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Parsed:
+class Parsed(NamedTuple):
     """The beginning of a text as content and tool calls."""
 
     content: int
@@ -78,6 +75,14 @@ class Layout:
 
 
 ID: Final = "\0"
+
+
+Calls: TypeAlias = tuple[tuple[ParsedToolCall, ...], int]
+"""Calls, and the place where they end."""
+
+
+class NoGrammar(Exception):
+    """No grammar can enforce such an answer in the model's format."""
 
 
 class MalformedCall(Exception):
@@ -110,9 +115,9 @@ class CallFormat(ABC):
         """Parse the beginning of `text`. `final`: no more text follows, so nothing is withheld. Never raises."""
         ...
 
-    def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str | None:
-        """A grammar expression for arguments that match the JSON schema of an object; None if such arguments could not
-        be parsed back unchanged."""
+    def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str:
+        """A grammar expression for arguments that match the JSON schema of an object. Raises NoGrammar if such
+        arguments could not be parsed back unchanged."""
         return lark.json(schema)
 
     def new_id(self, prefix: str) -> str:
@@ -140,7 +145,7 @@ class MarkedFormat(CallFormat):
     opening: str = ""
 
     @abstractmethod
-    def parse_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
+    def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
         """The calls after the marker that ends at `start`, and their end. Raises MalformedCall or IncompleteCall."""
         ...
 
@@ -196,7 +201,6 @@ def partial_marker_length(text: str, marker: str) -> int:
 
 _decoder: Final = json.JSONDecoder()
 _SPACE: Final = " \t\n\r"
-_QUOTES: Final = re.compile(r'\\.|"', re.DOTALL)
 _LITERALS: Final = ("true", "false", "null", "NaN", "Infinity", "-Infinity")
 _INCOMPLETE_NUMBER: Final = re.compile(r"(-|\.|\.?\d*[eE][+-]?)\Z")
 
@@ -216,33 +220,13 @@ def _is_incomplete(text: str, error: ValueError) -> bool:
     """Whether decoding failed only because the text ends too early."""
     if not isinstance(error, json.JSONDecodeError):
         return False
-    rest = text[error.pos :]
+    rest = text[error.pos : error.pos + 32]  # Bounded: a long answer may fail at many places.
     if error.msg.startswith("Unterminated string"):
         return True
     if error.msg.startswith("Invalid \\u"):
         return re.fullmatch(r"[\\u0-9a-fA-F]{0,5}", rest) is not None
     incomplete_word = any(word.startswith(rest) for word in _LITERALS)
     return not rest.strip(_SPACE) or incomplete_word or _INCOMPLETE_NUMBER.match(rest) is not None
-
-
-@cache
-def _either(marker: str, opening: str) -> re.Pattern[str]:
-    return re.compile(f"{re.escape(marker)}|{re.escape(opening)}")
-
-
-def outside_strings(text: str, start: int, marker: str, opening: str) -> int:
-    """Position of the first `marker` from `start` on that is outside JSON strings. Raises IncompleteCall if there is
-    none, MalformedCall if `opening` comes first, because calls do not nest."""
-    checked, inside = start, False
-    for match in _either(marker, opening).finditer(text, start):
-        position = match.start()
-        inside ^= sum(quote[0] == '"' for quote in _QUOTES.finditer(text, checked, position)) % 2 == 1
-        if not inside and text.startswith(marker, position):
-            return position
-        if not inside:
-            raise MalformedCall("another call begins within it")
-        checked = position
-    raise IncompleteCall(f"{marker} is missing")
 
 
 def expect(text: str, position: int, marker: str, *others: str, optional: bool = False) -> int:

@@ -8,15 +8,17 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from agentlightning.chat.lark_grammar import ANY, LarkGrammar, escaped, optional
 from agentlightning.chat.tool_calls.format import (
     CallFormat,
+    Calls,
     IncompleteCall,
     Layout,
     MalformedCall,
     MarkedFormat,
+    NoGrammar,
     Parsed,
     ParsedToolCall,
     Preceding,
@@ -25,7 +27,6 @@ from agentlightning.chat.tool_calls.format import (
     is_short_id,
     is_utf8,
     object_call,
-    outside_strings,
     partial_marker_length,
     raw_elements,
     skip_space,
@@ -45,28 +46,29 @@ _KNOWN: Final = ANNOTATIONS.union(DEFINITIONS, _PARAMETERS)
 _REFERENCE: Final = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)": "(?!#/(?:\$defs|definitions)/)')
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
+class Parameter(NamedTuple):
     name: str
     schema: dict[str, Any]
     required: bool
 
 
-def read_parameters(schema: Mapping[str, Any]) -> list[Parameter] | None:
-    """The parameters of an object's schema, in order; None if it constrains more than individual properties."""
+def read_parameters(schema: Mapping[str, Any]) -> list[Parameter]:
+    """The parameters of an object's schema, in order. Raises NoGrammar if it constrains more than individual
+    properties."""
     properties, required = schema.get("properties") or {}, schema.get("required") or []
-    if not schema.keys() <= _KNOWN or schema.get("type") not in (None, "object"):
-        return None
-    if not isinstance(properties, dict) or _REFERENCE.search(json.dumps(schema)):
-        return None
+    known = schema.keys() <= _KNOWN and schema.get("type") in (None, "object")
+    if not known or not isinstance(properties, dict) or _REFERENCE.search(json.dumps(schema)):
+        raise NoGrammar
     parameters: list[Parameter] = []
     definitions = {key: schema[key] for key in DEFINITIONS if key in schema}
     for name, property_schema in cast("dict[str, Any]", properties).items():
-        if property_schema is not True and not isinstance(property_schema, dict):
-            return None
-        own: dict[str, Any] = {} if property_schema is True else property_schema
+        own = {} if property_schema is True else property_schema
+        if not isinstance(own, dict):
+            raise NoGrammar
         parameters.append(Parameter(name, {**definitions, **own}, name in required))
-    return parameters if set(required) <= set(properties) else None
+    if not set(required) <= set(properties):
+        raise NoGrammar
+    return parameters
 
 
 _PLAUSIBLE: Final = re.compile(r"[^\n{}\"]{0,200}\n?(?:```\w*\n?)?\Z")
@@ -80,22 +82,19 @@ class JsonCalls(MarkedFormat):
     name_key: str = "name"
     argument_keys: tuple[str, ...] = ("arguments",)
 
-    def parse_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
+    def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
         body = skip_space(text, start)
         if body == len(text):
             raise IncompleteCall("nothing follows")
         if text[body] not in "{[":
             raise MalformedCall("a call is a JSON object")
+        end = after = value_end(text, body)
         if self.closing:
-            end = outside_strings(text, body, self.closing, self.opening)
-            after = end + len(self.closing)
-        else:
-            end = after = value_end(text, body)
-        if text[body] == "{":
-            return (self._read(text[body:end]),), after
-        calls = tuple(self._read(element) for element in raw_elements(text[body : value_end(text, body)]))
-        if not calls or text[value_end(text, body) : end].strip():
-            raise MalformedCall("a list holds calls, and nothing follows it")
+            after = expect(text, end, self.closing)
+        found = text[body:end]
+        calls = tuple(map(self._read, raw_elements(found) if found.startswith("[") else [found]))
+        if not calls:
+            raise MalformedCall("a list holds calls")
         return calls, after
 
     def _read(self, body: str) -> ParsedToolCall:
@@ -117,7 +116,7 @@ class Llama3(MarkedFormat):
         call, end = _bare_call(text, start)
         return Parsed(0, (call,), end)
 
-    def parse_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
+    def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
         start = skip_space(text, start)
         if text.startswith("{", start):
             call, end = _bare_call(text, start)
@@ -159,7 +158,7 @@ class NamedCalls(MarkedFormat):
             raise MalformedCall("the first call begins with a marker for all")
         return Parsed(0, *self.parse_call(text, 0, None))
 
-    def parse_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
+    def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
         start = skip_space(text, start)
         if (found := self.head.match(text, start)) is None:
             raise (IncompleteCall if _PLAUSIBLE.match(text, start) else MalformedCall)("it has no name")
@@ -181,7 +180,7 @@ class Mistral(NamedCalls):
     """A list of calls, or each as `name[ARGS]{...}`. Ids have nine letters and digits: in the list, or after
     `[CALL_ID]`."""
 
-    def parse_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
+    def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
         if text.startswith("[", start := skip_space(text, start)):
             return JsonCalls("", opening=self.opening, short_ids=True).parse_call(text, start, tools)
         return NamedCalls.parse_call(self, text, start, tools)
@@ -238,10 +237,10 @@ _CHANNEL: Final = re.compile(
 class Gemma(MarkedFormat):
     """Gemma 4: `<|tool_call>call:NAME{key:<|"|>text<|"|>,other:1}<tool_call|>`."""
 
-    def write_arguments(self, lark: LarkGrammar, schema: object, layout: object) -> str | None:
-        return None  # No JSON, and no grammar of its own yet.
+    def write_arguments(self, lark: LarkGrammar, schema: object, layout: object) -> str:
+        raise NoGrammar  # No JSON, and no grammar of its own yet.
 
-    def parse_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
+    def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
         found = _GEMMA_CALL.match(text, start)
         if found is None:
             raise (MalformedCall if "<tool_call|>" in text[start:] else IncompleteCall)("it has no end")
@@ -298,10 +297,10 @@ class Pythonic(MarkedFormat):
     bare: bool = True
     """Whether a list without markers may be the answer."""
 
-    def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str | None:
+    def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str:
         parameters = read_parameters(schema)
-        if parameters is None or not all(_NAME.fullmatch(each.name) for each in parameters):
-            return None
+        if not all(_NAME.fullmatch(each.name) for each in parameters):
+            raise NoGrammar
         written = [
             (f"{lark.literal(each.name + '=')} {_value(lark, each.schema)}", each.required) for each in parameters
         ]
@@ -312,7 +311,7 @@ class Pythonic(MarkedFormat):
             raise MalformedCall("a list of calls must start the answer")
         return Parsed(0, *_parse_list(text, skip_space(text, 0)))
 
-    def parse_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
+    def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
         return _parse_list(text, skip_space(text, start))
 
 
@@ -334,7 +333,7 @@ def _argument_list(lark: LarkGrammar, items: list[tuple[str, bool]]) -> str:
     return first
 
 
-def _parse_list(text: str, start: int) -> tuple[tuple[ParsedToolCall, ...], int]:
+def _parse_list(text: str, start: int) -> Calls:
     """The calls in the list at `start`, and its end. An empty list is malformed."""
     if len(text) - start > LONG_LIST and "]" not in text[start:]:
         raise IncompleteCall("a long list has no end yet")
@@ -480,23 +479,18 @@ class TaggedCalls(MarkedFormat):
     padding: str = "\n"
     """What the template writes around a value."""
 
-    def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str | None:
-        parameters = read_parameters(schema)
-        if parameters is None:
-            return None
+    def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str:
         before, _, rest = layout.probed.partition(KEY)
         middle, _, after = rest.partition(NAME)
         written: list[str] = []
-        for each in parameters:
-            tag = f"{before}{each.name}{middle}".strip()
-            value = self._value(lark, each.schema, after)
-            if re.fullmatch(self.parameter[1], tag) is None or value is None:
-                return None
-            whole = f"{lark.literal(before + each.name + middle)} {value}"
+        for each in read_parameters(schema):
+            if re.fullmatch(self.parameter[1], f"{before}{each.name}{middle}".strip()) is None:
+                raise NoGrammar
+            whole = f"{lark.literal(before + each.name + middle)} {self._value(lark, each.schema, after)}"
             written.append(whole if each.required else optional(whole))
         return " ".join(written) or '""'
 
-    def parse_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
+    def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
         name, position = _tag(text, skip_space(text, start), self.function)
         root = _argument_schema(tools, name)
         schemas = root.get("properties") or {}
@@ -516,20 +510,22 @@ class TaggedCalls(MarkedFormat):
             raise MalformedCall("the call is not closed")
         return (ParsedToolCall(name, _object(values.items())),), position + len(self.closing)
 
-    def _value(self, lark: LarkGrammar, schema: Mapping[str, Any], after: str) -> str | None:
-        """Expression for a valid value and the text after it; None if neither JSON nor fixed strings can express it."""
+    def _value(self, lark: LarkGrammar, schema: Mapping[str, Any], after: str) -> str:
+        """Expression for a valid value and the text after it. Raises NoGrammar if neither JSON nor fixed strings can
+        express it."""
         types = set(_types_of(schema, schema))
         if types and "string" not in types:
             return f"{lark.json(schema)} {lark.literal(after)}"
         keywords = {key: value for key, value in _resolved(schema, schema).items() if key not in _IGNORED_KEYWORDS}
         if (values := [keywords["const"]] if "const" in keywords else keywords.get("enum")) is None:
-            closed_before = ANY + escaped(self.value_end) + "(?s:.+)"
-            return lark.until(after, [closed_before]) if _accepts_any_text(keywords, schema) else None
+            if not _accepts_any_text(keywords, schema):
+                raise NoGrammar
+            return lark.until(after, [ANY + escaped(self.value_end) + "(?s:.+)"])
         words = [
             value for value in values if isinstance(value, str) and self.value_end not in value and value not in _NULLS
         ]
         if not words or not keywords.keys() <= {"type", "const", "enum"}:
-            return None
+            raise NoGrammar
         return lark.rule(*(lark.literal(word + after) for word in words))
 
 
@@ -663,8 +659,8 @@ class ResponseTemplateFormat(CallFormat):
             position = max(found.end(), found.start() + 1)
         return Parsed(len(text))
 
-    def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str | None:
-        return None  # The end marker ends a call even inside a JSON string, so no arguments can be guaranteed.
+    def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str:
+        raise NoGrammar  # The end marker ends a call even inside a JSON string, so no arguments can be guaranteed.
 
     def _end(self, text: str, start: int, final: bool) -> int | None:
         if self.closes is None:
