@@ -38,8 +38,8 @@ from agentlightning.gateway.dialects.base import ApiPath, Dialect
 from agentlightning.gateway.dialects.messages import MESSAGES, count_reply
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.errors import STORE_UNAVAILABLE, ApiError, bad_request, to_api_error
+from agentlightning.gateway.forwarding.call import ForwardingService
 from agentlightning.gateway.forwarding.other_paths import MAX_UPLOAD_BYTES, forward_as_is, request_stored_response
-from agentlightning.gateway.forwarding.service import ForwardingService
 from agentlightning.gateway.http import (
     ConcurrencyLimit,
     ResponseWriter,
@@ -323,17 +323,15 @@ class Gateway:
                 body, caller = await self._body(scope, receive, headers, caller)
                 await slot.enter_async_context(self._limit.slot())  # after the body: a slow sender takes no slot
                 call = await self._resolve(path, headers, caller, body)
-                if call.route.servers is None:
-                    serve = (await self._local.prepare(call, len(body))).run
-                else:
-                    serve = partial(self._forwarding.run, await self._forwarding.prepare(call, len(body)))
+                service = self._local if call.route.servers is None else self._forwarding
+                prepared = await service.prepare(call, len(body))
             except ClientDisconnected:
                 raise
             except Exception as error:
                 await record_rejection(self.attempts.store, path, caller, body, error, started)
                 raise
             with self.attempts.track(call.context), cancel_on_disconnect(receive):
-                await serve(writer)
+                await prepared.run(writer)
 
     async def _count_tokens(self, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
         headers, caller = await self._caller(scope)

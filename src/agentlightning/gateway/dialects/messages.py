@@ -42,8 +42,7 @@ from agentlightning.gateway.dialects.common import (
     require_type,
     shorten,
 )
-from agentlightning.gateway.dialects.content_parts import read_content, text_of
-from agentlightning.gateway.dialects.raw_request import BILLING
+from agentlightning.gateway.dialects.content_parts import BILLING, read_content, text_of
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.dialects.sse import loads as loads_tolerantly

@@ -7,7 +7,7 @@ retries of the provider do not apply.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Final
 from urllib.parse import quote, unquote
@@ -21,12 +21,12 @@ from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.dialects.chat import ChatResponse
 from agentlightning.gateway.dialects.sse import loads
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.forwarding.call import RecordSpans
 from agentlightning.gateway.http import parse_object, run_to_completion
 from agentlightning.gateway.record import CallRecord, failure_of
 from agentlightning.gateway.upstream.failures import display_text, from_response, from_transport
 from agentlightning.gateway.upstream.provider import visible_headers
 from agentlightning.gateway.upstream.servers import ServerPool
+from agentlightning.span import Span
 from agentlightning.transport import Headers, TransportError
 
 MAX_UPLOAD_BYTES: Final = 512 * 1024 * 1024
@@ -43,7 +43,9 @@ _DROPPED: Final = frozenset(
 """Headers of the caller's connection, and its credentials."""
 
 
-async def forward_as_is(pool: ServerPool, request: Request, caller: Caller, body: bytes, keep: RecordSpans) -> Response:
+async def forward_as_is(
+    pool: ServerPool, request: Request, caller: Caller, body: bytes, keep: Callable[[list[Span]], Awaitable[None]]
+) -> Response:
     """The provider's response to a request, as it arrives, recorded before its last bytes. Raises ApiError."""
     provider, server = pool.provider, pool.choose("/".join(caller.attempt or ()))
     path = request.scope["raw_path"].decode("latin-1").partition("/v1/")[2]

@@ -29,7 +29,6 @@ from agentlightning.gateway.callers.replay import RecordedAnswer, load_replay
 from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import ReplyMetadata, ReplyWriter, Request
 from agentlightning.gateway.dialects.common import apply_resource_params, refuse_unsupported
-from agentlightning.gateway.dialects.raw_request import OPERATIONS, as_json, chat_message
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.dialects.responses import ResponsesReplyWriter
 from agentlightning.gateway.errors import bad_request
@@ -37,7 +36,16 @@ from agentlightning.gateway.http import PASSED, ResponseWriter, offload, release
 from agentlightning.gateway.local.answer import SampledAnswer, TopLogprobs
 from agentlightning.gateway.local.conversation import Conversations, Prompt
 from agentlightning.gateway.local.update_gate import UpdateGates
-from agentlightning.gateway.record import CallRecord, Counters, failure_of, output_attributes, output_messages
+from agentlightning.gateway.record import (
+    OPERATIONS,
+    CallRecord,
+    Counters,
+    as_json,
+    chat_message,
+    failure_of,
+    output_attributes,
+    output_messages,
+)
 from agentlightning.gateway.routing import ModelRoute, ResolvedCall
 from agentlightning.gateway.sampling import (
     EnforcementMode,
