@@ -223,15 +223,20 @@ class Gateway:
     def _routes_below(self, prefix: str) -> list[Route]:
         calls: dict[str, ASGIApp] = {f"/v1/{path}": partial(self.call_model, path) for path in DIALECTS}
         calls["/v1/messages/count_tokens"] = self.count_tokens
+        stored = _endpoint(self._stored_response)
         return [
             *(Route(prefix + path, _AsgiEndpoint(call), methods=["POST"]) for path, call in calls.items()),
-            Route(f"{prefix}/v1/responses/{{response_id}}", self._stored_response, methods=["GET", "DELETE"]),
-            Route(f"{prefix}/v1/responses/{{response_id}}/cancel", self._stored_response, methods=["POST"]),
-            Route(f"{prefix}/v1/models", self._models.list, methods=["GET"]),
-            Route(f"{prefix}/v1/models/{{model:path}}", self._models.retrieve, methods=["GET"]),
+            Route(f"{prefix}/v1/responses/{{response_id}}", stored, methods=["GET", "DELETE"]),
+            Route(f"{prefix}/v1/responses/{{response_id}}/cancel", stored, methods=["POST"]),
+            Route(f"{prefix}/v1/models", _endpoint(self._models.list), methods=["GET"]),
+            Route(f"{prefix}/v1/models/{{model:path}}", _endpoint(self._models.retrieve), methods=["GET"]),
             *(Route(f"{prefix}{path}", _ok, methods=["GET"]) for path in ("/v1", "/v1/", "/")),
             *([Route(prefix, _ok, methods=["GET"])] if prefix else []),
-            Route(f"{prefix}/v1/{{rest:path}}", self._other_path, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
+            Route(
+                f"{prefix}/v1/{{rest:path}}",
+                _endpoint(self._other_path),
+                methods=["GET", "POST", "PUT", "PATCH", "DELETE"],
+            ),
         ]
 
     async def call_model(self, path: ApiPath, scope: Scope, receive: Receive, send: Send) -> None:
@@ -243,31 +248,27 @@ class Gateway:
         await self._handle(MESSAGES, self._count_tokens, scope, receive, send)
 
     async def _stored_response(self, request: HttpRequest) -> Response:
+        caller = await self.attribution.caller(headers_by_name(request.scope), request.path_params)
+        attempt, response_id = caller.attempt or ("", ""), request.path_params["response_id"]
+        if (provider := self.kept.provider_of(attempt, response_id)) is not None:
+            pool = self.providers[provider]
+            body = await request_stored_response(pool, request.method, attempt, response_id)
+            if request.method != "DELETE":
+                await self._forwarding.record_poll(pool, attempt, response_id, body)
+            return Response(body, media_type="application/json")
         try:
-            caller = await self.attribution.caller(headers_by_name(request.scope), request.path_params)
-            attempt, response_id = caller.attempt or ("", ""), request.path_params["response_id"]
-            if (provider := self.kept.provider_of(attempt, response_id)) is not None:
-                pool = self.providers[provider]
-                body = await request_stored_response(pool, request.method, attempt, response_id)
-                if request.method != "DELETE":
-                    await self._forwarding.record_poll(pool, attempt, response_id, body)
-                return Response(body, media_type="application/json")
             if request.method != "DELETE":
                 return Response(self.kept.body(attempt, response_id), media_type="application/json")
             self.kept.delete(attempt, response_id)
-        except ApiError as api_error:
-            if api_error.status == 404:  # Of another attempt, which a provider of all paths may have.
-                return await self._other_path(request, api_error)
-            return error_body(request, api_error)
-        except StoreError as error:
-            return error_body(request, to_api_error(error))
+        except ApiError as unknown:  # Of another attempt, which a provider of all paths may have.
+            return await self._other_path(request, unknown)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def _other_path(self, request: HttpRequest, unserved: ApiError | None = None) -> Response:
-        """Forward a request to the provider that serves all paths, if there is one."""
+        """Forward a request to the provider that serves all paths. Raises ApiError if there is none."""
         pools = [pool for pool in self.providers.values() if pool.provider.all_paths]
         if not pools or request.headers.get("upgrade", "").lower() == "websocket":
-            return error_body(request, unserved) if unserved else await _not_found(request)
+            raise unserved or _unserved(request)
         family, headers = client_family(request), headers_by_name(request.scope)
         pool = next((pool for pool in pools if pool.provider.dialect == family), pools[0])
         self.counters.requests += 1
@@ -279,10 +280,10 @@ class Gateway:
             return await forward_as_is(pool, request, caller, body, self._forwarding.record)
         except ClientDisconnected:
             self.counters.cancelled += 1
-            return Response(status_code=499)  # Nobody sees it.
-        except (ApiError, *STORE_UNAVAILABLE) as error:
+            raise
+        except Exception:
             self.counters.errors += 1
-            return error_body(request, to_api_error(error))
+            raise
 
     # -- one call --------------------------------------------------------------------------------------------------
 
@@ -394,11 +395,24 @@ async def _ok(request: HttpRequest) -> Response:
     return json_response({"status": "ok"})
 
 
-async def _not_found(request: HttpRequest) -> Response:
+def _unserved(request: HttpRequest) -> ApiError:
     path = request.url.path
     if request.headers.get("upgrade", "").lower() == "websocket":
         # After this status Codex falls back to HTTP at once; after any other it retries for seconds.
-        return error_body(request, ApiError(426, f"{path} is no websocket; send POST requests"))
+        return ApiError(426, f"{path} is no websocket; send POST requests")
     served = ", ".join(f"POST /v1/{path}" for path in DIALECTS)
-    message = f"{request.method} {path} is not served here; served: {served}, GET /v1/models"
-    return error_body(request, ApiError(404, message))
+    return ApiError(404, f"{request.method} {path} is not served here; served: {served}, GET /v1/models")
+
+
+def _endpoint(serve: Callable[[HttpRequest], Awaitable[Response]]) -> Callable[[HttpRequest], Awaitable[Response]]:
+    """An endpoint whose errors become responses in the format of the client."""
+
+    async def respond(request: HttpRequest) -> Response:
+        try:
+            return await serve(request)
+        except ClientDisconnected:
+            return Response(status_code=499)  # Nobody sees it.
+        except (ApiError, StoreError) as error:
+            return error_body(request, to_api_error(error))
+
+    return respond

@@ -41,12 +41,9 @@ class ModelsEndpoint:
         self._listings: dict[ServerPool, UpstreamModels] = {}
 
     async def list(self, request: Request) -> Response:
-        """GET /v1/models: all models on one page."""
+        """GET /v1/models: all models on one page. Raises ApiError."""
         dialect = client_family(request)
-        try:
-            self._check(request.headers, request.path_params)
-        except ApiError as api_error:
-            return error_body(request, api_error)
+        self._check(request.headers, request.path_params)
         found = await self._models(dialect)
         models, names = list(found.values()), [*found] or [None]
         if dialect == "anthropic":
@@ -57,13 +54,10 @@ class ModelsEndpoint:
 
     async def retrieve(self, request: Request) -> Response:
         """GET /v1/models/NAME. A name that matches a pattern is found even if its provider does not list it, because
-        providers do not list aliases."""
+        providers do not list aliases. Raises ApiError."""
         dialect, name = client_family(request), request.path_params["model"]
-        try:
-            self._check(request.headers, request.path_params)
-            route = self._table.resolve(name, path="messages" if dialect == "anthropic" else "")
-        except ApiError as api_error:
-            return error_body(request, api_error)
+        self._check(request.headers, request.path_params)
+        route = self._table.resolve(name, path="messages" if dialect == "anthropic" else "")
         listed = await self._models(dialect) if route.name == name else {}
         return json_response(listed.get(name) or _DESCRIBE[dialect](self._own(route.name)))
 
