@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import fields
 from functools import partial
@@ -29,9 +29,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import Engine, EngineUnavailableError
 from agentlightning.errors import StoreError
-from agentlightning.gateway.callers.agents import AgentMatcher, AgentRule
+from agentlightning.gateway.callers.agents import AgentMatcher
 from agentlightning.gateway.callers.attempts import CHECK_SECONDS, AttemptTable
-from agentlightning.gateway.callers.attribution import MODE_TEMPERATURES, Attribution, Caller, RequestIdentity
+from agentlightning.gateway.callers.attribution import Attribution, Caller, RequestIdentity
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import ApiPath, Dialect
@@ -87,8 +87,7 @@ class Gateway:
     stores what was spent, unless the budget names a file; `shared` is a folder for what several processes of one server
     share. `default_model` serves requests without a model and, with
     `accept_any_model`, those for an unknown one, unless `config` says otherwise. Calls above `max_concurrency` wait.
-    Every `check_seconds` the store is asked which attempts have ended. `agents` are rules that recognize agents;
-    `mode_temperatures` are the temperatures for URLs of version 1.0, unless the trainer sets one.
+    Every `check_seconds` the store is asked which attempts have ended.
     """
 
     def __init__(
@@ -107,8 +106,6 @@ class Gateway:
         max_body_bytes: int = 32 * 1024 * 1024,
         max_concurrency: int = 4096,
         check_seconds: float = CHECK_SECONDS,
-        agents: Sequence[AgentRule] = (),
-        mode_temperatures: Mapping[str, float] = MODE_TEMPERATURES,
     ) -> None:
         config = config or GatewayConfig()
         self.counters = Counters()
@@ -128,17 +125,13 @@ class Gateway:
             engines,
             config.routes,
             self.providers,
-            AgentMatcher((*config.agents, *agents)),
+            AgentMatcher(config.agents),
             default_model=config.default_model or default_model,
             accept_any_model=bool(accept_any_model if config.accept_any_model is None else config.accept_any_model),
         )
         self.attempts = AttemptTable(store, self.forget, check_seconds=check_seconds)
         self.attribution = Attribution(
-            self.attempts,
-            secret,
-            require_key=require_key,
-            allow_unattributed=allow_unattributed,
-            mode_temperatures=mode_temperatures,
+            self.attempts, secret, require_key=require_key, allow_unattributed=allow_unattributed
         )
         parts = store, self.attempts, self.counters, OnPolicySampling(self.counters), self.kept
         settings = LocalSettings(config.structured_output, config.record_top_logprobs)

@@ -136,13 +136,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._upgrade = [header for header in headers if header[0] == b"upgrade"]
         self.parser.feed_data(b"".join([*lines, b"\r\n"]))
 
-    def _count_body(self, count: int) -> None:
-        """Count received bytes of a body, and reject the request above the limit."""
-        self._body_bytes += count
-        self.bounds.unfinished_bytes += count
-        if self.bounds.unfinished_bytes > self.bounds.max_unfinished_bytes:
-            self.reject(503, _FULL, b"retry-after: 1\r\n")
-
     def _release_body(self) -> None:
         self.bounds.unfinished_bytes -= self._body_bytes
         self._body_bytes = 0
@@ -202,7 +195,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if not self.cycle.response_complete:
-            self._count_body(len(body))
+            self._body_bytes += len(body)
+            self.bounds.unfinished_bytes += len(body)
+            if self.bounds.unfinished_bytes > self.bounds.max_unfinished_bytes:
+                self.reject(503, _FULL, b"retry-after: 1\r\n")
         super().on_body(body)
 
     def on_message_complete(self) -> None:

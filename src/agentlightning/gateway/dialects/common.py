@@ -315,7 +315,7 @@ def text_format(where: str, value: Any, nested: bool) -> OutputSchema | None:
         return JSON_OBJECT
     details = value.get("json_schema") if kind == "json_schema" and nested else value
     if kind == "json_schema" and isinstance(details, dict):
-        return json_schema(f"{where}.schema", details.get("schema"))
+        return replace(json_schema(f"{where}.schema", details.get("schema")), given=value)
     raise bad_request(
         where, f"{where}={shorten(value)} cannot be honoured here; use the type text, json_object or json_schema"
     )

@@ -14,7 +14,7 @@ import hashlib
 import mimetypes
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import orjson
 
@@ -61,13 +61,9 @@ class OtherFields:
         return value
 
 
-class Write(Protocol):
-    """Writes the body for one path."""
-
-    def __call__(self, request: Request, provider: Provider, model: str, params: Json, find_turn: TurnLookup) -> Json:
-        """`params`: the sampling parameters that were set, by their names in `SamplingParams`. Raises ApiError 400
-        naming a field that the dialect cannot express."""
-        ...
+Write = Callable[[Request, Provider, str, Json, TurnLookup], Json]
+"""Writes the body for one path: of a request, for a provider and its model, with the sampling parameters that were set,
+by their names in `SamplingParams`. Raises ApiError 400 naming a field that the dialect cannot express."""
 
 
 _READERS: Final = {**RESPONSES_PARAMS, **MESSAGES_PARAMS}
@@ -82,14 +78,14 @@ def given_params(raw: Mapping[str, Any], params: SamplingParams, forced: Mapping
     return {name: getattr(params, name) for name in sorted(named)}
 
 
-def response_format_of(raw: Mapping[str, Any]) -> Json | None:
+def response_format_of(request: Request) -> Json | None:
     """The response format of a request in terms of chat completions; None for plain text."""
-    flat = object_of(raw, "text").get("format") or object_of(raw, "output_config").get("format")
-    shape = raw.get("response_format") or flat or raw.get("output_format")
-    if not isinstance(shape, dict) or shape.get("type") in (None, "text"):
+    content = request.constraint.content
+    if content is None:
         return None
-    if shape["type"] != "json_schema" or "json_schema" in shape:
-        return dict(shape)
+    shape = dict(content.given)
+    if shape.get("type") != "json_schema" or "json_schema" in shape:
+        return shape
     named = {key: shape[key] for key in ("name", "schema", "strict", "description") if shape.get(key) is not None}
     return {"type": "json_schema", "json_schema": {"name": "answer", "strict": True} | named}
 
@@ -328,7 +324,7 @@ def chat_body(request: Request, provider: Provider, model: str, params: Json, fi
     names = {"max_tokens": provider.limit_name}
     body |= {names.get(name, name): _on_the_wire(name, value) for name, value in params.items()}
     body |= openai_tools(request, lambda tool: tool, nested=True)
-    if (shape := response_format_of(request.raw)) is not None:
+    if (shape := response_format_of(request)) is not None:
         body["response_format"] = shape
     if request.n > 1:
         body["n"] = request.n
@@ -427,7 +423,7 @@ def responses_body(request: Request, provider: Provider, model: str, params: Jso
         body["instructions"] = instructions
     body |= {_NAMES[name]: value for name, value in params.items() if name in _NAMES}
     body |= openai_tools(request, _tool, nested=False)
-    if (shape := response_format_of(request.raw)) is not None:
+    if (shape := response_format_of(request)) is not None:
         inner = object_of(shape, "json_schema")
         body["text"] = {"format": {"type": shape["type"], **inner}}
     if request.logprobs:
@@ -500,7 +496,7 @@ def messages_body(request: Request, provider: Provider, model: str, params: Json
         messages.append(_continuation(messages[-1], request, provider))
     most = params.get("max_tokens") or provider.max_output_tokens
     body: Json = {"model": model, "messages": messages, "max_tokens": most}
-    shape = response_format_of(request.raw)
+    shape = response_format_of(request)
     if shape is not None and shape["type"] == "json_object":
         system, shape = "\n\n".join(filter(None, (system, _JSON_INSTRUCTION))), None
     if system:
@@ -536,7 +532,7 @@ _PARAMS: Final = frozenset({"max_tokens", "temperature", "top_p", "top_k", "stop
 
 
 def _reject_for_messages(request: Request, provider: Provider, params: Json) -> None:
-    shape, temperature = response_format_of(request.raw), params.get("temperature") or 0
+    shape, temperature = response_format_of(request), params.get("temperature") or 0
     raw: list[tuple[str, Any, bool]] = [
         ("n", request.n, request.n == 1),
         ("logprobs", request.logprobs, not request.logprobs),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from agentlightning import span as names
 from agentlightning.chat.base import ChatFormat, Message
@@ -156,7 +156,6 @@ class LocalService:
             engine,
             request,
             params,
-            operation,
             CallRecord(f"{operation} {model}", caller, trace_id),
             head,
             dialect.reply(request, head),
@@ -165,10 +164,15 @@ class LocalService:
                 for index, (prompt, said) in enumerate(asked)
             ],
             context,
-            overridden,
             again,
-            differs,
-            None if context is None else context.begin_turn(model),
+            {
+                names.OPERATION_NAME: operation,
+                names.OVERRIDDEN: list(overridden) or None,
+                names.REPLAYS: again and again.replays,
+                names.BEGUN: len(begun or ()) or None,
+                names.REPLAY_MISMATCH: differs or None,
+                names.TURN_LIMIT: None if context is None else context.begin_turn(model),
+            },
         )
 
     async def _replay(
@@ -260,22 +264,16 @@ class LocalCall:
     engine: Engine
     request: Request
     params: SamplingParams
-    operation: str
-    """OpenTelemetry's name for it."""
     record: CallRecord
     head: ReplyMetadata
     reply: ReplyWriter
     choices: list[Choice]
     context: AttemptContext | None = None
     """Of its attempt."""
-    overridden: tuple[str, ...] = ()
-    """Sampling parameters of the request that were overridden for training."""
     recorded: RecordedAnswer | None = None
     """What is given again: a whole answer, or its beginning, which is then the end of the prompt."""
-    replay_mismatch: bool = False
-    """The request differs from the recorded ones."""
-    turn_limit: int | None = None
-    """The number of answers that the attempt may be given, if it is limited."""
+    marks: Json = field(default_factory=dict[str, Any])
+    """Attributes of its spans that are known before it is sampled; None: absent."""
     is_sampled: bool = field(default=False, init=False)
     """All answers are complete. From here on the call must not be cancelled."""
     end_reason: BaseException | None = field(default=None, init=False)
@@ -296,7 +294,7 @@ class LocalCall:
             await self._run(writer)
         finally:
             # A call that failed does not count against the limit on turns.
-            if self.context is not None and self.turn_limit is not None and not self.is_sampled:
+            if self.context is not None and self.marks[names.TURN_LIMIT] is not None and not self.is_sampled:
                 self.context.undo_turn()
 
     async def _run(self, writer: ResponseWriter) -> None:
@@ -482,30 +480,22 @@ class LocalCall:
         return self.record.span(attributes, failure, span_id=choice.span_id)
 
     def _attributes(self, choice: Choice) -> Json:
-        params, prompt, recorded = self._params(choice.answer), choice.prompt, self.recorded
-        optional = {
-            **{name: getattr(params, field) for name, field in _PARAMS.items()},
-            names.REQUEST_STOP: list(params.stop) or None,
-            names.REQUEST_PRESENCE_PENALTY: params.presence_penalty or None,
-            names.REQUEST_FREQUENCY_PENALTY: params.frequency_penalty or None,
-            names.OVERRIDDEN: list(self.overridden) or None,
-            names.RESHAPED: list(params.distribution_params) or None,
-            names.TOOL_DEFINITIONS: as_json(self.request.tools) if self.request.tools else None,
-            names.REPLAYS: recorded and recorded.replays,
-            names.BEGUN: recorded and (len(recorded.begun) or None),
-            names.REPLAY_MISMATCH: self.replay_mismatch or None,
-            names.TURN_LIMIT: self.turn_limit,
-            names.CONTINUES: prompt.continued_span,
-            names.DRIFT: prompt.drift or None,
-            names.DRIFT_REASON: prompt.reason,
-        }
+        params, prompt = self._params(choice.answer), choice.prompt
         attributes: Json = {
-            names.OPERATION_NAME: self.operation,
             names.PROVIDER_NAME: "agentlightning",
             names.REQUEST_MODEL: self.request.model or self.head.model,
             names.RESPONSE_MODEL: self.head.model,
             names.RESPONSE_ID: self.head.id,
             names.INPUT_TOKENS: len(prompt.token_ids),
             names.INPUT_MESSAGES: as_json([chat_message(message) for message in choice.messages]),
+            **{name: getattr(params, field) for name, field in _PARAMS.items()},
+            names.REQUEST_STOP: list(params.stop) or None,
+            names.REQUEST_PRESENCE_PENALTY: params.presence_penalty or None,
+            names.REQUEST_FREQUENCY_PENALTY: params.frequency_penalty or None,
+            names.RESHAPED: list(params.distribution_params) or None,
+            names.TOOL_DEFINITIONS: as_json(self.request.tools) if self.request.tools else None,
+            names.CONTINUES: prompt.continued_span,
+            names.DRIFT: prompt.drift or None,
+            names.DRIFT_REASON: prompt.reason,
         }
-        return attributes | {name: value for name, value in optional.items() if value is not None}
+        return {name: value for name, value in (self.marks | attributes).items() if value is not None}
