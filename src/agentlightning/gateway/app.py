@@ -35,7 +35,7 @@ from agentlightning.gateway.callers.attribution import Attribution, Caller, Requ
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import ApiPath, Dialect
-from agentlightning.gateway.dialects.messages import MESSAGES, count_reply
+from agentlightning.gateway.dialects.messages import MESSAGES
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.errors import STORE_UNAVAILABLE, ApiError, bad_request, to_api_error
 from agentlightning.gateway.forwarding.call import ForwardingService
@@ -74,8 +74,6 @@ ATTEMPT_PATHS: Final = (
 """Prefixes of URLs that name an attempt or a worker."""
 MAX_FAILURES: Final = 200
 """Messages that are counted before counting begins anew."""
-Handler = Callable[[Scope, Receive, ResponseWriter], Awaitable[None]]
-"""Serves one request, or raises."""
 
 
 class Gateway:
@@ -215,7 +213,7 @@ class Gateway:
 
     def _routes_below(self, prefix: str) -> list[Route]:
         calls: dict[str, ASGIApp] = {f"/v1/{path}": partial(self.call_model, path) for path in DIALECTS}
-        calls["/v1/messages/count_tokens"] = self.count_tokens
+        calls["/v1/messages/count_tokens"] = partial(self.call_model, "messages", is_count=True)
         stored = _endpoint(self._stored_response)
         return [
             *(Route(prefix + path, _AsgiEndpoint(call), methods=["POST"]) for path, call in calls.items()),
@@ -232,13 +230,28 @@ class Gateway:
             ),
         ]
 
-    async def call_model(self, path: ApiPath, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one model call."""
-        await self._handle(DIALECTS[path], partial(self._call_model, path), scope, receive, send)
-
-    async def count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request for the size of a prompt in tokens. Nothing is sampled or recorded."""
-        await self._handle(MESSAGES, self._count_tokens, scope, receive, send)
+    async def call_model(
+        self, path: ApiPath, scope: Scope, receive: Receive, send: Send, *, is_count: bool = False
+    ) -> None:
+        """Serve one model call, or a request for the size of its prompt in tokens (`is_count`), for which nothing is
+        sampled or recorded. Any failure becomes an error reply that the caller's SDK understands."""
+        self.counters.requests += 1
+        dialect = DIALECTS[path]
+        writer = ResponseWriter(send, scope.get("http_version") != "1.0", dialect.ping)
+        name = b"request-id" if dialect is MESSAGES else b"x-request-id"
+        writer.extra_headers = [(name, b"req_" + secrets.token_hex(12).encode())]
+        try:
+            await self._call_model(path, scope, receive, writer, is_count)
+        except ClientDisconnected:
+            self.counters.cancelled += 1
+        except Exception as error:
+            self.counters.errors += 1
+            api_error = to_api_error(error)
+            if api_error.status >= 500 and (times := self._repeats(api_error.message)):
+                expected = isinstance(error, (ApiError, EngineUnavailableError, *STORE_UNAVAILABLE))
+                again = f" ({times} times)" if times > 1 else ""
+                logger.error("a call failed%s: %s", again, api_error.message, exc_info=None if expected else error)
+            await _send_error(dialect, writer, api_error)
 
     async def _stored_response(self, request: HttpRequest) -> Response:
         caller = await self.attribution.caller(headers_by_name(request.scope), request.path_params)
@@ -280,25 +293,6 @@ class Gateway:
 
     # -- one call --------------------------------------------------------------------------------------------------
 
-    async def _handle(self, dialect: Dialect, work: Handler, scope: Scope, receive: Receive, send: Send) -> None:
-        """Count a request, and turn any failure into an error reply that the caller's SDK understands."""
-        self.counters.requests += 1
-        writer = ResponseWriter(send, scope.get("http_version") != "1.0", dialect.ping)
-        name = b"request-id" if dialect is MESSAGES else b"x-request-id"
-        writer.extra_headers = [(name, b"req_" + secrets.token_hex(12).encode())]
-        try:
-            await work(scope, receive, writer)
-        except ClientDisconnected:
-            self.counters.cancelled += 1
-        except Exception as error:
-            self.counters.errors += 1
-            api_error = to_api_error(error)
-            if api_error.status >= 500 and (times := self._repeats(api_error.message)):
-                expected = isinstance(error, (ApiError, EngineUnavailableError, *STORE_UNAVAILABLE))
-                again = f" ({times} times)" if times > 1 else ""
-                logger.error("a call failed%s: %s", again, api_error.message, exc_info=None if expected else error)
-            await _send_error(dialect, writer, api_error)
-
     def _repeats(self, message: str) -> int:
         """How often calls have failed with this message, where that is 1, 10, 100 ...; else 0. What all calls fail of,
         such as a wrong key, would fill the log."""
@@ -308,40 +302,28 @@ class Gateway:
         times = self._failures[message]
         return times if str(times).rstrip("0") == "1" else 0
 
-    async def _call_model(self, path: ApiPath, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
-        started = time.time()
-        headers, caller = await self._caller(scope)
-        body = b""
+    async def _call_model(
+        self, path: ApiPath, scope: Scope, receive: Receive, writer: ResponseWriter, is_count: bool
+    ) -> None:
+        started, headers, body = time.time(), headers_by_name(scope), b""
+        caller = await self.attribution.caller(headers, scope["path_params"])
         async with AsyncExitStack() as slot:
             try:
                 body, caller = await self._body(scope, receive, headers, caller)
                 await slot.enter_async_context(self._limit.slot())  # after the body: a slow sender takes no slot
                 call = await self._resolve(path, headers, caller, body)
                 service = self._local if call.route.servers is None else self._forwarding
+                if is_count:
+                    return await service.count(call, len(body), writer)
                 prepared = await service.prepare(call, len(body))
             except ClientDisconnected:
                 raise
             except Exception as error:
-                await record_rejection(self.attempts.store, path, caller, body, error, started)
+                if not is_count:
+                    await record_rejection(self.attempts.store, path, caller, body, error, started)
                 raise
             with self.attempts.track(call.context), cancel_on_disconnect(receive):
                 await prepared.run(writer)
-
-    async def _count_tokens(self, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
-        headers, caller = await self._caller(scope)
-        body, caller = await self._body(scope, receive, headers, caller)
-        async with self._limit.slot():
-            call = await self._resolve("messages", headers, caller, body)
-            if call.route.servers is not None:
-                await self._forwarding.count(call, len(body), writer)
-            else:
-                tokens = await self._local.count(call, len(body))
-                await writer.send_json(200, count_reply(tokens))
-
-    async def _caller(self, scope: Scope) -> tuple[Mapping[str, str], Caller]:
-        """(headers by name, caller)."""
-        headers = headers_by_name(scope)
-        return headers, await self.attribution.caller(headers, scope["path_params"])
 
     async def _body(
         self, scope: Scope, receive: Receive, headers: Mapping[str, str], caller: Caller

@@ -37,7 +37,7 @@ from agentlightning.observability.logs import SlowLog
 from agentlightning.observability.metrics import Metrics, counters, metrics_routes
 from agentlightning.server.http_protocol import MAX_UNFINISHED_BYTES, STALLED_SECONDS, BoundedHttpProtocol, Bounds
 from agentlightning.server.origin_guard import OriginGuard
-from agentlightning.server.request_tracker import RequestTracker
+from agentlightning.server.request_tracker import RequestTracker, error_response
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.encoding import MAX_BODY_BYTES
 from agentlightning.store.http.server import store_routes
@@ -343,15 +343,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     status = error.status_code
     message = f"{request.method} {request.url.path} is not served here ({error.detail})"
     kind = {404: "NotFoundError", 405: "MethodNotAllowed"}.get(status, "HTTPError")
-    return _error(status, kind, message, error.headers)
+    return error_response(status, kind, message, error.headers)
 
 
 async def _server_error(request: Request, error: Exception) -> Response:
     """The response for an exception; Starlette raises it again, so that it is logged with its traceback."""
-    return _error(500, type(error).__name__, f"the server failed on {request.method} {request.url.path}", None)
-
-
-def _error(status: int, kind: str, message: str, headers: object) -> Response:
-    body = orjson.dumps({"error": {"type": kind, "message": message}, "detail": message})
-    more = {str(k): str(v) for k, v in headers.items()} if isinstance(headers, dict) else None
-    return Response(body, status, more, media_type="application/json")
+    return error_response(500, type(error).__name__, f"the server failed on {request.method} {request.url.path}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -97,15 +98,15 @@ class RequestTracker:
             await send(message)
 
         reason = self._guard.rejection(scope["headers"])
-        app = self._app if reason is None else _error(403, "ForbiddenError", reason)
+        app = self._app if reason is None else error_response(403, "ForbiddenError", reason)
         try:
             await app(scope, receive, send_tracked)
         except asyncio.CancelledError:
             if not tracked.is_cancelled or tracked.task is None:
                 raise
             tracked.task.uncancel()
-            stopping = _error(503, "StoreClosedError", "the server is about to stop; try again in a moment")
-            stopping.headers["retry-after"] = "1"
+            message = "the server is about to stop; try again in a moment"
+            stopping = error_response(503, "StoreClosedError", message, {"retry-after": "1"})
             await stopping(scope, receive, send_tracked)
         finally:
             self._in_flight.discard(tracked)
@@ -128,6 +129,7 @@ def _marked(app: ASGIApp, path: str) -> ASGIApp:
     return marked
 
 
-def _error(status: int, kind: str, message: str) -> Response:
+def error_response(status: int, kind: str, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    """The response to a request that failed, in the shape of every error."""
     body = orjson.dumps({"error": {"type": kind, "message": message}, "detail": message})
-    return Response(body, status, media_type="application/json")
+    return Response(body, status, headers, media_type="application/json")

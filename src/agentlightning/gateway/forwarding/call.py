@@ -21,7 +21,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, cast
@@ -30,7 +30,7 @@ import msgspec
 from msgspec import structs
 
 from agentlightning import span as names
-from agentlightning.errors import ConfigError, ConflictError, NotFoundError, StoreError
+from agentlightning.errors import ConfigError, ConflictError, NotFoundError
 from agentlightning.gateway.answer import PENDING, Answer, Json, ProviderResponse, Usage, needs_echo, objects
 from agentlightning.gateway.callers.attempts import AttemptIds, AttemptTable
 from agentlightning.gateway.callers.attribution import Caller
@@ -714,20 +714,15 @@ class ForwardingService:
         usage, price = ended.response.usage or Usage(), ended.route.price or pool.provider.price
         used: dict[str, Any] = {names.INPUT_TOKENS: usage.input_tokens, names.OUTPUT_TOKENS: usage.output_tokens}
         used |= {names.COST: price.dollars(usage)} if price else {}
-        is_end = bool(ended.response.choices) and not ended.is_pending
-        try:
-            if is_end:
-                await run_to_completion(self.record(ended.spans(used)))
-        except StoreError:
-            is_end = False
-            raise
-        finally:
-            if not is_end:
-                self.responses.note_provider(attempt, response_id, pool.provider.name, call)
-        if is_end:
-            pool.dollars += used.get(names.COST, 0.0)
-            pool.budgets.spend(attempt[0], used.get(names.COST, 0.0), usage.tokens)
-            self.count_tokens(usage)
+        with ExitStack() as undo:
+            undo.callback(self.responses.note_provider, attempt, response_id, pool.provider.name, call)
+            if not ended.response.choices or ended.is_pending:
+                return
+            await run_to_completion(self.record(ended.spans(used)))
+            undo.pop_all()
+        pool.dollars += used.get(names.COST, 0.0)
+        pool.budgets.spend(attempt[0], used.get(names.COST, 0.0), usage.tokens)
+        self.count_tokens(usage)
 
     async def count(self, call: ResolvedCall, size: int, writer: ResponseWriter) -> None:
         """Reply with the number of tokens of a prompt of `size` bytes: counted by the provider or its tokenizer, or

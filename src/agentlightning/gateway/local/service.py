@@ -29,6 +29,7 @@ from agentlightning.gateway.callers.replay import RecordedAnswer, load_replay
 from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import ReplyMetadata, ReplyWriter, Request
 from agentlightning.gateway.dialects.common import apply_resource_params, refuse_unsupported
+from agentlightning.gateway.dialects.messages import count_reply
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.dialects.responses import ResponsesReplyWriter
 from agentlightning.gateway.errors import bad_request
@@ -95,15 +96,16 @@ class LocalService:
     settings_of: dict[str, LocalSettings] = field(default_factory=dict[str, LocalSettings])
     """By model name, those of training runs elsewhere."""
 
-    async def count(self, call: ResolvedCall, size: int) -> int:
-        """The number of prompt tokens of a request of `size` bytes. Nothing is sampled or recorded."""
+    async def count(self, call: ResolvedCall, size: int, writer: ResponseWriter) -> None:
+        """Reply with the number of prompt tokens of a request of `size` bytes. Nothing is sampled or recorded."""
         request, engine = await self._read_request(call, size), _engine_of(call.route)
         chat = await offload(size, partial(_chat_format, engine, request))
         try:
             (prompt,) = await offload(size, partial(self._build_prompts, call, request, chat))
+            tokens = len(prompt.token_ids)
         except ContextLengthError:  # Clients shorten their conversations by this number, so an estimate will do.
-            return await offload(size, partial(estimate_prompt_tokens, request.raw))
-        return len(prompt.token_ids)
+            tokens = await offload(size, partial(estimate_prompt_tokens, request.raw))
+        await writer.send_json(200, count_reply(tokens))
 
     async def prepare(self, call: ResolvedCall, size: int) -> LocalCall:
         """Prepare the prompts and parameters of a request of `size` bytes. Raises ApiError."""
