@@ -148,17 +148,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if silent >= allowed and not self.transport.is_closing():
                 self.reject(408, _LATE)
         elif self.flow.write_paused:
-            self._check_writes(now)
+            unsent = self.transport.get_write_buffer_size()
+            if unsent != self._unsent:
+                self._unsent, self._unsent_since = unsent, now
+            elif now - self._unsent_since >= self.bounds.stalled_seconds:
+                self.transport.abort()  # It has stopped reading, and occupies a slot, an engine and a connection.
         elif silent >= IDLE_SECONDS and (self.cycle is None or self.cycle.response_complete):
             self.transport.close()
-
-    def _check_writes(self, now: float) -> None:
-        """Abort if the client has stopped reading: it occupies a slot, an engine and a connection."""
-        unsent = self.transport.get_write_buffer_size()
-        if unsent != self._unsent:
-            self._unsent, self._unsent_since = unsent, now
-        elif now - self._unsent_since >= self.bounds.stalled_seconds:
-            self.transport.abort()
 
     def reject(self, status: int, body: bytes, headers: bytes = b"") -> None:
         """Respond to an incomplete request, and close the connection."""
