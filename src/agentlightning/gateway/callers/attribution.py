@@ -272,7 +272,14 @@ class Attribution:
         temperature = None if mode is None else MODE_TEMPERATURES[mode]
         if attempt is None:
             return Caller(trace_id=trace_id, parent_id=parent_id, mode=mode, temperature=temperature)
-        self._count_conflict(claims)
+        if claims.ignored and claims.attempt is not None and claims.source != "header":
+            self.conflicts += 1
+            if self.conflicts == 1:
+                logger.warning(
+                    "the URL or key of a call names attempt %s, but its context is that of %s; the former is recorded",
+                    claims.attempt[1],
+                    claims.ignored[0],
+                )
         mismatches = [hint for hint in hints if not hint.matches(attempt)]
         if any(hint.source == "trace" for hint in mismatches):  # The trace belongs to another attempt.
             trace_id = parent_id = None
@@ -308,16 +315,6 @@ class Attribution:
         if self.refused == 1:
             logger.warning("a model call is refused: %s%s", message, before)
         return conflict("attempt_ambiguous", message)
-
-    def _count_conflict(self, claims: Claims) -> None:
-        if claims.ignored and claims.attempt is not None and claims.source != "header":
-            self.conflicts += 1
-            if self.conflicts == 1:
-                logger.warning(
-                    "the URL or key of a call names attempt %s, but its context is that of %s; the former is recorded",
-                    claims.attempt[1],
-                    claims.ignored[0],
-                )
 
     # -- claims of a request -----------------------------------------------------------------------------------------
 

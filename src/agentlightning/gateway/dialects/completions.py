@@ -18,8 +18,6 @@ from agentlightning.gateway.dialects import common
 from agentlightning.gateway.dialects.base import (
     Body,
     Dialect,
-    ReplyMetadata,
-    ReplyWriter,
     Request,
 )
 from agentlightning.gateway.dialects.chat import ChatReplyWriter, ChatResponse
@@ -164,8 +162,4 @@ def _read_embedding(body: Body, recall: ResponseLookup | None = None, attachment
     raise ApiError(404, message, code="model_not_supported", param="model")
 
 
-def _reply_embedding(request: Request, head: ReplyMetadata) -> ReplyWriter:
-    raise AssertionError("no request is ever read")
-
-
-EMBEDDINGS: Final = replace(COMPLETIONS, id_prefix="embd-", read=_read_embedding, reply=_reply_embedding)
+EMBEDDINGS: Final = replace(COMPLETIONS, id_prefix="embd-", read=_read_embedding)

@@ -61,7 +61,9 @@ _TEXT_FIELDS: Final = {"text": "text"}
 def read_request(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> Request:
     """See `ReadRequest`."""
     data = read_json(body)
-    _reject_thread(data)
+    if data.get("thread") is not None:  # On this error, the SDK's tool runner sends the whole history instead.
+        details = {"error_code": "thread_unsupported_request"}
+        raise ApiError(400, "threads are not stored here; send the full conversation", param="thread", details=details)
     request = common.read_shared(data, MESSAGES_PARAMS, SamplingParams(), _KNOWN, _UNSUPPORTED)
     offered = [_as_function(tool) for tool in optional(data, "tools", list) or ()]
     tools, hosted = common.function_tools({"tools": offered}, lambda tool: tool.get("function"))
@@ -76,13 +78,6 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
-
-
-def _reject_thread(data: Mapping[str, Any]) -> None:
-    """A thread stores history on the server. On this error, the SDK's tool runner sends the whole history instead."""
-    if data.get("thread") is not None:
-        details = {"error_code": "thread_unsupported_request"}
-        raise ApiError(400, "threads are not stored here; send the full conversation", param="thread", details=details)
 
 
 def _as_function(tool: Any) -> Any:

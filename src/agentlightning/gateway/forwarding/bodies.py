@@ -357,7 +357,7 @@ def _chat_messages(messages: Sequence[Message], provider: Provider, find_turn: T
             content, images = split_attachments(content)
             attachments += images
         fields = {key: value for key, value in message.items() if key in known}
-        fields |= {"content": _chat_content(message, content)}
+        fields["content"] = None if not content and message.get("tool_calls") else as_chat(content)
         if message["role"] == "assistant":
             blocks = find_turn(turn_key(previous, message)) or message.get("sealed") or ()
             fields |= _echoed(fields, [block for block in blocks if block.get("provider") == provider.name])
@@ -382,10 +382,6 @@ def _echoed(fields: Json, blocks: Sequence[Json]) -> Json:
 
 
 _CHAT_KEYS: Final = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
-
-
-def _chat_content(message: Message, content: Content) -> Any:
-    return None if not content and message.get("tool_calls") else as_chat(content)
 
 
 def _chat_others(fields: OtherFields, request: Request, model: str) -> Json:

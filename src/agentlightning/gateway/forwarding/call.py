@@ -41,7 +41,7 @@ from agentlightning.gateway.dialects.content_parts import message_digests, objec
 from agentlightning.gateway.dialects.messages import count_reply
 from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.dialects.response_store import ResponseStore
-from agentlightning.gateway.dialects.responses import ResponsesReplyWriter
+from agentlightning.gateway.dialects.responses import LAST_EVENTS, ResponsesReplyWriter
 from agentlightning.gateway.dialects.sse import encode_event, event_data, loads
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.bodies import body_of, given_params, split_stops, translation_target, turns_of
@@ -74,9 +74,7 @@ from agentlightning.util.json_values import dumps
 
 logger = logging.getLogger(__name__)
 
-_FINAL_EVENTS: Final = frozenset(
-    {"response.completed", "response.incomplete", "response.failed", "message_stop", "error"}
-)
+_FINAL_EVENTS: Final = frozenset({*LAST_EVENTS, "message_stop", "error"})
 """Types of the events that end a stream."""
 _READ_NOW: Final = re.compile(rb'\[DONE\]|"usage"\s*:\s*\{|' + "|".join(map(re.escape, sorted(_FINAL_EVENTS))).encode())
 """In events that may end a stream, or may not be for the caller."""
