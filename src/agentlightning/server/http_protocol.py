@@ -132,7 +132,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         lines = [b"%s %s HTTP/%s\r\n" % (parser.get_method(), self.url, parser.get_http_version().encode())]
-        lines += [b"%s: %s\r\n" % header for header in map(_without_upgrade, headers) if header is not None]
+        lines += [b"%s: %s\r\n" % header for header in headers if header[0] != b"upgrade"]
         self._upgrade = [header for header in headers if header[0] == b"upgrade"]
         self.parser.feed_data(b"".join([*lines, b"\r\n"]))
 
@@ -209,14 +209,3 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._release_body()
         self._since = self.loop.time()
         super().on_response_complete()
-
-
-def _without_upgrade(header: tuple[bytes, bytes]) -> tuple[bytes, bytes] | None:
-    """The header without the request for an upgrade; None if nothing is left."""
-    name, value = header
-    if name in (b"upgrade", b"http2-settings"):
-        return None
-    if name != b"connection":
-        return header
-    options = [option.strip() for option in value.split(b",")]
-    return name, b", ".join(option for option in options if option.lower() not in (b"upgrade", b"http2-settings"))

@@ -37,7 +37,8 @@ _OWN_HEADERS: Final = (b"content-type", b"content-disposition", b"x-should-retry
 _DROPPED: Final = frozenset(
     {
         *(b"host", b"content-length", b"content-encoding", b"transfer-encoding", b"connection", b"keep-alive", b"te"),
-        *(b"expect", b"upgrade", b"accept-encoding", b"authorization", b"x-api-key", b"api-key", b"cookie"),
+        *(b"expect", b"upgrade", b"http2-settings", b"accept-encoding"),
+        *(b"authorization", b"x-api-key", b"api-key", b"cookie"),
     }
 )
 """Headers of the caller's connection, and its credentials."""
