@@ -53,8 +53,7 @@ class Bounds:
         self._timer = None
         now = asyncio.get_running_loop().time()
         for each in list(connections):
-            if isinstance(each, BoundedHttpProtocol):
-                each.check_timeouts(now)
+            each.check_timeouts(now)
         if connections:
             self.watch(connections)
 

@@ -201,6 +201,11 @@ class Caller(Struct, frozen=True):
             return None
         return self.rollout_id, self.attempt_id
 
+    @property
+    def affinity(self) -> str:
+        """Calls with the same one go to the same server while it is healthy."""
+        return "/".join(self.attempt or ())
+
     def with_agent(self, agent: Agent, served: Container[str]) -> Caller:
         """A copy with its agent. 1.0 had one model only, so a call to 1.0's URL may name any: a model that is not
         `served` counts as unnamed."""

@@ -302,7 +302,7 @@ class AddedFields:
 
 def upstream_request(record: ProviderRecord, headers: Mapping[str, str], added: AddedFields) -> UpstreamRequest:
     """The request of a call. Raises ApiError 400 for one that cannot be sent."""
-    path, route, attempt = record.path, record.route, record.caller.attempt
+    path, route = record.path, record.route
     assert route.provider is not None
     body = record.data | {"model": route.send_model}
     for name, value in record.forced.items():
@@ -319,8 +319,8 @@ def upstream_request(record: ProviderRecord, headers: Mapping[str, str], added: 
         encode_request(body),
         body.get("stream") is True,
         [(name.encode(), value.encode("latin-1")) for name, value in passed],
-        "/".join(attempt) if attempt else "",
-        attempt[0] if attempt else "",
+        record.caller.affinity,
+        record.caller.rollout_id or "",
         0 if path == "embeddings" else longest * num_sampled(body),
         route.price,
         route.send_model,
@@ -734,7 +734,7 @@ class ForwardingService:
             counted = await self._token_counter.count(route.servers, request, size)
             return await _send_count(writer, request, size, counted)
         body = await offload(size // PASSED, partial(dumps, data | {"model": route.send_model}))
-        affinity = "/".join(call.caller.attempt or ())
+        affinity = call.caller.affinity
         request = UpstreamRequest(
             COUNT_TOKENS_PATH, body, affinity=affinity, max_output_tokens=0, price=Price(), model=route.send_model
         )

@@ -48,7 +48,7 @@ async def forward_as_is(
     pool: ServerPool, request: Request, caller: Caller, body: bytes, keep: Callable[[list[Span]], Awaitable[None]]
 ) -> Response:
     """The provider's response to a request, as it arrives, recorded before its last bytes. Raises ApiError."""
-    provider, server = pool.provider, pool.choose("/".join(caller.attempt or ()))
+    provider, server = pool.provider, pool.choose(caller.affinity)
     path = request.scope["raw_path"].decode("latin-1").partition("/v1/")[2]
     if ".." in unquote(path).split("/"):
         raise ApiError(404, f"/v1/{path} is no path of the provider {provider.name!r}")

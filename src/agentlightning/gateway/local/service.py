@@ -410,7 +410,7 @@ class LocalCall:
     ) -> Sample:
         """Raises AgentLightningError; any other exception of the engine becomes a PolicyError."""
         try:
-            return await self.engine.sample(prompt, params, on_tokens, affinity="/".join(self.attempt or ()))
+            return await self.engine.sample(prompt, params, on_tokens, affinity=self.record.caller.affinity)
         except AgentLightningError:
             raise
         except Exception as error:  # The boundary to engines, which may be third-party code.
