@@ -171,20 +171,22 @@ class Router:
 
     def names(self, dialect: str) -> list[str]:
         """The model names for callers of a dialect."""
-        own = {rule.model for rule in self._rules_for(dialect)}
+        own = {rule.model for rule in self._rules if rule.dialect in (None, dialect)}
         return [name for name in self.models if name in own or name in self._engines]
 
     def patterns(self, dialect: str) -> list[str]:
         """The model patterns for callers of a dialect."""
-        return list(dict.fromkeys(rule.model for rule in self._rules_for(dialect) if rule.is_pattern))
+        patterns = [rule.model for rule in self._rules if rule.is_pattern and rule.dialect in (None, dialect)]
+        return list(dict.fromkeys(patterns))
 
     def open_pools(self, dialect: str) -> list[ServerPool]:
         """The providers with a pattern rule, for callers of a dialect."""
-        patterns = [rule for rule in self._rules_for(dialect) if rule.is_pattern]
-        return list(dict.fromkeys(self._servers[rule.provider] for rule in patterns if rule.provider is not None))
-
-    def _rules_for(self, dialect: str) -> list[RouteRule]:
-        return [rule for rule in self._rules if rule.dialect in (None, dialect)]
+        pools = [
+            self._servers[rule.provider]
+            for rule in self._rules
+            if rule.provider is not None and rule.is_pattern and rule.dialect in (None, dialect)
+        ]
+        return list(dict.fromkeys(pools))
 
     def _trains(self, route: ModelRoute) -> bool:
         """Whether a route leads to the policy of a training run: one that joined, or the default of all names."""
