@@ -237,7 +237,7 @@ class MessagesReplyWriter:
 
     def body(self, answers: Sequence[Answer]) -> bytes:
         (answer,) = answers
-        self._blocks = blocks = []
+        blocks = self._blocks = list[Json]()
         for part in answer.parts():
             self.event(answer, part)
         self._close()
