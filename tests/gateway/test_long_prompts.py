@@ -111,13 +111,13 @@ def test_a_large_body_is_parsed_piece_by_piece_as_it_would_be_whole():
 
 GATEWAY = "agentlightning.gateway."
 PACK, SPANS = "agentlightning.store.sql.store.group_by_attempt", GATEWAY + "forwarding.call.ProviderRecord.spans"
-TRANSLATE = GATEWAY + "forwarding.service.translate"
+TRANSLATE = GATEWAY + "forwarding.call.translate"
 WORK = {
     "local": (GATEWAY + "local.conversation.Prompt.__post_init__", GATEWAY + "local.service.LocalCall._span", PACK),
     "forwarded": (GATEWAY + "forwarding.call.upstream_request", SPANS, PACK),
     "streamed": (GATEWAY + "forwarding.call.upstream_request", SPANS, PACK),
     "translated": (TRANSLATE, SPANS, PACK),
-    "counted": (TRANSLATE, GATEWAY + "forwarding.service.estimate_prompt_tokens"),
+    "counted": (TRANSLATE, GATEWAY + "forwarding.call.estimate_prompt_tokens"),
 }
 """What takes long for a long conversation, by the way of its call."""
 

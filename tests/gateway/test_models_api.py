@@ -2,7 +2,6 @@
 
 import asyncio
 
-import anthropic
 import httpx
 import pytest
 from hypothesis import given, settings
@@ -129,17 +128,6 @@ async def test_a_list_is_asked_for_once_by_all_and_kept_where_it_cannot_be_had_a
         now[0], answers[0] = CACHE_SECONDS + RETRY_SECONDS, Reply({"data": GPTS[:1]})
         assert (await listing.models(), len(asked)) == (GPTS[:1], 3)
         await transport.close()
-
-
-async def test_anthropics_pages_are_turned_in_both_directions(serve):
-    async with ScriptedProvider([]) as gpt, ScriptedProvider([]) as claude:
-        gpt.models, claude.models = lists([]), pages
-        service = await serve([], config=both(gpt, claude))
-        client = await service.anthropic()
-        page = await client.models.list(before_id="claude-2", limit=2)
-        assert ([model.id for model in page.data], page.has_more) == (["claude-0", "claude-1"], True)
-        with pytest.raises(anthropic.BadRequestError, match="no number from 1 to 1000"):
-            await client.models.list(limit=0)
 
 
 async def test_a_runner_knows_that_a_server_answers_though_its_provider_names_no_models(store):

@@ -129,16 +129,6 @@ def test_a_slow_call_is_mentioned_with_its_method_and_ids(caplog):
     assert "GET /v1/agl/spans took 700 ms" in second.getMessage()
 
 
-def test_a_slow_call_says_how_long_it_waited_and_how_long_its_transaction_took(caplog):
-    log = logs.SlowLog(0.5)
-    log.took("add_many_spans", 0.1, 5.0, 3)
-    log.took("add_many_spans", 0.7, 0.25, 64)
-    log.took("update_attempt", 0.9, 0.1, 1)
-    log.on_end(slow_call(1.0))
-    (record,) = caplog.records
-    assert (record.waited, record.decided, record.together) == (0.7, 0.25, 64)
-
-
 def test_waiting_is_not_slow(caplog):
     logs.SlowLog(0.5).on_end(slow_call(60, "wait_for_rollouts"))
     assert not caplog.records

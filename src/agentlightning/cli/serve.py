@@ -10,7 +10,6 @@ import sys
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from starlette.routing import BaseRoute
 
     from agentlightning.gateway.config import GatewayConfig
-    from agentlightning.observability.logs import SlowLog
-    from agentlightning.observability.metrics import Metrics
     from agentlightning.server.app import Server
     from agentlightning.server.processes import ServerProcess
     from agentlightning.store.base import LightningStoreBase
@@ -325,7 +322,7 @@ async def _open(options: Options, stack: AsyncExitStack, process: ServerProcess 
     stack.push_async_callback(database.close)
     metrics, slow = Metrics(database), SlowLog(options.slow_seconds)
     observers: list[Observer] = [metrics, slow, ChangeLog()]
-    database.observe = partial(_observe, metrics, slow)
+    database.observe = metrics.took
     if options.otlp_export is not None:
         exporter = OtlpExporter(options.otlp_export)
         stack.push_async_callback(asyncio.to_thread, exporter.close)
@@ -369,11 +366,6 @@ async def _tinker_routes(options: Options, stack: AsyncExitStack) -> list[BaseRo
     open_routes = load_plugin("server_routes", "tinker")
     routes = open_routes(options.tinker, options.tinker_weights, options.token, options.server["max_body_bytes"])
     return await stack.enter_async_context(routes)
-
-
-def _observe(metrics: Metrics, slow: SlowLog, method: str, waited: float, decided: float, together: int) -> None:
-    metrics.took(method, waited, decided, together)
-    slow.took(method, waited, decided, together)
 
 
 def _check_access(options: Options) -> None:

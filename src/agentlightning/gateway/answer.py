@@ -336,7 +336,7 @@ class Answer:
 
     def add_text(self, text: Any) -> None:
         if isinstance(text, str) and text and not self.is_stopped:
-            self._queue_text(self._stop.feed(text))
+            self._append(self._stop.feed(text))
 
     def add_reasoning(self, text: Any) -> None:
         if isinstance(text, str) and text:
@@ -409,14 +409,12 @@ class Answer:
 
     def _flush_text(self) -> bool:
         """Queue text that might have started a stop string. Whether anything other than text may follow."""
-        self._queue_text(self._stop.finish())
+        self._append(self._stop.finish())
         return not self.is_stopped
 
-    def _queue_text(self, text: str) -> None:
-        if text:
-            self._append(text)
-
     def _append(self, event: Event | _PartialToolCall) -> None:
+        if event == "":
+            return
         if isinstance(event, _SAMPLED):
             self._assigned = len(self._tokens)
         self._waiting.append((event, self._assigned))

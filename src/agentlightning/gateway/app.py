@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import fields
 from functools import partial
@@ -29,17 +29,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import Engine, EngineUnavailableError
 from agentlightning.errors import StoreError
-from agentlightning.gateway.callers.agents import AgentMatcher, AgentRule
+from agentlightning.gateway.callers.agents import AgentMatcher
 from agentlightning.gateway.callers.attempts import CHECK_SECONDS, AttemptTable
-from agentlightning.gateway.callers.attribution import MODE_TEMPERATURES, Attribution, Caller, RequestIdentity
+from agentlightning.gateway.callers.attribution import Attribution, Caller, RequestIdentity
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import ApiPath, Dialect
-from agentlightning.gateway.dialects.messages import MESSAGES, count_reply
+from agentlightning.gateway.dialects.messages import MESSAGES
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.errors import STORE_UNAVAILABLE, ApiError, bad_request, to_api_error
+from agentlightning.gateway.forwarding.call import ForwardingService
 from agentlightning.gateway.forwarding.other_paths import MAX_UPLOAD_BYTES, forward_as_is, request_stored_response
-from agentlightning.gateway.forwarding.service import ForwardingService
 from agentlightning.gateway.http import (
     ConcurrencyLimit,
     ResponseWriter,
@@ -74,8 +74,6 @@ ATTEMPT_PATHS: Final = (
 """Prefixes of URLs that name an attempt or a worker."""
 MAX_FAILURES: Final = 200
 """Messages that are counted before counting begins anew."""
-Handler = Callable[[Scope, Receive, ResponseWriter], Awaitable[None]]
-"""Serves one request, or raises."""
 
 
 class Gateway:
@@ -87,8 +85,7 @@ class Gateway:
     stores what was spent, unless the budget names a file; `shared` is a folder for what several processes of one server
     share. `default_model` serves requests without a model and, with
     `accept_any_model`, those for an unknown one, unless `config` says otherwise. Calls above `max_concurrency` wait.
-    Every `check_seconds` the store is asked which attempts have ended. `agents` are rules that recognize agents;
-    `mode_temperatures` are the temperatures for URLs of version 1.0, unless the trainer sets one.
+    Every `check_seconds` the store is asked which attempts have ended.
     """
 
     def __init__(
@@ -107,8 +104,6 @@ class Gateway:
         max_body_bytes: int = 32 * 1024 * 1024,
         max_concurrency: int = 4096,
         check_seconds: float = CHECK_SECONDS,
-        agents: Sequence[AgentRule] = (),
-        mode_temperatures: Mapping[str, float] = MODE_TEMPERATURES,
     ) -> None:
         config = config or GatewayConfig()
         self.counters = Counters()
@@ -128,17 +123,13 @@ class Gateway:
             engines,
             config.routes,
             self.providers,
-            AgentMatcher((*config.agents, *agents)),
+            AgentMatcher(config.agents),
             default_model=config.default_model or default_model,
             accept_any_model=bool(accept_any_model if config.accept_any_model is None else config.accept_any_model),
         )
         self.attempts = AttemptTable(store, self.forget, check_seconds=check_seconds)
         self.attribution = Attribution(
-            self.attempts,
-            secret,
-            require_key=require_key,
-            allow_unattributed=allow_unattributed,
-            mode_temperatures=mode_temperatures,
+            self.attempts, secret, require_key=require_key, allow_unattributed=allow_unattributed
         )
         parts = store, self.attempts, self.counters, OnPolicySampling(self.counters), self.kept
         settings = LocalSettings(config.structured_output, config.record_top_logprobs)
@@ -222,78 +213,35 @@ class Gateway:
 
     def _routes_below(self, prefix: str) -> list[Route]:
         calls: dict[str, ASGIApp] = {f"/v1/{path}": partial(self.call_model, path) for path in DIALECTS}
-        calls["/v1/messages/count_tokens"] = self.count_tokens
+        calls["/v1/messages/count_tokens"] = partial(self.call_model, "messages", is_count=True)
+        stored = _endpoint(self._stored_response)
         return [
             *(Route(prefix + path, _AsgiEndpoint(call), methods=["POST"]) for path, call in calls.items()),
-            Route(f"{prefix}/v1/responses/{{response_id}}", self._stored_response, methods=["GET", "DELETE"]),
-            Route(f"{prefix}/v1/responses/{{response_id}}/cancel", self._stored_response, methods=["POST"]),
-            Route(f"{prefix}/v1/models", self._models.list, methods=["GET"]),
-            Route(f"{prefix}/v1/models/{{model:path}}", self._models.retrieve, methods=["GET"]),
+            Route(f"{prefix}/v1/responses/{{response_id}}", stored, methods=["GET", "DELETE"]),
+            Route(f"{prefix}/v1/responses/{{response_id}}/cancel", stored, methods=["POST"]),
+            Route(f"{prefix}/v1/models", _endpoint(self._models.list), methods=["GET"]),
+            Route(f"{prefix}/v1/models/{{model:path}}", _endpoint(self._models.retrieve), methods=["GET"]),
             *(Route(f"{prefix}{path}", _ok, methods=["GET"]) for path in ("/v1", "/v1/", "/")),
             *([Route(prefix, _ok, methods=["GET"])] if prefix else []),
-            Route(f"{prefix}/v1/{{rest:path}}", self._other_path, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
+            Route(
+                f"{prefix}/v1/{{rest:path}}",
+                _endpoint(self._other_path),
+                methods=["GET", "POST", "PUT", "PATCH", "DELETE"],
+            ),
         ]
 
-    async def call_model(self, path: ApiPath, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one model call."""
-        await self._handle(DIALECTS[path], partial(self._call_model, path), scope, receive, send)
-
-    async def count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request for the size of a prompt in tokens. Nothing is sampled or recorded."""
-        await self._handle(MESSAGES, self._count_tokens, scope, receive, send)
-
-    async def _stored_response(self, request: HttpRequest) -> Response:
-        try:
-            caller = await self.attribution.caller(headers_by_name(request.scope), request.path_params)
-            attempt, response_id = caller.attempt or ("", ""), request.path_params["response_id"]
-            if (provider := self.kept.provider_of(attempt, response_id)) is not None:
-                pool = self.providers[provider]
-                body = await request_stored_response(pool, request.method, attempt, response_id)
-                if request.method != "DELETE":
-                    await self._forwarding.record_poll(pool, attempt, response_id, body)
-                return Response(body, media_type="application/json")
-            if request.method != "DELETE":
-                return Response(self.kept.body(attempt, response_id), media_type="application/json")
-            self.kept.delete(attempt, response_id)
-        except ApiError as api_error:
-            if api_error.status == 404:  # Of another attempt, which a provider of all paths may have.
-                return await self._other_path(request, api_error)
-            return error_body(request, api_error)
-        except StoreError as error:
-            return error_body(request, to_api_error(error))
-        return json_response({"id": response_id, "object": "response", "deleted": True})
-
-    async def _other_path(self, request: HttpRequest, unserved: ApiError | None = None) -> Response:
-        """Forward a request to the provider that serves all paths, if there is one."""
-        pools = [pool for pool in self.providers.values() if pool.provider.all_paths]
-        if not pools or request.headers.get("upgrade", "").lower() == "websocket":
-            return error_body(request, unserved) if unserved else await _not_found(request)
-        family, headers = client_family(request), headers_by_name(request.scope)
-        pool = next((pool for pool in pools if pool.provider.dialect == family), pools[0])
+    async def call_model(
+        self, path: ApiPath, scope: Scope, receive: Receive, send: Send, *, is_count: bool = False
+    ) -> None:
+        """Serve one model call, or a request for the size of its prompt in tokens (`is_count`), for which nothing is
+        sampled or recorded. Any failure becomes an error reply that the caller's SDK understands."""
         self.counters.requests += 1
-        try:
-            caller = await self.attribution.caller(headers, request.path_params)
-            if caller.attempt is not None:
-                await self.attempts.get(caller.attempt)
-            body = await read_body(request.receive, headers, MAX_UPLOAD_BYTES)
-            return await forward_as_is(pool, request, caller, body, self._forwarding.record)
-        except ClientDisconnected:
-            self.counters.cancelled += 1
-            return Response(status_code=499)  # Nobody sees it.
-        except (ApiError, *STORE_UNAVAILABLE) as error:
-            self.counters.errors += 1
-            return error_body(request, to_api_error(error))
-
-    # -- one call --------------------------------------------------------------------------------------------------
-
-    async def _handle(self, dialect: Dialect, work: Handler, scope: Scope, receive: Receive, send: Send) -> None:
-        """Count a request, and turn any failure into an error reply that the caller's SDK understands."""
-        self.counters.requests += 1
+        dialect = DIALECTS[path]
         writer = ResponseWriter(send, scope.get("http_version") != "1.0", dialect.ping)
         name = b"request-id" if dialect is MESSAGES else b"x-request-id"
         writer.extra_headers = [(name, b"req_" + secrets.token_hex(12).encode())]
         try:
-            await work(scope, receive, writer)
+            await self._call_model(path, scope, receive, writer, is_count)
         except ClientDisconnected:
             self.counters.cancelled += 1
         except Exception as error:
@@ -305,6 +253,46 @@ class Gateway:
                 logger.error("a call failed%s: %s", again, api_error.message, exc_info=None if expected else error)
             await _send_error(dialect, writer, api_error)
 
+    async def _stored_response(self, request: HttpRequest) -> Response:
+        caller = await self.attribution.caller(headers_by_name(request.scope), request.path_params)
+        attempt, response_id = caller.attempt or ("", ""), request.path_params["response_id"]
+        if (provider := self.kept.provider_of(attempt, response_id)) is not None:
+            pool = self.providers[provider]
+            body = await request_stored_response(pool, request.method, attempt, response_id)
+            if request.method != "DELETE":
+                await self._forwarding.record_poll(pool, attempt, response_id, body)
+            return Response(body, media_type="application/json")
+        try:
+            if request.method != "DELETE":
+                return Response(self.kept.body(attempt, response_id), media_type="application/json")
+            self.kept.delete(attempt, response_id)
+        except ApiError as unknown:  # Of another attempt, which a provider of all paths may have.
+            return await self._other_path(request, unknown)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    async def _other_path(self, request: HttpRequest, unserved: ApiError | None = None) -> Response:
+        """Forward a request to the provider that serves all paths. Raises ApiError if there is none."""
+        pools = [pool for pool in self.providers.values() if pool.provider.all_paths]
+        if not pools or request.headers.get("upgrade", "").lower() == "websocket":
+            raise unserved or _unserved(request)
+        family, headers = client_family(request), headers_by_name(request.scope)
+        pool = next((pool for pool in pools if pool.provider.dialect == family), pools[0])
+        self.counters.requests += 1
+        try:
+            caller = await self.attribution.caller(headers, request.path_params)
+            if caller.attempt is not None:
+                await self.attempts.get(caller.attempt)
+            body = await read_body(request.receive, headers, MAX_UPLOAD_BYTES)
+            return await forward_as_is(pool, request, caller, body, self._forwarding.record)
+        except ClientDisconnected:
+            self.counters.cancelled += 1
+            raise
+        except Exception:
+            self.counters.errors += 1
+            raise
+
+    # -- one call --------------------------------------------------------------------------------------------------
+
     def _repeats(self, message: str) -> int:
         """How often calls have failed with this message, where that is 1, 10, 100 ...; else 0. What all calls fail of,
         such as a wrong key, would fill the log."""
@@ -314,42 +302,28 @@ class Gateway:
         times = self._failures[message]
         return times if str(times).rstrip("0") == "1" else 0
 
-    async def _call_model(self, path: ApiPath, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
-        started = time.time()
-        headers, caller = await self._caller(scope)
-        body = b""
+    async def _call_model(
+        self, path: ApiPath, scope: Scope, receive: Receive, writer: ResponseWriter, is_count: bool
+    ) -> None:
+        started, headers, body = time.time(), headers_by_name(scope), b""
+        caller = await self.attribution.caller(headers, scope["path_params"])
         async with AsyncExitStack() as slot:
             try:
                 body, caller = await self._body(scope, receive, headers, caller)
                 await slot.enter_async_context(self._limit.slot())  # after the body: a slow sender takes no slot
                 call = await self._resolve(path, headers, caller, body)
-                if call.route.servers is None:
-                    serve = (await self._local.prepare(call, len(body))).run
-                else:
-                    serve = partial(self._forwarding.run, await self._forwarding.prepare(call, len(body)))
+                service = self._local if call.route.servers is None else self._forwarding
+                if is_count:
+                    return await service.count(call, len(body), writer)
+                prepared = await service.prepare(call, len(body))
             except ClientDisconnected:
                 raise
             except Exception as error:
-                await record_rejection(self.attempts.store, path, caller, body, error, started)
+                if not is_count:
+                    await record_rejection(self.attempts.store, path, caller, body, error, started)
                 raise
             with self.attempts.track(call.context), cancel_on_disconnect(receive):
-                await serve(writer)
-
-    async def _count_tokens(self, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
-        headers, caller = await self._caller(scope)
-        body, caller = await self._body(scope, receive, headers, caller)
-        async with self._limit.slot():
-            call = await self._resolve("messages", headers, caller, body)
-            if call.route.servers is not None:
-                await self._forwarding.count(call, len(body), writer)
-            else:
-                tokens = await self._local.count(call, len(body))
-                await writer.send_json(200, count_reply(tokens))
-
-    async def _caller(self, scope: Scope) -> tuple[Mapping[str, str], Caller]:
-        """(headers by name, caller)."""
-        headers = headers_by_name(scope)
-        return headers, await self.attribution.caller(headers, scope["path_params"])
+                await prepared.run(writer)
 
     async def _body(
         self, scope: Scope, receive: Receive, headers: Mapping[str, str], caller: Caller
@@ -396,11 +370,24 @@ async def _ok(request: HttpRequest) -> Response:
     return json_response({"status": "ok"})
 
 
-async def _not_found(request: HttpRequest) -> Response:
+def _unserved(request: HttpRequest) -> ApiError:
     path = request.url.path
     if request.headers.get("upgrade", "").lower() == "websocket":
         # After this status Codex falls back to HTTP at once; after any other it retries for seconds.
-        return error_body(request, ApiError(426, f"{path} is no websocket; send POST requests"))
+        return ApiError(426, f"{path} is no websocket; send POST requests")
     served = ", ".join(f"POST /v1/{path}" for path in DIALECTS)
-    message = f"{request.method} {path} is not served here; served: {served}, GET /v1/models"
-    return error_body(request, ApiError(404, message))
+    return ApiError(404, f"{request.method} {path} is not served here; served: {served}, GET /v1/models")
+
+
+def _endpoint(serve: Callable[[HttpRequest], Awaitable[Response]]) -> Callable[[HttpRequest], Awaitable[Response]]:
+    """An endpoint whose errors become responses in the format of the client."""
+
+    async def respond(request: HttpRequest) -> Response:
+        try:
+            return await serve(request)
+        except ClientDisconnected:
+            return Response(status_code=499)  # Nobody sees it.
+        except (ApiError, StoreError) as error:
+            return error_body(request, to_api_error(error))
+
+    return respond

@@ -72,22 +72,25 @@ _TOO_DEEP = "Recursion limit reached"
 """orjson's message for values nested more than 254 deep; it parses up to 1,024."""
 
 
+_ERRORS = (
+    (ContextLengthError, 400, "{}", "context_length_exceeded", "messages"),
+    (PromptTokensError, 400, "{}", None, "prompt"),
+    (ConfigError, 400, "{}", None, "messages"),
+    (STORE_UNAVAILABLE, 503, "the store of this server cannot be used now: {}", "store_unavailable", None),
+    (StoreError, 500, "the store of this server failed: {}", "store_error", None),
+    (EngineUnavailableError, 503, "{}", "policy_unavailable", None),
+    (PolicyError, 500, "the engine failed: {}", "engine_error", None),
+)
+"""(kind of the exception, status, message, code, param), the first that fits."""
+
+
 def to_api_error(error: BaseException) -> ApiError:
     """The API error for an exception."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, ContextLengthError):
-        return ApiError(400, str(error), code="context_length_exceeded", param="messages")
-    if isinstance(error, ConfigError):
-        return ApiError(400, str(error), param="prompt" if isinstance(error, PromptTokensError) else "messages")
-    if isinstance(error, STORE_UNAVAILABLE):
-        return ApiError(503, f"the store of this server cannot be used now: {error}", code="store_unavailable")
-    if isinstance(error, StoreError):
-        return ApiError(500, f"the store of this server failed: {error}", code="store_error")
-    if isinstance(error, EngineUnavailableError):
-        return ApiError(503, str(error), code="policy_unavailable")
-    if isinstance(error, PolicyError):
-        return ApiError(500, f"the engine failed: {error}", code="engine_error")
+    for kind, status, message, code, param in _ERRORS:
+        if isinstance(error, kind):
+            return ApiError(status, message.format(error), code=code, param=param)
     if isinstance(error, RecursionError) or (isinstance(error, TypeError) and str(error) == _TOO_DEEP):
         return ApiError(400, "the request is nested too deeply; send flatter values", code="nested_too_deeply")
     return ApiError(500, f"the gateway failed: {type(error).__name__}: {error}", code="internal_error")

@@ -23,14 +23,12 @@ from agentlightning.errors import ConfigError
 from agentlightning.gateway.answer import Json, objects
 from agentlightning.gateway.dialects.chat import CHAT
 from agentlightning.gateway.dialects.messages import MESSAGES
-from agentlightning.gateway.errors import ApiError, bad_request
+from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.routing import Router
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.transport import TransportError
 
 logger = logging.getLogger(__name__)
-
-_MAX_PAGE: Final = 1000
 
 
 class ModelsEndpoint:
@@ -43,27 +41,23 @@ class ModelsEndpoint:
         self._listings: dict[ServerPool, UpstreamModels] = {}
 
     async def list(self, request: Request) -> Response:
-        """GET /v1/models, with Anthropic's `limit`, `after_id` and `before_id`. Without a limit, all models."""
+        """GET /v1/models: all models on one page. Raises ApiError."""
         dialect = client_family(request)
-        try:
-            self._check(request.headers, request.path_params)
-            models = list((await self._models(dialect)).values())
-            if dialect == "anthropic":
-                return json_response(_page(models, request.query_params))
-        except ApiError as api_error:
-            return error_body(request, api_error)
+        self._check(request.headers, request.path_params)
+        found = await self._models(dialect)
+        models, names = list(found.values()), [*found] or [None]
+        if dialect == "anthropic":
+            page = {"data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+            return json_response(page)
         patterns = self._table.patterns(dialect)
         return json_response({"object": "list", "data": models} | ({"patterns": patterns} if patterns else {}))
 
     async def retrieve(self, request: Request) -> Response:
         """GET /v1/models/NAME. A name that matches a pattern is found even if its provider does not list it, because
-        providers do not list aliases."""
+        providers do not list aliases. Raises ApiError."""
         dialect, name = client_family(request), request.path_params["model"]
-        try:
-            self._check(request.headers, request.path_params)
-            route = self._table.resolve(name, path="messages" if dialect == "anthropic" else "")
-        except ApiError as api_error:
-            return error_body(request, api_error)
+        self._check(request.headers, request.path_params)
+        route = self._table.resolve(name, path="messages" if dialect == "anthropic" else "")
         listed = await self._models(dialect) if route.name == name else {}
         return json_response(listed.get(name) or _DESCRIBE[dialect](self._own(route.name)))
 
@@ -90,21 +84,6 @@ ClientFamily = Literal["openai", "anthropic"]
 def client_family(request: Request) -> ClientFamily:
     """Which family of clients sent a request, by its headers."""
     return "anthropic" if "anthropic-version" in request.headers else "openai"
-
-
-def _page(models: list[Json], query: Mapping[str, str]) -> Json:
-    """One page of Anthropic's list. Raises ApiError 400 for an invalid limit."""
-    limit, names = query.get("limit"), [model["id"] for model in models]
-    if limit is not None and not (limit.isdecimal() and 1 <= int(limit) <= _MAX_PAGE):
-        raise bad_request("limit", f"limit={limit!r} is no number from 1 to {_MAX_PAGE}")
-    after, before = query.get("after_id"), query.get("before_id")
-    first = names.index(after) + 1 if after in names else 0
-    last = names.index(before) if before in names else len(names)
-    shown, more = models[first:last], False
-    if limit is not None and len(shown) > int(limit):
-        shown, more = (shown[-int(limit) :] if before in names and after is None else shown[: int(limit)]), True
-    edges = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-    return {"data": shown, "has_more": more, "first_id": edges[0], "last_id": edges[1]}
 
 
 def error_body(request: Request, api_error: ApiError) -> Response:
@@ -159,24 +138,21 @@ class UpstreamModels:
         self._expires_at = self._clock() + seconds
 
     async def _pages(self) -> list[Json]:
-        """All pages of the list: Anthropic has a thousand models per page, OpenAI one page."""
+        """All pages of the list: Anthropic has a thousand models per page, OpenAI one page. Raises TransportError, or
+        ValueError for an error response or invalid JSON."""
         anthropic = self._pool.provider.dialect == "anthropic"
         listed, query = list[Json](), "?limit=1000" if anthropic else ""
         for _ in range(_MAX_PAGES):
-            page = await self._page(query)
+            status, _, body = await self._pool.fetch("GET", "models" + query, timeout_seconds=TIMEOUT_SECONDS)
+            if status != 200:
+                raise ValueError(f"status {status}")
+            page = orjson.loads(body)
             models = read_models(page)
             listed += models
-            if not (anthropic and isinstance(page, dict) and cast("Json", page).get("has_more") is True and models):
+            if not (anthropic and models and isinstance(page, dict) and cast("Json", page).get("has_more") is True):
                 break
             query = "?limit=1000&after_id=" + quote(models[-1]["id"], safe="")
         return list({model["id"]: model for model in listed[:_MAX_NAMES]}.values())
-
-    async def _page(self, query: str) -> Any:
-        """Raises TransportError, or ValueError for an error response or invalid JSON."""
-        status, _, body = await self._pool.fetch("GET", "models" + query, timeout_seconds=TIMEOUT_SECONDS)
-        if status != 200:
-            raise ValueError(f"status {status}")
-        return orjson.loads(body)
 
 
 def read_models(page: Any) -> list[Json]:
@@ -186,7 +162,7 @@ def read_models(page: Any) -> list[Json]:
     return [
         each
         for each in models
-        if isinstance(name := each.get("id"), str) and 0 < len(name) <= 256 and name.isprintable()
+        if isinstance(name := each.get("id"), str) and name.isprintable() and 0 < len(name) <= 256
     ]
 
 
@@ -194,34 +170,26 @@ def openai_model(model: Json) -> Json:
     """A model in OpenAI's format; further fields stay."""
     created = model.get("created")
     if not isinstance(created, int):
-        created = _seconds(model.get("created_at"))
+        try:
+            created = int(datetime.fromisoformat(model["created_at"]).timestamp())
+        except _NO_TIME:
+            created = 0
     own = {name: value for name, value in model.items() if name not in ("type", "display_name", "created_at")}
     return {"owned_by": "unknown"} | own | {"object": "model", "created": created}
 
 
 def anthropic_model(model: Json) -> Json:
     """A model in Anthropic's format; further fields stay."""
-    stamp, name = model.get("created_at"), model.get("display_name")
+    stamp, shown = model.get("created_at"), model.get("display_name")
     if not isinstance(stamp, str):
-        stamp = rfc3339(model.get("created"))
+        try:
+            stamp = datetime.fromtimestamp(model["created"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        except _NO_TIME:
+            stamp = "1970-01-01T00:00:00Z"
     own = {name: value for name, value in model.items() if name not in ("object", "created", "owned_by")}
-    shown = name if isinstance(name, str) else model["id"]
+    shown = shown if isinstance(shown, str) else model["id"]
     return own | {"type": "model", "display_name": shown, "created_at": stamp}
 
 
+_NO_TIME: Final = (KeyError, TypeError, ValueError, OverflowError, OSError)
 _DESCRIBE: Final = {"anthropic": anthropic_model, "openai": openai_model}
-
-
-def rfc3339(seconds: Any) -> str:
-    """Seconds since 1970 in RFC 3339 format; 1970-01-01 for an invalid value."""
-    try:
-        return datetime.fromtimestamp(float(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    except (TypeError, ValueError, OverflowError, OSError):
-        return "1970-01-01T00:00:00Z"
-
-
-def _seconds(stamp: Any) -> int:
-    try:
-        return int(datetime.fromisoformat(stamp).timestamp())
-    except (TypeError, ValueError, OverflowError):
-        return 0

@@ -1,33 +1,49 @@
 """Counts calls, and makes their spans, whoever answers them: an engine of ours, a provider, or nobody.
 
-What an answer said is shown as OpenTelemetry has it. Calls that were rejected before an engine or a provider was called
-are recorded here, so that a rollout shows why it failed; those without an attempt, or with one that does not exist,
-cannot be.
+Requests are read as they come, of any dialect: what is not known of one stays as it is, and nothing is rejected. They
+and their answers are shown as OpenTelemetry has them. Calls that were rejected before an engine or a provider was
+called are recorded here, so that a rollout shows why it failed; those without an attempt, or with one that does not
+exist, cannot be.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
+
+import orjson
 
 from agentlightning import span as names
 from agentlightning.attempt_address import trace_id_of
 from agentlightning.errors import StoreError
-from agentlightning.gateway.answer import MALFORMED, Answer, HostedCall, Json, ReasoningDelta, RefusalDelta, ToolCall
+from agentlightning.gateway.answer import (
+    CUSTOM_INPUT,
+    MALFORMED,
+    Answer,
+    HostedCall,
+    Json,
+    ReasoningDelta,
+    RefusalDelta,
+    ToolCall,
+    objects,
+)
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.dialects.base import ApiPath
+from agentlightning.gateway.dialects.content_parts import IMAGE_TYPES, image_url
 from agentlightning.gateway.dialects.output_constraint import Constraint
-from agentlightning.gateway.dialects.raw_request import OPERATIONS, as_json, input_messages, message_part, tool_call
 from agentlightning.gateway.errors import ApiError, to_api_error
 from agentlightning.gateway.http import offload, parse_object
 from agentlightning.span import Span, new_span_id, new_trace_id
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.util.json_values import dumps, loads
 
 logger = logging.getLogger(__name__)
 
@@ -162,3 +178,231 @@ async def record_rejection(
         await store.add_span(record.span(attributes, (api_error.code or api_error.type, api_error.message)))
     except StoreError as failure:
         logger.warning("a rejected call could not be recorded: %s", failure)
+
+
+# -- what a request asks for -------------------------------------------------------------------------------------------
+
+Request = Mapping[str, Any]
+"""The body of a request, of any dialect."""
+Part = dict[str, Any]
+
+OPERATIONS: Final = {
+    "chat/completions": "chat",
+    "completions": "text_completion",
+    "responses": "chat",
+    "messages": "chat",
+    "embeddings": "embeddings",
+}
+"""Path -> OpenTelemetry's name for the operation."""
+
+LIMITS: Final = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+"""Fields with the limit of output tokens."""
+_PARAMS: Final = (
+    (names.REQUEST_TEMPERATURE, ("temperature",), (int, float)),
+    (names.REQUEST_TOP_P, ("top_p",), (int, float)),
+    (names.REQUEST_TOP_K, ("top_k",), (int,)),
+    (names.REQUEST_MAX_TOKENS, LIMITS, (int,)),
+    (names.REQUEST_SEED, ("seed",), (int,)),
+)
+
+_DISTRIBUTION_FIELDS: Final[Mapping[str, tuple[Any, ...]]] = {
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens"), (0,)),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "structured_outputs"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+}
+"""Fields that change the sampling distribution beyond temperature, top_p and top_k -> the values with which they do
+not."""
+
+
+def distribution_changes(data: Request) -> list[str]:
+    """The fields of a request that change the distribution in a way that no loss can correct for."""
+    return [
+        name
+        for name, neutral in _DISTRIBUTION_FIELDS.items()
+        if data.get(name) is not None and data[name] not in neutral
+    ]
+
+
+def request_attributes(data: Request) -> dict[str, Any]:
+    """The sampling parameters of a request, and the tools it offers."""
+    found: dict[str, Any] = {}
+    for name, keys, kinds in _PARAMS:
+        given = [value for key in keys if isinstance(value := data.get(key), kinds) and not isinstance(value, bool)]
+        found |= {name: given[0]} if given else {}
+    stop = data.get("stop", data.get("stop_sequences"))
+    if stops := [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []:
+        found[names.REQUEST_STOP] = [text for text in stops if isinstance(text, str)]
+    if tools := data.get("tools"):
+        found[names.TOOL_DEFINITIONS] = as_json(tools)
+    return found
+
+
+def input_messages(path: str, data: Request, index: int = 0) -> str:
+    """The messages of a request as JSON; of several raw prompts, the one at `index`."""
+    return as_json(_READERS[path](data, index))
+
+
+def as_json(value: Any) -> str:
+    """JSON for a span. Requests may be nested as deeply as orjson can write, and their messages are nested a little
+    deeper."""
+    try:
+        return dumps(value).decode()
+    except TypeError:
+        pass
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    except RecursionError:
+        return "[]"
+
+
+def num_sampled(request: Request) -> int:
+    """The number of choices that a provider samples in all, and charges for."""
+    best, each = request.get("best_of"), num_choices(request)
+    return (max(each, best) if isinstance(best, int) else each) * len(_texts(request.get("prompt")))
+
+
+def num_choices(request: Request) -> int:
+    """How many answers a request asks for to each of its prompts."""
+    several = request.get("n")
+    return max(1, several) if isinstance(several, int) else 1
+
+
+# -- messages by path --------------------------------------------------------------------------------------------------
+
+
+def _chat_messages(data: Request, index: int) -> list[Part]:
+    return [chat_message(message) for message in objects(data.get("messages"))]
+
+
+def chat_message(message: Request) -> Part:
+    """A message of chat completions."""
+    if message.get("role") == "tool":
+        return {"role": "tool", "parts": [_result(message.get("tool_call_id"), message.get("content"))]}
+    shown = _turn(message)
+    if thought := message.get("reasoning_content"):
+        shown["parts"].insert(0, {"type": "reasoning", "content": thought})
+    for call in objects(message.get("tool_calls")):
+        function = call.get("function") or call.get("custom")
+        if isinstance(function, dict):
+            shown["parts"].append(_call(call.get("id"), function))
+    return shown | {"name": message["name"]} if "name" in message else shown
+
+
+def _turn(message: Request) -> Part:
+    role = message.get("role")
+    return {"role": "system" if role == "developer" else role, "parts": _parts(message.get("content"))}
+
+
+def _raw_prompt(data: Request, index: int) -> list[Part]:
+    prompts = _texts(data.get("prompt"))
+    return [_user(prompts[index if index < len(prompts) else 0])]
+
+
+def _embedding_inputs(data: Request, index: int) -> list[Part]:
+    return [_user(text) for text in _texts(data.get("input"))]
+
+
+def _texts(value: Any) -> Sequence[Any]:
+    """The texts, or lists of tokens, of a field that has one of them or a list of them."""
+    is_several = isinstance(value, list) and value and isinstance(value[0], str | list)
+    return cast("list[Any]", value) if is_several else [value]
+
+
+def _anthropic_messages(data: Request, index: int) -> list[Part]:
+    return [*_instructions(data.get("system")), *map(_turn, objects(data.get("messages")))]
+
+
+def _response_items(data: Request, index: int) -> list[Part]:
+    given = data.get("input")
+    items = [_user(given)] if isinstance(given, str) else [_item(item) for item in objects(given)]
+    return [*_instructions(data.get("instructions")), *items]
+
+
+def _instructions(content: Any) -> list[Part]:
+    return [{"role": "system", "parts": _parts(content)}] if content else []
+
+
+def _item(item: Request) -> Part:
+    if item.get("type", "message") == "message":
+        return _turn(item)
+    part = message_part(item)
+    return {"role": "tool" if part["type"] == "tool_call_response" else "assistant", "parts": [part]}
+
+
+_READERS: Final[Mapping[str, Callable[[Request, int], list[Part]]]] = {
+    "chat/completions": _chat_messages,
+    "completions": _raw_prompt,
+    "responses": _response_items,
+    "messages": _anthropic_messages,
+    "embeddings": _embedding_inputs,
+}
+
+
+# -- parts -----------------------------------------------------------------------------------------------------------
+
+
+def tool_call(call_id: Any, name: Any, arguments: Any) -> Part:
+    """A tool call whose arguments are an object if they can be parsed."""
+    if isinstance(arguments, str):
+        with suppress(orjson.JSONDecodeError):
+            arguments = loads(arguments)
+    return {"type": "tool_call", "id": call_id, "name": name, "arguments": arguments}
+
+
+def _call(call_id: Any, call: Request) -> Part:
+    """A call of a function, or of a custom tool as of a function with one argument."""
+    given = {CUSTOM_INPUT: call["input"]} if "input" in call else call.get("arguments")
+    return tool_call(call_id, call.get("name"), given)
+
+
+def _result(call_id: Any, response: Any) -> Part:
+    return {"type": "tool_call_response", "id": call_id, "response": response}
+
+
+def _user(text: Any) -> Part:
+    content = text if isinstance(text, str) else dumps(text).decode()
+    return {"role": "user", "parts": [{"type": "text", "content": content}]}
+
+
+def _parts(content: Any) -> list[Part]:
+    if isinstance(content, str):
+        return [{"type": "text", "content": content}] if content else []
+    return [message_part(part) for part in objects(content)]
+
+
+def message_part(part: Request) -> Part:
+    """A part, block or item of any dialect. One of an unknown type, such as a call of a hosted tool, stays as it is."""
+    kind = part.get("type")
+    if isinstance(text := part.get("text", part.get("refusal")), str):
+        return {"type": "text", "content": text}
+    if kind == "thinking":
+        return {"type": "reasoning", "content": part.get("thinking")}
+    if kind == "reasoning":
+        texts = [each.get("text") for each in objects(part.get("summary")) + objects(part.get("content"))]
+        return {"type": "reasoning", "content": "\n".join(text for text in texts if isinstance(text, str))}
+    if kind == "tool_use":
+        return tool_call(part.get("id"), part.get("name"), part.get("input"))
+    if kind in ("function_call", "custom_tool_call"):
+        return _call(part.get("call_id"), part)
+    if kind in ("function_call_output", "custom_tool_call_output"):
+        return _result(part.get("call_id"), part.get("output"))
+    if kind == "tool_result":
+        return _result(part.get("tool_use_id"), part.get("content"))
+    if kind in IMAGE_TYPES:
+        return _image(part)
+    return {**part, "type": kind or "generic"}
+
+
+def _image(part: Request) -> Part:
+    """By its address, or by its bytes where they were sent."""
+    url = image_url(part)
+    if url is None:
+        return {"type": "file", "modality": "image", "file_id": part.get("file_id")}
+    if not url.startswith("data:"):
+        return {"type": "uri", "modality": "image", "uri": url}
+    head, _, content = url[len("data:") :].partition(",")
+    return {"type": "blob", "modality": "image", "mime_type": head.partition(";")[0], "content": content}

@@ -18,11 +18,15 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import orjson
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTracePartialSuccess,
+    ExportTraceServiceResponse,
+)
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -34,7 +38,6 @@ from agentlightning.errors import (
     ConflictError,
     NotFoundError,
     StoreAuthError,
-    StoreClosedError,
     StoreFullError,
 )
 from agentlightning.ingest.traces import AttemptIds, AttemptResolver, TraceOwners, UnknownTraces
@@ -42,6 +45,7 @@ from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.encoding import MAX_BODY_BYTES
 from agentlightning.store.http.endpoint import ClientDisconnected, receive_body
+from agentlightning.store.http.errors import RequestError, status_of
 from agentlightning.tracing.agent_spans import agent_attributes, late_mark
 from agentlightning.tracing.otlp.decode import (
     EXPORTER_HEADER,
@@ -60,14 +64,6 @@ from agentlightning.util.decompression import CodingError, decompress, decompres
 
 PROTOBUF: Final = "application/x-protobuf"
 JSON: Final = "application/json"
-
-
-class OtlpRequestError(AgentLightningError):
-    """A request that cannot be served, with the HTTP status of the response."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 def response(rejected: Counter[str], content_type: str, repaired: int = 0) -> Response:
@@ -96,30 +92,17 @@ def error_response(error: AgentLightningError, content_type: str) -> Response:
     status, message = _status(error), str(error)
     headers = {401: {"www-authenticate": 'Bearer realm="agentlightning"'}, 503: {"retry-after": "1"}}.get(status)
     code = _CODES.get(status, 13)
-    if content_type == PROTOBUF:
-        return Response(_status_message(code, message), status, headers, PROTOBUF)
-    body: dict[str, Any] = {"error": {"type": type(error).__name__.lstrip("_"), "message": message}, "detail": message}
-    return Response(orjson.dumps({"code": code, "message": message, **body}), status, headers, JSON)
+    if content_type == PROTOBUF:  # This message is written as google.rpc.Status is, with code and text in its fields.
+        body = ExportTracePartialSuccess(rejected_spans=code, error_message=message)
+        return Response(body.SerializeToString(), status, headers, PROTOBUF)
+    described = {"error": {"type": type(error).__name__, "message": message}, "detail": message}
+    return Response(orjson.dumps({"code": code, "message": message, **described}), status, headers, JSON)
 
 
 def _status(error: AgentLightningError) -> int:
-    if isinstance(error, OtlpRequestError | CodingError):
+    if isinstance(error, CodingError):
         return error.status
-    if isinstance(error, StoreAuthError):
-        return 401
-    if isinstance(error, ConfigError):
-        return 400
-    return 503 if isinstance(error, StoreFullError | StoreClosedError) else 500
-
-
-def _status_message(code: int, message: str) -> bytes:
-    """A google.rpc.Status in protobuf, with the code in field 1 and the message in field 2."""
-    text = message.encode()
-    size, length = len(text), b""
-    while size >= 0x80:
-        length += bytes((size & 0x7F | 0x80,))
-        size >>= 7
-    return bytes((0x08, code, 0x12)) + length + bytes((size,)) + text
+    return 503 if isinstance(error, StoreFullError) else status_of(error)
 
 
 PATH: Final = "/v1/traces"
@@ -196,7 +179,7 @@ class OtlpReceiver:
             caller = self._authenticate(http.headers)
             if content_type not in (PROTOBUF, JSON):
                 message = f"content-type={content_type!r} is not supported; send {PROTOBUF} or {JSON}"
-                raise OtlpRequestError(415, message)
+                raise RequestError(message, 415)
             request = await self._read(http, content_type)
             rejected = await self.store_spans(request, caller)
         except ClientDisconnected:
@@ -208,7 +191,7 @@ class OtlpReceiver:
     def _authenticate(self, headers: Mapping[str, str]) -> AttemptIds | None:
         """The attempt whose key the request carries; None for the access token, and if the server has none."""
         if headers.get(EXPORTER_HEADER) == PROCESS_ID:  # each span would come back forever
-            raise OtlpRequestError(508, "this server sends its spans on to itself; give --otlp-export another address")
+            raise RequestError("this server sends its spans on to itself; give --otlp-export another address", 508)
         key = api_key(headers)
         ids = read_attempt_key(self._secret, key) if key.startswith("agl-") else None
         if ids is not None:
@@ -226,7 +209,7 @@ class OtlpReceiver:
     async def _read(self, http: HttpRequest, content_type: str) -> Request:
         body, limit = await receive_body(http.headers, http.receive, self._max_body_bytes), self._max_body_bytes
         if body is None:
-            raise OtlpRequestError(413, f"the body is larger than {limit} bytes; send fewer spans at once")
+            raise RequestError(f"the body is larger than {limit} bytes; send fewer spans at once", 413)
         coding = http.headers.get("content-encoding", "")
         if len(body) <= INLINE_BYTES:
             body, coding = await decompress(body, coding, limit), ""
@@ -270,36 +253,23 @@ class OtlpReceiver:
             await self._store.add_many_spans(spans)
             return len(spans)
         except (NotFoundError, ConflictError, ConfigError) as error:
-            groups = _by_attempt(spans)
-            if len(groups) == 1 and isinstance(error, NotFoundError):
+            groups: dict[AttemptIds, list[Span]] = {}
+            for span in spans:
+                groups.setdefault((span.rollout_id, span.attempt_id), []).append(span)
+            if len(spans) == 1 or (len(groups) == 1 and isinstance(error, NotFoundError)):
                 rejected[str(error)] += len(spans)
                 return 0
-            if len(spans) == 1:
-                rejected[str(error)] += 1
-                return 0
-        parts = [[span] for span in spans] if len(groups) == 1 else groups
+        parts = [[span] for span in spans] if len(groups) == 1 else groups.values()
         return sum([await self._add(part, rejected) for part in parts])
-
-
-def _by_attempt(spans: Sequence[Span]) -> list[list[Span]]:
-    groups: dict[AttemptIds, list[Span]] = {}
-    for span in spans:
-        groups.setdefault((span.rollout_id, span.attempt_id), []).append(span)
-    return list(groups.values())
 
 
 def _spans(attributed: Iterable[tuple[AttemptIds, Decoded]]) -> list[Span]:
     """The spans for the store. A parent that is the synthetic root span of TRACEPARENT is removed."""
-    roots: dict[str, str | None] = {}
-    spans: list[Span] = []
-    for ids, decoded in attributed:
-        root = roots.get(ids[1], "")
-        if root == "":
-            root = roots[ids[1]] = root_span_id_of(ids[1])
-        if root is not None and decoded.parent_id == root:
-            decoded = decoded._replace(parent_id=None)
-        spans.append(Span(*ids, *decoded))
-    return spans
+    root_of = cache(root_span_id_of)
+    return [
+        Span(*ids, *(decoded._replace(parent_id=None) if decoded.parent_id == root_of(ids[1]) else decoded))
+        for ids, decoded in attributed
+    ]
 
 
 def decode(body: bytes, content_type: str) -> Request:

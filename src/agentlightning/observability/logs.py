@@ -10,7 +10,6 @@ import logging
 import re
 import sys
 import time
-from collections import deque
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -37,9 +36,6 @@ FIELDS: Final = (
     "method",
     "status",
     "seconds",
-    "waited",
-    "decided",
-    "together",
     "unreported",
 )
 """Additional fields of records."""
@@ -165,12 +161,6 @@ class SlowLog:
         self._minute = 0
         self._lines = 0
         self._unreported = 0
-        self._parts: deque[tuple[str, float, float, int]] = deque(maxlen=SLOW_LINES)
-
-    def took(self, method: str, waited: float, decided: float, together: int) -> None:
-        """`SqlStore.observe`: called from the threads of the store with the parts of a call's time."""
-        if waited + decided >= self._limit / 2:
-            self._parts.append((method, waited, decided, together))
 
     def on_start(self, method: str) -> None:
         """Nothing to log."""
@@ -180,17 +170,8 @@ class SlowLog:
             how = "" if call.error is None else f" and failed with {type(call.error).__name__}"
             self._log(
                 f"slow: the store took {1000 * call.seconds:.0f} ms for {call.method}{how}",
-                {"method": call.method, "seconds": round(call.seconds, 4), **self._split(call), **ids_of(call)},
+                {"method": call.method, "seconds": round(call.seconds, 4), **ids_of(call)},
             )
-
-    def _split(self, call: CallRecord) -> dict[str, Any]:
-        """The parts of a call's time, from the recorded call of the same method with the most similar duration."""
-        candidates = [part for part in list(self._parts) if part[0] == call.method]
-        nearest = min(candidates, key=lambda part: abs(call.seconds - part[1] - part[2]), default=None)
-        if nearest is None or abs(call.seconds - nearest[1] - nearest[2]) > call.seconds / 2:
-            return {}
-        self._parts.remove(nearest)
-        return {"waited": round(nearest[1], 4), "decided": round(nearest[2], 4), "together": nearest[3]}
 
     def request_ended(self, route: str, method: str, status: int, seconds: float) -> None:
         """Called for each HTTP request; `seconds` excludes the time of waiting for rollouts."""

@@ -14,7 +14,7 @@ import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Final
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -184,47 +184,37 @@ class Metrics:
         return [
             up,
             *_database_counts(counts),
-            _gauge("queue_waiting", "Rollouts that wait to be claimed.", "queue", {q.name: q.waiting for q in queues}),
-            _gauge("queue_open", "Rollouts claimed and unfinished.", "queue", {q.name: q.open for q in queues}),
-            _gauge(
+            _metric("queue_waiting", "Rollouts that wait to be claimed.", {q.name: q.waiting for q in queues}, "queue"),
+            _metric("queue_open", "Rollouts claimed and unfinished.", {q.name: q.open for q in queues}, "queue"),
+            _metric(
                 "queue_limit",
                 "How many rollouts of a queue may be open at once, where that is limited.",
-                "queue",
                 {queue.name: queue.limit for queue in queues if queue.limit is not None},
+                "queue",
             ),
-            _gauge("workers", "Runners by status.", "status", statuses),
+            _metric("workers", "Runners by status.", statuses, "status"),
         ]
 
     def _observed_metrics(self) -> Iterable[Metric]:
-        yield _gauge("claims", "Attempts started, by queue.", "queue", self._claims, CounterMetricFamily)
+        yield _metric("claims", "Attempts started, by queue.", self._claims, "queue", kind=CounterMetricFamily)
         yield CounterMetricFamily("agentlightning_spans_received", "Spans kept by this server.", self._spans)
-        yield _histogram("spans_per_call", "Spans in one call.", "", {"": self._batches})
+        yield _histogram("spans_per_call", "Spans in one call.", {"": self._batches})
         yield _histogram(
-            "store_call_seconds", "Calls of the store; those that wait are left out.", "method", self._calls
+            "store_call_seconds", "Calls of the store; those that wait are left out.", self._calls, "method"
         )
         yield _histogram(
-            "store_queue_seconds", "Before a call was taken into a transaction.", "", {"": self._queue_seconds}
+            "store_queue_seconds", "Before a call was taken into a transaction.", {"": self._queue_seconds}
         )
-        yield _histogram("store_transaction_seconds", "The transaction of a call.", "", {"": self._transaction_seconds})
-        yield _histogram(
-            "store_calls_together", "Calls in the transaction of a call.", "", {"": self._transaction_sizes}
-        )
-        errors = CounterMetricFamily(
-            "agentlightning_store_errors", "Calls that failed, by error.", labels=["method", "error"]
-        )
-        for labels, number in self._errors.items():
-            errors.add_metric(labels, number)
-        yield errors
+        yield _histogram("store_transaction_seconds", "The transaction of a call.", {"": self._transaction_seconds})
+        yield _histogram("store_calls_together", "Calls in the transaction of a call.", {"": self._transaction_sizes})
+        failed = "Calls that failed, by error."
+        yield _metric("store_errors", failed, self._errors, "method", "error", kind=CounterMetricFamily)
         waiting = {method: self._in_progress[method] for method in sorted(WAITING_CALLS)}
-        yield _gauge("store_waiters", "Calls that wait for rollouts to come or to finish.", "method", waiting)
-        requests = CounterMetricFamily(
-            "agentlightning_http_requests", "Requests answered.", labels=["route", "method", "status"]
-        )
-        for (route, method, status), number in self._requests.items():
-            requests.add_metric([route, method, str(status)], number)
-        yield requests
+        yield _metric("store_waiters", "Calls that wait for rollouts to come or to finish.", waiting, "method")
+        labels = "route", "method", "status"
+        yield _metric("http_requests", "Requests answered.", self._requests, *labels, kind=CounterMetricFamily)
         yield _histogram(
-            "http_request_seconds", "Time to answer, without waiting for rollouts.", "route", self._request_seconds
+            "http_request_seconds", "Time to answer, without waiting for rollouts.", self._request_seconds, "route"
         )
         yield GaugeMetricFamily(
             "agentlightning_http_requests_under_way", "Requests not answered yet.", self._open_requests
@@ -262,7 +252,7 @@ def counters(prefix: str, help_text: str, values: Mapping[str, float]) -> Iterab
 
 def _database_counts(counts: Mapping[str, int]) -> Iterable[Metric]:
     rollouts = {name.removeprefix("rollouts."): n for name, n in counts.items() if name.startswith("rollouts.")}
-    yield _gauge("rollouts", "Rollouts in the store, by status.", "status", rollouts)
+    yield _metric("rollouts", "Rollouts in the store, by status.", rollouts, "status")
     for name in ("attempts", "spans", "resources"):
         if name in counts:
             yield GaugeMetricFamily(f"agentlightning_{name}", f"{name.capitalize()} in the store.", counts[name])
@@ -270,23 +260,24 @@ def _database_counts(counts: Mapping[str, int]) -> Iterable[Metric]:
         yield GaugeMetricFamily("agentlightning_store_bytes", "Size of the database.", counts["bytes"])
 
 
-def _gauge(
+def _metric(
     name: str,
     help_text: str,
-    label: str,
-    values: Mapping[str, float],
+    values: Mapping[str, float] | Mapping[tuple[Any, ...], float],
+    *labels: str,
     kind: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily,
 ) -> Metric:
-    metric = kind(f"agentlightning_{name}", help_text, labels=[label])
+    """`values` by their label, or by several."""
+    metric = kind(f"agentlightning_{name}", help_text, labels=labels)
     for value, number in values.items():
-        metric.add_metric([value], number)
+        metric.add_metric([value] if isinstance(value, str) else [*map(str, value)], number)
     return metric
 
 
-def _histogram(name: str, help_text: str, label: str, values: Mapping[str, Histogram]) -> Metric:
-    metric = HistogramMetricFamily(f"agentlightning_{name}", help_text, labels=[label] if label else [])
+def _histogram(name: str, help_text: str, values: Mapping[str, Histogram], *labels: str) -> Metric:
+    metric = HistogramMetricFamily(f"agentlightning_{name}", help_text, labels=labels)
     for value, histogram in values.items():
-        metric.add_metric([value] if label else [], buckets=histogram.buckets(), sum_value=histogram.sum)
+        metric.add_metric([value] if labels else [], buckets=histogram.buckets(), sum_value=histogram.sum)
     return metric
 
 

@@ -37,50 +37,10 @@ from agentlightning.observability.logs import SlowLog
 from agentlightning.observability.metrics import Metrics, counters, metrics_routes
 from agentlightning.server.http_protocol import MAX_UNFINISHED_BYTES, STALLED_SECONDS, BoundedHttpProtocol, Bounds
 from agentlightning.server.origin_guard import OriginGuard
-from agentlightning.server.request_tracker import RequestTracker
+from agentlightning.server.request_tracker import RequestTracker, error_response
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.encoding import MAX_BODY_BYTES
 from agentlightning.store.http.server import store_routes
-
-# -- probes ----------------------------------------------------------------------------------------------------------
-
-# Health checks for orchestrators and load balancers: `/livez` and `/readyz`.
-#
-# `/livez` says that the process answers, and nothing about the database: a new process would not repair that. `/readyz`
-# says whether to send requests here: from the moment the store has answered once, until the server begins to drain.
-# Later outages of the store do not change it, because calls wait for the store, and all servers that share it would
-# leave at once. `/health` of the store's routes asks the store each time.
-
-
-class Probes:
-    """The two routes. `tracker` is set once the application that contains them is wrapped."""
-
-    def __init__(self, store: LightningStoreBase) -> None:
-        self.tracker: RequestTracker | None = None
-        self._store = store
-        self._has_answered = False
-
-    def routes(self) -> list[Route]:
-        return [Route("/livez", self._live, methods=["GET"]), Route("/readyz", self._ready, methods=["GET"])]
-
-    async def _live(self, request: Request) -> Response:
-        return _status(200, "ok")
-
-    async def _ready(self, request: Request) -> Response:
-        if self.tracker is not None and self.tracker.draining:
-            return _status(503, "the server is about to stop")
-        if not self._has_answered:
-            try:
-                await self._store.check_health()
-            except AgentLightningError as error:
-                return _status(503, str(error))
-            self._has_answered = True
-        return _status(200, "ok")
-
-
-def _status(code: int, text: str) -> Response:
-    return Response(orjson.dumps({"status": text}), code, media_type="application/json")
-
 
 logger = logging.getLogger(__name__)
 
@@ -132,13 +92,13 @@ class Server:
             store, secret, token, adopt=adopt_traces, max_body_bytes=max_body_bytes, shared=shared
         )
         calls, origins = gateway.routes() if gateway else [], tuple(allowed_origins)
-        probes = Probes(store)
         self.app = Starlette(
             routes=[
                 *(
                     route for route in calls if route.methods == {"POST"}
                 ),  # first, as nearly all requests are model calls
-                *probes.routes(),
+                Route("/livez", self._live, methods=["GET"]),
+                Route("/readyz", self._ready, methods=["GET"]),
                 *feedback_routes(store, secret, token),
                 *store_routes(store, token, max_body_bytes=max_body_bytes),
                 *event_routes(store, secret),
@@ -159,10 +119,11 @@ class Server:
         self.port = port
         keyless = gateway is not None and not gateway.attribution.requires_key
         guard = OriginGuard((host, *allowed_hosts), origins, any_host=token is not None, keyless=keyless)
-        probes.tracker = self._tracker = RequestTracker(self.app, metrics, slow, guard)
+        self._tracker = RequestTracker(self.app, metrics, slow, guard)
         self.bounds = Bounds(stalled_seconds, max_unfinished_bytes)
         self._grace = grace_seconds
         self.gateway = gateway
+        self._store, self._has_answered = store, False
         self._listener = listener
         self._uvicorn: _Uvicorn | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -233,6 +194,33 @@ class Server:
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
+
+    # -- probes ------------------------------------------------------------------------------------------------------
+
+    # Health checks for orchestrators and load balancers: `/livez` and `/readyz`.
+    #
+    # `/livez` says that the process answers, and nothing about the database: a new process would not repair that.
+    # `/readyz` says whether to send requests here: from the moment the store has answered once, until the server begins
+    # to drain. Later outages of the store do not change it, because calls wait for the store, and all servers that
+    # share it would leave at once. `/health` of the store's routes asks the store each time.
+
+    async def _live(self, request: Request) -> Response:
+        return _status(200, "ok")
+
+    async def _ready(self, request: Request) -> Response:
+        if self._tracker.draining:
+            return _status(503, "the server is about to stop")
+        if not self._has_answered:
+            try:
+                await self._store.check_health()
+            except AgentLightningError as error:
+                return _status(503, str(error))
+            self._has_answered = True
+        return _status(200, "ok")
+
+
+def _status(code: int, text: str) -> Response:
+    return Response(orjson.dumps({"status": text}), code, media_type="application/json")
 
 
 class _Uvicorn(uvicorn.Server):
@@ -355,15 +343,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     status = error.status_code
     message = f"{request.method} {request.url.path} is not served here ({error.detail})"
     kind = {404: "NotFoundError", 405: "MethodNotAllowed"}.get(status, "HTTPError")
-    return _error(status, kind, message, error.headers)
+    return error_response(status, kind, message, error.headers)
 
 
 async def _server_error(request: Request, error: Exception) -> Response:
     """The response for an exception; Starlette raises it again, so that it is logged with its traceback."""
-    return _error(500, type(error).__name__, f"the server failed on {request.method} {request.url.path}", None)
-
-
-def _error(status: int, kind: str, message: str, headers: object) -> Response:
-    body = orjson.dumps({"error": {"type": kind, "message": message}, "detail": message})
-    more = {str(k): str(v) for k, v in headers.items()} if isinstance(headers, dict) else None
-    return Response(body, status, more, media_type="application/json")
+    return error_response(500, type(error).__name__, f"the server failed on {request.method} {request.url.path}")

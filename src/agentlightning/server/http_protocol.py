@@ -53,8 +53,7 @@ class Bounds:
         self._timer = None
         now = asyncio.get_running_loop().time()
         for each in list(connections):
-            if isinstance(each, BoundedHttpProtocol):
-                each.check_timeouts(now)
+            each.check_timeouts(now)
         if connections:
             self.watch(connections)
 
@@ -132,16 +131,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         lines = [b"%s %s HTTP/%s\r\n" % (parser.get_method(), self.url, parser.get_http_version().encode())]
-        lines += [b"%s: %s\r\n" % header for header in map(_without_upgrade, headers) if header is not None]
+        lines += [b"%s: %s\r\n" % header for header in headers if header[0] != b"upgrade"]
         self._upgrade = [header for header in headers if header[0] == b"upgrade"]
         self.parser.feed_data(b"".join([*lines, b"\r\n"]))
-
-    def _count_body(self, count: int) -> None:
-        """Count received bytes of a body, and reject the request above the limit."""
-        self._body_bytes += count
-        self.bounds.unfinished_bytes += count
-        if self.bounds.unfinished_bytes > self.bounds.max_unfinished_bytes:
-            self.reject(503, _FULL, b"retry-after: 1\r\n")
 
     def _release_body(self) -> None:
         self.bounds.unfinished_bytes -= self._body_bytes
@@ -155,17 +147,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if silent >= allowed and not self.transport.is_closing():
                 self.reject(408, _LATE)
         elif self.flow.write_paused:
-            self._check_writes(now)
+            unsent = self.transport.get_write_buffer_size()
+            if unsent != self._unsent:
+                self._unsent, self._unsent_since = unsent, now
+            elif now - self._unsent_since >= self.bounds.stalled_seconds:
+                self.transport.abort()  # It has stopped reading, and occupies a slot, an engine and a connection.
         elif silent >= IDLE_SECONDS and (self.cycle is None or self.cycle.response_complete):
             self.transport.close()
-
-    def _check_writes(self, now: float) -> None:
-        """Abort if the client has stopped reading: it occupies a slot, an engine and a connection."""
-        unsent = self.transport.get_write_buffer_size()
-        if unsent != self._unsent:
-            self._unsent, self._unsent_since = unsent, now
-        elif now - self._unsent_since >= self.bounds.stalled_seconds:
-            self.transport.abort()
 
     def reject(self, status: int, body: bytes, headers: bytes = b"") -> None:
         """Respond to an incomplete request, and close the connection."""
@@ -202,7 +190,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if not self.cycle.response_complete:
-            self._count_body(len(body))
+            self._body_bytes += len(body)
+            self.bounds.unfinished_bytes += len(body)
+            if self.bounds.unfinished_bytes > self.bounds.max_unfinished_bytes:
+                self.reject(503, _FULL, b"retry-after: 1\r\n")
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -217,14 +208,3 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._release_body()
         self._since = self.loop.time()
         super().on_response_complete()
-
-
-def _without_upgrade(header: tuple[bytes, bytes]) -> tuple[bytes, bytes] | None:
-    """The header without the request for an upgrade; None if nothing is left."""
-    name, value = header
-    if name in (b"upgrade", b"http2-settings"):
-        return None
-    if name != b"connection":
-        return header
-    options = [option.strip() for option in value.split(b",")]
-    return name, b", ".join(option for option in options if option.lower() not in (b"upgrade", b"http2-settings"))

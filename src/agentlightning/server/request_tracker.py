@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Final
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import orjson
 from starlette.applications import Starlette
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -31,6 +34,18 @@ CLIENT_CLOSED: Final = 499
 """The status of a request whose client disconnected before the response."""
 
 
+@dataclass(slots=True, eq=False)
+class _TrackedRequest:
+    """One request in progress."""
+
+    path: str
+    task: asyncio.Task[Any] | None = field(default_factory=asyncio.current_task)
+    status: int = CLIENT_CLOSED
+    waited: WaitTime = field(default_factory=WaitTime)
+    is_cancelled: bool = False
+    """It gets a 503 instead of its response."""
+
+
 class RequestTracker:
     """ASGI middleware. `open` may follow `close`."""
 
@@ -41,11 +56,10 @@ class RequestTracker:
         slow: SlowLog | None = None,
         guard: OriginGuard | None = None,
     ) -> None:
-        self._guard = guard or OriginGuard()
         for route in app.routes:
             if isinstance(route, Route):
-                route.app = _RouteMarker(route.app, route.path)
-        self._app = app
+                route.app = _marked(route.app, route.path)
+        self._app, self._guard = app, guard or OriginGuard()
         self._metrics, self._slow_log = metrics, slow
         self._in_flight: set[_TrackedRequest] = set()
         self._closed = False
@@ -61,99 +75,61 @@ class RequestTracker:
         asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._cancel_store_requests)
 
     def _cancel_store_requests(self) -> None:
-        for tracked in list(self._in_flight):
-            if self._closed:
-                tracked.cancel_with_503()
+        for each in self._in_flight if self._closed else ():
+            if each.task is not None and each.status == CLIENT_CLOSED and each.path.startswith(STORE_PREFIX):
+                each.is_cancelled = True
+                each.task.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        began = time.perf_counter()
         if self._metrics is not None:
             self._metrics.request_began()
-        tracked = _TrackedRequest(scope["path"], send, self)
+        tracked = _TrackedRequest(scope["path"])
         self._in_flight.add(tracked)
         wait_time.set(tracked.waited)
+
+        async def send_tracked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                tracked.status = message["status"]
+                if self.draining:
+                    message["headers"] = [*message.get("headers", ()), _CLOSE]
+            await send(message)
+
         reason = self._guard.rejection(scope["headers"])
+        app = self._app if reason is None else error_response(403, "ForbiddenError", reason)
         try:
-            await tracked.run(self._app if reason is None else _Forbidden(reason), scope, receive)
+            await app(scope, receive, send_tracked)
+        except asyncio.CancelledError:
+            if not tracked.is_cancelled or tracked.task is None:
+                raise
+            tracked.task.uncancel()
+            message = "the server is about to stop; try again in a moment"
+            stopping = error_response(503, "StoreClosedError", message, {"retry-after": "1"})
+            await stopping(scope, receive, send_tracked)
         finally:
             self._in_flight.discard(tracked)
-            self._record(scope, tracked)
+            self._record(scope, tracked.status, time.perf_counter() - began - tracked.waited.seconds)
 
-    def _record(self, scope: Scope, tracked: _TrackedRequest) -> None:
-        """Record the end of a request, without the time it waited for rollouts."""
-        seconds = time.perf_counter() - tracked.began - tracked.waited.seconds
-        ended = scope.get(ROUTE, UNKNOWN_ROUTE), scope["method"], tracked.status, seconds
-        if self._metrics is not None:
-            self._metrics.request_ended(*ended)
-        if self._slow_log is not None:
-            self._slow_log.request_ended(*ended)
+    def _record(self, scope: Scope, status: int, seconds: float) -> None:
+        """Record the end of a request; `seconds` is without the time that it waited for rollouts."""
+        for observer in (self._metrics, self._slow_log):
+            if observer is not None:
+                observer.request_ended(scope.get(ROUTE, UNKNOWN_ROUTE), scope["method"], status, seconds)
 
 
-class _TrackedRequest:
-    """One request in progress."""
+def _marked(app: ASGIApp, path: str) -> ASGIApp:
+    """The application of a route, which stores the route in the scope."""
 
-    __slots__ = ("_is_cancelled", "_path", "_send", "_task", "_tracker", "began", "status", "waited")
+    async def marked(scope: Scope, receive: Receive, send: Send) -> None:
+        scope[ROUTE] = path
+        await app(scope, receive, send)
 
-    def __init__(self, path: str, send: Send, tracker: RequestTracker) -> None:
-        self.began = time.perf_counter()
-        self.status = CLIENT_CLOSED
-        self.waited = WaitTime()
-        self._path, self._send, self._tracker = path, send, tracker
-        self._task = asyncio.current_task()
-        self._is_cancelled = False
-
-    async def run(self, app: ASGIApp, scope: Scope, receive: Receive) -> None:
-        try:
-            await app(scope, receive, self._send_message)
-        except asyncio.CancelledError:
-            if not self._is_cancelled or self._task is None:
-                raise
-            self._task.uncancel()
-            await self._send_503()
-
-    def cancel_with_503(self) -> None:
-        if self._task is not None and self.status == CLIENT_CLOSED and self._path.startswith(STORE_PREFIX):
-            self._is_cancelled = True
-            self._task.cancel()
-
-    async def _send_503(self) -> None:
-        message = "the server is about to stop; try again in a moment"
-        body = orjson.dumps({"error": {"type": "StoreClosedError", "message": message}, "detail": message})
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"retry-after", b"1"),
-        ]
-        await self._send_message({"type": "http.response.start", "status": 503, "headers": headers})
-        await self._send_message({"type": "http.response.body", "body": body})
-
-    async def _send_message(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            if self._tracker.draining:
-                message["headers"] = [*message.get("headers", ()), _CLOSE]
-        await self._send(message)
+    return marked
 
 
-class _Forbidden:
-    """Answers 403."""
-
-    def __init__(self, reason: str) -> None:
-        self._body = orjson.dumps({"error": {"type": "ForbiddenError", "message": reason}, "detail": reason})
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(self._body)).encode())]
-        await send({"type": "http.response.start", "status": 403, "headers": headers})
-        await send({"type": "http.response.body", "body": self._body})
-
-
-class _RouteMarker:
-    """Wraps the application of a route to store the route in the scope."""
-
-    def __init__(self, app: ASGIApp, path: str) -> None:
-        self._app, self._path = app, path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[ROUTE] = self._path
-        await self._app(scope, receive, send)
+def error_response(status: int, kind: str, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    """The response to a request that failed, in the shape of every error."""
+    body = orjson.dumps({"error": {"type": kind, "message": message}, "detail": message})
+    return Response(body, status, headers, media_type="application/json")

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.callers.agents import AgentMatcher, AgentRule, read_baggage
+from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.local.service import LocalSettings
 from agentlightning.testing import ScriptedEngine
 
@@ -185,7 +186,9 @@ NAMED_BEFORE_ITS_MODEL = {
 async def test_a_model_name_means_what_the_models_of_the_moment_make_of_it(serve, case):
     """Runs join and leave: what a name meant at its first call holds for that call alone."""
     name, model, agent = NAMED_BEFORE_ITS_MODEL[case]
-    service = await serve(["before", "after"], agents=[AgentRule(name="quick", models=("fast",))])
+    service = await serve(
+        ["before", "after"], config=GatewayConfig(agents=(AgentRule(name="quick", models=("fast",)),))
+    )
     client, body = await service.http(), {"model": name, "messages": [{"role": "system", "content": SYSTEM}]}
     headers, gateway = {"authorization": f"Bearer {service.key}"}, service.gateway
 

@@ -14,8 +14,7 @@ from agentlightning.gateway.dialects.messages import MESSAGES
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.responses import RESPONSES
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.forwarding.bodies import given_params
-from agentlightning.gateway.forwarding.translated import body_of
+from agentlightning.gateway.forwarding.bodies import body_of, given_params
 from agentlightning.gateway.upstream.provider import Provider
 
 OPENAI = Provider(name="them", base_urls=("http://h/v1",))

@@ -5,7 +5,7 @@ import copy
 import orjson
 
 from agentlightning.gateway.dialects.chat import CHAT
-from agentlightning.gateway.forwarding.messages_body import messages_body
+from agentlightning.gateway.forwarding.bodies import messages_body
 from agentlightning.gateway.upstream.provider import Provider
 
 ANTHROPIC = Provider(name="them", dialect="anthropic", base_urls=("http://127.0.0.1:9",))

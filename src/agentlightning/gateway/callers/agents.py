@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Mapping, Sequence
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Any, Final, Self
 from urllib.parse import unquote
 
@@ -17,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from agentlightning.attempt_address import AGENT_BAGGAGE
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.dialects.raw_request import system_prompt, tool_names
+from agentlightning.gateway.answer import objects
+from agentlightning.gateway.dialects.content_parts import BILLING, object_of
 
 HEADER: Final = "x-agentlightning-agent"
 KEY_CHARACTERS: Final = 2048
@@ -146,6 +148,32 @@ class AgentMatcher:
                 agent = name or match.groupdict().get("agent")
                 return agent[:MAX_NAME_CHARACTERS] if agent else None
         return None
+
+
+# -- what identifies an agent ------------------------------------------------------------------------------------------
+
+
+def system_prompt(body: Mapping[str, Any]) -> str:
+    """The system prompt of a request in any dialect; "" if it has none."""
+    if prompt := body.get("system") or body.get("instructions"):
+        return _text(prompt)
+    turns = objects(body.get("messages") or body.get("input"))
+    first = takewhile(lambda turn: turn.get("role") in ("system", "developer"), turns)
+    return "\n".join([_text(turn.get("content")) for turn in first])
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    texts = [block.get("text") for block in objects(content)]
+    return "\n".join(text for text in texts if isinstance(text, str) and not text.startswith(BILLING))
+
+
+def tool_names(body: Mapping[str, Any]) -> list[str]:
+    """The names of the tools of a request, sorted; the type of a tool without a name."""
+    tools = objects(body.get("tools"))
+    found = [(object_of(tool, "function") or tool).get("name") or tool.get("type") for tool in tools]
+    return sorted(name for name in found if isinstance(name, str) and name)
 
 
 def agent_key(system: str, tools: Sequence[str]) -> str | None:

@@ -121,11 +121,6 @@ _REWARD_CALL: Final = (
 )
 
 
-def _trace(traceparent: str | None) -> tuple[str | None, str | None]:
-    match = _TRACEPARENT.match(traceparent or "")
-    return (match[1], match[2]) if match else (None, None)
-
-
 def _hints(trace_id: str | None, baggage: str | None) -> list[Hint]:
     """Claims of the trace and the baggage, by precedence."""
     entries = read_baggage(baggage or "")
@@ -206,6 +201,11 @@ class Caller(Struct, frozen=True):
             return None
         return self.rollout_id, self.attempt_id
 
+    @property
+    def affinity(self) -> str:
+        """Calls with the same one go to the same server while it is healthy."""
+        return "/".join(self.attempt or ())
+
     def with_agent(self, agent: Agent, served: Container[str]) -> Caller:
         """A copy with its agent. 1.0 had one model only, so a call to 1.0's URL may name any: a model that is not
         `served` counts as unnamed."""
@@ -231,7 +231,7 @@ class Attribution:
     """Finds the caller of each call.
 
     `secret` signs the keys. With `require_key` a URL alone is not enough; with `allow_unattributed` a call that names
-    no attempt is served, for which the access token is key enough. `mode_temperatures` belong to 1.0's URLs.
+    no attempt is served, for which the access token is key enough.
     """
 
     def __init__(
@@ -241,7 +241,6 @@ class Attribution:
         *,
         require_key: bool = False,
         allow_unattributed: bool = False,
-        mode_temperatures: Mapping[str, float] = MODE_TEMPERATURES,
     ) -> None:
         self.traces: OtlpReceiver | None = None
         """Knows the owners of the traces that are not an attempt's own."""
@@ -253,7 +252,6 @@ class Attribution:
         """Whether model calls without a key are rejected."""
         self._attempts, self._store = attempts, attempts.store
         self._secret = secret
-        self._modes = dict(mode_temperatures)
         self._allow_unattributed = allow_unattributed
 
     async def caller(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> Caller:
@@ -265,7 +263,8 @@ class Attribution:
         """
         claims = self._read(headers, path_params)
         attempt, source, worker_id = claims.attempt, claims.source, claims.worker_id
-        trace_id, parent_id = _trace(headers.get("traceparent"))
+        traced = _TRACEPARENT.match(headers.get("traceparent", ""))
+        trace_id, parent_id = traced.groups() if traced else (None, None)
         hints = _hints(trace_id, headers.get("baggage"))
         if attempt is None:
             attempt, source = await self._resolve_attempt(hints, trace_id, worker_id or path_params.get("worker_id"))
@@ -275,10 +274,17 @@ class Attribution:
         if doubt and (claims.attempt is None or _may_be_stale(path_params)):
             raise self._refuse(doubt, attempt)
         mode = path_params.get("mode")
-        temperature = None if mode is None else self._modes[mode]
+        temperature = None if mode is None else MODE_TEMPERATURES[mode]
         if attempt is None:
             return Caller(trace_id=trace_id, parent_id=parent_id, mode=mode, temperature=temperature)
-        self._count_conflict(claims)
+        if claims.ignored and claims.attempt is not None and claims.source != "header":
+            self.conflicts += 1
+            if self.conflicts == 1:
+                logger.warning(
+                    "the URL or key of a call names attempt %s, but its context is that of %s; the former is recorded",
+                    claims.attempt[1],
+                    claims.ignored[0],
+                )
         mismatches = [hint for hint in hints if not hint.matches(attempt)]
         if any(hint.source == "trace" for hint in mismatches):  # The trace belongs to another attempt.
             trace_id = parent_id = None
@@ -315,24 +321,14 @@ class Attribution:
             logger.warning("a model call is refused: %s%s", message, before)
         return conflict("attempt_ambiguous", message)
 
-    def _count_conflict(self, claims: Claims) -> None:
-        if claims.ignored and claims.attempt is not None and claims.source != "header":
-            self.conflicts += 1
-            if self.conflicts == 1:
-                logger.warning(
-                    "the URL or key of a call names attempt %s, but its context is that of %s; the former is recorded",
-                    claims.attempt[1],
-                    claims.ignored[0],
-                )
-
     # -- claims of a request -----------------------------------------------------------------------------------------
 
     def _read(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> Claims:
         """Raises ApiError 401 for an invalid or missing key, 404 for an unknown mode, 409 for a reward function that
         calls as the agent."""
         mode = path_params.get("mode")
-        if mode is not None and mode not in self._modes:
-            message = f"the URL has the unknown mode {mode!r}; use one of {', '.join(self._modes)}"
+        if mode is not None and mode not in MODE_TEMPERATURES:
+            message = f"the URL has the unknown mode {mode!r}; use one of {', '.join(MODE_TEMPERATURES)}"
             raise ApiError(404, message, code="mode_not_found")
         key = path_params.get("key") or api_key(headers)
         is_ours = key.startswith("agl-")
@@ -343,7 +339,10 @@ class Attribution:
         has_key = has_key or (self._allow_unattributed and self._is_access_token(key))
         if is_ours and not has_key:
             raise bad_key("the API key is not valid here; use the AGL_KEY of this attempt")
-        of_header = self._attempt_from_header(headers)
+        header = headers.get(ATTEMPT_HEADER)
+        of_header = None if header is None else read_attempt_key(self._secret, header)
+        if of_header is None and header is not None:
+            raise bad_key(f"the header {ATTEMPT_HEADER} holds no key of an attempt of this server")
         in_url = "attempt_id" in path_params
         own = (path_params["rollout_id"], path_params["attempt_id"]) if in_url else of_key
         if of_key not in (None, own):
@@ -359,13 +358,6 @@ class Attribution:
             raise bad_key("this server requires the AGL_KEY of the attempt as the API key")
         ignored = [f"{ids[1]} of the {other}" for ids, other in named[1:] if ids != attempt]
         return Claims(attempt, source, ignored, worker_id)
-
-    def _attempt_from_header(self, headers: Mapping[str, str]) -> AttemptIds | None:
-        value = headers.get(ATTEMPT_HEADER)
-        ids = None if value is None else read_attempt_key(self._secret, value)
-        if ids is None and value is not None:
-            raise bad_key(f"the header {ATTEMPT_HEADER} holds no key of an attempt of this server")
-        return ids
 
     # -- claims that need the store ----------------------------------------------------------------------------------
 

@@ -20,10 +20,12 @@ from agentlightning.gateway.answer import (
     CHAT_TURN,
     Answer,
     Event,
+    HostedCall,
     Json,
     ProviderResponse,
     ReasoningDelta,
     RefusalDelta,
+    SignedReasoning,
     ToolCall,
     Usage,
     logprob_entries,
@@ -169,33 +171,34 @@ class ChatReplyWriter:
         return cls(head, request.logprobs, request.token_ids, common.include_usage(request.raw))
 
     def body(self, answers: Sequence[Answer]) -> bytes:
-        choices = [self._choice(answer) for answer in answers]
-        reply = self._head("chat.completion") | {"choices": choices, "usage": self._usage(answers)}
-        return dumps(reply | self._prompt(answers))
+        choices = [
+            self._choice(answer, self._whole(answer), answer.all_logprobs, answer.finish_reason, answer.token_ids)
+            for answer in answers
+        ]
+        return dumps(self._head(choices) | {"usage": self._usage(answers)} | self._prompt(answers))
 
     def start(self, answers: Sequence[Answer]) -> bytes:
-        opened = [self._chunk(answer, {"role": "assistant", "content": ""}) for answer in answers]
-        return b"".join(encode_event(chunk | self._prompt(answers)) for chunk in opened)
+        delta = {"delta": {"role": "assistant", "content": ""}}
+        opened = [self._chunk(self._choice(answer, delta, list)) for answer in answers]
+        return b"".join([encode_event(chunk | self._prompt(answers)) for chunk in opened])
 
     def event(self, answer: Answer, event: Event) -> bytes:
-        logprobs = self._logprobs(answer.next_logprobs)
-        delta = _delta(event)
-        return b"" if delta is None else encode_event(self._chunk(answer, delta, None, logprobs))
+        if isinstance(event, SignedReasoning | HostedCall):  # No field can express it.
+            answer.next_logprobs()
+            return b""
+        return encode_event(self._chunk(self._choice(answer, self._delta(event), answer.next_logprobs)))
 
     def end(self, answers: Sequence[Answer]) -> bytes:
         closing = [
-            self._chunk(answer, {}, answer.finish_reason, self._logprobs(answer.remaining_logprobs))
+            self._chunk(self._choice(answer, self._delta(None), answer.remaining_logprobs, answer.finish_reason))
             for answer in answers
         ]
         return common.end_of_stream(closing, self._usage(answers), apart=self.include_usage)
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.head.id, "object": kind, "created": self.head.created, "model": self.head.model}
-
-    def _usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def _usage(self, answers: Sequence[Answer]) -> Json:
         head = self.head
         sampled = num_output_tokens(answers)
-        used: dict[str, Any] = {"prompt_tokens": head.prompt_tokens, "completion_tokens": sampled}
+        used: Json = {"prompt_tokens": head.prompt_tokens, "completion_tokens": sampled}
         used["total_tokens"] = head.prompt_tokens + sampled
         if head.cached_tokens is not None:
             used["prompt_tokens_details"] = {"cached_tokens": head.cached_tokens}
@@ -203,45 +206,54 @@ class ChatReplyWriter:
             used["completion_tokens_details"] = {"reasoning_tokens": head.reasoning_tokens}
         return used
 
-    def _choice(self, answer: Answer) -> dict[str, Any]:
-        return {
-            "index": answer.index,
-            "message": {**answer.message, "refusal": None},
-            "finish_reason": answer.finish_reason,
-            "logprobs": self._logprobs(answer.all_logprobs),
-        } | self._token_ids(answer.token_ids)
+    def _choice(
+        self,
+        answer: Answer,
+        shown: Json,
+        list_logprobs: Callable[[], list[Json]],
+        reason: str | None = None,
+        token_ids: Sequence[int] | None = None,
+    ) -> Json:
+        """`token_ids`: those of a whole answer; None for those of the listed log-probabilities."""
+        listed = list_logprobs() if self.logprobs or self.token_ids else []
+        choice: Json = {"index": answer.index, **shown, "finish_reason": reason, "logprobs": None}
+        if listed and self.logprobs:
+            choice["logprobs"] = self._logprobs(answer, listed)
+        if self.token_ids:
+            choice["token_ids"] = answer.take_token_ids() if token_ids is None else token_ids
+        return choice
 
-    def _chunk(
-        self, answer: Answer, delta: dict[str, Any], finish_reason: str | None = None, logprobs: Any = None
-    ) -> dict[str, Any]:
-        choice = {"index": answer.index, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs}
-        choice |= self._token_ids(answer.take_token_ids())
-        return self._head("chat.completion.chunk") | {"choices": [choice]}
+    def _chunk(self, choice: Json) -> Json:
+        return self._head([choice], ".chunk")
 
-    def _logprobs(self, listed: Callable[[], list[dict[str, Any]]]) -> dict[str, Any] | None:
-        content = listed() if self.logprobs or self.token_ids else []
-        return {"content": content, "refusal": None} if content and self.logprobs else None
+    # -- what completions write in another way -----------------------------------------------------------------------
 
-    def _token_ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        return {"token_ids": token_ids} if self.token_ids else {}
+    def _head(self, choices: Sequence[Json], kind: str = "") -> Json:
+        head = {"id": self.head.id, "object": f"chat.completion{kind}", "created": self.head.created}
+        return head | {"model": self.head.model, "choices": choices}
 
-    def _prompt(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def _whole(self, answer: Answer) -> Json:
+        return {"message": {**answer.message, "refusal": None}}
+
+    def _delta(self, event: Event | None) -> Json:
+        """What an event adds to its choice; None: its end."""
+        match event:
+            case str():
+                return {"delta": {"content": event}}
+            case ReasoningDelta():
+                return {"delta": {"reasoning_content": event.text}}
+            case RefusalDelta():
+                return {"delta": {"refusal": event.text}}
+            case ToolCall():
+                return {"delta": {"tool_calls": [{"index": event.index, **event.wire()}]}}
+            case _:
+                return {"delta": {}}
+
+    def _prompt(self, answers: Sequence[Answer]) -> Json:
         return {"prompt_token_ids": answers[0].prompt_token_ids} if self.token_ids and answers else {}
 
-
-def _delta(event: Event) -> dict[str, Any] | None:
-    """The delta of an event; None if this dialect cannot express it."""
-    match event:
-        case str():
-            return {"content": event}
-        case ReasoningDelta():
-            return {"reasoning_content": event.text}
-        case RefusalDelta():
-            return {"refusal": event.text}
-        case ToolCall():
-            return {"tool_calls": [{"index": event.index, **event.wire()}]}
-        case _:
-            return None
+    def _logprobs(self, answer: Answer, listed: list[Json]) -> Json:
+        return {"content": listed, "refusal": None}
 
 
 # -- reading answers ---------------------------------------------------------------------------------------------------

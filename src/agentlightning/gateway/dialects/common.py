@@ -49,11 +49,6 @@ def reject_unsupported(data: Mapping[str, Any], fields: Mapping[str, tuple[Any, 
             raise bad_request(name, f"{name}={shorten(data[name])} cannot be honoured here; leave it out")
 
 
-def unknown_fields(data: Mapping[str, Any], *known: Container[str]) -> tuple[str, ...]:
-    """Names of the fields that no reader knows."""
-    return tuple(name for name in data if not any(name in names for names in known))
-
-
 def optional(data: Mapping[str, Any], name: str, kind: type) -> Any:
     """The value of a field; None if it is absent or null."""
     return None if data.get(name) is None else require_type(name, data[name], kind)
@@ -123,7 +118,9 @@ def read_shared(
         model=optional(data, "model", str),
         params=sampling_params(data, readers, base, "the request"),
         stream=bool(optional(data, "stream", bool)),
-        ignored_fields=unknown_fields(data, known, unsupported, readers),
+        ignored_fields=tuple(
+            name for name in data if name not in known and name not in unsupported and name not in readers
+        ),
         raw=data,
     )
 
@@ -315,7 +312,7 @@ def text_format(where: str, value: Any, nested: bool) -> OutputSchema | None:
         return JSON_OBJECT
     details = value.get("json_schema") if kind == "json_schema" and nested else value
     if kind == "json_schema" and isinstance(details, dict):
-        return json_schema(f"{where}.schema", details.get("schema"))
+        return replace(json_schema(f"{where}.schema", details.get("schema")), given=value)
     raise bad_request(
         where, f"{where}={shorten(value)} cannot be honoured here; use the type text, json_object or json_schema"
     )

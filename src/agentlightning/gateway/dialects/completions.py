@@ -12,16 +12,12 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Final, NoReturn
 
-import orjson
-
 from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.answer import Answer, Event, Json
 from agentlightning.gateway.dialects import common
 from agentlightning.gateway.dialects.base import (
     Body,
     Dialect,
-    ReplyMetadata,
-    ReplyWriter,
     Request,
 )
 from agentlightning.gateway.dialects.chat import ChatReplyWriter, ChatResponse
@@ -35,7 +31,6 @@ from agentlightning.gateway.dialects.common import (
     top_logprobs,
 )
 from agentlightning.gateway.dialects.response_store import ResponseLookup
-from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.errors import ApiError, bad_request
 
 _KNOWN: Final = frozenset({"model", "prompt", "stream", "stream_options", "n", "logprobs", "user", "return_token_ids"})
@@ -100,48 +95,36 @@ class CompletionReplyWriter(ChatReplyWriter):
     _with_prompt: set[int] = field(default_factory=set[int], init=False)
     """The answers whose prompt was written."""
 
-    def body(self, answers: Sequence[Answer]) -> bytes:
-        choices = [
-            self._choice_of(answer, answer.content, answer.finish_reason, answer.all_logprobs, answer.token_ids)
-            for answer in answers
-        ]
-        return orjson.dumps(self._complete(*choices) | {"usage": self._usage(answers)})
-
     def start(self, answers: Sequence[Answer]) -> bytes:
         return b""
 
-    def event(self, answer: Answer, event: Event) -> bytes:
-        text = event if isinstance(event, str) else ""
-        return encode_event(self._complete(self._choice_of(answer, text, None, answer.next_logprobs)))
+    def _head(self, choices: Sequence[Json], kind: str = "") -> Json:
+        return ChatReplyWriter._head(self, choices) | {"object": "text_completion"}
 
-    def end(self, answers: Sequence[Answer]) -> bytes:
-        closing = [self._choice_of(answer, "", answer.finish_reason, answer.remaining_logprobs) for answer in answers]
-        chunks = [self._complete(choice) for choice in closing]
-        return common.end_of_stream(chunks, self._usage(answers), apart=self.include_usage)
+    def _whole(self, answer: Answer) -> Json:
+        return {"text": answer.content}
 
-    def _complete(self, *choices: Json) -> Json:
-        return self._head("text_completion") | {"choices": choices}
+    def _delta(self, event: Event | None) -> Json:
+        return {"text": event if isinstance(event, str) else ""}
 
-    def _choice_of(
+    def _prompt(self, answers: Sequence[Answer]) -> Json:
+        return {}
+
+    def _choice(
         self,
         answer: Answer,
-        text: str,
-        reason: str | None,
+        shown: Json,
         list_logprobs: Callable[[], list[Json]],
+        reason: str | None = None,
         token_ids: Sequence[int] | None = None,
     ) -> Json:
-        """`token_ids`: those of a whole answer; None for those of the listed log-probabilities."""
-        listed = list_logprobs() if self.logprobs or self.token_ids else []
-        logprobs = self._logprobs_of(answer, listed) if self.logprobs and listed else None
-        choice: Json = {"index": answer.index, "text": text, "finish_reason": reason, "logprobs": logprobs}
-        if self.token_ids:
-            choice["token_ids"] = answer.take_token_ids() if token_ids is None else token_ids
-            if answer.index not in self._with_prompt:  # Once in a stream: the prompt may be far longer than an event.
-                self._with_prompt.add(answer.index)
-                choice["prompt_token_ids"] = answer.prompt_token_ids
+        choice = ChatReplyWriter._choice(self, answer, shown, list_logprobs, reason, token_ids)
+        if self.token_ids and answer.index not in self._with_prompt:
+            self._with_prompt.add(answer.index)  # Once in a stream: the prompt may be far longer than an event.
+            choice["prompt_token_ids"] = answer.prompt_token_ids
         return choice
 
-    def _logprobs_of(self, answer: Answer, listed: Sequence[Json]) -> Json:
+    def _logprobs(self, answer: Answer, listed: list[Json]) -> Json:
         texts = [entry["token"] for entry in listed]
         *offsets, self.offsets[answer.index] = accumulate(map(len, texts), initial=self.offsets.get(answer.index, 0))
         return {
@@ -179,8 +162,4 @@ def _read_embedding(body: Body, recall: ResponseLookup | None = None, attachment
     raise ApiError(404, message, code="model_not_supported", param="model")
 
 
-def _reply_embedding(request: Request, head: ReplyMetadata) -> ReplyWriter:
-    raise AssertionError("no request is ever read")
-
-
-EMBEDDINGS: Final = replace(COMPLETIONS, id_prefix="embd-", read=_read_embedding, reply=_reply_embedding)
+EMBEDDINGS: Final = replace(COMPLETIONS, id_prefix="embd-", read=_read_embedding)

@@ -56,6 +56,9 @@ Content = str | list[Part]
 """A list holds at least one image or file, and no two texts side by side."""
 
 IMAGE_TYPES: Final = ("image", "image_url", "input_image")
+BILLING: Final = "x-anthropic-billing-header:"
+"""The first block of Claude Code's system prompt, which differs between calls of one agent and means nothing to the
+model."""
 _FILE_TYPES: Final = ("document", "file", "input_file")
 
 

@@ -42,8 +42,7 @@ from agentlightning.gateway.dialects.common import (
     require_type,
     shorten,
 )
-from agentlightning.gateway.dialects.content_parts import read_content, text_of
-from agentlightning.gateway.dialects.raw_request import BILLING
+from agentlightning.gateway.dialects.content_parts import BILLING, read_content, text_of
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.dialects.sse import loads as loads_tolerantly
@@ -62,10 +61,13 @@ _TEXT_FIELDS: Final = {"text": "text"}
 def read_request(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> Request:
     """See `ReadRequest`."""
     data = read_json(body)
-    _reject_thread(data)
+    if data.get("thread") is not None:  # On this error, the SDK's tool runner sends the whole history instead.
+        details = {"error_code": "thread_unsupported_request"}
+        raise ApiError(400, "threads are not stored here; send the full conversation", param="thread", details=details)
     request = common.read_shared(data, MESSAGES_PARAMS, SamplingParams(), _KNOWN, _UNSUPPORTED)
-    dropped: list[str] = []
-    tools, choice = _tools(data, dropped), optional(data, "tool_choice", dict) or {}
+    offered = [_as_function(tool) for tool in optional(data, "tools", list) or ()]
+    tools, hosted = common.function_tools({"tools": offered}, lambda tool: tool.get("function"))
+    dropped, choice = [*hosted], optional(data, "tool_choice", dict) or {}
     parallel = False if choice.get("disable_parallel_tool_use") is True else None
     name, shape = _format(data)
     content = common.text_format(name, shape, nested=False)
@@ -78,24 +80,12 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _reject_thread(data: Mapping[str, Any]) -> None:
-    """A thread stores history on the server. On this error, the SDK's tool runner sends the whole history instead."""
-    if data.get("thread") is not None:
-        details = {"error_code": "thread_unsupported_request"}
-        raise ApiError(400, "threads are not stored here; send the full conversation", param="thread", details=details)
-
-
-def _tools(data: Mapping[str, Any], dropped: list[str]) -> common.Tools | None:
-    tools: common.Tools = []
-    for index, tool in enumerate(optional(data, "tools", list) or ()):
-        kind = require_type(f"tools[{index}]", tool, dict).get("type")
-        if kind not in (None, "custom"):
-            dropped.append(f"tools.{kind}")
-            continue
-        function: dict[str, Any] = {"name": require_type(f"tools[{index}].name", tool.get("name"), str)}
-        function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
-        tools.append({"type": "function", "function": function | {"parameters": tool.get("input_schema") or {}}})
-    return tools or None
+def _as_function(tool: Any) -> Any:
+    """A tool of the caller as chat completions has it; a hosted one as it is."""
+    if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
+        return tool
+    function = {key: tool[key] for key in ("name", "description", "strict") if tool.get(key) is not None}
+    return {"type": "function", "function": function | {"parameters": tool.get("input_schema") or {}}}
 
 
 def _tool_choice(choice: Mapping[str, Any]) -> tuple[bool, frozenset[str] | None] | None:
@@ -242,16 +232,17 @@ class MessagesReplyWriter:
     """Type of the open block, if it takes deltas."""
     _sealed: list[Json] = field(default_factory=list[Json], init=False)
     """What the provider wants back and no block has carried yet."""
+    _blocks: list[Json] | None = field(default=None, init=False)
+    """The blocks of a reply that is written at once."""
 
     def body(self, answers: Sequence[Answer]) -> bytes:
         (answer,) = answers
-        content: list[Json] = []
+        blocks = self._blocks = list[Json]()
         for part in answer.parts():
-            if isinstance(part, SignedReasoning):
-                _seal(content, part.block)
-            elif (block := self._block(part)) is not None:
-                content.append(block)
-        return dumps(self._message(content) | _stop_fields(answer) | {"usage": self._usage(num_output_tokens(answers))})
+            self.event(answer, part)
+        self._close()
+        self._hidden()
+        return dumps(self._message(blocks) | _stop_fields(answer) | {"usage": self._usage(num_output_tokens(answers))})
 
     def start(self, answers: Sequence[Answer]) -> bytes:
         stop = {"stop_reason": None, "stop_sequence": None}
@@ -261,17 +252,17 @@ class MessagesReplyWriter:
     def event(self, answer: Answer, event: Event) -> bytes:
         match event:
             case ToolCall():
-                arguments = {"type": "input_json_delta", "partial_json": dumps(_input(event)).decode()}
-                return self._close() + self._begin(_tool_use(event, {})) + self._delta(arguments) + self._end()
+                arguments = _input(event)
+                delta = {"type": "input_json_delta", "partial_json": dumps(arguments).decode()}
+                started = self._close() + self._begin(_tool_use(event, {}), _tool_use(event, arguments))
+                return started + self._delta(delta) + self._end()
             case ReasoningDelta():
                 closed = self._close() if self._sealed else b""  # What follows is another thought.
                 started = closed + self._open_block({"type": "thinking", "thinking": "", "signature": ""})
-                return started + self._delta({"type": "thinking_delta", "thinking": event.text})
+                return started + self._extend("thinking", event.text)
             case str() | RefusalDelta():
                 text = event if isinstance(event, str) else event.text
-                return self._open_block({"type": "text", "text": ""}) + self._delta(
-                    {"type": "text_delta", "text": text}
-                )
+                return self._open_block({"type": "text", "text": ""}) + self._extend("text", text)
             case SignedReasoning():
                 self._sealed.append(event.block)
                 return b""
@@ -282,17 +273,6 @@ class MessagesReplyWriter:
         (answer,) = answers
         used = {"delta": _stop_fields(answer), "usage": self._usage(num_output_tokens(answers))}
         return self._close() + self._hidden() + _event("message_delta", used) + _event("message_stop", {})
-
-    def _block(self, part: Event) -> Json | None:
-        match part:
-            case ReasoningDelta():
-                return {"type": "thinking", "thinking": part.text, "signature": self.head.id}
-            case ToolCall():
-                return _tool_use(part, _input(part))
-            case str() | RefusalDelta():
-                return {"type": "text", "text": part if isinstance(part, str) else part.text}
-            case _:
-                return None
 
     def _message(self, content: list[Json]) -> Json:
         head = {"id": self.head.id, "type": "message", "role": "assistant", "model": self.head.model}
@@ -307,10 +287,19 @@ class MessagesReplyWriter:
         thought = head.reasoning_tokens
         return used if thought is None else used | {"output_tokens_details": {"thinking_tokens": thought}}
 
-    def _begin(self, block: Json) -> bytes:
+    def _begin(self, block: Json, whole: Json | None = None) -> bytes:
+        """Start a block; `whole`: as it will be, if it takes no deltas of text."""
         hidden = self._hidden()
         self._index += 1
+        if self._blocks is not None:
+            self._blocks.append(dict(whole or block))
         return hidden + _event("content_block_start", {"index": self._index, "content_block": block})
+
+    def _extend(self, name: str, text: str) -> bytes:
+        """More of a field of the open block."""
+        if self._blocks is not None:
+            self._blocks[-1][name] += text
+        return self._delta({"type": f"{name}_delta", name: text})
 
     def _delta(self, delta: Json) -> bytes:
         return _event("content_block_delta", {"index": self._index, "delta": delta})
@@ -330,7 +319,7 @@ class MessagesReplyWriter:
         kind, self._open = self._open, None
         if kind != "thinking":
             return self._end() if kind else b""
-        return self._delta({"type": "signature_delta", "signature": self._take_signature()}) + self._end()
+        return self._extend("signature", self._take_signature()) + self._end()
 
     def _hidden(self) -> bytes:
         """What a provider wants back and no thinking block has carried, as a block of its own."""
@@ -343,15 +332,6 @@ class MessagesReplyWriter:
         wants back; without that it means nothing."""
         sealed, self._sealed = self._sealed, []
         return encode_signed_reasoning(*sealed) if sealed else self.head.id
-
-
-def _seal(content: list[Json], block: Json) -> None:
-    """Add what a provider wants back to the thinking block before it, or as a block of its own."""
-    if not content or content[-1]["type"] not in THOUGHTS:
-        content.append({"type": "redacted_thinking"})
-    last = content[-1]
-    name = "signature" if last["type"] == "thinking" else "data"
-    last[name] = encode_signed_reasoning(*decode_signed_reasoning(last.get(name)), block)
 
 
 def _stop_fields(answer: Answer) -> dict[str, str | None]:

@@ -47,6 +47,8 @@ class OutputSchema:
     schema: str
     """The schema as JSON text."""
     check: Check
+    given: Mapping[str, Any] = field(default_factory=lambda: {"type": "json_object"})
+    """As the request has it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from agentlightning.chat.base import Message
 from agentlightning.gateway.dialects.content_parts import extend_digest
@@ -22,25 +22,30 @@ from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.util.json_values import dumps, loads
 from agentlightning.util.shared_cache import open_cache
 
-if TYPE_CHECKING:
-    import sqlite3
-
 Attempt = tuple[str, str]
 """(rollout_id, attempt_id)."""
 Entry = tuple[Any, Any, Any]
 """The columns parent, first and value."""
-_ENTRY_BYTES: Final = 100
-"""Approximate size of an entry without content."""
 _SCHEMA: Final = """
+PRAGMA recursive_triggers = ON; -- an entry that is replaced is one that was deleted
 CREATE TABLE IF NOT EXISTS attempts (
-    key INTEGER PRIMARY KEY, rollout_id TEXT, attempt_id TEXT, size INTEGER DEFAULT 0, used INTEGER,
-    UNIQUE (rollout_id, attempt_id)
+    key INTEGER PRIMARY KEY, rollout_id TEXT, attempt_id TEXT, used INTEGER, UNIQUE (rollout_id, attempt_id)
 );
 CREATE TABLE IF NOT EXISTS entries (
     attempt INTEGER, kind TEXT, id BLOB, parent BLOB, first BLOB, value BLOB, PRIMARY KEY (attempt, kind, id)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS total (key INTEGER PRIMARY KEY CHECK (key = 1), size INTEGER);
 INSERT OR IGNORE INTO total VALUES (1, 0);
+-- A provider's entry has little or no content, and counts as 100 bytes more.
+CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON entries BEGIN
+    UPDATE total SET size = size + ifnull(length(new.value), 0) + 100 * (new.kind = 'provider');
+END;
+CREATE TRIGGER IF NOT EXISTS deleted AFTER DELETE ON entries BEGIN
+    UPDATE total SET size = size - ifnull(length(old.value), 0) - 100 * (old.kind = 'provider');
+END;
+CREATE TRIGGER IF NOT EXISTS dropped AFTER DELETE ON attempts BEGIN
+    DELETE FROM entries WHERE attempt = old.key;
+END;
 """
 # Entries by kind:
 # reply: id of a reply -> digest of its conversation including the answer; digest of the messages that belonged to the
@@ -94,8 +99,8 @@ class ResponseStore:
 
     def __init__(self, shared: Path | None = None, max_bytes: int = 256 * 1024 * 1024) -> None:
         self._max_bytes = max_bytes
-        self._database = open_cache(shared, "replies.db", _SCHEMA)
-        self._lock = threading.Lock()
+        self._run = open_cache(shared, "replies.db", _SCHEMA).execute
+        self._lock = threading.RLock()
         """Large requests are read in threads."""
 
     def __len__(self) -> int:
@@ -113,7 +118,7 @@ class ResponseStore:
     def find(self, attempt: Attempt, kind: str, entry: str | bytes) -> Entry | None:
         """An entry of an attempt; None if there is none."""
         with self._lock:
-            return self._database.execute(
+            return self._run(
                 "SELECT parent, first, value FROM attempts JOIN entries ON attempt = key"
                 " WHERE rollout_id = ? AND attempt_id = ? AND kind = ? AND id = ?",
                 (*attempt, kind, entry),
@@ -134,33 +139,34 @@ class ResponseStore:
         continued and not retrieved."""
         conversation = (*messages, answer)
         chain = (*digests, extend_digest(digests[-1], answer))
-        with self._change(attempt) as change:
+        with self._change(attempt) as key:
             for index in range(len(messages), num_instructions - 1, -1):
-                if not change.add("message", chain[index + 1], chain[index], None, dumps(conversation[index])):
+                message = "message", chain[index + 1], chain[index], None, dumps(conversation[index])
+                if not self._put(key, *message, instead="IGNORE"):
                     break  # it is stored, and so are the messages before it
-            change.put("reply", response_id, chain[-1], chain[num_instructions], body)
+            self._put(key, "reply", response_id, chain[-1], chain[num_instructions], body)
             for item in items:
-                change.put("item", item["id"], None, None, dumps(item))
+                self._put(key, "item", item["id"], None, None, dumps(item))
 
     def add_turn(self, attempt: Attempt, turn: bytes, blocks: list[dict[str, Any]]) -> None:
         """Store a turn as its provider wrote it and wants it back, by its key (`content_parts.turn_key`)."""
-        with self._change(attempt) as change:
-            change.put("turn", turn, None, None, dumps(blocks))
+        with self._change(attempt) as key:
+            self._put(key, "turn", turn, None, None, dumps(blocks))
 
     def note_provider(self, attempt: Attempt, response_id: str, provider: str, pending: Any = None) -> None:
         """Note that a forwarded reply is stored by its provider; `pending` is its call as JSON values, if it is not
         complete."""
-        with self._change(attempt) as change:
-            change.put("provider", response_id, provider, None, dumps(pending) if pending else None)
+        with self._change(attempt) as key:
+            self._put(key, "provider", response_id, provider, None, dumps(pending) if pending else None)
 
     def take_pending(self, attempt: Attempt, response_id: str) -> Any:
         """The call whose reply was not complete, once; None if there is none."""
-        if (self.find(attempt, "provider", response_id) or ("", None, None))[2] is None:
-            return None
-        with self._change(attempt) as change:
-            provider, _, pending = change.find("provider", response_id) or ("", None, None)
-            change.put("provider", response_id, provider, None, None)
-        return None if pending is None else loads(pending)
+        with self._change(attempt) as key:
+            found = self.find(attempt, "provider", response_id)
+            if found is None or found[2] is None:
+                return None
+            self._put(key, "provider", response_id, found[0], None, None)
+        return loads(found[2])
 
     def provider_of(self, attempt: Attempt, response_id: str) -> str | None:
         """The name of the provider that stores a reply to this attempt; None if it is not known."""
@@ -177,85 +183,48 @@ class ResponseStore:
     def delete(self, attempt: Attempt, response_id: str) -> None:
         """Delete one reply. Raises ApiError 404 as `body` does."""
         self.body(attempt, response_id)
-        with self._change(attempt) as change:
-            change.remove("reply", response_id)
+        with self._change(attempt) as key:
+            self._run("DELETE FROM entries WHERE attempt = ? AND kind = 'reply' AND id = ?", (key, response_id))
 
     def forget(self, attempt: Attempt) -> None:
         """Drop everything of an attempt, once it has ended."""
-        if self._number("SELECT count(*) FROM attempts WHERE rollout_id = ? AND attempt_id = ?", *attempt):
+        known = "FROM attempts WHERE rollout_id = ? AND attempt_id = ?"
+        if self._number(f"SELECT count(*) {known}", *attempt):
             with self._transaction():
-                self._drop("rollout_id = ? AND attempt_id = ?", *attempt)
+                self._run(f"DELETE {known}", attempt)
+
+    def _put(
+        self, key: int, kind: str, entry: str | bytes, *columns: str | bytes | None, instead: str = "REPLACE"
+    ) -> bool:
+        """Add an entry (parent, first, value) to those of an attempt. `instead`: what to do if there is one. Whether it
+        was added."""
+        put = f"INSERT OR {instead} INTO entries VALUES (?, ?, ?, ?, ?, ?)"
+        return self._run(put, (key, kind, entry, *columns)).rowcount > 0
 
     @contextmanager
-    def _change(self, attempt: Attempt) -> Generator[_Change]:
-        """A transaction that changes what is stored of an attempt, and makes room for it."""
+    def _change(self, attempt: Attempt) -> Generator[int]:
+        """A transaction that changes what is stored of an attempt, whose key it yields, and makes room for it."""
         with self._transaction():
-            change = _Change(self._database, attempt)
-            yield change
-            change.end()
-            while change.grown > 0 and self._database.execute("SELECT size FROM total").fetchone()[0] > self._max_bytes:
-                self._drop("key = (SELECT key FROM attempts ORDER BY used LIMIT 1)")
-
-    def _drop(self, condition: str, *values: Any) -> None:
-        run = self._database.execute
-        for key, size in run(f"DELETE FROM attempts WHERE {condition} RETURNING key, size", values).fetchall():
-            run("DELETE FROM entries WHERE attempt = ?", (key,))
-            run("UPDATE total SET size = size - ?", (size,))
+            touch = (
+                "INSERT INTO attempts (rollout_id, attempt_id, used) VALUES (?, ?, ?)"
+                " ON CONFLICT DO UPDATE SET used = excluded.used RETURNING key"
+            )
+            ((key,),) = self._run(touch, (*attempt, time.monotonic_ns())).fetchall()
+            yield key
+            while self.size > self._max_bytes:
+                self._run("DELETE FROM attempts WHERE key = (SELECT key FROM attempts ORDER BY used LIMIT 1)")
 
     @contextmanager
     def _transaction(self) -> Generator[None]:
         with self._lock:
-            self._database.execute("BEGIN IMMEDIATE")
+            self._run("BEGIN IMMEDIATE")
             try:
                 yield
             except BaseException:
-                self._database.execute("ROLLBACK")
+                self._run("ROLLBACK")
                 raise
-            self._database.execute("COMMIT")
+            self._run("COMMIT")
 
     def _number(self, query: str, *values: Any) -> int:
         with self._lock:
-            return self._database.execute(query, values).fetchone()[0]
-
-
-class _Change:
-    """The entries of one attempt, in a transaction."""
-
-    def __init__(self, database: sqlite3.Connection, attempt: Attempt) -> None:
-        self.grown = 0
-        """Bytes."""
-        self._run = database.execute
-        touch = (
-            "INSERT INTO attempts (rollout_id, attempt_id, size, used) VALUES (?, ?, 0, ?)"
-            " ON CONFLICT DO UPDATE SET used = excluded.used RETURNING key"
-        )
-        ((self._key,),) = self._run(touch, (*attempt, time.monotonic_ns())).fetchall()
-
-    def find(self, kind: str, entry: str | bytes) -> Entry | None:
-        query = "SELECT parent, first, value FROM entries WHERE attempt = ? AND kind = ? AND id = ?"
-        return self._run(query, (self._key, kind, entry)).fetchone()
-
-    def add(self, kind: str, entry: str | bytes, *columns: str | bytes | None) -> bool:
-        """Add an entry (parent, first, value), unless there is one."""
-        added = self._run("INSERT OR IGNORE INTO entries VALUES (?, ?, ?, ?, ?, ?)", (self._key, kind, entry, *columns))
-        self.grown += _size(kind, columns[-1]) if added.rowcount else 0
-        return bool(added.rowcount)
-
-    def put(self, kind: str, entry: str | bytes, *columns: str | bytes | None) -> None:
-        """Add an entry, or replace it."""
-        if not self.add(kind, entry, *columns):
-            self.remove(kind, entry)
-            self.add(kind, entry, *columns)
-
-    def remove(self, kind: str, entry: str | bytes) -> None:
-        query = "DELETE FROM entries WHERE attempt = ? AND kind = ? AND id = ? RETURNING value"
-        for (value,) in self._run(query, (self._key, kind, entry)).fetchall():
-            self.grown -= _size(kind, value)
-
-    def end(self) -> None:
-        self._run("UPDATE attempts SET size = size + ? WHERE key = ?", (self.grown, self._key))
-        self._run("UPDATE total SET size = size + ?", (self.grown,))
-
-
-def _size(kind: str, value: str | bytes | None) -> int:
-    return len(value or b"") + (_ENTRY_BYTES if kind == "provider" else 0)
+            return self._run(query, values).fetchone()[0]

@@ -226,8 +226,8 @@ _ENCRYPTED: Final = "reasoning.encrypted_content"
 class ResponsesReplyWriter:
     """Writes the reply to one request; a `ReplyWriter`."""
 
-    head: ReplyMetadata
     request: Request
+    head: ReplyMetadata
     items: list[Json] = field(default_factory=list[Json], init=False)
     """The output items; all but the last are complete."""
     _open: str | None = field(default=None, init=False)
@@ -553,15 +553,11 @@ def error_event(api_error: ApiError) -> bytes:
     return encode_event({"type": "error", "sequence_number": 0, **fields, "error": error}, "error")
 
 
-def _reply(request: Request, head: ReplyMetadata) -> ResponsesReplyWriter:
-    return ResponsesReplyWriter(head, request)
-
-
 RESPONSES: Final = Dialect(
     id_prefix=_PREFIX,
     call_prefix="call_",
     read=read_request,
-    reply=_reply,
+    reply=ResponsesReplyWriter,
     response=ResponsesResponse,
     error_body=common.error_body,
     error_event=error_event,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import orjson
 
@@ -112,22 +112,11 @@ def loads(data: bytes) -> Any:
         if b"\\u" not in data:
             raise
     try:
-        return _without_surrogates(json.loads(data, parse_constant=_reject))
+        text = json.dumps(json.loads(data, parse_constant=_reject), ensure_ascii=False)
+        return read_json_values(valid_text(text).encode())
     except RecursionError:
         raise ValueError("JSON that is nested too deep") from None
 
 
 def _reject(constant: str) -> Any:
     raise ValueError(f"{constant} is no JSON")
-
-
-def _without_surrogates(value: Any) -> Any:
-    if isinstance(value, str):
-        return valid_text(value)
-    if isinstance(value, list):
-        return [_without_surrogates(each) for each in cast("list[Any]", value)]
-    if isinstance(value, dict):
-        return {
-            _without_surrogates(name): _without_surrogates(each) for name, each in cast("dict[str, Any]", value).items()
-        }
-    return value

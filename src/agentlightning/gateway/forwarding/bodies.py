@@ -1,48 +1,69 @@
-"""What the bodies for all providers share: the parameters that were set, the response format, the order of turns.
+"""Translates requests for providers of another dialect: writes the bodies for chat completions, for Anthropic's
+messages, and for OpenAI's responses, for models that no other API serves.
 
 What a provider's dialect cannot express is rejected by name if it would change the answer, and otherwise dropped and
-counted by the caller.
+counted by the caller. Of responses nothing is stored at the provider (`store` is false): the history is sent whole,
+with the reasoning items of earlier turns and their `encrypted_content`.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import mimetypes
+import re
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
+
+import orjson
 
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.answer import THOUGHTS, Json
 from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import ApiPath, Request
+from agentlightning.gateway.dialects.chat import ECHOED
 from agentlightning.gateway.dialects.common import MESSAGES_PARAMS, RESPONSES_PARAMS, shorten
 from agentlightning.gateway.dialects.content_parts import (
     Content,
     Part,
+    has_attachments,
     joined,
     non_empty_parts,
     object_of,
     same_meaning,
     turn_key,
 )
-from agentlightning.gateway.errors import bad_request
+from agentlightning.gateway.dialects.messages import RAW_ARGUMENTS
+from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.gateway.upstream.provider import Provider
+from agentlightning.util.json_values import loads
 
 TurnLookup = Callable[[bytes], list[Json]]
 """Finds a turn as its provider wrote it, by its key; empty if it is not known."""
-Extras = tuple[Json, frozenset[str]]
-"""(fields of the body, the fields of the request they come from)."""
 
 
-class Write(Protocol):
-    """Writes the body for one path."""
+class OtherFields:
+    """The fields of a request as they came, for those that the body has besides conversation, parameters and tools."""
 
-    def __call__(self, request: Request, provider: Provider, model: str, params: Json, find_turn: TurnLookup) -> Json:
-        """`params`: the sampling parameters that were set, by their names in `SamplingParams`. Raises ApiError 400
-        naming a field that the dialect cannot express."""
-        ...
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self.raw = raw
+        self.taken: set[str] = set()
+        """The names of those that the body has."""
+
+    def text(self, name: str, inner: str | None = None) -> str:
+        """A text, or that in an object; "" if there is none. Its field counts as taken."""
+        value = self.raw.get(name) if inner is None else object_of(self.raw, name).get(inner)
+        if not isinstance(value, str) or not value:
+            return ""
+        self.taken.add(name)
+        return value
+
+
+Write = Callable[[Request, Provider, str, Json, TurnLookup], Json]
+"""Writes the body for one path: of a request, for a provider and its model, with the sampling parameters that were set,
+by their names in `SamplingParams`. Raises ApiError 400 naming a field that the dialect cannot express."""
 
 
 _READERS: Final = {**RESPONSES_PARAMS, **MESSAGES_PARAMS}
@@ -51,22 +72,20 @@ _NEUTRAL: Final = SamplingParams()
 
 def given_params(raw: Mapping[str, Any], params: SamplingParams, forced: Mapping[str, Any]) -> Json:
     """The sampling parameters that were set, by their names in `SamplingParams`: our defaults are never sent."""
-    named = {_READERS[name][0] for name in (*raw, *forced) if name in _READERS and _set(raw, forced, name)}
+    named = {
+        field for name, (field, _) in _READERS.items() if raw.get(name) is not None or forced.get(name) is not None
+    }
     return {name: getattr(params, name) for name in sorted(named)}
 
 
-def _set(raw: Mapping[str, Any], forced: Mapping[str, Any], name: str) -> bool:
-    return raw.get(name) is not None or forced.get(name) is not None
-
-
-def response_format_of(raw: Mapping[str, Any]) -> Json | None:
+def response_format_of(request: Request) -> Json | None:
     """The response format of a request in terms of chat completions; None for plain text."""
-    flat = object_of(raw, "text").get("format") or object_of(raw, "output_config").get("format")
-    shape = raw.get("response_format") or flat or raw.get("output_format")
-    if not isinstance(shape, dict) or shape.get("type") in (None, "text"):
+    content = request.constraint.content
+    if content is None:
         return None
-    if shape["type"] != "json_schema" or "json_schema" in shape:
-        return dict(shape)
+    shape = dict(content.given)
+    if shape.get("type") != "json_schema" or "json_schema" in shape:
+        return shape
     named = {key: shape[key] for key in ("name", "schema", "strict", "description") if shape.get(key) is not None}
     return {"type": "json_schema", "json_schema": {"name": "answer", "strict": True} | named}
 
@@ -288,3 +307,391 @@ def _text_of(url: str) -> str | None:
 def _suffix(url: str) -> str:
     kind = url[len("data:") :].partition(",")[0].partition(";")[0]
     return mimetypes.guess_extension(kind) or ".pdf"
+
+
+# -- chat completions --------------------------------------------------------------------------------------------------
+
+_SAME_AT_OPENAI: Final = ("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
+_MAX_USER_ID: Final = 64
+"""OpenAI's limit for a user id, in characters."""
+
+
+def chat_body(request: Request, provider: Provider, model: str, params: Json, find_turn: TurnLookup) -> Json:
+    """The body of POST /v1/chat/completions. Raises ApiError 400 naming an unsupported field, and
+    UnsupportedContentError."""
+    messages = _chat_messages(request.messages, provider, find_turn)
+    body: Json = {"model": model, "messages": messages}
+    names = {"max_tokens": provider.limit_name}
+    body |= {names.get(name, name): _on_the_wire(name, value) for name, value in params.items()}
+    body |= openai_tools(request, lambda tool: tool, nested=True)
+    if (shape := response_format_of(request)) is not None:
+        body["response_format"] = shape
+    if request.n > 1:
+        body["n"] = request.n
+    if request.logprobs:
+        body["logprobs"] = True
+        body |= {"top_logprobs": top} if (top := request.params.top_logprobs) else {}
+    if request.stream:
+        body["stream"] = True
+    return body
+
+
+def _on_the_wire(name: str, value: Any) -> Any:
+    if name == "logit_bias":
+        return {str(token): bias for token, bias in value}
+    return list(value) if name == "stop" else value
+
+
+def _chat_messages(messages: Sequence[Message], provider: Provider, find_turn: TurnLookup) -> list[Json]:
+    """Images in a tool result follow it as a user message, since tool messages hold text only."""
+    known = _CHAT_KEYS | ({"reasoning_content"} if provider.token_ids else set())
+    previous: Message | None = None
+    sent: list[Json] = []
+    attachments: list[Json] = []
+    for message in results_first(messages):
+        if message["role"] != "tool" and attachments:
+            sent.append({"role": "user", "content": attachments})
+            attachments = []
+        content = message.get("content") or ""
+        if message["role"] == "tool":
+            content, images = split_attachments(content)
+            attachments += images
+        fields = {key: value for key, value in message.items() if key in known}
+        fields["content"] = None if not content and message.get("tool_calls") else as_chat(content)
+        if message["role"] == "assistant":
+            blocks = find_turn(turn_key(previous, message)) or message.get("sealed") or ()
+            fields |= _echoed(fields, [block for block in blocks if block.get("provider") == provider.name])
+        sent.append(fields)
+        previous = message
+    return [*sent, {"role": "user", "content": attachments}] if attachments else sent
+
+
+def _echoed(fields: Json, blocks: Sequence[Json]) -> Json:
+    """What this provider wants back with a turn that it wrote (`answer.CHAT_TURN`)."""
+    found: Json = {}
+    for block in blocks:
+        for name, value in object_of(block, "message").items():
+            both = type(found.get(name)) is type(value) and isinstance(value, str | list)
+            found |= {name: found[name] + value if both else value} if name in ECHOED else {}
+        if extra := object_of(block, "calls"):
+            calls = found.get("tool_calls") or fields.get("tool_calls") or ()
+            found["tool_calls"] = [
+                call | ({"extra_content": extra[call["id"]]} if call.get("id") in extra else {}) for call in calls
+            ]
+    return found
+
+
+_CHAT_KEYS: Final = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
+
+
+def _chat_others(fields: OtherFields, request: Request, model: str) -> Json:
+    """Of a request for messages or a response."""
+    body: Json = {name: value for name in _SAME_AT_OPENAI if (value := fields.text(name))}
+    if "messages" not in fields.raw:
+        body |= {name: value for name, place in _RESPONSES.items() if (value := fields.text(*place))}
+    elif user := fields.text("metadata", "user_id"):
+        body["user"] = user if len(user) <= _MAX_USER_ID else hashlib.sha256(user.encode()).hexdigest()
+    tier = fields.text("service_tier")
+    if tier not in ("", "auto"):
+        body["service_tier"] = "default" if tier == "standard_only" else tier
+    return body
+
+
+_RESPONSES: Final = {"reasoning_effort": ("reasoning", "effort"), "verbosity": ("text", "verbosity")}
+"""Field of chat completions -> where a request for a response has it."""
+
+
+# -- responses ---------------------------------------------------------------------------------------------------------
+
+_NAMES: Final = {"max_tokens": "max_output_tokens", "temperature": "temperature", "top_p": "top_p"}
+"""The sampling parameters of the API, by their names in `SamplingParams`."""
+
+
+def responses_body(request: Request, provider: Provider, model: str, params: Json, find_turn: TurnLookup) -> Json:
+    """The body of POST /v1/responses. Raises ApiError 400 naming an unsupported field."""
+    known = {*_NAMES, "stop"}  # Stop strings are applied here.
+    reject_unsupported(
+        [("n", request.n, request.n == 1), *unknown_params(params, known)], request, provider, "responses"
+    )
+    instructions, items = _items(turns_of(request.messages), find_turn)
+    body: Json = {"model": model, "input": items, "store": False}
+    if instructions:
+        body["instructions"] = instructions
+    body |= {_NAMES[name]: value for name, value in params.items() if name in _NAMES}
+    body |= openai_tools(request, _tool, nested=False)
+    if (shape := response_format_of(request)) is not None:
+        inner = object_of(shape, "json_schema")
+        body["text"] = {"format": {"type": shape["type"], **inner}}
+    if request.logprobs:
+        body["include"] = ["message.output_text.logprobs"]
+        body |= {"top_logprobs": top} if (top := request.params.top_logprobs) else {}
+    if request.stream:
+        body["stream"] = True
+    return body
+
+
+def _items(messages: Sequence[Message], find_turn: TurnLookup) -> tuple[str, list[Json]]:
+    """(system prompt, items of the conversation)."""
+    instructions: list[str] = []
+    items: list[Json] = []
+    for index, message in enumerate(messages):
+        content = message.get("content") or ""
+        match message["role"]:
+            case "system" if not items:
+                instructions.append(as_text(content, "the system prompt"))
+            case "assistant":
+                written, parts = known_turn("responses", messages, index, find_turn)
+                parts += [{"role": "assistant", "content": as_items(content)}] if content else []
+                items += written or [*parts, *(_call(call) for call in message.get("tool_calls") or ())]
+            case "tool":
+                call_id = message.get("tool_call_id")
+                items.append({"type": "function_call_output", "call_id": call_id, "output": as_items(content)})
+            case role:
+                items.append({"role": role, "content": as_items(content)})
+    return "\n\n".join(filter(None, instructions)), items
+
+
+def _call(call: Json) -> Json:
+    function = call["function"]
+    fields = {"name": function["name"], "arguments": function["arguments"]}
+    return {"type": "function_call", "call_id": call.get("id"), **fields}
+
+
+def _tool(tool: Json) -> Json:
+    """Tools default to strict here, unlike in chat completions, so that `strict` is always set."""
+    function = tool["function"]
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    found: Json = {"type": "function", "strict": bool(function.get("strict")), "parameters": parameters}
+    return found | {key: function[key] for key in ("name", "description") if function.get(key) is not None}
+
+
+def _responses_others(fields: OtherFields, request: Request, model: str) -> Json:
+    """Of a request for a chat completion or messages."""
+    body = _chat_others(fields, request, model)
+    return body | {outer: {inner: value} for name, (outer, inner) in _RESPONSES.items() if (value := fields.text(name))}
+
+
+# -- Anthropic's messages ----------------------------------------------------------------------------------------------
+
+_EFFORTS: Final = {"minimal": 1024, "low": 2048, "medium": 8192, "high": 16384, "xhigh": 32768, "max": 32768}
+"""Reasoning effort -> the thinking budget for models that take a number of tokens."""
+_ANTHROPIC_FIELDS: Final = ("thinking", "output_config", "cache_control")
+"""Anthropic's fields that callers of other dialects may send as well."""
+_BUDGET_MODELS: Final = re.compile(r"claude-(3-7-|(opus|sonnet|haiku)-4(-[015])?(-\d{8}|-latest)?$)")
+"""Models with a thinking budget instead of adaptive thinking."""
+_NON_THINKING_MODELS: Final = re.compile(r"claude-(2|instant|3-(opus|sonnet|haiku|5)-)")
+_MIN_THINKING_TOKENS: Final = 1024
+"""Anthropic's smallest thinking budget."""
+
+
+def messages_body(request: Request, provider: Provider, model: str, params: Json, find_turn: TurnLookup) -> Json:
+    """The body of POST /v1/messages. Raises ApiError 400 naming an unsupported field."""
+    _reject_for_messages(request, provider, params)
+    system, messages = _turns(turns_of(request.messages), find_turn)
+    if messages and messages[-1]["role"] == "assistant":
+        messages.append(_continuation(messages[-1], request, provider))
+    most = params.get("max_tokens") or provider.max_output_tokens
+    body: Json = {"model": model, "messages": messages, "max_tokens": most}
+    shape = response_format_of(request)
+    if shape is not None and shape["type"] == "json_object":
+        system, shape = "\n\n".join(filter(None, (system, _JSON_INSTRUCTION))), None
+    if system:
+        body["system"] = system
+    body |= {name: params[name] for name in ("temperature", "top_p", "top_k") if name in params}
+    if stops := split_stops("messages", params.get("stop") or ())[0]:
+        body["stop_sequences"] = list(stops)
+    body |= _message_tools(request)
+    if shape is not None:
+        body["output_config"] = {"format": {"type": "json_schema", "schema": shape["json_schema"].get("schema")}}
+    return body | ({"stream": True} if request.stream else {})
+
+
+_CONTINUE: Final = "Continue."
+"""A user message after a last turn of the assistant: other APIs answer such a conversation with a new turn, whereas
+Anthropic's would continue the last one, which later models reject."""
+_JSON_INSTRUCTION: Final = "Answer with one JSON object and nothing else: no text around it, and no code fence."
+"""Anthropic supports JSON output only with a schema that names all fields."""
+
+
+def _continuation(last: Json, request: Request, provider: Provider) -> Json:
+    """The turn after the last one, which is the assistant's. Raises ApiError 400 where it calls tools whose results are
+    not there."""
+    if any(block.get("type") == "tool_use" for block in last["content"]):
+        message = "the last message calls tools, and their results do not follow, as the provider"
+        name = "messages" if "messages" in request.raw else "input"
+        raise bad_request(name, f"{message} {provider.name!r} demands; add them")
+    return {"role": "user", "content": [{"type": "text", "text": _CONTINUE}]}
+
+
+_PARAMS: Final = frozenset({"max_tokens", "temperature", "top_p", "top_k", "stop"})
+"""The sampling parameters of the API."""
+
+
+def _reject_for_messages(request: Request, provider: Provider, params: Json) -> None:
+    shape, temperature = response_format_of(request), params.get("temperature") or 0
+    raw: list[tuple[str, Any, bool]] = [
+        ("n", request.n, request.n == 1),
+        ("logprobs", request.logprobs, not request.logprobs),
+        ("temperature", temperature, temperature <= 1),
+        ("response_format", shape, shape is None or shape["type"] in ("json_schema", "json_object")),
+        *unknown_params(params, _PARAMS),
+    ]
+    reject_unsupported(raw, request, provider, "messages")
+
+
+def _turns(messages: Sequence[Message], find_turn: TurnLookup) -> tuple[str, list[Json]]:
+    """(system prompt, alternating turns of user and assistant). Tool results and later system messages become part of
+    the user's turns."""
+    system: list[str] = []
+    turns: list[Json] = []
+    for index, message in enumerate(messages):
+        if message["role"] == "system" and not turns:
+            system.append(as_text(message.get("content") or "", "the system prompt"))
+            continue
+        if message["role"] == "assistant":
+            written, content = known_turn("messages", messages, index, find_turn)
+            content += as_blocks(message.get("content") or "")
+            content += [_tool_use(call) for call in message.get("tool_calls") or ()]
+            role, content = "assistant", written or content
+        else:
+            role, content = "user", as_blocks(message.get("content") or "")
+            if message["role"] == "tool":
+                given: Any = content if has_attachments(message.get("content")) else message.get("content") or ""
+                content = [{"type": "tool_result", "tool_use_id": message.get("tool_call_id"), "content": given}]
+        if turns and turns[-1]["role"] == role:
+            turns[-1]["content"] += content
+        elif content:
+            turns.append({"role": role, "content": [*content]})  # A copy: stored turns must not grow.
+    return "\n\n".join(filter(None, system)), turns
+
+
+def _tool_use(call: Json) -> Json:
+    function = call["function"]
+    try:
+        given = loads(function["arguments"])
+    except orjson.JSONDecodeError:
+        given = None
+    arguments = given if isinstance(given, dict) else {RAW_ARGUMENTS: function["arguments"]}
+    return {"type": "tool_use", "id": call.get("id"), "name": function["name"], "input": arguments}
+
+
+def _message_tools(request: Request) -> Json:
+    """A conversation with tool calls must define the tools, even if none may be called now."""
+    tools = [tool["function"] for tool in request.forbidden_tools or request.tools or ()]
+    if not tools:
+        calls = [call for message in request.messages for call in message.get("tool_calls") or ()]
+        tools = [{"name": name} for name in dict.fromkeys(call["function"]["name"] for call in calls)]
+    if not request.tools:
+        return {"tools": [_message_tool(tool) for tool in tools], "tool_choice": {"type": "none"}} if tools else {}
+    constraint = request.constraint
+    if constraint.names is not None:
+        tools = [tool for tool in tools if tool["name"] in constraint.names]
+    choice: Json = {"type": "any" if constraint.requires_tool_call else "auto"}
+    if constraint.requires_tool_call and len(tools) == 1:
+        choice = {"type": "tool", "name": tools[0]["name"]}
+    if constraint.single_tool_call:
+        choice["disable_parallel_tool_use"] = True
+    return {"tools": [_message_tool(tool) for tool in tools]} | (
+        {"tool_choice": choice} if choice != {"type": "auto"} else {}
+    )
+
+
+def _message_tool(function: Mapping[str, Any]) -> Json:
+    schema = {"type": "object"} | (function.get("parameters") or {})
+    tool: Json = {"name": function["name"], "input_schema": schema}
+    return tool | {key: function[key] for key in ("description", "strict") if function.get(key) is not None}
+
+
+def _messages_others(fields: OtherFields, request: Request, model: str) -> Json:
+    """Of a request for a chat completion or a response. Raises ApiError 400 for an effort that is not known."""
+    raw, taken = fields.raw, fields.taken
+    body: Json = {name: raw[name] for name in _ANTHROPIC_FIELDS if isinstance(raw.get(name), dict)}
+    taken.update(body)
+    user = "safety_identifier" if raw.get("safety_identifier") else "user"
+    if id := fields.text(user):
+        body["metadata"] = {"user_id": id}
+    if (tier := raw.get("service_tier")) in ("auto", "default"):
+        taken.add("service_tier")
+        body |= {"service_tier": "standard_only"} if tier == "default" else {}
+    name, effort = "reasoning_effort", raw.get("reasoning_effort")
+    if effort is None:
+        name, effort = "reasoning", object_of(raw, "reasoning").get("effort")
+    thinking = {} if effort is None else _thinking(name, effort, request, model)
+    taken.update({name} if thinking else ())
+    return body | {field: {**value, **body.get(field, {})} for field, value in thinking.items()}
+
+
+def _thinking(name: str, effort: Any, request: Request, model: str) -> Json:
+    """The reasoning effort as the model takes it: by name, as a number of tokens, or not at all. Anthropic rejects
+    thinking before a required tool call."""
+    if effort != "none" and (not isinstance(effort, str) or effort not in _EFFORTS):
+        raise bad_request(name, f"{name}={effort!r} is not known; use none, {', '.join(_EFFORTS)}")
+    if _NON_THINKING_MODELS.match(model):
+        return {}
+    if effort == "none":
+        return {"thinking": {"type": "disabled"}}
+    free = not request.constraint.requires_tool_call
+    if not _BUDGET_MODELS.match(model):
+        word = "low" if effort == "minimal" else effort
+        return ({"thinking": {"type": "adaptive"}} if free else {}) | {"output_config": {"effort": word}}
+    limit = request.params.max_tokens
+    most = _EFFORTS[effort] if limit is None else min(_EFFORTS[effort], limit - 1)
+    return {"thinking": {"type": "enabled", "budget_tokens": most}} if free and most >= _MIN_THINKING_TOKENS else {}
+
+
+# -- the targets -------------------------------------------------------------------------------------------------------
+
+_TARGETS: Final[Mapping[ApiPath, tuple[Write, Callable[[OtherFields, Request, str], Json]]]] = {
+    "chat/completions": (chat_body, _chat_others),
+    "messages": (messages_body, _messages_others),
+    "responses": (responses_body, _responses_others),
+}
+"""What writes the body for each path at a provider, and its other fields."""
+_UNTRANSLATED: Final = frozenset({"completions", "embeddings"})
+
+
+def translation_target(path: ApiPath, provider: Provider) -> ApiPath:
+    """The path at the provider. Raises ApiError 400 if there is none."""
+    for target in _TARGETS:
+        if path not in _UNTRANSLATED and provider.serves(target):
+            return target
+    message = f"the provider {provider.name!r} serves no /v1/{path}, and calls to it cannot be translated"
+    raise ApiError(400, message, code="path_not_supported", param="model")
+
+
+def body_of(
+    path: ApiPath, request: Request, provider: Provider, model: str, params: Json, find_turn: TurnLookup
+) -> tuple[Json, tuple[str, ...]]:
+    """(body for a path, names of the fields that were dropped). Raises ApiError 400 naming a field that must not be
+    dropped."""
+    write, write_others = _TARGETS[path]
+    fields = OtherFields(request.raw)
+    others = write_others(fields, request, model)
+    try:
+        written = write(request, provider, model, params, find_turn)
+    except UnsupportedContentError as error:
+        raise bad_request("messages" if "messages" in request.raw else "input", str(error)) from None
+    body = _merged(written, others)
+    if "max_tokens" not in params:  # Reasoning counts as output: its budget comes on top of our default limit.
+        budget = object_of(body, "thinking").get("budget_tokens")
+        body |= {"max_tokens": body["max_tokens"] + budget} if type(budget) is int and budget > 0 else {}
+    dropped = tuple(name for name in request.ignored_fields if name not in fields.taken)
+    return body, dropped + _dropped_inside(path, request)
+
+
+def _merged(body: Json, others: Json) -> Json:
+    """`body` with other fields; objects with the same name are merged."""
+    for name, value in others.items():
+        known = body.get(name)
+        body[name] = {**value, **known} if isinstance(known, dict) else value
+    return body
+
+
+def _dropped_inside(path: str, request: Request) -> tuple[str, ...]:
+    """Nested fields that were dropped from fields that were sent."""
+    dropped: list[str] = []
+    if path != "messages" and "effort" in object_of(request.raw, "output_config"):
+        dropped.append("output_config.effort")
+    if path != "chat/completions" and any("name" in message for message in request.messages):
+        dropped.append("messages.name")
+    return tuple(dropped)

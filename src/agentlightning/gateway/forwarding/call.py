@@ -1,57 +1,80 @@
-"""Forwards a call in the dialect of its provider: rewrites the request, passes the response on and records it.
+"""Serves the calls that are routed to providers: forwards or translates them, counts their usage and records them.
 
-The request gets the provider's name of the model, the parameters of the attempt's resources, and the fields that the
-record needs; fields that the caller did not request are removed from the response again. All other fields pass
-unchanged, unknown ones included. The response is recorded before its last bytes are sent, so that everything an agent
-received is recorded. `forwarding.translated` serves callers whose dialect the provider does not speak.
+A call in the dialect of its provider gets the provider's name of the model, the parameters of the attempt's resources,
+and the fields that the record needs; fields that the caller did not request are removed from the response again. All
+other fields pass unchanged, unknown ones included. The response is recorded before its last bytes are sent, so that
+everything an agent received is recorded.
+
+A call whose provider speaks another dialect is translated, and its answer back: requests to `/v1/messages` and
+`/v1/responses` for servers of chat completions, `/v1/chat/completions` and `/v1/responses` for Anthropic's,
+`/v1/chat/completions` and `/v1/messages` for servers of responses only. Text and reasoning stream as they arrive, each
+tool call once it is complete. `previous_response_id` works as with our own engines: the history is stored here and sent
+whole, including reasoning that a provider wants back. The span shows the request and the response as the provider saw
+them.
 """
 
 from __future__ import annotations
 
+import logging
 import re
+import secrets
+import time
 from array import array
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final, cast
 
 import msgspec
 from msgspec import structs
 
 from agentlightning import span as names
-from agentlightning.gateway.answer import PENDING, Answer, Json, ProviderResponse, Usage, objects
+from agentlightning.errors import ConfigError, ConflictError, NotFoundError
+from agentlightning.gateway.answer import PENDING, Answer, Json, ProviderResponse, Usage, needs_echo, objects
+from agentlightning.gateway.callers.attempts import AttemptIds, AttemptTable
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.dialects import DIALECTS
-from agentlightning.gateway.dialects.base import ApiPath
-from agentlightning.gateway.dialects.content_parts import object_of
+from agentlightning.gateway.dialects.base import ApiPath, ReplyMetadata, ReplyWriter, Request
+from agentlightning.gateway.dialects.common import apply_resource_params
+from agentlightning.gateway.dialects.content_parts import message_digests, object_of, turn_key
+from agentlightning.gateway.dialects.messages import count_reply
 from agentlightning.gateway.dialects.output_constraint import Constraint
-from agentlightning.gateway.dialects.raw_request import (
+from agentlightning.gateway.dialects.response_store import ResponseStore
+from agentlightning.gateway.dialects.responses import LAST_EVENTS, ResponsesReplyWriter
+from agentlightning.gateway.dialects.sse import encode_event, event_data, loads
+from agentlightning.gateway.errors import ApiError
+from agentlightning.gateway.forwarding.bodies import body_of, given_params, split_stops, translation_target, turns_of
+from agentlightning.gateway.http import PASSED, ResponseWriter, offload, run_to_completion
+from agentlightning.gateway.record import (
     LIMITS,
     OPERATIONS,
+    CallRecord,
+    Counters,
     distribution_changes,
+    failure_of,
     input_messages,
     num_choices,
     num_sampled,
+    output_attributes,
     request_attributes,
 )
-from agentlightning.gateway.dialects.sse import encode_event, event_data, loads
-from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.http import PASSED, ResponseWriter, offload, run_to_completion
-from agentlightning.gateway.record import CallRecord, failure_of, output_attributes
-from agentlightning.gateway.routing import ModelRoute
+from agentlightning.gateway.routing import ModelRoute, ResolvedCall
+from agentlightning.gateway.sampling import OnPolicySampling, is_training
 from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest
 from agentlightning.gateway.upstream.failures import display_text, unreadable_response
-from agentlightning.gateway.upstream.provider import Price, Provider
+from agentlightning.gateway.upstream.provider import COUNT_TOKENS_PATH, Price, Provider
 from agentlightning.gateway.upstream.servers import ServerPool
+from agentlightning.gateway.upstream.token_bound import estimate_prompt_tokens
 from agentlightning.span import Span
+from agentlightning.store import durability
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.transport import TransportError
 from agentlightning.util.json_values import dumps
 
-RecordSpans = Callable[[list[Span]], Awaitable[None]]
-"""Records spans: they survive a crash of this process once it is done. Raises StoreError."""
+logger = logging.getLogger(__name__)
 
-_FINAL_EVENTS: Final = frozenset(
-    {"response.completed", "response.incomplete", "response.failed", "message_stop", "error"}
-)
+_FINAL_EVENTS: Final = frozenset({*LAST_EVENTS, "message_stop", "error"})
 """Types of the events that end a stream."""
 _READ_NOW: Final = re.compile(rb'\[DONE\]|"usage"\s*:\s*\{|' + "|".join(map(re.escape, sorted(_FINAL_EVENTS))).encode())
 """In events that may end a stream, or may not be for the caller."""
@@ -279,7 +302,7 @@ class AddedFields:
 
 def upstream_request(record: ProviderRecord, headers: Mapping[str, str], added: AddedFields) -> UpstreamRequest:
     """The request of a call. Raises ApiError 400 for one that cannot be sent."""
-    path, route, attempt = record.path, record.route, record.caller.attempt
+    path, route = record.path, record.route
     assert route.provider is not None
     body = record.data | {"model": route.send_model}
     for name, value in record.forced.items():
@@ -296,8 +319,8 @@ def upstream_request(record: ProviderRecord, headers: Mapping[str, str], added: 
         encode_request(body),
         body.get("stream") is True,
         [(name.encode(), value.encode("latin-1")) for name, value in passed],
-        "/".join(attempt) if attempt else "",
-        attempt[0] if attempt else "",
+        record.caller.affinity,
+        record.caller.rollout_id or "",
         0 if path == "embeddings" else longest * num_sampled(body),
         route.price,
         route.send_model,
@@ -306,15 +329,12 @@ def upstream_request(record: ProviderRecord, headers: Mapping[str, str], added: 
 
 def _name_of(name: str, path: ApiPath, data: Json, provider: Provider) -> str:
     """The name of a sampling parameter in a request."""
-    if name == "stop" and path == "messages":
-        return "stop_sequences"
-    if name != "max_tokens":
-        return name
-    if path == "responses":
-        return "max_output_tokens"
-    if path != "chat/completions":
-        return name
-    return "max_completion_tokens" if "max_completion_tokens" in data else provider.limit_name
+    if name == "max_tokens" and path == "chat/completions":
+        return "max_completion_tokens" if "max_completion_tokens" in data else provider.limit_name
+    return _NAMES.get((name, path), name)
+
+
+_NAMES: Final = {("stop", "messages"): "stop_sequences", ("max_tokens", "responses"): "max_output_tokens"}
 
 
 # -- the call ----------------------------------------------------------------------------------------------------------
@@ -325,6 +345,7 @@ class ForwardedCall:
     """One call to a provider in its own dialect. `run` it once. Raises ApiError 400 for a request that cannot be
     sent."""
 
+    service: ForwardingService
     record: ProviderRecord
     headers: Mapping[str, str]
     """Of the request, by lower-case name."""
@@ -339,11 +360,12 @@ class ForwardedCall:
     def __post_init__(self) -> None:
         self._request = upstream_request(self.record, self.headers, self._added)
 
-    async def run(self, keep: RecordSpans, writer: ResponseWriter) -> None:
+    async def run(self, writer: ResponseWriter) -> None:
         """Send the request, pass the response on and record it. Failures are recorded as well. Raises ApiError if the
-        provider fails, and the errors of `keep`."""
-        assert self.record.route.servers is not None
-        call = UpstreamCall(self.record.route.servers, self._request)
+        provider fails, and StoreError."""
+        record, service = self.record, self.service
+        assert record.route.servers is not None
+        call = UpstreamCall(record.route.servers, self._request)
 
         def may_start() -> bool:  # Before its head the provider may still fail, which the caller's SDK would retry.
             if answered := 200 <= call.status < 300:
@@ -355,63 +377,67 @@ class ForwardedCall:
                 async with call:
                     writer.extra_headers = call.visible_headers()
                     try:
-                        await (self._send_stream if self._request.stream else self._send_whole)(call, keep, writer)
+                        await self._pass_on(call, writer)
                     finally:
                         self._read_unread()
-                        self._settle(call, is_end=False)
+                        if record.is_pending:
+                            self._settle(call)
         except BaseException as error:
             if call.status and not writer.started:
                 writer.extra_headers = call.visible_headers()
             if not self.is_recorded:
-                failed = error
-                await self._keep(keep, call, lambda of_call: [self.record.failed_span(of_call, failed)])
+                await self._record(call, error)
             raise
+        finally:  # Note the provider that stores a response, whatever became of its stream.
+            attempt, response_id = record.caller.attempt, record.response.id
+            if record.path == "responses" and record.data.get("store") is not False and attempt and response_id:
+                pending = record.to_json() if record.is_pending else None
+                service.responses.note_provider(attempt, response_id, self._provider.name, pending)
+        service.count_tokens(record.response.usage)
 
-    # -- the response ----------------------------------------------------------------------------------------------
-
-    async def _send_whole(self, call: UpstreamCall, keep: RecordSpans, writer: ResponseWriter) -> None:
-        try:
-            data = loads(call.body)
-        except ValueError as error:
-            raise unreadable_response(self._provider, f"it is not JSON: {error}") from None
-        self.record.response.read(data)
+    async def _pass_on(self, call: UpstreamCall, writer: ResponseWriter) -> None:
+        """Send the response, and record it before its end."""
+        is_stream, response, data = self._request.stream, self.record.response, None
+        if is_stream:
+            async for events in call.events():
+                if chunk := self._read_events(events):
+                    await writer.send_events(chunk)
+            self._read_unread()
+            if not self._final_events and not any(choice.given_reason for choice in response.choices.values()):
+                raise unreadable_response(self._provider, "its stream ended before the response was complete")
+        else:
+            try:
+                data = loads(call.body)
+            except ValueError as error:
+                raise unreadable_response(self._provider, f"it is not JSON: {error}") from None
+            response.read(data)
         self._settle(call)
-        body = self._whole(call, data)
-        await self._keep(keep, call, self.record.spans)
-        self._remember(body)
-        await writer.send_json(200, body)
-
-    async def _send_stream(self, call: UpstreamCall, keep: RecordSpans, writer: ResponseWriter) -> None:
-        async for events in call.events():
-            if chunk := self._read_events(events):
-                await writer.send_events(chunk)
-        self._read_unread()
-        if not self._final_events and not any(choice.given_reason for choice in self.record.response.choices.values()):
-            raise unreadable_response(self._provider, "its stream ended before the response was complete")
-        self._settle(call)
-        ending = self._ending(call)
-        await self._keep(keep, call, self.record.spans)
-        self._remember(b"")
-        await writer.send_events(ending)
+        end = self._ending(call) if is_stream else self._whole(call, data)
+        await self._record(call)
+        self._remember(b"" if is_stream else end)
+        if not is_stream:
+            return await writer.send_json(200, end)
+        await writer.send_events(end)
         await writer.close()
 
-    def _settle(self, call: UpstreamCall, is_end: bool = True) -> None:
+    def _settle(self, call: UpstreamCall) -> None:
         """Account for the usage. What is answered in the background costs what the last poll says."""
-        if self.record.is_pending:
-            call.settle(Usage())
-        elif is_end:
-            call.settle(self.record.response.usage)
+        call.settle(Usage() if self.record.is_pending else self.record.response.usage)
 
-    async def _keep(self, keep: RecordSpans, call: UpstreamCall, make: Callable[[Json], list[Span]]) -> None:
+    async def _record(self, call: UpstreamCall, error: BaseException | None = None) -> None:
         """Record the call if it has an attempt, even if this task is cancelled meanwhile."""
-        if self.record.caller.attempt is None:
+        record = self.record
+        if record.caller.attempt is None:
             return
         self.is_recorded, of_call, size = True, call.attributes(), len(self._request.body) // PASSED
 
-        async def record() -> None:
-            await keep(await offload(size, lambda: make(of_call)))
+        def make() -> list[Span]:
+            return record.spans(of_call) if error is None else [record.failed_span(of_call, error)]
 
-        await run_to_completion(record())
+        async def keep() -> None:
+            await self.service.record(await offload(size, make))
+
+        await run_to_completion(keep())
 
     @property
     def _provider(self) -> Provider:
@@ -468,3 +494,286 @@ def is_final(event: bytes, data: Any) -> bool:
         return b"[DONE]" in event
     kind = cast("Json", data).get("type") if isinstance(data, dict) else None
     return isinstance(kind, str) and kind in _FINAL_EVENTS
+
+
+# -- translation -------------------------------------------------------------------------------------------------------
+
+_LOST_FIELDS: Final = {name: b'"%b":' % name.encode() for name in ("cache_control", "citations")}
+"""Fields other dialects cannot express -> JSON key bytes to search for (string values are escaped, so cannot match)."""
+_FAILED_REASONS: Final = {"insufficient_system_resource": 503, "overloaded": 503, "timeout": 504}
+"""Finish reasons that finish nothing -> the status of the error that the caller gets; 502 for any other."""
+
+
+def translate(
+    service: ForwardingService,
+    call: ResolvedCall,
+    trace_id: str = "",
+    resource: str = "",
+    forced: Mapping[str, Any] | None = None,
+) -> TranslatedCall:
+    """The call to a provider of another dialect. `forced`: the sampling parameters of the LLM resource `resource`.
+    Raises ApiError 400 for an invalid request, and for what the provider's dialect cannot express."""
+    provider, route, caller, raw = call.route.provider, call.route, call.caller, call.body
+    assert provider is not None
+    target, dialect = translation_target(call.path, provider), DIALECTS[call.path]
+    lookup, sent = service.responses.lookup(caller.attempt), encode_request(raw)
+    request = replace(dialect.read(dict(raw), lookup, attachments=True), raw=raw)
+    params = apply_resource_params(request.params, resource, forced or {})
+    given = given_params(raw, params, forced or {})
+    body, lost = body_of(target, request, provider, route.send_model, given, lookup.turn)
+    service.counters.count_unknown(lost + tuple(name for name, mark in _LOST_FIELDS.items() if mark in sent))
+    request = replace(request, params=params)
+    head = ReplyMetadata(dialect.id_prefix + secrets.token_hex(12), route.name, int(time.time()), 0)
+    answer = Answer(0, split_stops(target, params.stop)[1], dialect.call_prefix, provider.name)
+    record = ProviderRecord(
+        caller=caller,
+        trace_id=trace_id,
+        path=target,
+        route=route,
+        data=body,
+        extra_attributes={names.REQUEST_MODEL: request.model or route.name, names.RESPONSE_ID: head.id},
+        constraint=request.constraint,
+    )
+    record.response.choices[0] = answer
+    beta = f"{provider.dialect}-beta"  # What the caller enables in this provider's header.
+    headers = {beta: call.headers.get(beta, "")}
+    return TranslatedCall(service, record, headers, request, head, dialect.reply(request, head), answer)
+
+
+@dataclass(slots=True)
+class TranslatedCall(ForwardedCall):
+    """A call whose response is read, and written in the dialect of the caller."""
+
+    request: Request
+    """As the caller sent it."""
+    head: ReplyMetadata
+    reply: ReplyWriter
+    answer: Answer
+    _is_open: bool = field(default=False, init=False)
+    """Whether the start of the reply was sent."""
+
+    def _whole(self, call: UpstreamCall, data: Any) -> bytes:
+        self._check_failed()
+        self.answer.take_new(done=True)
+        self._finish(call)
+        return self.reply.body([self.answer])
+
+    def _read_events(self, events: list[bytes]) -> bytes:
+        return b"".join([self._read_event(event) for event in events])
+
+    def _read_event(self, event: bytes) -> bytes:
+        data = event_data(event)
+        if data is None and b"data:" in event and b"[DONE]" not in event:
+            raise unreadable_response(self._provider, "an event of its stream is not JSON")
+        self.record.response.read(data)
+        self._check_failed()
+        if is_final(event, data):
+            self._final_events.append(event)
+        return self._write()
+
+    def _ending(self, call: UpstreamCall) -> bytes:
+        self._finish(call)
+        return self._write(done=True) + self.reply.end([self.answer])
+
+    def _remember(self, body: bytes) -> None:
+        """Store the reply for later requests, and the turn if its provider wants it back."""
+        attempt, reply, answer = self.record.caller.attempt, self.reply, self.answer
+        if attempt is None:
+            return
+        if any(needs_echo(block) for block in answer.blocks):
+            answered = turns_of(self.request.messages)[-1]
+            self.service.responses.add_turn(attempt, turn_key(answered, answer.message), answer.blocks)
+        if isinstance(reply, ResponsesReplyWriter):
+            reply.store(self.service.responses, attempt, message_digests(self.request.messages), answer, body)
+
+    def _write(self, done: bool = False) -> bytes:
+        """The new events as bytes, after the start of the reply if they are the first. Raises ApiError if the provider
+        broke the protocol."""
+        events = self.answer.take_new(done)
+        if self.answer.protocol_error:
+            raise unreadable_response(self._provider, self.answer.protocol_error)
+        if not (events or done):
+            return b""
+        opening = b"" if self._is_open else self.reply.start([self.answer])
+        self._is_open = True
+        return opening + b"".join([self.reply.event(self.answer, event) for event in events])
+
+    def _finish(self, call: UpstreamCall) -> None:
+        """Report the usage. Raises ApiError for an answer that its provider did not finish: the caller may ask
+        again."""
+        head, details = self.head, self.record.response.details
+        head.cached_tokens, head.cache_write_tokens, head.reasoning_tokens = details
+        if call.usage is not None:
+            head.prompt_tokens, self.answer.num_tokens = call.usage.input_tokens, call.usage.output_tokens
+        if self.answer.is_finished:
+            return
+        reason = display_text(self._provider, self.answer.given_reason or "it holds no choice with a finish reason")
+        status = _FAILED_REASONS.get(reason.lower(), 502)
+        message = f"the provider {self._provider.name!r} did not finish its answer: {reason}"
+        raise ApiError(status, message, code=UNFINISHED)
+
+    def _check_failed(self) -> None:
+        """Raises ApiError if the provider reported an error instead of an answer."""
+        if (error := self.record.response.error) is not None:
+            message = display_text(self._provider, f"the provider {self._provider.name!r} failed: {error}")
+            raise ApiError(502, message, code="provider_error", retry=self._provider.final)
+
+
+# -- token count -------------------------------------------------------------------------------------------------------
+
+# Counts the prompt tokens of `/v1/messages/count_tokens` for providers without this endpoint.
+#
+# Claude Code and others decide by this number when to shorten a conversation, and some do not work without it. Servers
+# like vLLM count exactly at `/tokenize`; for others the number is an estimate, which a response header says.
+
+HEADER: Final = b"x-agentlightning-count"
+"""Response header: `tokenizer` or `estimate`."""
+SKIP_SECONDS: Final = 300.0
+"""Seconds until `/tokenize` of a provider that lacks it is tried again."""
+TIMEOUT_SECONDS: Final = 5.0
+_REQUEST_ERRORS: Final = frozenset({400, 413, 422})
+_UNSUPPORTED: Final = frozenset({404, 405, 501})
+
+
+class TokenCounter:
+    """Counts tokens for all providers, and remembers which of them have no tokenizer."""
+
+    def __init__(self) -> None:
+        self._skipped_until: dict[str, float] = {}
+        """Names of providers without a tokenizer -> when to try again."""
+
+    async def count(self, pool: ServerPool, request: Mapping[str, Any], size: int) -> int | None:
+        """Count for a request of chat completions or responses of about `size` bytes; the tokenizer serves only the
+        former. None if it cannot."""
+        name, now = pool.provider.name, time.monotonic()
+        if "messages" not in request or now < self._skipped_until.get(name, 0.0):
+            return None
+        body = {key: request[key] for key in ("model", "messages", "tools") if request.get(key)}
+        status, count = 0, None
+        try:
+            sent = await offload(size // PASSED, partial(dumps, body))
+            status, _, data = await pool.fetch("POST", "/tokenize", sent, timeout_seconds=TIMEOUT_SECONDS)
+            response = loads(data) if status == 200 else None
+            count = cast("Json", response).get("count") if isinstance(response, dict) else None
+        except (TransportError, ConfigError, ValueError) as error:
+            logger.info("the provider %r does not count tokens: %s", name, error)
+        if isinstance(count, int) and count >= 0:
+            return count
+        if status not in _REQUEST_ERRORS:
+            self._skipped_until[name] = now + SKIP_SECONDS
+        return None
+
+
+async def _send_count(writer: ResponseWriter, request: Mapping[str, Any], size: int, counted: int | None) -> None:
+    """Send a number of tokens, or an estimate, in Anthropic's format."""
+    writer.extra_headers = [(HEADER, b"estimate" if counted is None else b"tokenizer")]
+    if counted is None:
+        counted = await offload(size // PASSED, partial(estimate_prompt_tokens, request))
+    await writer.send_json(200, count_reply(counted))
+
+
+# -- the service -------------------------------------------------------------------------------------------------------
+
+_REJECTIONS: Final = (ConfigError, ConflictError, NotFoundError)
+"""What a store raises for a span that it will never take."""
+
+
+@dataclass(slots=True)
+class ForwardingService:
+    """Serves calls to providers, as they are or translated."""
+
+    store: LightningStoreBase
+    attempts: AttemptTable
+    counters: Counters
+    on_policy: OnPolicySampling
+    responses: ResponseStore
+    """What later requests may refer to."""
+    _token_counter: TokenCounter = field(default_factory=TokenCounter, init=False)
+
+    async def prepare(self, call: ResolvedCall, size: int) -> ForwardedCall:
+        """The call to the provider, of a request of `size` bytes. Raises ApiError if it cannot be made."""
+        self.counters.unattributed += call.context is None
+        return await offload(size // PASSED, partial(self._prepare, call))
+
+    def count_tokens(self, usage: Usage | None) -> None:
+        if usage is not None:
+            self.counters.prompt_tokens += usage.input_tokens
+            self.counters.response_tokens += usage.output_tokens
+
+    async def record_poll(self, pool: ServerPool, attempt: AttemptIds, response_id: str, body: bytes) -> None:
+        """Record the end of a response that its provider worked on in the background, once: as a span below that of
+        the call, with the answer, its usage and its cost. Raises StoreError."""
+        call = self.responses.take_pending(attempt, response_id)
+        if call is None:
+            return
+        ended = ProviderRecord.of_poll(call, pool)
+        with suppress(ValueError):
+            ended.response.read(loads(body))
+        usage, price = ended.response.usage or Usage(), ended.route.price or pool.provider.price
+        used: dict[str, Any] = {names.INPUT_TOKENS: usage.input_tokens, names.OUTPUT_TOKENS: usage.output_tokens}
+        used |= {names.COST: price.dollars(usage)} if price else {}
+        with ExitStack() as undo:
+            undo.callback(self.responses.note_provider, attempt, response_id, pool.provider.name, call)
+            if not ended.response.choices or ended.is_pending:
+                return
+            await run_to_completion(self.record(ended.spans(used)))
+            undo.pop_all()
+        pool.dollars += used.get(names.COST, 0.0)
+        pool.budgets.spend(attempt[0], used.get(names.COST, 0.0), usage.tokens)
+        self.count_tokens(usage)
+
+    async def count(self, call: ResolvedCall, size: int, writer: ResponseWriter) -> None:
+        """Reply with the number of tokens of a prompt of `size` bytes: counted by the provider or its tokenizer, or
+        estimated. Costs nothing, and is not recorded."""
+        data, route = call.body, call.route
+        assert route.servers is not None
+        if not route.servers.provider.serves("messages"):
+            limited = call._replace(path="messages", body={"max_tokens": 1} | data)
+            work = partial(translate, self, limited)
+            request = (await offload(size // PASSED, work)).record.data
+            counted = await self._token_counter.count(route.servers, request, size)
+            return await _send_count(writer, request, size, counted)
+        body = await offload(size // PASSED, partial(dumps, data | {"model": route.send_model}))
+        affinity = call.caller.affinity
+        request = UpstreamRequest(
+            COUNT_TOKENS_PATH, body, affinity=affinity, max_output_tokens=0, price=Price(), model=route.send_model
+        )
+        try:
+            async with UpstreamCall(route.servers, request) as upstream:
+                upstream.settle(Usage())
+        except ApiError as api_error:  # It may speak Anthropic's dialect without this endpoint.
+            if api_error.status not in _UNSUPPORTED or "model" in api_error.message.lower():
+                raise
+            await _send_count(writer, data, size, None)
+        else:
+            await writer.send_json(200, upstream.body)
+
+    def _prepare(self, call: ResolvedCall) -> ForwardedCall:
+        path, headers, caller, context, data, route = call
+        resource, forced, trace_id = "", dict[str, Any](), ""
+        if context is not None:
+            resource, forced = context.sampling_parameters(route.name)
+            trace_id = context.trace_id
+            # A provider that reports tokens may serve a model in training; any other is a third party.
+            reports = route.provider is not None and route.provider.token_ids
+            if caller.temperature is not None and (reports or route.name in context.llms):
+                forced = {"temperature": caller.temperature, **forced}
+            if reports and is_training(context, caller.mode, route.name):
+                data = self.on_policy.strip_request(data, forced)
+        if route.provider is None or not route.provider.serves(path):
+            return translate(self, call._replace(body=data), trace_id, resource, forced)
+        record = ProviderRecord(caller=caller, trace_id=trace_id, path=path, route=route, data=data, forced=forced)
+        return ForwardedCall(self, record, headers)
+
+    # -- the record ------------------------------------------------------------------------------------------------
+
+    async def record(self, spans: Sequence[Span]) -> None:
+        """Record the spans of one call, and reject further calls of an attempt that was superseded. They survive the
+        end of this process, and not a power failure. Raises StoreError if the store cannot be written."""
+        try:
+            with durability.relaxed():
+                stored = await self.store.add_many_spans(spans)
+        except _REJECTIONS as error:  # its rollout was deleted, say: the caller gets its answer
+            logger.error("the store rejected %d spans: %s", len(spans), error)
+            return
+        self.attempts.recheck_superseded(stored)

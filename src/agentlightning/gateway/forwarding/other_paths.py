@@ -7,7 +7,7 @@ retries of the provider do not apply.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Final
 from urllib.parse import quote, unquote
@@ -21,12 +21,12 @@ from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.dialects.chat import ChatResponse
 from agentlightning.gateway.dialects.sse import loads
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.forwarding.call import RecordSpans
 from agentlightning.gateway.http import parse_object, run_to_completion
 from agentlightning.gateway.record import CallRecord, failure_of
 from agentlightning.gateway.upstream.failures import display_text, from_response, from_transport
 from agentlightning.gateway.upstream.provider import visible_headers
 from agentlightning.gateway.upstream.servers import ServerPool
+from agentlightning.span import Span
 from agentlightning.transport import Headers, TransportError
 
 MAX_UPLOAD_BYTES: Final = 512 * 1024 * 1024
@@ -37,15 +37,18 @@ _OWN_HEADERS: Final = (b"content-type", b"content-disposition", b"x-should-retry
 _DROPPED: Final = frozenset(
     {
         *(b"host", b"content-length", b"content-encoding", b"transfer-encoding", b"connection", b"keep-alive", b"te"),
-        *(b"expect", b"upgrade", b"accept-encoding", b"authorization", b"x-api-key", b"api-key", b"cookie"),
+        *(b"expect", b"upgrade", b"http2-settings", b"accept-encoding"),
+        *(b"authorization", b"x-api-key", b"api-key", b"cookie"),
     }
 )
 """Headers of the caller's connection, and its credentials."""
 
 
-async def forward_as_is(pool: ServerPool, request: Request, caller: Caller, body: bytes, keep: RecordSpans) -> Response:
+async def forward_as_is(
+    pool: ServerPool, request: Request, caller: Caller, body: bytes, keep: Callable[[list[Span]], Awaitable[None]]
+) -> Response:
     """The provider's response to a request, as it arrives, recorded before its last bytes. Raises ApiError."""
-    provider, server = pool.provider, pool.choose("/".join(caller.attempt or ()))
+    provider, server = pool.provider, pool.choose(caller.affinity)
     path = request.scope["raw_path"].decode("latin-1").partition("/v1/")[2]
     if ".." in unquote(path).split("/"):
         raise ApiError(404, f"/v1/{path} is no path of the provider {provider.name!r}")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from agentlightning import span as names
 from agentlightning.chat.base import ChatFormat, Message
@@ -29,7 +29,7 @@ from agentlightning.gateway.callers.replay import RecordedAnswer, load_replay
 from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import ReplyMetadata, ReplyWriter, Request
 from agentlightning.gateway.dialects.common import apply_resource_params, refuse_unsupported
-from agentlightning.gateway.dialects.raw_request import OPERATIONS, as_json, chat_message
+from agentlightning.gateway.dialects.messages import count_reply
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.dialects.responses import ResponsesReplyWriter
 from agentlightning.gateway.errors import bad_request
@@ -37,7 +37,16 @@ from agentlightning.gateway.http import PASSED, ResponseWriter, offload, release
 from agentlightning.gateway.local.answer import SampledAnswer, TopLogprobs
 from agentlightning.gateway.local.conversation import Conversations, Prompt
 from agentlightning.gateway.local.update_gate import UpdateGates
-from agentlightning.gateway.record import CallRecord, Counters, failure_of, output_attributes, output_messages
+from agentlightning.gateway.record import (
+    OPERATIONS,
+    CallRecord,
+    Counters,
+    as_json,
+    chat_message,
+    failure_of,
+    output_attributes,
+    output_messages,
+)
 from agentlightning.gateway.routing import ModelRoute, ResolvedCall
 from agentlightning.gateway.sampling import (
     EnforcementMode,
@@ -87,15 +96,16 @@ class LocalService:
     settings_of: dict[str, LocalSettings] = field(default_factory=dict[str, LocalSettings])
     """By model name, those of training runs elsewhere."""
 
-    async def count(self, call: ResolvedCall, size: int) -> int:
-        """The number of prompt tokens of a request of `size` bytes. Nothing is sampled or recorded."""
+    async def count(self, call: ResolvedCall, size: int, writer: ResponseWriter) -> None:
+        """Reply with the number of prompt tokens of a request of `size` bytes. Nothing is sampled or recorded."""
         request, engine = await self._read_request(call, size), _engine_of(call.route)
         chat = await offload(size, partial(_chat_format, engine, request))
         try:
             (prompt,) = await offload(size, partial(self._build_prompts, call, request, chat))
+            tokens = len(prompt.token_ids)
         except ContextLengthError:  # Clients shorten their conversations by this number, so an estimate will do.
-            return await offload(size, partial(estimate_prompt_tokens, request.raw))
-        return len(prompt.token_ids)
+            tokens = await offload(size, partial(estimate_prompt_tokens, request.raw))
+        await writer.send_json(200, count_reply(tokens))
 
     async def prepare(self, call: ResolvedCall, size: int) -> LocalCall:
         """Prepare the prompts and parameters of a request of `size` bytes. Raises ApiError."""
@@ -148,7 +158,6 @@ class LocalService:
             engine,
             request,
             params,
-            operation,
             CallRecord(f"{operation} {model}", caller, trace_id),
             head,
             dialect.reply(request, head),
@@ -157,10 +166,15 @@ class LocalService:
                 for index, (prompt, said) in enumerate(asked)
             ],
             context,
-            overridden,
             again,
-            differs,
-            None if context is None else context.begin_turn(model),
+            {
+                names.OPERATION_NAME: operation,
+                names.OVERRIDDEN: list(overridden) or None,
+                names.REPLAYS: again and again.replays,
+                names.BEGUN: len(begun or ()) or None,
+                names.REPLAY_MISMATCH: differs or None,
+                names.TURN_LIMIT: None if context is None else context.begin_turn(model),
+            },
         )
 
     async def _replay(
@@ -252,22 +266,16 @@ class LocalCall:
     engine: Engine
     request: Request
     params: SamplingParams
-    operation: str
-    """OpenTelemetry's name for it."""
     record: CallRecord
     head: ReplyMetadata
     reply: ReplyWriter
     choices: list[Choice]
     context: AttemptContext | None = None
     """Of its attempt."""
-    overridden: tuple[str, ...] = ()
-    """Sampling parameters of the request that were overridden for training."""
     recorded: RecordedAnswer | None = None
     """What is given again: a whole answer, or its beginning, which is then the end of the prompt."""
-    replay_mismatch: bool = False
-    """The request differs from the recorded ones."""
-    turn_limit: int | None = None
-    """The number of answers that the attempt may be given, if it is limited."""
+    marks: Json = field(default_factory=dict[str, Any])
+    """Attributes of its spans that are known before it is sampled; None: absent."""
     is_sampled: bool = field(default=False, init=False)
     """All answers are complete. From here on the call must not be cancelled."""
     end_reason: BaseException | None = field(default=None, init=False)
@@ -288,7 +296,7 @@ class LocalCall:
             await self._run(writer)
         finally:
             # A call that failed does not count against the limit on turns.
-            if self.context is not None and self.turn_limit is not None and not self.is_sampled:
+            if self.context is not None and self.marks[names.TURN_LIMIT] is not None and not self.is_sampled:
                 self.context.undo_turn()
 
     async def _run(self, writer: ResponseWriter) -> None:
@@ -402,7 +410,7 @@ class LocalCall:
     ) -> Sample:
         """Raises AgentLightningError; any other exception of the engine becomes a PolicyError."""
         try:
-            return await self.engine.sample(prompt, params, on_tokens, affinity="/".join(self.attempt or ()))
+            return await self.engine.sample(prompt, params, on_tokens, affinity=self.record.caller.affinity)
         except AgentLightningError:
             raise
         except Exception as error:  # The boundary to engines, which may be third-party code.
@@ -474,30 +482,22 @@ class LocalCall:
         return self.record.span(attributes, failure, span_id=choice.span_id)
 
     def _attributes(self, choice: Choice) -> Json:
-        params, prompt, recorded = self._params(choice.answer), choice.prompt, self.recorded
-        optional = {
-            **{name: getattr(params, field) for name, field in _PARAMS.items()},
-            names.REQUEST_STOP: list(params.stop) or None,
-            names.REQUEST_PRESENCE_PENALTY: params.presence_penalty or None,
-            names.REQUEST_FREQUENCY_PENALTY: params.frequency_penalty or None,
-            names.OVERRIDDEN: list(self.overridden) or None,
-            names.RESHAPED: list(params.distribution_params) or None,
-            names.TOOL_DEFINITIONS: as_json(self.request.tools) if self.request.tools else None,
-            names.REPLAYS: recorded and recorded.replays,
-            names.BEGUN: recorded and (len(recorded.begun) or None),
-            names.REPLAY_MISMATCH: self.replay_mismatch or None,
-            names.TURN_LIMIT: self.turn_limit,
-            names.CONTINUES: prompt.continued_span,
-            names.DRIFT: prompt.drift or None,
-            names.DRIFT_REASON: prompt.reason,
-        }
+        params, prompt = self._params(choice.answer), choice.prompt
         attributes: Json = {
-            names.OPERATION_NAME: self.operation,
             names.PROVIDER_NAME: "agentlightning",
             names.REQUEST_MODEL: self.request.model or self.head.model,
             names.RESPONSE_MODEL: self.head.model,
             names.RESPONSE_ID: self.head.id,
             names.INPUT_TOKENS: len(prompt.token_ids),
             names.INPUT_MESSAGES: as_json([chat_message(message) for message in choice.messages]),
+            **{name: getattr(params, field) for name, field in _PARAMS.items()},
+            names.REQUEST_STOP: list(params.stop) or None,
+            names.REQUEST_PRESENCE_PENALTY: params.presence_penalty or None,
+            names.REQUEST_FREQUENCY_PENALTY: params.frequency_penalty or None,
+            names.RESHAPED: list(params.distribution_params) or None,
+            names.TOOL_DEFINITIONS: as_json(self.request.tools) if self.request.tools else None,
+            names.CONTINUES: prompt.continued_span,
+            names.DRIFT: prompt.drift or None,
+            names.DRIFT_REASON: prompt.reason,
         }
-        return attributes | {name: value for name, value in optional.items() if value is not None}
+        return {name: value for name, value in (self.marks | attributes).items() if value is not None}
