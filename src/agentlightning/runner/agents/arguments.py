@@ -73,6 +73,8 @@ class Invocation:
     cancelled: bool = False
     program: Stoppable | None = None
     """The attempt's program, if it is a command."""
+    on_program: Callable[[int], None] = lambda group: None
+    """Told the process group of its program, and 0 once that has ended."""
     needs_process: str = ""
     """What it has touched that all attempts in its process share."""
 
@@ -161,7 +163,7 @@ class Signature:
     def call(self, invocation: Invocation) -> Any:
         """Call with injected arguments; an async function returns an awaitable. Raises AgentError for a parameter
         without a value."""
-        values = {**_string_keys(invocation.task), **invocation.resources, **invocation.named_values()}
+        values = {**string_keys(invocation.task), **invocation.resources, **invocation.named_values()}
         if self.first is not None and not (isinstance(invocation.task, Mapping) and self._first_is_scalar):
             values.setdefault(self.first, invocation.task)
         return self.apply(values)
@@ -201,5 +203,6 @@ class Signature:
         )
 
 
-def _string_keys(task: Any) -> dict[str, Any]:
+def string_keys(task: Any) -> dict[str, Any]:
+    """The fields of a dict task that a parameter can name."""
     return {key: value for key, value in task.items() if isinstance(key, str)} if isinstance(task, Mapping) else {}

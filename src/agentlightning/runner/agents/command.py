@@ -15,8 +15,7 @@ import shutil
 import signal
 import subprocess
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any, cast
@@ -24,7 +23,6 @@ from typing import IO, Any, cast
 from agentlightning.errors import AgentError
 from agentlightning.runner.agents.arguments import Invocation
 from agentlightning.runner.agents.loading import import_advice
-from agentlightning.runner.hosts.orphan_guard import guard
 from agentlightning.util.json_values import dumps
 
 OUTPUT_BYTES = 1_000_000
@@ -69,7 +67,7 @@ class Command:
         """Run the program and return its output. Raises CommandError."""
         task = dumps(invocation.task)
         environment = {**os.environ, **invocation.environment, **task_variable(invocation.task)}
-        process = RunningCommand(self.words, environment, self.grace)
+        process = RunningCommand(self.words, environment, self.grace, invocation.on_program)
         invocation.program = process
         if invocation.cancelled:  # cancelled before the program was started
             process.terminate()
@@ -83,28 +81,28 @@ def task_variable(task: Any) -> dict[str, str]:
 
 
 class RunningCommand:
-    """A running program and its process group."""
+    """A running program and its process group, whose id `on_group` is told, and 0 once all of it has ended."""
 
-    def __init__(self, words: Sequence[str], environment: dict[str, str], grace: float) -> None:
+    def __init__(
+        self, words: Sequence[str], environment: dict[str, str], grace: float, on_group: Callable[[int], None]
+    ) -> None:
         self.name, self.program = shlex.join(words), words[0]
-        self.grace = grace
+        self._grace, self._on_group = grace, on_group
         pipe = subprocess.PIPE
-        guard().start()
         try:
             self.process = subprocess.Popen(
                 words, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
             )
         except OSError as error:
             raise AgentError(f"agent {self.name!r} cannot be started: {error}") from error
-        guard().add(self.process.pid)
-        self._lock = threading.Lock()
+        on_group(self.process.pid)
         self._killing: threading.Timer | None = None
 
     def terminate(self) -> None:
         """Send SIGTERM to the group, and SIGKILL after the grace. Returns immediately; `communicate` returns soon
         after."""
         self._signal(signal.SIGTERM)
-        self._killing = threading.Timer(self.grace, self.kill)
+        self._killing = threading.Timer(self._grace, self.kill)
         self._killing.daemon = True
         self._killing.start()
 
@@ -112,9 +110,8 @@ class RunningCommand:
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
-        with self._lock:  # the group id cannot be reused until the program is waited for
-            if self.process.returncode is None:
-                signal_group(self.process.pid, number)
+        if self.process.poll() is None:
+            signal_group(self.process.pid, number)
 
     def communicate(self, task: bytes) -> str:
         """Write the task to stdin, read the output and wait for the program to exit."""
@@ -122,7 +119,7 @@ class RunningCommand:
         try:
             self._pump(task, stdout, stderr)
         finally:
-            self._reap()
+            self._wait()
         if self.process.returncode:
             raise CommandError(self._failure(stderr.text()), stderr.text())
         return stdout.text()
@@ -152,44 +149,20 @@ class RunningCommand:
                     if done:
                         selector.unregister(key.fileobj)
                         cast(IO[bytes], key.fileobj).close()
-                if self._ended():
-                    self._signal(signal.SIGKILL)  # processes it left behind; the pipes then close
+                if process.poll() is not None:
+                    signal_group(process.pid, signal.SIGKILL)  # processes it left behind; the pipes then close
                     if not ready:
                         return  # a daemon in another group keeps them open
 
-    def _ended(self) -> bool:
-        """Whether the program has exited. Does not reap it where the system allows that, so that its group id stays
-        reserved."""
-        if not _can_peek_at_exit():
-            return self._poll_and_kill_group()
-        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-    def _poll_and_kill_group(self) -> bool:
-        """Reap the program if it has exited and kill its group immediately, before the group id can be reused."""
-        with self._lock:
-            if self.process.returncode is None and self.process.poll() is not None:
-                signal_group(self.process.pid, signal.SIGKILL)
-            return self.process.returncode is not None
-
-    def _reap(self) -> None:
-        if _can_peek_at_exit():
-            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
-        while not self._ended():
-            time.sleep(POLL_SECONDS)
-        self._signal(signal.SIGKILL)
-        guard().remove(self.process.pid)  # before the group id can be reused
-        with self._lock:
-            self.process.wait()
+    def _wait(self) -> None:
+        process = self.process
+        process.wait()
+        signal_group(process.pid, signal.SIGKILL)
+        self._on_group(0)
         if self._killing is not None:
             self._killing.cancel()
-        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
-            if pipe is not None:
-                pipe.close()
-
-
-def _can_peek_at_exit() -> bool:
-    """Whether a process's exit can be seen without reaping it: not on macOS before Python 3.13."""
-    return hasattr(os, "waitid")
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            cast(IO[bytes], pipe).close()
 
 
 class _Tail:

@@ -8,6 +8,7 @@ process, which is killed as soon as only such attempts are left in it, or at onc
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -15,7 +16,7 @@ from typing import cast
 from msgspec.structs import replace
 
 from agentlightning.errors import AgentError
-from agentlightning.runner.agents.command import describe_exit
+from agentlightning.runner.agents.command import describe_exit, signal_group
 from agentlightning.runner.hosts.messages import (
     Cancel,
     Done,
@@ -24,6 +25,7 @@ from agentlightning.runner.hosts.messages import (
     FromHost,
     Job,
     MessageError,
+    Program,
     Ready,
     Spans,
     Started,
@@ -69,6 +71,8 @@ class RunningAttempt:
     """Its caller waits no longer."""
     acknowledged: bool = False
     """The process knows that it is to be stopped, so its event loop is alive."""
+    program: int = 0
+    """The process group of the program that it runs; 0 for none."""
 
     def forward(self, spans: Sequence[Span]) -> None:
         """Forward spans as spans of this attempt, whatever ids they carry."""
@@ -211,6 +215,8 @@ class AttemptProcess(asyncio.Protocol):
             return
         if isinstance(message, Started):
             attempt.started = True
+        elif isinstance(message, Program):
+            attempt.program = message.group
         elif isinstance(message, Spans):
             if not attempt.stopped:
                 attempt.forward(message.spans)
@@ -248,10 +254,17 @@ class AttemptProcess(asyncio.Protocol):
     def _fail(self, exited: Exited) -> None:
         if self._transport is not None:
             self._transport.close()
+        self.kill_programs()
         for attempt in self.attempts.values():
             if not attempt.done.done():
                 attempt.done.set_exception(self._error_of(attempt, exited))
         self.attempts.clear()
+
+    def kill_programs(self) -> None:
+        """Kill the programs that the process has left: each has a process group of its own."""
+        for attempt in self.attempts.values():
+            if attempt.program > 1:
+                signal_group(attempt.program, signal.SIGKILL)
 
     def _error_of(self, attempt: RunningAttempt, exited: Exited) -> AgentError:
         """Whose fault an exit was is known only where one attempt ran, or one has blocked the event loop."""

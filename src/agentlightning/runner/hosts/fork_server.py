@@ -112,7 +112,7 @@ def prepare(load: Load) -> Setup:
     if threading.active_count() > 1:
         names = ", ".join(t.name for t in threading.enumerate() if t is not threading.main_thread())
         logger.warning("importing %s started threads (%s), which its processes will not have", load.agent, names)
-    return Setup(agent, reward, load.slots, load.fields, load.hidden)
+    return Setup(agent, reward, load)
 
 
 class ForkServer:

@@ -41,7 +41,9 @@ from agentlightning.runner.hosts.messages import (
     FrameDecoder,
     FromHost,
     Job,
+    Load,
     MessageError,
+    Program,
     Ready,
     Spans,
     Started,
@@ -78,11 +80,7 @@ class Setup:
 
     agent: Agent
     reward: RewardFunction | None
-    slots: int
-    fields: Mapping[str, str]
-    """Environment variable -> the field of a dict task it holds."""
-    hidden: Sequence[str]
-    """Fields of a dict task that are hidden from the agent."""
+    load: Load
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +149,9 @@ class Host:
 
     def _handle(self, message: ToHost) -> None:
         if isinstance(message, Job):
-            task = without_hidden_fields(message.rollout.input, self._setup.hidden)
+            task = without_hidden_fields(message.rollout.input, self._setup.load.hidden)
             invocation = Invocation(replace(message.rollout, input=task), {}, message.environment, task)
+            invocation.on_program = lambda group: self._send(Program(message.job_id, group))
             self._running[message.job_id] = invocation
             self._start(message.job_id, self._attempt(message, invocation))
         elif (invocation := self._running.get(message.job_id)) is not None:
@@ -189,7 +188,7 @@ class Host:
         """The agent's return value, unless it was the reward. Rewards are recorded."""
         resources = named_resources.validate_python(job.resources)
         invocation.resources = bind_resources(resources, job.server_url, job.environment)
-        fields = attempt_environ.task_variables(invocation.task, self._setup.fields)
+        fields = attempt_environ.task_variables(invocation.task, self._setup.load.fields)
         invocation.environment = {**fields, **job.environment}  # of a command, in its own process
         variables = fields | in_process_environment(job.environment, job.rollout.attempt.worker_id or "")
         if isinstance(self._setup.agent, AgentClass):
@@ -248,7 +247,7 @@ class SharedHost(Host):
     def __init__(self, sock: socket.socket, setup: Setup) -> None:
         self._loop = asyncio.new_event_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._threads = ThreadPoolExecutor(setup.slots, thread_name_prefix="agent")
+        self._threads = ThreadPoolExecutor(setup.load.slots, thread_name_prefix="agent")
         attempt_environ.process_state.on_change = self._refuse_change
         attempt_environ.process_state.on_bare_use = self._refuse_bare_use
         super().__init__(sock, setup)
@@ -304,7 +303,7 @@ class SharedHost(Host):
     def _refuse_bare_use(self, what: str) -> None:
         """Called where code without variables of an attempt reads one of the process, or starts a program with them."""
         own = inherited_scope() is not None or threading.current_thread().name.startswith("agl-")
-        if own or not self._running or not (BARE.match(what) or what in self._setup.fields):
+        if own or not self._running or not (BARE.match(what) or what in self._setup.load.fields):
             return
         self._separate(f"a thread without a context uses {what}")
         raise OwnProcessNeededError(f"{what} is used in a thread that has not the variables of any attempt")

@@ -124,6 +124,14 @@ class Started(Message, frozen=True):
     job_id: int
 
 
+class Program(Message, frozen=True):
+    """An attempt has started a program, or it has ended."""
+
+    job_id: int
+    group: int
+    """Its process group; 0 once it has ended."""
+
+
 class Spans(Message, frozen=True):
     """Spans that an attempt has emitted."""
 
@@ -153,7 +161,7 @@ class Done(Message, frozen=True):
 ToForkServer = Fork | Kill
 FromForkServer = Loaded | LoadFailed | Exited
 ToHost = Job | Cancel
-FromHost = Ready | Started | Spans | Stopping | Done
+FromHost = Ready | Started | Program | Spans | Stopping | Done
 
 # -- framing ---------------------------------------------------------------------------------------------------------
 
