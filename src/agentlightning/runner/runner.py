@@ -557,20 +557,11 @@ class Runner:
                 logger.info("an attempt ended as %s: %s", status, metadata["error"]["message"])
 
     async def _execute(
-        self, claimed: AttemptedRollout, resources: NamedResources | None, alone: bool = False
+        self, claimed: AttemptedRollout, resources: NamedResources | None, alone: bool
     ) -> tuple[AttemptStatus, dict[str, Any]]:
         """Run an attempt until it ends: its status, and the metadata to store with it. One that fails because it has
         had all the answers that it may have has not failed by itself: what it did until then is its rollout. Raises
         LostAttemptError for one that is to be repeated. `alone`: in a process of its own."""
-        status, metadata = await self._outcome(claimed, resources, alone)
-        if status == "failed" and await self._ended_at_turn_limit(claimed, resources or {}):
-            return "succeeded", {**metadata, TURN_LIMIT_REACHED: True}
-        return status, metadata
-
-    async def _outcome(
-        self, claimed: AttemptedRollout, resources: NamedResources | None, alone: bool
-    ) -> tuple[AttemptStatus, dict[str, Any]]:
-        seconds = claimed.config.timeout_seconds
         try:
             if resources is None:
                 raise AgentError(f"the rollout asks for the resources {claimed.resources_id!r}, which the store lacks")
@@ -578,13 +569,18 @@ class Runner:
         except LostAttemptError:
             raise
         except TimeoutError:
+            seconds = claimed.config.timeout_seconds
             timeout = AgentTimeoutError(f"the agent did not end within its {seconds:g} s and was stopped")
             return "timeout", self._record_failure(claimed, timeout)
         except AgentError as error:
-            return "failed", self._record_failure(claimed, error)
-        if done.failure is not None:
-            return "failed", {"error": asdict(done.failure)}
-        return "succeeded", {} if done.output is None else {"output": done.output}
+            metadata = self._record_failure(claimed, error)
+        else:
+            if done.failure is None:
+                return "succeeded", {} if done.output is None else {"output": done.output}
+            metadata = {"error": asdict(done.failure)}
+        if await self._ended_at_turn_limit(claimed, resources or {}):
+            return "succeeded", {**metadata, TURN_LIMIT_REACHED: True}
+        return "failed", metadata
 
     async def _ended_at_turn_limit(self, claimed: AttemptedRollout, resources: NamedResources) -> bool:
         """Whether a call was refused because of the limit on answers."""

@@ -39,7 +39,7 @@ class AgentResources(dict[str, LLM | ProxyLLM | PromptTemplate]):
 
 
 class Stoppable(Protocol):
-    """A program that can be stopped."""
+    """Something elsewhere that runs for an attempt, such as a Job of Kubernetes."""
 
     def terminate(self) -> None:
         """Ask it to exit, and kill it after the grace."""
@@ -72,9 +72,9 @@ class Invocation:
     task: Any = None
     cancelled: bool = False
     program: Stoppable | None = None
-    """The attempt's program, if it is a command."""
+    """What runs elsewhere for a blocking agent, and has to be stopped when the attempt is."""
     on_program: Callable[[int], None] = lambda group: None
-    """Told the process group of its program, and 0 once that has ended."""
+    """Told the process group of a command, and 0 once that has ended."""
     needs_process: str = ""
     """What it has touched that all attempts in its process share."""
 

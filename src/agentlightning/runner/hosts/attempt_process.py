@@ -98,10 +98,6 @@ class AttemptProcess(asyncio.Protocol):
         self._slots, self._grace, self._kill, self._on_change = slots, grace, kill, on_change
         self._killed: str | None = None
         """Why it was killed while attempts ran in it, for their error message."""
-        self._blocked = False
-        """It was killed because an attempt that was stopped blocks its event loop."""
-        self._suspects = 0
-        """How many attempts it had started that had not ended when it exited."""
         self._transport: asyncio.Transport | None = None
         self._frames: FrameDecoder[FromHost] = FrameDecoder(FromHost)
         self._outbox: list[bytes] = []
@@ -154,8 +150,9 @@ class AttemptProcess(asyncio.Protocol):
         if attempt.job.job_id not in self.attempts or self.exited is not None or self._killed is not None:
             return
         if not attempt.acknowledged:
-            self._blocked = self.ending = True
+            self.ending = True
             self._kill_because("another attempt blocked its event loop and did not end at its timeout")
+            self._fail_all(lambda _: LostAttemptError(f"the process the agent ran in {self._killed}", alone=False))
         self.retire()
 
     def retire(self) -> None:
@@ -179,22 +176,18 @@ class AttemptProcess(asyncio.Protocol):
         self._kill()
 
     def _send(self, data: bytes) -> None:
-        if not self._outbox:
-            asyncio.get_running_loop().call_soon(self._write)
-        self._outbox.append(data)
-
-    def _write(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(b"".join(self._outbox))
-            self._outbox.clear()
+        if self._transport is None:
+            self._outbox.append(data)
+        else:
+            self._transport.write(data)
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._transport.write(b"".join(self._outbox))
         if self.ending:
             transport.close()
-        self._write()
 
     def data_received(self, data: bytes) -> None:
         if self._killed is not None:
@@ -245,7 +238,6 @@ class AttemptProcess(asyncio.Protocol):
     def on_exit(self, exited: Exited) -> None:
         """The process has exited: fail its attempts after the messages it had sent are read."""
         self.exited = exited
-        self._suspects = sum(each.stopped or each.started for each in self.attempts.values())
         if self._transport is None:
             self._fail(exited)
         else:
@@ -255,10 +247,14 @@ class AttemptProcess(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
         self.kill_programs()
+        suspects = sum(each.stopped or each.started for each in self.attempts.values())
+        self._fail_all(lambda attempt: self._error_of(attempt, exited, suspects - 1))
+        self.attempts.clear()
+
+    def _fail_all(self, error_of: Callable[[RunningAttempt], AgentError]) -> None:
         for attempt in self.attempts.values():
             if not attempt.done.done():
-                attempt.done.set_exception(self._error_of(attempt, exited))
-        self.attempts.clear()
+                attempt.done.set_exception(error_of(attempt))
 
     def kill_programs(self) -> None:
         """Kill the programs that the process has left: each has a process group of its own."""
@@ -266,10 +262,9 @@ class AttemptProcess(asyncio.Protocol):
             if attempt.program > 1:
                 signal_group(attempt.program, signal.SIGKILL)
 
-    def _error_of(self, attempt: RunningAttempt, exited: Exited) -> AgentError:
-        """Whose fault an exit was is known only where one attempt ran, or one has blocked the event loop."""
+    def _error_of(self, attempt: RunningAttempt, exited: Exited, others: int) -> AgentError:
+        """Whose fault an exit was is known only where one attempt ran."""
         crash = AgentCrashedError(exited, self._killed)
-        if self._blocked or not attempt.started:
+        if not attempt.started:
             return LostAttemptError(str(crash), alone=False)
-        others = self._suspects - 1
         return crash if others < 1 else LostAttemptError(f"{crash}, which {others} other attempts shared", alone=True)

@@ -43,7 +43,6 @@ from agentlightning.runner.hosts.messages import (
     Job,
     Kill,
     Load,
-    Loaded,
     MessageError,
     encode,
 )
@@ -280,10 +279,10 @@ class HostPool:
             for message in self._frames.feed(data):
                 if isinstance(message, Exited):
                     self._on_exit(message)
-                elif isinstance(message, Loaded):
-                    self._loaded.set_result(None)
+                elif message.error:
+                    self._loaded.set_exception(AgentError(message.error))
                 else:
-                    self._loaded.set_exception(AgentError(message.message))
+                    self._loaded.set_result(None)
         except BlockingIOError:
             return
         except (ConnectionResetError, MessageError):

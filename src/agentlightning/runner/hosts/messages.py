@@ -70,13 +70,9 @@ class Kill(Message, frozen=True):
 
 
 class Loaded(Message, frozen=True):
-    """The agent is imported; hosts can be forked."""
+    """The agent is imported, and hosts can be forked; or it could not be imported."""
 
-
-class LoadFailed(Message, frozen=True):
-    """The agent could not be imported."""
-
-    message: str
+    error: str = ""
 
 
 class Exited(Message, frozen=True):
@@ -159,7 +155,7 @@ class Done(Message, frozen=True):
 
 
 ToForkServer = Fork | Kill
-FromForkServer = Loaded | LoadFailed | Exited
+FromForkServer = Loaded | Exited
 ToHost = Job | Cancel
 FromHost = Ready | Started | Program | Spans | Stopping | Done
 
