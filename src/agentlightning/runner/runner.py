@@ -291,7 +291,8 @@ class Runner:
         """The error that ended the runner."""
         self.server_url = server_url
         """Where agents reach the gateway; None until it is known."""
-        self._secret, self._redirect = secret, redirect
+        self.redirect = redirect
+        self._secret = secret
         self._loaded = False
         self._concurrency = concurrency
         self._queues = None if queues is None else tuple(queues)
@@ -322,11 +323,10 @@ class Runner:
 
     # -- life --------------------------------------------------------------------------------------------------------
 
-    def start_hosts(self, redirect: bool | None = None) -> None:
+    def start_hosts(self) -> None:
         """Start importing the agent in another process, and return immediately. Needs no event loop and no server URL;
         with both a URL and `redirect`, clients that the agent creates at import time use that server too."""
-        self._redirect = self._redirect if redirect is None else redirect
-        url = self.server_url if self._redirect else None
+        url = self.server_url if self.redirect else None
         self.pool.spawn(None if url is None else import_environment(url, self._secret, self.worker_id))
 
     async def load(self) -> None:
@@ -341,10 +341,9 @@ class Runner:
             raise
         self._loaded = True
 
-    async def start(self, server_url: str | None = None, redirect: bool | None = None) -> None:
+    async def start(self, server_url: str | None = None) -> None:
         """Wait until the runner has ended or has completed `max_rollouts`. Raises the error that ended it."""
         self.server_url = server_url or self.server_url
-        self._redirect = self._redirect if redirect is None else redirect
         if self.server_url is None:
             raise ConfigError("the runner needs server_url, where agents reach the gateway; pass it to start()")
         await self.load()
@@ -595,7 +594,7 @@ class Runner:
         ids = claimed.rollout_id, claimed.attempt.attempt_id
         llm = first_llm(resources)
         proxy_url = llm.root_url if isinstance(llm, ProxyLLM) else None
-        redirect = self._redirect or (self._redirect is None and proxy_url is not None)
+        redirect = self.redirect or (self.redirect is None and proxy_url is not None)
         environment = attempt_environment(url, self._secret, *ids, redirect=redirect, model_url=proxy_url)
         environment[PATIENCE] = f"{self._retry.patience:g}"
         if redirect:

@@ -78,10 +78,6 @@ class Invocation:
     needs_process: str = ""
     """What it has touched that all attempts in its process share."""
 
-    def check_process(self) -> None:
-        if self.needs_process:
-            raise OwnProcessNeededError(self.needs_process)
-
     def named_values(self) -> dict[str, Any]:
         """Values of the known parameters; those without a value are absent."""
         llm = first_llm(self.resources)

@@ -176,18 +176,22 @@ class AttemptProcess(asyncio.Protocol):
         self._kill()
 
     def _send(self, data: bytes) -> None:
-        if self._transport is None:
-            self._outbox.append(data)
-        else:
-            self._transport.write(data)
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._write)
+        self._outbox.append(data)
+
+    def _write(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(b"".join(self._outbox))
+            self._outbox.clear()
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.write(b"".join(self._outbox))
         if self.ending:
             transport.close()
+        self._write()
 
     def data_received(self, data: bytes) -> None:
         if self._killed is not None:

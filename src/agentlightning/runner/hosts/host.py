@@ -207,7 +207,8 @@ class Host:
             variables |= task_variable(invocation.task)
         with attempt_environ.own_variables(variables) if self.alone else attempt_environ.overlay(variables):
             output = await self._run(invocation)
-        invocation.check_process()
+        if invocation.needs_process:
+            raise OwnProcessNeededError(invocation.needs_process)
         if self._setup.reward is None:
             return _record_output(output)
         # Outside of the attempt's environment, so that its own model calls are not redirected.
@@ -220,7 +221,6 @@ class Host:
             except MissingRewardError as error:
                 value = None
                 emit_annotation({REWARD_MISSING: str(error)})
-        invocation.check_process()
         if value is not None:
             emit_reward(value)
         return output

@@ -74,17 +74,17 @@ class HostPool:
         self,
         agent: AgentLike,
         *,
-        reward: Callable[..., Any] | str | None = None,
-        concurrency: int = 32,
-        hosts: int = 1,
-        fresh: bool = False,
-        env: Mapping[str, str] | None = None,
-        hide: Sequence[str] = (),
-        cwd: str | Path | None = None,
-        log: str | Path | None = None,
-        grace: float = 2.0,
-        on_change: Callable[[], None] | None = None,
-        on_broken: Callable[[AgentError], None] | None = None,
+        reward: Callable[..., Any] | str | None,
+        concurrency: int,
+        hosts: int,
+        fresh: bool,
+        env: Mapping[str, str] | None,
+        hide: Sequence[str],
+        cwd: str | Path | None,
+        log: str | Path | None,
+        grace: float,
+        on_change: Callable[[], None],
+        on_broken: Callable[[AgentError], None],
     ) -> None:
         if not 1 <= hosts <= concurrency and not fresh:
             raise ConfigError(f"hosts={hosts}, concurrency={concurrency}: use 1 <= hosts <= concurrency")
@@ -188,8 +188,8 @@ class HostPool:
         server_url: str,
         environment: Mapping[str, str],
         on_spans: OnSpans,
-        timeout: float | None = None,
-        once: bool = False,
+        timeout: float | None,
+        once: bool,
     ) -> Done:
         """Run one attempt until it ends, in a new process if `once`. Raises TimeoutError after `timeout` seconds,
         AgentCrashedError when its process exits, and LostAttemptError where that may be another's fault, or it needs a
@@ -263,8 +263,7 @@ class HostPool:
                 self._fork(alone=False)
         self._changed.set()
         self._changed.clear()
-        if self._on_change is not None:
-            self._on_change()
+        self._on_change()
 
     def _request(self, message: Load | Fork | Kill, *passed: socket.socket) -> None:
         data = encode(message)
@@ -323,8 +322,7 @@ class HostPool:
     def _mark_broken(self, why: str) -> None:
         self._broken = AgentError(why)
         self._notify_change()
-        if self._on_broken is not None:
-            self._on_broken(self._broken)
+        self._on_broken(self._broken)
 
 
 def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
