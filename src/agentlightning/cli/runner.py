@@ -211,8 +211,8 @@ async def _run(options: Options, output: Output) -> dict[str, Any]:
         signals.on_second(runner.stop_at_once)
         output.console.print(f"{runner.worker_id} runs {runner.pool.agent} for {options.server}", markup=False)
         if await signals.while_running(runner.wait()):
-            running = f"stopping; {runner.statistics.running} attempts are running (again to stop and requeue them)"
-            output.console.print(running)
+            message = f"stopping; {runner.statistics.running} attempts are running (again to stop and requeue them)"
+            output.console.print(message)
         await runner.stop(options.drain_seconds)
         return {**record, **asdict(runner.statistics)}
 
