@@ -221,7 +221,7 @@ class Host:
             except MissingRewardError as error:
                 value = None
                 emit_annotation({REWARD_MISSING: str(error)})
-        if value is not None:
+        if value is not None and not invocation.needs_process:
             emit_reward(value)
         return output
 
