@@ -66,7 +66,6 @@ _HELPERS = (
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
     "loky.backend.resource_tracker",
-    "orphan_guard.py",
 )
 """Processes that end with the one that started them."""
 

@@ -36,10 +36,11 @@ def attempt_path(rollout_id: str, attempt_id: str) -> str:
 
 def attempt_key(secret: str, rollout_id: str, attempt_id: str) -> str:
     """An API key of one attempt, signed with `secret`, so that agents cannot impersonate each other."""
-    return _signed(secret, f"{rollout_id}.{attempt_id}")
+    return sign(secret, f"{rollout_id}.{attempt_id}")
 
 
-def _signed(secret: str, body: str) -> str:
+def sign(secret: str, body: str) -> str:
+    """A text from which the body is read back, and which nobody else can make."""
     signature = hmac.new(secret.encode(), body.encode(), hashlib.sha256).hexdigest()[:24]
     return f"agl-{body}.{signature}"
 
@@ -72,18 +73,18 @@ def attempt_of_trace(trace_id: str) -> str | None:
     return attempt_id if trace_id_of(attempt_id) == trace_id else None
 
 
+def read_signed(secret: str, text: str) -> str | None:
+    """The body of a text that `sign` made with the same secret, or None."""
+    body = text.removeprefix("agl-").rpartition(".")[0]
+    # As bytes: `compare_digest` accepts only ASCII strings, and keys come from clients.
+    given, made = (each.encode(errors="replace") for each in (text, sign(secret, body)))
+    return body if hmac.compare_digest(given, made) else None
+
+
 def read_attempt_key(secret: str, key: str) -> tuple[str, str] | None:
     """(rollout_id, attempt_id) of a key that `attempt_key` made with the same secret, or None."""
-    parts = key.removeprefix("agl-").split(".")
-    if not key.startswith("agl-") or len(parts) != 3:
-        return None
-    rollout_id, attempt_id, _ = parts
-    return (rollout_id, attempt_id) if _equal_keys(attempt_key(secret, rollout_id, attempt_id), key) else None
-
-
-def _equal_keys(key: str, other: str) -> bool:
-    """Constant-time comparison, as bytes: `compare_digest` accepts only ASCII strings, and keys come from clients."""
-    return hmac.compare_digest(key.encode(errors="replace"), other.encode(errors="replace"))
+    rollout_id, dot, attempt_id = (read_signed(secret, key) or "").partition(".")
+    return (rollout_id, attempt_id) if dot and "." not in attempt_id else None
 
 
 def key_url(server_url: str, key: str) -> str:
@@ -98,16 +99,15 @@ def worker_path(worker_id: str) -> str:
 
 def worker_key(secret: str, worker_id: str) -> str:
     """An API key of one worker, signed with `secret`; valid for the attempts of that worker."""
-    return _signed(secret, f"worker-{base64.urlsafe_b64encode(worker_id.encode()).decode().rstrip('=')}")
+    return sign(secret, f"worker-{base64.urlsafe_b64encode(worker_id.encode()).decode().rstrip('=')}")
 
 
 def read_worker_key(secret: str, key: str) -> str | None:
     """The worker id of a key that `worker_key` made with the same secret, or None."""
-    encoded, dot, _ = key.removeprefix("agl-worker-").partition(".")
-    if not key.startswith("agl-worker-") or not dot:
+    prefix, _, encoded = (read_signed(secret, key) or "").partition("-")
+    if prefix != "worker" or not encoded or "." in encoded:
         return None
     try:
-        worker_id = base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)).decode()
+        return base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)).decode()
     except (binascii.Error, ValueError):
         return None
-    return worker_id if _equal_keys(worker_key(secret, worker_id), key) else None

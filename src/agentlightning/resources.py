@@ -69,14 +69,9 @@ class ProxyLLM(LLM):
 
     def with_attempted_rollout(self, rollout: AttemptedRollout) -> LLM:
         """A plain LLM with the endpoint of this attempt."""
-        return LLM(
-            endpoint=self.get_base_url(rollout.rollout_id, rollout.attempt.attempt_id),
-            model=self.model,
-            api_key=self.api_key,
-            sampling_parameters=self.sampling_parameters,
-            policy_version=self.policy_version,
-            max_calls=self.max_calls,
-        )
+        endpoint = self.get_base_url(rollout.rollout_id, rollout.attempt.attempt_id)
+        fields: dict[str, Any] = {**dict(self), "resource_type": "llm", "endpoint": endpoint}
+        return LLM(**fields)
 
 
 class PromptTemplate(BaseModel):

@@ -10,7 +10,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.rollouts import EnqueueRolloutRequest
-from agentlightning.runner.span_writer import SpanWriter
+from agentlightning.runner.runner import SpanWriter
 from agentlightning.server.app import Server
 from agentlightning.span import MESSAGE_BODY, REWARD, SCORE_VALUE, Span, new_span_id
 from agentlightning.store import InMemoryLightningStore, LightningStoreBase, LightningStoreClient

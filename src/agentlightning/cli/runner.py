@@ -211,8 +211,8 @@ async def _run(options: Options, output: Output) -> dict[str, Any]:
         signals.on_second(runner.stop_at_once)
         output.console.print(f"{runner.worker_id} runs {runner.pool.agent} for {options.server}", markup=False)
         if await signals.while_running(runner.wait()):
-            running = runner.statistics.running
-            output.console.print(f"stopping; {running} attempts are running (again to stop and requeue them)")
+            message = f"stopping; {runner.statistics.running} attempts are running (again to stop and requeue them)"
+            output.console.print(message)
         await runner.stop(options.drain_seconds)
         return {**record, **asdict(runner.statistics)}
 
@@ -242,14 +242,18 @@ def _open_runner(options: Options, stack: AsyncExitStack) -> Runner:
 
 async def _start(options: Options, runner: Runner) -> None:
     """Import the agent, and at the same time check that the server is there and accepts the token."""
-    runner.start_hosts(await _redirects(options))
+    await _set_redirect(options, runner)
+    runner.start_hosts()
     await _check_server(options, runner.store)
-    await runner.start(redirect=await _redirects(options))
+    await _set_redirect(options, runner)
+    await runner.start()
 
 
-async def _redirects(options: Options) -> bool | None:
-    """Whether model calls are redirected to the server by default; None: only if the resources of a rollout say so."""
-    return (options.runner["redirect"] is None and await has_model(options.server, options.token)) or None
+async def _set_redirect(options: Options, runner: Runner) -> None:
+    """Redirect model calls to the server if it has a model, where nothing was said: else only if the resources of a
+    rollout say so."""
+    if runner.redirect is None:
+        runner.redirect = await has_model(options.server, options.token) or None
 
 
 async def _check_server(options: Options, store: LightningStoreBase) -> None:

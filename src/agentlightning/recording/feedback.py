@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import hmac
 import json
 import math
 import os
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from agentlightning import span as names
-from agentlightning.attempt_address import attempt_secret, trace_id_of
+from agentlightning.attempt_address import attempt_secret, read_signed, sign, trace_id_of
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError, RewardError
 from agentlightning.span import Span, new_trace_id, usable_reward
 from agentlightning.store.base import STORE_VARIABLE, LightningStore
@@ -147,23 +146,15 @@ def feedback_link(
 
 def sign_link(secret: str, link: FeedbackLink) -> str:
     """The last part of the path of a link."""
-    fields = json.dumps([link.rollout_id, link.expiry, link.nonce]).encode()
-    body = base64.urlsafe_b64encode(fields).decode().rstrip("=")
-    return f"{body}.{_signature(secret, body)}"
+    fields = json.dumps([LINK_PATH, link.rollout_id, link.expiry, link.nonce]).encode()
+    return sign(secret, base64.urlsafe_b64encode(fields).decode().rstrip("="))
 
 
 def read_link(secret: str, text: str) -> FeedbackLink | None:
     """What a link says that `sign_link` made with the same secret, expired or not; None for any other."""
-    body, _, signature = text.partition(".")
-    if not hmac.compare_digest(_signature(secret, body).encode(), signature.encode(errors="replace")):
-        return None
+    body = read_signed(secret, text) or ""
     try:
-        rollout_id, expiry, nonce = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
-    except (binascii.Error, ValueError):
+        path, *fields = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
+    except (binascii.Error, ValueError, TypeError):
         return None
-    return FeedbackLink(rollout_id, expiry, nonce)
-
-
-def _signature(secret: str, body: str) -> str:
-    key = hmac.new(secret.encode(), b"agentlightning feedback links", hashlib.sha256).digest()
-    return hmac.new(key, body.encode(errors="replace"), hashlib.sha256).hexdigest()[:32]
+    return FeedbackLink(*fields) if path == LINK_PATH else None

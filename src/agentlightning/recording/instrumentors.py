@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from agentlightning.errors import ConfigError
 from agentlightning.tracing.tracer import install_globally, tracer_provider
@@ -35,10 +35,6 @@ remoulade requests sqlalchemy sqlite3 starlette system_metrics threading tornado
 """
 INFRASTRUCTURE: Final = frozenset(_NO_AGENTS.split())
 """Libraries that are no agents: they are switched on by name alone."""
-
-
-Switch: TypeAlias = "Callable[[], Callable[[], object] | str]"
-"""Switches on an instrumentation; returns what switches it off, or why it was left alone."""
 
 
 class Instrumentation:
@@ -77,22 +73,27 @@ class Instrumentation:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    def _start(self, name: str, packages: Mapping[str, Switch]) -> None:
+    def _start(self, name: str, entries: Iterable[EntryPoint]) -> None:
         """Switch on the first package that works for a library; two would record each call twice."""
         problems: list[str] = []
-        for package, switch_on in packages.items():
+        for entry in entries:
+            package = _package(entry)
             if name in self._switch_off:
                 self.skipped[package] = f"{name} is recorded by another package already"
                 continue
             try:
-                found = switch_on()
+                instrumentor: Any = entry.load()()
+                if _is_on(instrumentor):
+                    self.skipped[name] = "it was switched on before"
+                    return
+                instrumentor.instrument(tracer_provider=tracer_provider())
+                if _is_on(instrumentor) is False:
+                    problem = "its library is not installed, or in a version that the instrumentation does not support"
+                    raise RuntimeError(problem)
             except Exception as error:  # noqa: BLE001  code of other libraries: importing and patching it
                 problems.append(f"{package}: {type(error).__name__}: {error}")
                 continue
-            if isinstance(found, str):
-                self.skipped[name] = found
-                return
-            self._switch_off[name] = found
+            self._switch_off[name] = instrumentor.uninstrument
             self.switched_on = (*self.switched_on, name)
         if problems:
             where = self.skipped if name in self._switch_off else self.failed
@@ -133,18 +134,14 @@ def track_all(*, only: Sequence[str] | None = None, exclude: Sequence[str] = ())
     return instrumentation
 
 
-def _installed() -> dict[str, dict[str, Switch]]:
-    """By name of the library: the packages that instrument it."""
-    by_name: dict[str, list[EntryPoint]] = {}
+def _installed() -> dict[str, list[EntryPoint]]:
+    """By name of the library: an entry of each package that instruments it."""
+    found: dict[str, list[EntryPoint]] = {}
     for entry in entry_points(group=GROUP):
-        by_name.setdefault(entry.name, []).append(entry)
-    found = {
-        name: {_package(entry): _switch_of(entry) for entry in _by_package(entries)}
-        for name, entries in by_name.items()
-    }
-    if "pydantic_ai" not in found and find_spec("pydantic_ai") is not None:
-        found["pydantic_ai"] = {"pydantic_ai": _switch_on_pydantic_ai}
-    return found
+        found.setdefault(entry.name, []).append(entry)
+    if find_spec("pydantic_ai") is not None:
+        found.setdefault("pydantic_ai", [EntryPoint("pydantic_ai", f"{__name__}:PydanticAI", GROUP)])
+    return {name: _by_package(entries) for name, entries in found.items()}
 
 
 def _by_package(entries: Iterable[EntryPoint]) -> list[EntryPoint]:
@@ -157,27 +154,16 @@ def _package(entry: EntryPoint) -> str:
     return entry.value.partition(":")[0] if entry.dist is None else entry.dist.name
 
 
-def _switch_of(entry: EntryPoint) -> Switch:
-    def switch_on() -> Callable[[], object] | str:
-        instrumentor: Any = entry.load()()
-        if _is_on(instrumentor):
-            return "it was switched on before"
-        instrumentor.instrument(tracer_provider=tracer_provider())
-        if _is_on(instrumentor) is False:
-            raise RuntimeError(
-                "its library is not installed, or in a version that the instrumentation does not support"
-            )
-        return instrumentor.uninstrument
-
-    return switch_on
-
-
 def _is_on(instrumentor: Any) -> bool | None:
     """None where it does not say."""
     return getattr(instrumentor, "is_instrumented_by_opentelemetry", None)
 
 
-def _switch_on_pydantic_ai() -> Callable[[], object]:
-    agent: Any = import_module("pydantic_ai").Agent
-    agent.instrument_all(True)
-    return lambda: agent.instrument_all(False)
+class PydanticAI:
+    """Its own instrumentation, as those of other packages."""
+
+    def instrument(self, **_: Any) -> None:
+        import_module("pydantic_ai").Agent.instrument_all(True)
+
+    def uninstrument(self) -> None:
+        import_module("pydantic_ai").Agent.instrument_all(False)

@@ -18,11 +18,11 @@ import multiprocessing.util
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from agentlightning.errors import (
     AgentLightningError,
@@ -68,7 +68,7 @@ BEGIN_SECONDS: Final = 2.0
 """How long the first model call of a session waits for its start to be written, so that the gateway knows it."""
 PATIENCE: Final = 2.0
 """Seconds for which one call waits for a server that does not answer."""
-SPANS_PER_CALL: Final = 1000
+RECORDS_PER_CALL: Final = 1000
 
 SESSION_QUEUE: Final = "_sessions"
 """The queue of sessions. It is private: no runner claims them."""
@@ -87,6 +87,10 @@ class SessionEnd:
 
     time: float
     failure: Failure | None = None
+
+    @property
+    def status(self) -> Literal["succeeded", "failed"]:
+        return "succeeded" if self.failure is None else "failed"
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -163,10 +167,53 @@ class SessionRecord:
         """Whether something of it is to be written."""
         return not self.written and bool(self.spans or self.end is not None or not self.in_store)
 
-    def sanitized(self) -> SessionRecord:
-        """Without the values that no store can hold."""
-        task, metadata = sanitize_value(self.task), sanitize_value(self.metadata)
-        return replace(self, task=task, metadata=metadata, spans=list(map(sanitize_span, self.spans)))
+    async def write(self, store: LightningStore) -> None:
+        """Bring to the store what that does not have. May be called again after an error."""
+        if self.lost:
+            return self.drop_spans()
+        ids, end = (self.rollout_id, self.attempt_id), self.end
+        if end is not None and not self.in_store:
+            await store.add_records([self.whole(end)])
+            return self.note_written()
+        if not self.in_store:
+            await self._start(store)
+        if self.spans:
+            await self._write_spans(store)
+        if end is not None:
+            await store.update_attempt(*ids, status=end.status, metadata=end.metadata)
+            self.note_written()
+
+    def note_written(self) -> None:
+        counters.add("spans_written", len(self.spans))
+        counters.add("sessions_written")
+        self.spans, self.in_store, self.written = [], True, True
+
+    async def _start(self, store: LightningStore) -> None:
+        await store.start_rollout(
+            self.task,
+            self.mode,
+            config=CONFIG,
+            metadata=self.metadata,
+            rollout_id=self.rollout_id,
+            queue=SESSION_QUEUE,
+            claim_id=self.claim_id,
+        )
+        await store.update_attempt(self.rollout_id, self.attempt_id, status="running")
+        self.in_store = True
+
+    async def _write_spans(self, store: LightningStore) -> None:
+        try:
+            await store.add_many_spans(self.spans)
+            counters.add("spans_written", len(self.spans))
+        except REJECTED:
+            for span in self.spans:
+                await _write_alone(store, span)
+        self.spans = []
+
+    def sanitize(self) -> None:
+        """Leave out the values that no store can hold."""
+        self.task, self.metadata = sanitize_value(self.task), sanitize_value(self.metadata)
+        self.spans = list(map(sanitize_span, self.spans))
 
     def reject(self, error: AgentLightningError) -> None:
         """The store does not take it: drop it, and count it."""
@@ -179,17 +226,12 @@ class SessionRecord:
         counters.add("spans_dropped", len(self.spans))
         self.spans = []
 
-    def note_written(self) -> None:
-        self.in_store = self.written = True
-        counters.add("sessions_written")
-
-    def whole(self) -> RolloutRecord:
-        """It has ended, and the store knows nothing of it."""
-        end, ids = self.end, (self.rollout_id, self.attempt_id)
-        assert end is not None
+    def whole(self, end: SessionEnd) -> RolloutRecord:
+        """All of it."""
+        ids = self.rollout_id, self.attempt_id
         common: dict[str, Any] = {
             "start_time": self.start_time,
-            "status": "succeeded" if end.failure is None else "failed",
+            "status": end.status,
             "end_time": end.time,
         }
         rollout = Rollout(
@@ -220,7 +262,7 @@ class Recorder(Outbox[Record]):
         self._place, self._token = place, token
         self._given = store
         """Held, so that no other store gets its identity."""
-        limits = {"batch": MOST_WAITING, "capacity": MOST_WAITING, "max_size": MOST_BYTES}
+        limits = {"batch": RECORDS_PER_CALL, "capacity": MOST_WAITING, "max_size": MOST_BYTES}
         super().__init__(name, patience=float("inf"), linger=LINGER_SECONDS, thread="agl-recorder", **limits)
         self._store, self._owns_store = store, store is None
 
@@ -287,7 +329,16 @@ class Recorder(Outbox[Record]):
             session.add(what)
 
     async def send(self, batch: list[Record]) -> None:
-        await self._write(self._opened(), [each for each in self._open_sessions.values() if each.is_changed])
+        store, changed = self._opened(), [each for each in self._open_sessions.values() if each.is_changed]
+        ended = [(each, each.end) for each in changed if each.end is not None and not (each.in_store or each.lost)]
+        with suppress(*REJECTED):  # then each is written by itself
+            await store.add_records([each.whole(end) for each, end in ended])
+            for each, _ in ended:
+                each.note_written()
+        left = (each for each in changed if not each.written)
+        for result in await asyncio.gather(*(_write(store, each) for each in left), return_exceptions=True):
+            if result is not None:
+                raise result
         self._open_sessions = {key: each for key, each in self._open_sessions.items() if each.end is None}
         if self.is_failing:
             counters.settle(f"store {self.name}")
@@ -338,83 +389,17 @@ class Recorder(Outbox[Record]):
             self._store = _open(self._place, self._token)
         return self._store
 
-    # -- writing to a store. Errors other than REJECTED are raised, and all may be called again ------------------------
 
-    async def _write(self, store: LightningStore, sessions: Sequence[SessionRecord]) -> None:
-        """Write what is waiting of each session."""
-        for session in sessions:
-            if session.lost:
-                session.drop_spans()
-        live = [session for session in sessions if not session.lost]
-        await self._write_whole(store, [session for session in live if session.end and not session.in_store])
-        for session in live:
-            if session.end is None and not session.in_store:
-                session.in_store = await _in_some_form(session, lambda each: _start(store, each))
-        await self._write_spans(store, [session for session in live if session.spans and session.in_store])
-        for session in live:
-            if session.end is not None and session.in_store and not session.written:
-                await _end(store, session, session.end)
-
-    async def _write_whole(self, store: LightningStore, sessions: Sequence[SessionRecord]) -> None:
-        if not sessions:
-            return
-        written = sessions
-        try:
-            await store.add_records([session.whole() for session in sessions])
-        except REJECTED:
-            written = [s for s in sessions if await _in_some_form(s, lambda each: store.add_records([each.whole()]))]
-        for session in written:
-            counters.add("spans_written", len(session.spans))
-            session.spans = []
-            session.note_written()
-
-    async def _write_spans(self, store: LightningStore, sessions: Sequence[SessionRecord]) -> None:
-        for chunk in _chunks(sessions):
-            spans = [span for session in chunk for span in session.spans]
-            try:
-                await store.add_many_spans(spans)
-                counters.add("spans_written", len(spans))
-            except REJECTED:
-                for span in spans:
-                    await _write_alone(store, span)
-            for session in chunk:
-                session.spans = []
-
-
-async def _in_some_form(session: SessionRecord, write: Callable[[SessionRecord], Awaitable[object]]) -> bool:
-    """Write a session as it is, or else what the store can hold of it. Whether it took that."""
-    for each in (session, session.sanitized()):
-        try:
-            await write(each)
-        except REJECTED as error:
-            problem = error
-        else:
-            return True
-    session.reject(problem)
-    return False
-
-
-async def _start(store: LightningStore, session: SessionRecord) -> None:
-    await store.start_rollout(
-        session.task,
-        session.mode,
-        config=CONFIG,
-        metadata=session.metadata,
-        rollout_id=session.rollout_id,
-        queue=SESSION_QUEUE,
-        claim_id=session.claim_id,
-    )
-    await store.update_attempt(session.rollout_id, session.attempt_id, status="running")
-
-
-async def _end(store: LightningStore, session: SessionRecord, end: SessionEnd) -> None:
-    status = "succeeded" if end.failure is None else "failed"
+async def _write(store: LightningStore, session: SessionRecord) -> None:
+    """Write a session as it is, or else what the store can hold of it."""
     try:
-        await store.update_attempt(session.rollout_id, session.attempt_id, status=status, metadata=end.metadata)
+        try:
+            await session.write(store)
+        except REJECTED:
+            session.sanitize()
+            await session.write(store)
     except REJECTED as error:
         session.reject(error)
-    else:
-        session.note_written()
 
 
 async def _write_alone(store: LightningStore, span: Span) -> None:
@@ -424,18 +409,6 @@ async def _write_alone(store: LightningStore, span: Span) -> None:
     except REJECTED as error:
         counters.add("spans_dropped")
         counters.warn("rejected", f"the store rejects span {span.name!r} of {span.rollout_id}: {error}")
-
-
-def _chunks(sessions: Sequence[SessionRecord]) -> list[list[SessionRecord]]:
-    chunks: list[list[SessionRecord]] = []
-    size = SPANS_PER_CALL
-    for session in sessions:
-        if size + len(session.spans) > SPANS_PER_CALL:
-            chunks.append([])
-            size = 0
-        chunks[-1].append(session)
-        size += len(session.spans)
-    return chunks
 
 
 def _count_spans(items: Sequence[Record]) -> int:

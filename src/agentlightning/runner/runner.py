@@ -15,13 +15,15 @@ import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from agentlightning.attempt_address import trace_id_of
 from agentlightning.attempt_variables import (
     PATIENCE,
     PATIENCE_SECONDS,
@@ -48,11 +50,20 @@ from agentlightning.runner.agents.spec import AgentLike
 from agentlightning.runner.hosts.attempt_process import LostAttemptError
 from agentlightning.runner.hosts.host_pool import HostPool
 from agentlightning.runner.hosts.messages import Done
-from agentlightning.runner.span_writer import SpanWriter, failure_span
-from agentlightning.span import ERROR_TYPE, TURN_LIMIT_REACHED
+from agentlightning.span import (
+    ERROR_TYPE,
+    EXCEPTION,
+    SUPERSEDED,
+    TURN_LIMIT_REACHED,
+    Span,
+    new_span_id,
+    new_trace_id,
+)
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.ids import new_id
-from agentlightning.tracing.outbox import Retry
+from agentlightning.tracing.emit import exception_attributes
+from agentlightning.tracing.outbox import Outbox, Retry
+from agentlightning.tracing.sanitize import sanitize_span
 
 # -- heartbeat -------------------------------------------------------------------------------------------------------
 
@@ -125,6 +136,52 @@ class Heartbeat:
             except AgentLightningError as error:
                 logger.warning("the heartbeat of %s did not reach the store: %s", self._worker_id, error)
 
+
+# -- spans -----------------------------------------------------------------------------------------------------------
+
+
+class SpanWriter(Outbox[Span]):
+    """An outbox in the runner's event loop, which ends with an error where the store cannot be used for longer than
+    `retry` tries: nothing that an agent emits is dropped, but for what the store rejects. `on_fenced` is called with
+    the id of each attempt that the store has superseded."""
+
+    rejections = (ConfigError, ConflictError, NotFoundError)
+
+    def __init__(self, store: LightningStoreBase, retry: Retry, on_fenced: Callable[[str], None]) -> None:
+        super().__init__("the store", patience=retry.patience)
+        self._store, self._on_fenced = store, on_fenced
+        self.failed = retry.failed
+
+    async def send(self, batch: list[Span]) -> None:
+        kept = await self._store.add_many_spans(batch)
+        for attempt_id in {span.attempt_id for span in kept if span.attributes.get(SUPERSEDED)}:
+            self._on_fenced(attempt_id)
+
+    def repair(self, item: Span) -> Span:
+        return sanitize_span(item)
+
+    def give_up(self, batch: list[Span], error: Exception) -> None:
+        raise error
+
+
+def failure_span(claimed: AttemptedRollout, failure: Failure) -> Span:
+    """An exception span of the attempt, created now."""
+    now = time.time()
+    return Span(
+        claimed.rollout_id,
+        claimed.attempt.attempt_id,
+        EXCEPTION,
+        now,
+        now,
+        trace_id=trace_id_of(claimed.attempt.attempt_id) or new_trace_id(),
+        span_id=new_span_id(),
+        status_code="ERROR",
+        status_message=failure.message,
+        attributes=exception_attributes(failure),
+    )
+
+
+# -- the runner ------------------------------------------------------------------------------------------------------
 
 SIGN_OFF_SECONDS = 10.0
 """Time limit for requeuing rollouts and deregistering while stopping; afterwards the lease expires instead."""
@@ -215,6 +272,7 @@ class Runner:
     ) -> None:
         self.store = store
         self.worker_id = worker_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._wake = asyncio.Event()
         self.pool = HostPool(
             agent,
             reward=reward,
@@ -226,14 +284,15 @@ class Runner:
             cwd=cwd,
             log=log,
             grace=grace,
-            on_change=self._wake_up,
+            on_change=self._wake.set,
             on_broken=self._fail,
         )
         self.error: BaseException | None = None
         """The error that ended the runner."""
         self.server_url = server_url
         """Where agents reach the gateway; None until it is known."""
-        self._secret, self._redirect = secret, redirect
+        self.redirect = redirect
+        self._secret = secret
         self._loaded = False
         self._concurrency = concurrency
         self._queues = None if queues is None else tuple(queues)
@@ -249,17 +308,13 @@ class Runner:
             interval=self._heartbeat_seconds,
             stats=lambda: asdict(self.statistics),
         )
-        self._counts = RunnerStatistics()
+        self._counts = Counter[str]()
         self._active: dict[str, _ActiveAttempt] = {}
         self._writer = SpanWriter(store, self._retry, self._discard)
-        self._wake = asyncio.Event()
         self._ended = asyncio.Event()
         self._stop_at_once = asyncio.Event()
-        self._stopping = False
         self._started = False
         self._claiming: asyncio.Task[None] | None = None
-        self._pending_claim: asyncio.Future[list[AttemptedRollout]] | None = None
-        """The claim that the store has not answered yet."""
         self._claimed: list[AttemptedRollout] = []
         """Claimed, and not started yet."""
         self._alone: set[str] = set()
@@ -268,11 +323,10 @@ class Runner:
 
     # -- life --------------------------------------------------------------------------------------------------------
 
-    def start_hosts(self, redirect: bool | None = None) -> None:
+    def start_hosts(self) -> None:
         """Start importing the agent in another process, and return immediately. Needs no event loop and no server URL;
         with both a URL and `redirect`, clients that the agent creates at import time use that server too."""
-        self._redirect = self._redirect if redirect is None else redirect
-        url = self.server_url if self._redirect else None
+        url = self.server_url if self.redirect else None
         self.pool.spawn(None if url is None else import_environment(url, self._secret, self.worker_id))
 
     async def load(self) -> None:
@@ -287,10 +341,9 @@ class Runner:
             raise
         self._loaded = True
 
-    async def start(self, server_url: str | None = None, redirect: bool | None = None) -> None:
+    async def start(self, server_url: str | None = None) -> None:
         """Wait until the runner has ended or has completed `max_rollouts`. Raises the error that ended it."""
         self.server_url = server_url or self.server_url
-        self._redirect = self._redirect if redirect is None else redirect
         if self.server_url is None:
             raise ConfigError("the runner needs server_url, where agents reach the gateway; pass it to start()")
         await self.load()
@@ -314,11 +367,6 @@ class Runner:
 
         Raises the error that ended the runner, if any. Idempotent.
         """
-        self._stopping = True
-        self._wake.set()
-        if self._pending_claim is not None:
-            self._pending_claim.cancel()  # the store requeues what it had already assigned
-            await asyncio.wait({self._pending_claim})
         started, self._started = self._started, False
         try:
             if started:
@@ -350,16 +398,14 @@ class Runner:
     @property
     def statistics(self) -> RunnerStatistics:
         dropped = self._writer.counts.dropped
-        return replace(self._counts, running=len(self._active), crashes=self.pool.crashes, spans_dropped=dropped)
-
-    def _count(self, what: str, by: int = 1) -> None:
-        self._counts = replace(self._counts, **{what: getattr(self._counts, what) + by})
+        return RunnerStatistics(
+            **self._counts, running=len(self._active), crashes=self.pool.crashes, spans_dropped=dropped
+        )
 
     async def _drain(self, seconds: float | None) -> None:
         until = None if seconds is None else time.monotonic() + seconds
         if self._claiming is not None:
-            await self._wait_for([self._claiming], until)
-            self._claiming.cancel()
+            self._claiming.cancel()  # the store requeues what it had already assigned
             await asyncio.wait({self._claiming})
         await self._wait_for([attempt.task for attempt in self._active.values()], until)
         left = list(self._active.values())
@@ -411,7 +457,7 @@ class Runner:
                 more = config.model_copy(update={"max_attempts": config.max_attempts + 1})
                 await self._retry(lambda: self.store.update_rollout(ids[0], config=more))
             await self._retry(lambda: self.store.requeue_rollout(ids[0], reason))
-            self._count("requeued")
+            self._counts["requeued"] += 1
 
     # -- failure -----------------------------------------------------------------------------------------------------
 
@@ -430,19 +476,15 @@ class Runner:
             return
         logger.error("the runner %s ends: %s: %s", self.worker_id, type(error).__name__, error)
         self.error = error
-        self._stopping = True
-        self._wake.set()
-        for attempt in self._active.values():
-            attempt.task.cancel()
+        for task in (self._claiming, *(attempt.task for attempt in self._active.values())):
+            if task is not None:
+                task.cancel()
         self._ended.set()
 
     # -- claiming ----------------------------------------------------------------------------------------------------
 
-    def _wake_up(self) -> None:
-        self._wake.set()
-
     async def _claim(self) -> None:
-        while not self._stopping:
+        while True:
             free = self._free_slots()
             if free <= 0:
                 if self._remaining_claims == 0 and not self._active:
@@ -451,33 +493,19 @@ class Runner:
                 await self._wake.wait()
                 self._wake.clear()
                 continue
-            self._claimed = await self._claim_some(free)
-            if self._claimed and not self._stopping:
-                await self._launch(self._claimed)
+            claim_id = new_id("cl")  # if the response is lost, the claim is repeated under the same id
+            self._claimed = await self._retry(
+                lambda free=free, claim_id=claim_id: self.store.dequeue_many_rollouts(
+                    free, self.worker_id, self._poll_seconds, queues=self._queues, claim_id=claim_id
+                )
+            )
+            if self._remaining_claims is not None:
+                self._remaining_claims -= len(self._claimed)
+            await self._launch(self._claimed)
 
     def _free_slots(self) -> int:
         free = min(self._concurrency, self.pool.capacity) - len(self._active)
         return free if self._remaining_claims is None else min(free, self._remaining_claims)
-
-    async def _claim_some(self, free: int) -> list[AttemptedRollout]:
-        """Claim up to `free` rollouts. If the response is lost, the claim is repeated under the same id."""
-        claim_id, poll = new_id("cl"), self._poll_seconds
-        self._pending_claim = asyncio.ensure_future(
-            self._retry(
-                lambda: self.store.dequeue_many_rollouts(
-                    free, self.worker_id, poll, queues=self._queues, claim_id=claim_id
-                )
-            )
-        )
-        try:
-            claimed = await self._pending_claim
-        except asyncio.CancelledError:
-            if not self._stopping:
-                raise
-            return []
-        if self._remaining_claims is not None:
-            self._remaining_claims -= len(claimed)
-        return claimed
 
     async def _launch(self, claimed: list[AttemptedRollout]) -> None:
         versions: dict[str | None, NamedResources | None] = {}
@@ -491,7 +519,7 @@ class Runner:
             attempt_id = rollout.attempt.attempt_id
             self._active[attempt_id] = _ActiveAttempt(claimed.pop(0), task)
             task.add_done_callback(lambda _, attempt_id=attempt_id: self._on_attempt_done(attempt_id))
-            self._count("claimed")
+            self._counts["claimed"] += 1
 
     def _on_attempt_done(self, attempt_id: str) -> None:
         self._active.pop(attempt_id, None)
@@ -523,25 +551,16 @@ class Runner:
             status, metadata = outcome
             if status == "succeeded":
                 self._alone.discard(rollout_id)
-            self._count(await self._report(claimed, status, metadata))
+            self._counts[await self._report(claimed, status, metadata)] += 1
             if status != "succeeded":
                 logger.info("an attempt ended as %s: %s", status, metadata["error"]["message"])
 
     async def _execute(
-        self, claimed: AttemptedRollout, resources: NamedResources | None, alone: bool = False
+        self, claimed: AttemptedRollout, resources: NamedResources | None, alone: bool
     ) -> tuple[AttemptStatus, dict[str, Any]]:
         """Run an attempt until it ends: its status, and the metadata to store with it. One that fails because it has
         had all the answers that it may have has not failed by itself: what it did until then is its rollout. Raises
         LostAttemptError for one that is to be repeated. `alone`: in a process of its own."""
-        status, metadata = await self._outcome(claimed, resources, alone)
-        if status == "failed" and await self._ended_at_turn_limit(claimed, resources or {}):
-            return "succeeded", {**metadata, TURN_LIMIT_REACHED: True}
-        return status, metadata
-
-    async def _outcome(
-        self, claimed: AttemptedRollout, resources: NamedResources | None, alone: bool
-    ) -> tuple[AttemptStatus, dict[str, Any]]:
-        seconds = claimed.config.timeout_seconds
         try:
             if resources is None:
                 raise AgentError(f"the rollout asks for the resources {claimed.resources_id!r}, which the store lacks")
@@ -549,13 +568,18 @@ class Runner:
         except LostAttemptError:
             raise
         except TimeoutError:
+            seconds = claimed.config.timeout_seconds
             timeout = AgentTimeoutError(f"the agent did not end within its {seconds:g} s and was stopped")
             return "timeout", self._record_failure(claimed, timeout)
         except AgentError as error:
-            return "failed", self._record_failure(claimed, error)
-        if done.failure is not None:
-            return "failed", {"error": asdict(done.failure)}
-        return "succeeded", {} if done.output is None else {"output": done.output}
+            metadata = self._record_failure(claimed, error)
+        else:
+            if done.failure is None:
+                return "succeeded", {} if done.output is None else {"output": done.output}
+            metadata = {"error": asdict(done.failure)}
+        if await self._ended_at_turn_limit(claimed, resources or {}):
+            return "succeeded", {**metadata, TURN_LIMIT_REACHED: True}
+        return "failed", metadata
 
     async def _ended_at_turn_limit(self, claimed: AttemptedRollout, resources: NamedResources) -> bool:
         """Whether a call was refused because of the limit on answers."""
@@ -570,7 +594,7 @@ class Runner:
         ids = claimed.rollout_id, claimed.attempt.attempt_id
         llm = first_llm(resources)
         proxy_url = llm.root_url if isinstance(llm, ProxyLLM) else None
-        redirect = self._redirect or (self._redirect is None and proxy_url is not None)
+        redirect = self.redirect or (self.redirect is None and proxy_url is not None)
         environment = attempt_environment(url, self._secret, *ids, redirect=redirect, model_url=proxy_url)
         environment[PATIENCE] = f"{self._retry.patience:g}"
         if redirect:
@@ -637,7 +661,7 @@ class Runner:
     def _discard(self, attempt_id: str) -> None:
         attempt = self._active.get(attempt_id)
         if attempt is not None and not attempt.reporting and attempt.task.cancel():
-            self._count("discarded")
+            self._counts["discarded"] += 1
 
 
 def _heartbeat_interval(seconds: float, lease: float | None) -> float:

@@ -54,38 +54,11 @@ def air_rule(function: R) -> R:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightedRule:
-    """A rule of a run."""
-
-    name: str
-    function: Rule
-    weight: float
-
-    def reward(self, span: Span, spans: Sequence[Span]) -> float | None:
-        """The reward of a span; None or 0 for none. Raises RewardError for a rule that fails."""
-        try:
-            score = self.function(span, spans) if _takes_attempt(self.function) else self.function(span)
-        except Exception as error:  # the rule is the user's code
-            raise RewardError(f"{self._about(span)} raised {type(error).__name__}: {error}") from error
-        if score is None:
-            return None
-        number = usable_reward(score)
-        reward = None if number is None else usable_reward(number * self.weight)
-        if reward is None:
-            raise RewardError(
-                f"{self._about(span)} returned {score!r:.80}; return a finite number, or None for nothing"
-            )
-        return reward
-
-    def _about(self, span: Span) -> str:
-        return f"AIR rule {self.name!r}, on span {span.span_id} of rollout {span.rollout_id},"
-
-
-@dataclass(frozen=True, slots=True)
 class AutomaticRewards:
     """The rules of a run."""
 
-    rules: tuple[WeightedRule, ...]
+    rules: Mapping[str, tuple[Rule, float]]
+    """By name, with their weights."""
 
     def reward_spans(self, spans: Sequence[Span], calls: Sequence[Span]) -> list[Span]:
         """The rewards of one attempt as spans. `spans`: all of its spans; `calls`: those that are model calls."""
@@ -95,20 +68,35 @@ class AutomaticRewards:
         call: str | None = None
         for span in own:
             call = span.span_id if span.span_id in known else call
-            if call is not None:
-                found += self._rewards_of(span, own, call)
+            if call is None:
+                continue
+            for name, (function, weight) in self.rules.items():
+                if reward := _reward(name, function, weight, span, own):
+                    found.append(_reward_span(span, call, name, reward))
         return found
 
-    def _rewards_of(self, span: Span, own: Sequence[Span], call: str) -> list[Span]:
-        rewards = {rule.name: rule.reward(span, own) for rule in self.rules}
-        return [_reward_span(span, call, name, value) for name, value in rewards.items() if value]
+
+def _reward(name: str, function: Rule, weight: float, span: Span, spans: Sequence[Span]) -> float | None:
+    """The reward of a span; None or 0 for none. Raises RewardError for a rule that fails."""
+    about = f"AIR rule {name!r}, on span {span.span_id} of rollout {span.rollout_id},"
+    try:
+        score = function(span, spans) if _takes_attempt(function) else function(span)
+    except Exception as error:  # the rule is the user's code
+        raise RewardError(f"{about} raised {type(error).__name__}: {error}") from error
+    if score is None:
+        return None
+    number = usable_reward(score)
+    reward = None if number is None else usable_reward(number * weight)
+    if reward is None:
+        raise RewardError(f"{about} returned {score!r:.80}; return a finite number, or None for nothing")
+    return reward
 
 
 def weighted_rules(weights: Mapping[str, float], load: Callable[[str], Rule]) -> AutomaticRewards | None:
     """The rules of a configuration, `load` resolving `module:function`; None for none. Raises ConfigError."""
     check_rules(weights)
-    rules = [WeightedRule(name, _RULES.get(name) or load(name), weight) for name, weight in weights.items()]
-    return AutomaticRewards(tuple(rules)) if rules else None
+    rules = {name: (_RULES.get(name) or load(name), weight) for name, weight in weights.items()}
+    return AutomaticRewards(rules) if rules else None
 
 
 def check_rules(weights: Mapping[str, float]) -> None:

@@ -8,15 +8,14 @@ Requests whose attempt is uncertain or has ended, and those of reward functions,
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import sys
 import threading
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import wraps
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, Final
 from urllib.parse import quote, urlsplit
@@ -215,42 +214,21 @@ def _patch(name: str, module: ModuleType) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds no modules itself; wraps the loaders of the clients to patch."""
-
-    def __init__(self) -> None:
-        self._searching = threading.local()
+    """Finds the modules of the clients as Python itself does, and has them patched once they are imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if (
-            fullname not in _PATCHES
-            or fullname in _patched_modules
-            or getattr(self._searching, "name", None) == fullname
-        ):
+        if fullname not in _PATCHES:
             return None
-        self._searching.name = fullname
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._searching.name = None
-        if spec is not None and spec.loader is not None:
-            spec.loader = _PatchingLoader(spec.loader)
+        spec = PathFinder.find_spec(fullname, path, target)
+        loader: Any = spec and spec.loader
+        if loader is not None:
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _patch(fullname, module)
+
+            loader.exec_module = exec_module
         return spec
-
-
-class _PatchingLoader(Loader):
-    """Delegates to the real loader, then patches the module."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        _patch(module.__name__, module)

@@ -24,7 +24,6 @@ from agentlightning.tracing import messages
 from agentlightning.util.json_values import dumps
 
 TOOL_DESCRIPTION: Final = "gen_ai.tool.description"
-TOOL_CALL_ID: Final = "gen_ai.tool.call.id"
 WORKFLOW_NAME: Final = "gen_ai.workflow.name"
 CONVERSATION_ID: Final = "gen_ai.conversation.id"
 ORIGINAL_NAME: Final = "agentlightning.original_name"
@@ -63,7 +62,7 @@ ALIASES: Final[dict[str, tuple[str, ...]]] = {
     CONVERSATION_ID: ("session.id", "traceloop.association.properties.session_id"),
     names.TOOL_NAME: ("tool.name", "tool_call.function.name"),
     TOOL_DESCRIPTION: ("tool.description",),
-    TOOL_CALL_ID: ("tool_call.id", "tool.id"),
+    names.TOOL_CALL_ID: ("tool_call.id", "tool.id"),
     names.TOOL_ARGUMENTS: ("tool_call.function.arguments",),
 }
 """Our attribute -> equivalent names in other conventions."""

@@ -8,17 +8,14 @@ with one warning.
 What `emit_*` records starts and ends at once, so it is written as our `Span` directly, at a third of the cost of an
 OpenTelemetry span. If another processor was added to the provider, it is a real one, which that processor sees too.
 
-A span without a parent belongs to the trace of its attempt (`attempt_address.trace_id_of`). Span ids come from a
-separate random generator: agents seed the `random` module and hosts fork, and the store would merge spans with equal
-ids.
+A span without a parent belongs to the trace of its attempt (`attempt_address.trace_id_of`). Ids are drawn
+apart from the `random` module: agents seed it and hosts fork, and the store would merge spans with equal ids.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
-import random
 import threading
 import time
 from collections.abc import Mapping
@@ -36,7 +33,7 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import Status, StatusCode, format_span_id, format_trace_id
 
-from agentlightning.span import AGENT_NAME, Span
+from agentlightning.span import AGENT_NAME, Span, new_span_id
 from agentlightning.tracing.otlp.otel_span import INSTRUMENTATION, NANOSECONDS, plain_attributes, to_span
 from agentlightning.tracing.outbox import counters
 from agentlightning.tracing.scope import (
@@ -49,6 +46,7 @@ from agentlightning.tracing.scope import (
     is_left_out,
     recording_scope,
 )
+from agentlightning.util.random_ids import random_bits
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +54,6 @@ _RESOURCE: dict[str, Any] = {SERVICE_NAME: INSTRUMENTATION}
 
 UNLIMITED = SpanLimits(**dict.fromkeys(signature(SpanLimits).parameters, SpanLimits.UNSET))
 """Set explicitly: limits in the environment are meant for telemetry and would truncate messages."""
-
-
-_random = random.Random()  # seeded by the operating system; `os.urandom` would cost a system call per id
-os.register_at_fork(after_in_child=_random.seed)
 
 
 def _open_scope() -> Scope | None:
@@ -70,11 +64,11 @@ class SpanIdGenerator(IdGenerator):
     """Ids that are unique despite seeds and forks. Within a scope, the trace id is the attempt's."""
 
     def generate_span_id(self) -> int:
-        return _random.getrandbits(64) or 1
+        return random_bits(64) or 1
 
     def generate_trace_id(self) -> int:
         scope = _open_scope()
-        return (_random.getrandbits(128) or 1) if scope is None else int(scope.trace_id, 16)
+        return (random_bits(128) or 1) if scope is None else int(scope.trace_id, 16)
 
 
 class ScopeProcessor(SpanProcessor):
@@ -177,7 +171,7 @@ def record(name: str, attributes: Mapping[str, Any], error: str | None = None, s
         start_time=now if start_time is None else start_time,
         end_time=now,
         trace_id=format_trace_id(parent.trace_id) if parent.is_valid else scope.trace_id,
-        span_id=f"{_random.getrandbits(64) or 1:016x}",
+        span_id=new_span_id(),
         parent_id=format_span_id(parent.span_id) if parent.is_valid else None,
         status_code="UNSET" if error is None else "ERROR",
         status_message=error,

@@ -2,8 +2,7 @@
 
 The process that starts it holds the other end of the pipe. When that is closed, on purpose or because its holder was
 killed, the process group of the command gets SIGTERM, and SIGKILL after SECONDS. It runs by its path, without the
-package: standard library only. (runner/hosts/orphan_guard.py watches many groups at once, as a process that is not
-their parent; this one is the parent of one command and exits with its status.)
+package: standard library only. It exits with the status of the command.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+import asyncio
 import os
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from agentlightning.errors import AgentError, Failure
 from agentlightning.runner.agents.command import OUTPUT_BYTES, Command, CommandError
 
 
-def sh(script: str, grace: float = 0.3) -> Command:
-    return Command(("sh", "-c", script), grace)
+def sh(script: str, call: Any) -> str:
+    return asyncio.run(Command(("sh", "-c", script), grace=0.3).start(call))
 
 
 def wait_for(path: Path) -> str:
@@ -51,92 +51,72 @@ def emptied(group: int) -> bool:
     return False
 
 
-@pytest.fixture(params=["as here", "as on macOS"])
-def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "as on macOS":  # before Python 3.13
-        monkeypatch.delattr(os, "waitid")
-
-
 def test_the_task_is_in_the_environment_and_on_stdin(make_call: Any) -> None:
-    output = sh('printf "%s|" "$AGL_TASK"; cat').start(make_call({"q": "é"}))
+    output = sh('printf "%s|" "$AGL_TASK"; cat', make_call({"q": "é"}))
     assert output == '{"q":"é"}|{"q":"é"}'
 
 
 def test_a_task_too_long_for_the_environment_is_on_stdin(make_call: Any) -> None:
-    output = sh('printf "%s|" "$AGL_TASK"; wc -c').start(make_call("x" * 3_000_000))
+    output = sh('printf "%s|" "$AGL_TASK"; wc -c', make_call("x" * 3_000_000))
     assert output.split("|")[0] == ""
     assert int(output.split("|")[1]) == 3_000_002
 
 
 def test_a_program_need_not_read_its_stdin(make_call: Any) -> None:
-    assert sh("exec 0<&-; echo done").start(make_call("x" * 3_000_000)) == "done\n"
+    assert sh("exec 0<&-; echo done", make_call("x" * 3_000_000)) == "done\n"
 
 
 def test_the_end_of_a_long_output_is_kept(make_call: Any) -> None:
-    output = sh("yes filler | head -c 5000000; echo the end").start(make_call())
+    output = sh("yes filler | head -c 5000000; echo the end", make_call())
     assert len(output) == OUTPUT_BYTES
     assert output.endswith("the end\n")
 
 
-@pytest.mark.usefixtures("anywhere")
 def test_an_exit_code_is_a_failure_with_stderr_as_its_traceback(make_call: Any) -> None:
     with pytest.raises(CommandError, match="ended with exit code 3") as caught:
-        sh("echo what went wrong >&2; exit 3").start(make_call())
+        sh("echo what went wrong >&2; exit 3", make_call())
     assert "stderr:\nwhat went wrong" in Failure.of(caught.value).traceback
 
 
 def test_a_signal_is_named(make_call: Any) -> None:
     with pytest.raises(CommandError, match="was killed by SIGSEGV"):
-        sh("kill -SEGV $$").start(make_call())
+        sh("kill -SEGV $$", make_call())
 
 
 def test_a_program_that_cannot_be_started_is_named(make_call: Any, tmp_path: Path) -> None:
     with pytest.raises(AgentError, match=r"no-such-program.*cannot be started"):
-        Command((str(tmp_path / "no-such-program"),)).start(make_call())
+        asyncio.run(Command((str(tmp_path / "no-such-program"),)).start(make_call()))
 
 
-@pytest.mark.usefixtures("anywhere")
 def test_what_a_program_leaves_behind_ends_with_it(make_call: Any, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
-    output = sh(f"sleep 600 & echo $! > {pid}; echo done").start(make_call())
+    output = sh(f"sleep 600 & echo $! > {pid}; echo done", make_call())
     assert output == "done\n"
     assert gone(int(wait_for(pid)))
 
 
-@pytest.mark.usefixtures("anywhere")
 def test_a_daemon_that_keeps_the_pipes_does_not_keep_the_attempt(make_call: Any, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
-    output = sh(f"setsid sh -c 'echo $$ > {pid}; exec sleep 600' & while [ ! -s {pid} ]; do sleep 0.01; done; echo ok")
-    assert output.start(make_call()) == "ok\n"
+    script = f"setsid sh -c 'echo $$ > {pid}; exec sleep 600' & while [ ! -s {pid} ]; do sleep 0.01; done; echo ok"
+    assert sh(script, make_call()) == "ok\n"
     os.kill(int(wait_for(pid)), 9)
 
 
 @pytest.mark.parametrize("script", ["sleep 600 & sleep 600", "trap '' TERM; sleep 600 & while :; do sleep 1; done"])
-@pytest.mark.usefixtures("anywhere")
 def test_a_stopped_program_is_gone_with_its_children_even_if_it_ignores_sigterm(
     make_call: Any, tmp_path: Path, script: str
 ) -> None:
-    call, pid, errors = make_call(), tmp_path / "pid", []
+    call, pid, groups = make_call(), tmp_path / "pid", list[int]()
+    call.on_program = groups.append
 
-    def run() -> None:
-        try:
-            sh(f"echo $$ > {pid}; {script}").start(call)
-        except CommandError as error:
-            errors.append(str(error))
+    async def run() -> None:
+        command = Command(("sh", "-c", f"echo $$ > {pid}; {script}"), grace=0.3)
+        running = asyncio.create_task(command.start(call))
+        group = int(await asyncio.to_thread(wait_for, pid))
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert groups == [group, 0]
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    group = int(wait_for(pid))
-    while call.program is None:
-        time.sleep(0.01)
-    call.program.terminate()
-    thread.join(20)
-    assert "was killed by SIG" in errors[0]
-    assert emptied(group)
-
-
-def test_a_program_stopped_before_it_started_does_not_run_on(make_call: Any) -> None:
-    call = make_call()
-    call.cancelled = True
-    with pytest.raises(CommandError, match="SIGTERM"):
-        sh("sleep 600").start(call)
+    asyncio.run(run())
+    assert emptied(groups[0])

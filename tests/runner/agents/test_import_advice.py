@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 import sys
 from pathlib import Path
@@ -42,7 +43,7 @@ def test_a_command_without_its_package_fails_with_it(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text("import crewai_of_nobody\n")
     command = Command((sys.executable, str(tmp_path / "agent.py")))
     with pytest.raises(CommandError) as failed:
-        command.start(Invocation(rollout=None, task={}))  # type: ignore[arg-type]
+        asyncio.run(command.start(Invocation(rollout=None, task={})))  # type: ignore[arg-type]
     assert f"{shlex.quote(sys.executable)} -m pip install crewai-of-nobody" in str(failed.value)
 
 

@@ -39,7 +39,7 @@ class AgentResources(dict[str, LLM | ProxyLLM | PromptTemplate]):
 
 
 class Stoppable(Protocol):
-    """A program that can be stopped."""
+    """Something elsewhere that runs for an attempt, such as a Job of Kubernetes."""
 
     def terminate(self) -> None:
         """Ask it to exit, and kill it after the grace."""
@@ -72,13 +72,11 @@ class Invocation:
     task: Any = None
     cancelled: bool = False
     program: Stoppable | None = None
-    """The attempt's program, if it is a command."""
+    """What runs elsewhere for a blocking agent, and has to be stopped when the attempt is."""
+    on_program: Callable[[int], None] = lambda group: None
+    """Told the process group of a command, and 0 once that has ended."""
     needs_process: str = ""
     """What it has touched that all attempts in its process share."""
-
-    def check_process(self) -> None:
-        if self.needs_process:
-            raise OwnProcessNeededError(self.needs_process)
 
     def named_values(self) -> dict[str, Any]:
         """Values of the known parameters; those without a value are absent."""
@@ -161,7 +159,7 @@ class Signature:
     def call(self, invocation: Invocation) -> Any:
         """Call with injected arguments; an async function returns an awaitable. Raises AgentError for a parameter
         without a value."""
-        values = {**_string_keys(invocation.task), **invocation.resources, **invocation.named_values()}
+        values = {**string_keys(invocation.task), **invocation.resources, **invocation.named_values()}
         if self.first is not None and not (isinstance(invocation.task, Mapping) and self._first_is_scalar):
             values.setdefault(self.first, invocation.task)
         return self.apply(values)
@@ -201,5 +199,6 @@ class Signature:
         )
 
 
-def _string_keys(task: Any) -> dict[str, Any]:
+def string_keys(task: Any) -> dict[str, Any]:
+    """The fields of a dict task that a parameter can name."""
     return {key: value for key, value in task.items() if isinstance(key, str)} if isinstance(task, Mapping) else {}

@@ -8,31 +8,27 @@ traceback. It runs in its own process group, which is killed when the attempt en
 
 from __future__ import annotations
 
+import asyncio
 import os
-import selectors
 import shlex
 import shutil
 import signal
-import subprocess
-import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, Any, cast
+from typing import Any, cast
 
 from agentlightning.errors import AgentError
 from agentlightning.runner.agents.arguments import Invocation
 from agentlightning.runner.agents.loading import import_advice
-from agentlightning.runner.hosts.orphan_guard import guard
 from agentlightning.util.json_values import dumps
 
 OUTPUT_BYTES = 1_000_000
 ERROR_BYTES = 64_000
 TASK_VARIABLE_BYTES = 100_000
 """Linux limits one variable to 128 KiB."""
-POLL_SECONDS = 0.05
-"""Poll interval for the exit of a program whose children keep its pipes open."""
+PIPE_SECONDS = 0.2
+"""How long the pipes of a program that has exited are read: a daemon in another group may keep them open."""
 
 
 class CommandError(AgentError):
@@ -63,133 +59,81 @@ class Command:
     """Seconds between SIGTERM and SIGKILL."""
 
     def blocks(self, invocation: Invocation) -> bool:
-        return True
+        return False
 
-    def start(self, invocation: Invocation) -> str:
-        """Run the program and return its output. Raises CommandError."""
-        task = dumps(invocation.task)
+    async def start(self, invocation: Invocation) -> str:
+        """Run the program and return its output. Raises CommandError. Cancelling stops the program and all that is in
+        its process group."""
+        name = shlex.join(self.words)
         environment = {**os.environ, **invocation.environment, **task_variable(invocation.task)}
-        process = RunningCommand(self.words, environment, self.grace)
-        invocation.program = process
-        if invocation.cancelled:  # cancelled before the program was started
-            process.terminate()
-        return process.communicate(task)
+        execute = asyncio.get_running_loop().subprocess_exec
+        starting = asyncio.ensure_future(execute(_Program, *self.words, env=environment, start_new_session=True))
+        cancelled = False
+        while not starting.done():
+            try:
+                await asyncio.wait({starting})
+            except asyncio.CancelledError:
+                cancelled = True  # once it runs, it is stopped with its children
+        try:
+            transport, program = starting.result()
+        except OSError as error:
+            raise AgentError(f"agent {name!r} cannot be started: {error}") from error
+        group = transport.get_pid()
+        invocation.on_program(group)
+        stdin = cast(asyncio.WriteTransport, transport.get_pipe_transport(0))
+        try:
+            if cancelled:
+                raise asyncio.CancelledError
+            stdin.write(dumps(invocation.task))
+            stdin.close()
+            await program.exited.wait()
+        except asyncio.CancelledError:
+            signal_group(group, signal.SIGTERM)
+            await _wait(program.exited, self.grace)
+            raise
+        finally:
+            signal_group(group, signal.SIGKILL)  # what it has left behind; its pipes then close
+            await program.exited.wait()
+            await _wait(program.closed, PIPE_SECONDS)
+            invocation.on_program(0)
+            transport.close()
+        code, errors = transport.get_returncode() or 0, program.errors.text()
+        if code:
+            advice = import_advice(errors, self.words[0])
+            ended = f"{name!r} {describe_exit(code)}"
+            raise CommandError(f"{ended}: {advice}" if advice else ended, errors)
+        return program.output.text()
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    """Wait for an event, at most so many seconds."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+
+
+class _Program(asyncio.SubprocessProtocol):
+    """A program that runs: the end of its output, and events of its end."""
+
+    def __init__(self) -> None:
+        self.output, self.errors = _Tail(OUTPUT_BYTES), _Tail(ERROR_BYTES)
+        self.exited, self.closed = asyncio.Event(), asyncio.Event()
+        """`closed`: its pipes, too."""
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        (self.output if fd == 1 else self.errors).add(data)
+
+    def process_exited(self) -> None:
+        self.exited.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed.set()
 
 
 def task_variable(task: Any) -> dict[str, str]:
     """`AGL_TASK` with the task as JSON; empty if the task is too long for a variable."""
     text = dumps(task)
     return {"AGL_TASK": text.decode()} if len(text) <= TASK_VARIABLE_BYTES else {}
-
-
-class RunningCommand:
-    """A running program and its process group."""
-
-    def __init__(self, words: Sequence[str], environment: dict[str, str], grace: float) -> None:
-        self.name, self.program = shlex.join(words), words[0]
-        self.grace = grace
-        pipe = subprocess.PIPE
-        guard().start()
-        try:
-            self.process = subprocess.Popen(
-                words, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
-            )
-        except OSError as error:
-            raise AgentError(f"agent {self.name!r} cannot be started: {error}") from error
-        guard().add(self.process.pid)
-        self._lock = threading.Lock()
-        self._killing: threading.Timer | None = None
-
-    def terminate(self) -> None:
-        """Send SIGTERM to the group, and SIGKILL after the grace. Returns immediately; `communicate` returns soon
-        after."""
-        self._signal(signal.SIGTERM)
-        self._killing = threading.Timer(self.grace, self.kill)
-        self._killing.daemon = True
-        self._killing.start()
-
-    def kill(self) -> None:
-        self._signal(signal.SIGKILL)
-
-    def _signal(self, number: signal.Signals) -> None:
-        with self._lock:  # the group id cannot be reused until the program is waited for
-            if self.process.returncode is None:
-                signal_group(self.process.pid, number)
-
-    def communicate(self, task: bytes) -> str:
-        """Write the task to stdin, read the output and wait for the program to exit."""
-        stdout, stderr = _Tail(OUTPUT_BYTES), _Tail(ERROR_BYTES)
-        try:
-            self._pump(task, stdout, stderr)
-        finally:
-            self._reap()
-        if self.process.returncode:
-            raise CommandError(self._failure(stderr.text()), stderr.text())
-        return stdout.text()
-
-    def _failure(self, stderr: str) -> str:
-        ended = f"{self.name!r} {describe_exit(self.process.returncode)}"
-        advice = import_advice(stderr, self.program)
-        return f"{ended}: {advice}" if advice else ended
-
-    def _pump(self, task: bytes, stdout: _Tail, stderr: _Tail) -> None:
-        process = self.process
-        stdin = cast(IO[bytes], process.stdin)
-        waiting = memoryview(task)
-        os.set_blocking(stdin.fileno(), False)
-        with selectors.DefaultSelector() as selector:
-            selector.register(stdin, selectors.EVENT_WRITE)
-            selector.register(cast(IO[bytes], process.stdout), selectors.EVENT_READ, stdout)
-            selector.register(cast(IO[bytes], process.stderr), selectors.EVENT_READ, stderr)
-            while selector.get_map():
-                ready = selector.select(POLL_SECONDS)
-                for key, _ in ready:
-                    if key.fileobj is stdin:
-                        waiting = _write(key.fd, waiting)
-                        done = not waiting
-                    else:
-                        done = not cast(_Tail, key.data).read(key.fd)
-                    if done:
-                        selector.unregister(key.fileobj)
-                        cast(IO[bytes], key.fileobj).close()
-                if self._ended():
-                    self._signal(signal.SIGKILL)  # processes it left behind; the pipes then close
-                    if not ready:
-                        return  # a daemon in another group keeps them open
-
-    def _ended(self) -> bool:
-        """Whether the program has exited. Does not reap it where the system allows that, so that its group id stays
-        reserved."""
-        if not _can_peek_at_exit():
-            return self._poll_and_kill_group()
-        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-    def _poll_and_kill_group(self) -> bool:
-        """Reap the program if it has exited and kill its group immediately, before the group id can be reused."""
-        with self._lock:
-            if self.process.returncode is None and self.process.poll() is not None:
-                signal_group(self.process.pid, signal.SIGKILL)
-            return self.process.returncode is not None
-
-    def _reap(self) -> None:
-        if _can_peek_at_exit():
-            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
-        while not self._ended():
-            time.sleep(POLL_SECONDS)
-        self._signal(signal.SIGKILL)
-        guard().remove(self.process.pid)  # before the group id can be reused
-        with self._lock:
-            self.process.wait()
-        if self._killing is not None:
-            self._killing.cancel()
-        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
-            if pipe is not None:
-                pipe.close()
-
-
-def _can_peek_at_exit() -> bool:
-    """Whether a process's exit can be seen without reaping it: not on macOS before Python 3.13."""
-    return hasattr(os, "waitid")
 
 
 class _Tail:
@@ -199,26 +143,13 @@ class _Tail:
         self.limit = limit
         self.data = bytearray()
 
-    def read(self, fd: int) -> bool:
-        """Read available bytes; False at the end of the stream."""
-        piece = os.read(fd, 65536)
-        self.data += piece
+    def add(self, data: bytes) -> None:
+        self.data += data
         if len(self.data) > 2 * self.limit:
             del self.data[: -self.limit]
-        return bool(piece)
 
     def text(self) -> str:
         return bytes(self.data[-self.limit :]).decode(errors="replace")
-
-
-def _write(fd: int, waiting: memoryview) -> memoryview:
-    """Write a part; the rest. A program may close its stdin without reading it."""
-    try:
-        return waiting[os.write(fd, waiting[:65536]) :]
-    except BlockingIOError:
-        return waiting
-    except BrokenPipeError:
-        return waiting[len(waiting) :]
 
 
 def signal_group(group: int, number: signal.Signals) -> None:

@@ -148,45 +148,24 @@ FRAMEWORK_MODULES = (
 
 def load_object(spec: Reference | Pickled, role: str) -> Any:
     """The object that a specification refers to. Raises AgentError with the cause."""
-    if isinstance(spec, Pickled):
-        return _unpickle(spec, role)
-    module = _import_file(spec, role) if spec.is_file else _import_module(spec, role)
+    path = Path(spec.module).resolve() if isinstance(spec, Reference) and spec.is_file else None
+    if path is not None and not path.is_file():
+        raise AgentError(f"{role} {spec}: file not found: {path}{_suggest_file(path.name, path.parent)}")
+    try:
+        if isinstance(spec, Pickled):
+            return pickle.loads(spec.data)
+        module = importlib.import_module(spec.module) if path is None else load_file(path, f"agentlightning_{role}")
+    except (Exception, SystemExit) as error:  # importing and unpickling run the user's code
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and path is None and isinstance(spec, Reference) and f"{spec.module}.".startswith(f"{missing}."):
+            raise AgentError(_no_module(spec, role, missing)) from error
+        raise AgentError(_import_failure(spec, role, error)) from error
     try:
         return resolve_method(module, spec.name, role)
     except AttributeError:
         near = difflib.get_close_matches(spec.name, [n for n in vars(module) if not n.startswith("_")], n=1)
         hint = f"; did you mean {spec.module}:{near[0]}?" if near else ""
         raise AgentError(f"{role} {spec}: {spec.module} has no {spec.name!r}{hint}") from None
-
-
-def _unpickle(spec: Pickled, role: str) -> Any:
-    try:
-        return pickle.loads(spec.data)
-    except (Exception, SystemExit) as error:  # unpickling runs the user's code
-        raise AgentError(_import_failure(spec, role, error)) from error
-
-
-def _import_module(spec: Reference, role: str) -> ModuleType:
-    try:
-        return importlib.import_module(spec.module)
-    except (Exception, SystemExit) as error:  # importing runs the user's code
-        if isinstance(error, ModuleNotFoundError) and error.name and _is_missing_part_of(spec.module, error.name):
-            raise AgentError(_no_module(spec, role, error.name)) from error
-        raise AgentError(_import_failure(spec, role, error)) from error
-
-
-def _import_file(spec: Reference, role: str) -> ModuleType:
-    path = Path(spec.module).resolve()
-    if not path.is_file():
-        raise AgentError(f"{role} {spec}: file not found: {path}{_suggest_file(path.name, path.parent)}")
-    try:
-        return load_file(path, f"agentlightning_{role}")
-    except (Exception, SystemExit) as error:  # importing runs the user's code
-        raise AgentError(_import_failure(spec, role, error)) from error
-
-
-def _is_missing_part_of(module: str, missing: str) -> bool:
-    return module == missing or module.startswith(missing + ".")
 
 
 def _no_module(spec: Reference, role: str, missing: str) -> str:

@@ -16,7 +16,7 @@ from numbers import Real
 from typing import Any, cast
 
 from agentlightning.errors import AgentError, RewardError
-from agentlightning.runner.agents.arguments import Invocation, Signature
+from agentlightning.runner.agents.arguments import Invocation, Signature, string_keys
 from agentlightning.span import MAX_REWARD
 from agentlightning.trajectory import Reward
 
@@ -72,8 +72,6 @@ class RewardFunction:
 
     def start(self, invocation: Invocation, output: Any, **further: Any) -> Any:
         """Call the function; an async one returns an awaitable. `further`: more arguments by parameter name."""
-        task = cast(Mapping[Any, Any], invocation.task) if isinstance(invocation.task, Mapping) else {}
-        values = {key: value for key, value in task.items() if isinstance(key, str)}
         known = {
             "task": invocation.task,
             "output": output,
@@ -81,4 +79,4 @@ class RewardFunction:
             "resources": invocation.resources,
             **further,
         }
-        return self.signature.apply({**values, **known})
+        return self.signature.apply({**string_keys(invocation.task), **known})

@@ -8,6 +8,7 @@ process, which is killed as soon as only such attempts are left in it, or at onc
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -15,7 +16,7 @@ from typing import cast
 from msgspec.structs import replace
 
 from agentlightning.errors import AgentError
-from agentlightning.runner.agents.command import describe_exit
+from agentlightning.runner.agents.command import describe_exit, signal_group
 from agentlightning.runner.hosts.messages import (
     Cancel,
     Done,
@@ -24,6 +25,7 @@ from agentlightning.runner.hosts.messages import (
     FromHost,
     Job,
     MessageError,
+    Program,
     Ready,
     Spans,
     Started,
@@ -69,6 +71,8 @@ class RunningAttempt:
     """Its caller waits no longer."""
     acknowledged: bool = False
     """The process knows that it is to be stopped, so its event loop is alive."""
+    program: int = 0
+    """The process group of the program that it runs; 0 for none."""
 
     def forward(self, spans: Sequence[Span]) -> None:
         """Forward spans as spans of this attempt, whatever ids they carry."""
@@ -94,10 +98,6 @@ class AttemptProcess(asyncio.Protocol):
         self._slots, self._grace, self._kill, self._on_change = slots, grace, kill, on_change
         self._killed: str | None = None
         """Why it was killed while attempts ran in it, for their error message."""
-        self._blocked = False
-        """It was killed because an attempt that was stopped blocks its event loop."""
-        self._suspects = 0
-        """How many attempts it had started that had not ended when it exited."""
         self._transport: asyncio.Transport | None = None
         self._frames: FrameDecoder[FromHost] = FrameDecoder(FromHost)
         self._outbox: list[bytes] = []
@@ -150,8 +150,9 @@ class AttemptProcess(asyncio.Protocol):
         if attempt.job.job_id not in self.attempts or self.exited is not None or self._killed is not None:
             return
         if not attempt.acknowledged:
-            self._blocked = self.ending = True
+            self.ending = True
             self._kill_because("another attempt blocked its event loop and did not end at its timeout")
+            self._fail_all(lambda _: LostAttemptError(f"the process the agent ran in {self._killed}", alone=False))
         self.retire()
 
     def retire(self) -> None:
@@ -211,6 +212,8 @@ class AttemptProcess(asyncio.Protocol):
             return
         if isinstance(message, Started):
             attempt.started = True
+        elif isinstance(message, Program):
+            attempt.program = message.group
         elif isinstance(message, Spans):
             if not attempt.stopped:
                 attempt.forward(message.spans)
@@ -239,7 +242,6 @@ class AttemptProcess(asyncio.Protocol):
     def on_exit(self, exited: Exited) -> None:
         """The process has exited: fail its attempts after the messages it had sent are read."""
         self.exited = exited
-        self._suspects = sum(each.stopped or each.started for each in self.attempts.values())
         if self._transport is None:
             self._fail(exited)
         else:
@@ -248,15 +250,25 @@ class AttemptProcess(asyncio.Protocol):
     def _fail(self, exited: Exited) -> None:
         if self._transport is not None:
             self._transport.close()
-        for attempt in self.attempts.values():
-            if not attempt.done.done():
-                attempt.done.set_exception(self._error_of(attempt, exited))
+        self.kill_programs()
+        suspects = sum(each.stopped or each.started for each in self.attempts.values())
+        self._fail_all(lambda attempt: self._error_of(attempt, exited, suspects - 1))
         self.attempts.clear()
 
-    def _error_of(self, attempt: RunningAttempt, exited: Exited) -> AgentError:
-        """Whose fault an exit was is known only where one attempt ran, or one has blocked the event loop."""
+    def _fail_all(self, error_of: Callable[[RunningAttempt], AgentError]) -> None:
+        for attempt in self.attempts.values():
+            if not attempt.done.done():
+                attempt.done.set_exception(error_of(attempt))
+
+    def kill_programs(self) -> None:
+        """Kill the programs that the process has left: each has a process group of its own."""
+        for attempt in self.attempts.values():
+            if attempt.program > 1:
+                signal_group(attempt.program, signal.SIGKILL)
+
+    def _error_of(self, attempt: RunningAttempt, exited: Exited, others: int) -> AgentError:
+        """Whose fault an exit was is known only where one attempt ran."""
         crash = AgentCrashedError(exited, self._killed)
-        if self._blocked or not attempt.started:
+        if not attempt.started:
             return LostAttemptError(str(crash), alone=False)
-        others = self._suspects - 1
         return crash if others < 1 else LostAttemptError(f"{crash}, which {others} other attempts shared", alone=True)

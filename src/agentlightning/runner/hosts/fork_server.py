@@ -43,7 +43,6 @@ from agentlightning.runner.hosts.messages import (
     FrameDecoder,
     Load,
     Loaded,
-    LoadFailed,
     ToForkServer,
     encode,
 )
@@ -84,7 +83,7 @@ def main() -> None:
     try:
         setup = prepare(load)
     except AgentError as error:
-        _send(control, LoadFailed(str(error)))
+        _send(control, Loaded(str(error)))
         return
     attempt_environ.install()
     install_globally()
@@ -95,7 +94,7 @@ def main() -> None:
     ForkServer(control, setup).serve()
 
 
-def _send(control: socket.socket, message: Loaded | LoadFailed | Exited) -> bool:
+def _send(control: socket.socket, message: Loaded | Exited) -> bool:
     """Send a message to the runner; False if it has disconnected."""
     try:
         control.sendall(encode(message))
@@ -112,7 +111,7 @@ def prepare(load: Load) -> Setup:
     if threading.active_count() > 1:
         names = ", ".join(t.name for t in threading.enumerate() if t is not threading.main_thread())
         logger.warning("importing %s started threads (%s), which its processes will not have", load.agent, names)
-    return Setup(agent, reward, load.slots, load.fields, load.hidden)
+    return Setup(agent, reward, load)
 
 
 class ForkServer:

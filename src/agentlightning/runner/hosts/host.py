@@ -13,6 +13,7 @@ import asyncio
 import inspect
 import os
 import re
+import signal
 import socket
 import sys
 import threading
@@ -21,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, replace
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Final, cast
 
@@ -33,7 +35,7 @@ from agentlightning.resources import named_resources
 from agentlightning.runner import attempt_environ
 from agentlightning.runner.agents.agent import Agent, AgentClass
 from agentlightning.runner.agents.arguments import Invocation, OwnProcessNeededError, bind_resources
-from agentlightning.runner.agents.command import CommandError, task_variable
+from agentlightning.runner.agents.command import CommandError, signal_group, task_variable
 from agentlightning.runner.agents.loading import user_traceback
 from agentlightning.runner.agents.reward import RewardFunction, check_reward, looks_like_reward
 from agentlightning.runner.hosts.messages import (
@@ -41,7 +43,9 @@ from agentlightning.runner.hosts.messages import (
     FrameDecoder,
     FromHost,
     Job,
+    Load,
     MessageError,
+    Program,
     Ready,
     Spans,
     Started,
@@ -78,11 +82,7 @@ class Setup:
 
     agent: Agent
     reward: RewardFunction | None
-    slots: int
-    fields: Mapping[str, str]
-    """Environment variable -> the field of a dict task it holds."""
-    hidden: Sequence[str]
-    """Fields of a dict task that are hidden from the agent."""
+    load: Load
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +120,8 @@ class Host:
     def __init__(self, sock: socket.socket, setup: Setup) -> None:
         self._sock, self._setup, self._process = sock, setup, os.getpid()
         self._running: dict[int, Invocation] = {}
+        self._programs: dict[int, int] = {}
+        """Job -> the process group of its command."""
         self._sending = threading.Lock()
         serve_attempts(alone=self.alone, on_doubt=self._separate)
         threading.Thread(target=self._receive, name="agl-host", daemon=True).start()
@@ -141,8 +143,10 @@ class Host:
             while data := self._sock.recv(1 << 18):
                 for message in frames.feed(data):
                     self._handle(message)
-        for invocation in list(self._running.values()):
+        for job_id, invocation in list(self._running.items()):
             invocation.cancelled = True
+            if (group := self._programs.get(job_id)) is not None:
+                signal_group(group, signal.SIGKILL)
             if invocation.program is not None:
                 invocation.program.kill()
         sys.stdout.flush()
@@ -151,8 +155,9 @@ class Host:
 
     def _handle(self, message: ToHost) -> None:
         if isinstance(message, Job):
-            task = without_hidden_fields(message.rollout.input, self._setup.hidden)
+            task = without_hidden_fields(message.rollout.input, self._setup.load.hidden)
             invocation = Invocation(replace(message.rollout, input=task), {}, message.environment, task)
+            invocation.on_program = partial(self._note_program, message.job_id)
             self._running[message.job_id] = invocation
             self._start(message.job_id, self._attempt(message, invocation))
         elif (invocation := self._running.get(message.job_id)) is not None:
@@ -160,6 +165,12 @@ class Host:
             self._cancel(message.job_id)
             if invocation.program is not None:
                 invocation.program.terminate()
+
+    def _note_program(self, job_id: int, group: int) -> None:
+        self._programs[job_id] = group
+        if not group:
+            del self._programs[job_id]
+        self._send(Program(job_id, group))
 
     # -- one attempt -------------------------------------------------------------------------------------------------
 
@@ -189,14 +200,15 @@ class Host:
         """The agent's return value, unless it was the reward. Rewards are recorded."""
         resources = named_resources.validate_python(job.resources)
         invocation.resources = bind_resources(resources, job.server_url, job.environment)
-        fields = attempt_environ.task_variables(invocation.task, self._setup.fields)
+        fields = attempt_environ.task_variables(invocation.task, self._setup.load.fields)
         invocation.environment = {**fields, **job.environment}  # of a command, in its own process
         variables = fields | in_process_environment(job.environment, job.rollout.attempt.worker_id or "")
         if isinstance(self._setup.agent, AgentClass):
             variables |= task_variable(invocation.task)
         with attempt_environ.own_variables(variables) if self.alone else attempt_environ.overlay(variables):
             output = await self._run(invocation)
-        invocation.check_process()
+        if invocation.needs_process:
+            raise OwnProcessNeededError(invocation.needs_process)
         if self._setup.reward is None:
             return _record_output(output)
         # Outside of the attempt's environment, so that its own model calls are not redirected.
@@ -209,8 +221,7 @@ class Host:
             except MissingRewardError as error:
                 value = None
                 emit_annotation({REWARD_MISSING: str(error)})
-        invocation.check_process()
-        if value is not None:
+        if value is not None and not invocation.needs_process:
             emit_reward(value)
         return output
 
@@ -248,7 +259,7 @@ class SharedHost(Host):
     def __init__(self, sock: socket.socket, setup: Setup) -> None:
         self._loop = asyncio.new_event_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._threads = ThreadPoolExecutor(setup.slots, thread_name_prefix="agent")
+        self._threads = ThreadPoolExecutor(setup.load.slots, thread_name_prefix="agent")
         attempt_environ.process_state.on_change = self._refuse_change
         attempt_environ.process_state.on_bare_use = self._refuse_bare_use
         super().__init__(sock, setup)
@@ -304,7 +315,7 @@ class SharedHost(Host):
     def _refuse_bare_use(self, what: str) -> None:
         """Called where code without variables of an attempt reads one of the process, or starts a program with them."""
         own = inherited_scope() is not None or threading.current_thread().name.startswith("agl-")
-        if own or not self._running or not (BARE.match(what) or what in self._setup.fields):
+        if own or not self._running or not (BARE.match(what) or what in self._setup.load.fields):
             return
         self._separate(f"a thread without a context uses {what}")
         raise OwnProcessNeededError(f"{what} is used in a thread that has not the variables of any attempt")

@@ -1,4 +1,4 @@
-"""The pool of processes of a runner: forks them, assigns attempts to them and replaces those that fail.
+"""The pool of processes of a runner: has them forked, assigns attempts to them and replaces those that fail.
 
 `spawn()` starts the fork server and returns immediately, so that the agent is imported while the caller does other
 work; it needs no event loop. `run` executes one attempt. Where attempts are alone in their processes, an idle process
@@ -14,19 +14,38 @@ import asyncio
 import itertools
 import logging
 import math
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from msgspec.structs import replace
+
+from agentlightning.attempt_variables import agent_process_environment
 from agentlightning.errors import AgentError, ConfigError
 from agentlightning.resources import NamedResources, named_resources
 from agentlightning.rollouts import AttemptedRollout
 from agentlightning.runner.agents.command import describe_exit
 from agentlightning.runner.agents.spec import AgentLike, agent_spec, function_spec
 from agentlightning.runner.attempt_environ import check_variables
+from agentlightning.runner.hosts.agent_log import AgentLog
 from agentlightning.runner.hosts.attempt_process import AttemptProcess, LostAttemptError, OnSpans
-from agentlightning.runner.hosts.fork_server_process import ForkServerProcess
-from agentlightning.runner.hosts.messages import Done, Exited, Job, Load, Loaded, LoadFailed
+from agentlightning.runner.hosts.messages import (
+    Done,
+    Exited,
+    Fork,
+    FrameDecoder,
+    FromForkServer,
+    Job,
+    Kill,
+    Load,
+    MessageError,
+    encode,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +53,10 @@ LOAD_SECONDS = 600.0
 """Time limit for importing the agent."""
 MAX_FAILED_STARTS = 3
 """The pool gives up after this many consecutive processes that died before they were ready."""
+CLOSE_SECONDS = 5.0
+HOME = str(Path(__file__).resolve().parents[2])
+"""Directory of this package; a relative entry of the Python path would not find it from another directory."""
+BOOT = "import sys; sys.path.insert(0, sys.argv[2]); from agentlightning.runner.hosts.fork_server import main; main()"
 
 
 class HostPool:
@@ -51,17 +74,17 @@ class HostPool:
         self,
         agent: AgentLike,
         *,
-        reward: Callable[..., Any] | str | None = None,
-        concurrency: int = 32,
-        hosts: int = 1,
-        fresh: bool = False,
-        env: Mapping[str, str] | None = None,
-        hide: Sequence[str] = (),
-        cwd: str | Path | None = None,
-        log: str | Path | None = None,
-        grace: float = 2.0,
-        on_change: Callable[[], None] | None = None,
-        on_broken: Callable[[AgentError], None] | None = None,
+        reward: Callable[..., Any] | str | None,
+        concurrency: int,
+        hosts: int,
+        fresh: bool,
+        env: Mapping[str, str] | None,
+        hide: Sequence[str],
+        cwd: str | Path | None,
+        log: str | Path | None,
+        grace: float,
+        on_change: Callable[[], None],
+        on_broken: Callable[[AgentError], None],
     ) -> None:
         if not 1 <= hosts <= concurrency and not fresh:
             raise ConfigError(f"hosts={hosts}, concurrency={concurrency}: use 1 <= hosts <= concurrency")
@@ -75,9 +98,12 @@ class HostPool:
         self._on_change, self._on_broken = on_change, on_broken
         reward_spec = None if reward is None else function_spec(reward)
         fields = check_variables(env or {}, hide)
-        load = Load(self.agent, reward_spec, (), self._slots, fields, tuple(hide), grace)
-        self._fork_server = ForkServerProcess(load, cwd, log, self._on_message, self._on_fork_server_lost)
-        self._loaded: asyncio.Future[None] | None = None
+        self._load = Load(self.agent, reward_spec, (), self._slots, fields, tuple(hide), grace)
+        self._cwd = Path.cwd() if cwd is None else Path(cwd)
+        self._log = None if log is None else AgentLog(log)
+        self._fork_server: subprocess.Popen[bytes] | None = None
+        self._frames: FrameDecoder[FromForkServer] = FrameDecoder(FromForkServer)
+        self._trimming: asyncio.Task[None] | None = None
         self._processes: dict[int, AttemptProcess] = {}
         self._connecting = set[asyncio.Task[Any]]()
         self._numbers, self._job_ids = itertools.count(1), itertools.count(1)
@@ -89,15 +115,36 @@ class HostPool:
     # -- life --------------------------------------------------------------------------------------------------------
 
     def spawn(self, variables: Mapping[str, str] | None = None) -> None:
-        """Start importing the agent in another process; `variables` override this process's environment. Idempotent."""
-        if not self._fork_server.spawned:
-            self._fork_server.spawn(variables)
+        """Start importing the agent in another process; `variables` override this process's environment. Needs no event
+        loop. Idempotent. Raises AgentError."""
+        if self._fork_server is not None:
+            return
+        if not self._cwd.is_dir():
+            raise AgentError(f"the agent's directory cwd={str(self._cwd)!r} does not exist")
+        self._control, theirs = socket.socketpair()
+        command = [sys.executable, "-c", BOOT, str(theirs.fileno()), HOME]
+        with theirs, _output(self._log) as output:
+            # A new session, so that Ctrl-C reaches only the runner, which decides what happens to the attempts.
+            self._fork_server = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=self._cwd,
+                env=agent_process_environment(os.environ),
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        self._request(replace(self._load, sys_path=_python_path(self._cwd), variables=dict(variables or {})))
 
     async def start(self) -> None:
         """Wait until the agent is imported and attempts can run. Raises AgentError."""
         self.spawn()
-        self._loaded = asyncio.get_running_loop().create_future()
-        self._fork_server.attach()
+        loop = asyncio.get_running_loop()
+        self._loaded = loop.create_future()
+        loop.add_reader(self._control, self._receive)
+        if self._log is not None:
+            self._trimming = loop.create_task(self._log.trim_periodically())
         try:
             async with asyncio.timeout(LOAD_SECONDS):
                 await self._loaded
@@ -111,10 +158,18 @@ class HostPool:
 
     async def close(self) -> None:
         """End all processes. Idempotent."""
+        if self._closing or self._fork_server is None:
+            return
         self._closing = True
         for process in self._processes.values():
             process.close()
-        await self._fork_server.close()
+        if self._trimming is not None:
+            self._trimming.cancel()
+        asyncio.get_running_loop().remove_reader(self._control)
+        self._control.close()
+        await asyncio.to_thread(_wait_or_kill, self._fork_server)
+        for process in self._processes.values():
+            process.kill_programs()
 
     # -- work --------------------------------------------------------------------------------------------------------
 
@@ -133,8 +188,8 @@ class HostPool:
         server_url: str,
         environment: Mapping[str, str],
         on_spans: OnSpans,
-        timeout: float | None = None,
-        once: bool = False,
+        timeout: float | None,
+        once: bool,
     ) -> Done:
         """Run one attempt until it ends, in a new process if `once`. Raises TimeoutError after `timeout` seconds,
         AgentCrashedError when its process exits, and LostAttemptError where that may be another's fault, or it needs a
@@ -184,18 +239,20 @@ class HostPool:
     # -- processes ---------------------------------------------------------------------------------------------------
 
     def _fork(self, alone: bool) -> AttemptProcess:
-        number = next(self._numbers)
+        number, loop = next(self._numbers), asyncio.get_running_loop()
 
         def kill() -> None:
             if not self._closing:
-                self._fork_server.kill(number)
+                self._request(Kill(number))
 
         process = self._processes[number] = AttemptProcess(
             1 if alone else self._slots, alone=alone, grace=self._grace, kill=kill, on_change=self._notify_change
         )
-        loop = asyncio.get_running_loop()
-        sock = self._fork_server.fork(number, alone)
-        self._connecting.add(task := loop.create_task(loop.create_unix_connection(lambda: process, sock=sock)))
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._request(Fork(number, alone), theirs)
+        ours.setblocking(False)
+        self._connecting.add(task := loop.create_task(loop.create_unix_connection(lambda: process, sock=ours)))
         task.add_done_callback(self._connecting.discard)
         return process
 
@@ -206,17 +263,32 @@ class HostPool:
                 self._fork(alone=False)
         self._changed.set()
         self._changed.clear()
-        if self._on_change is not None:
-            self._on_change()
+        self._on_change()
 
-    def _on_message(self, message: Loaded | LoadFailed | Exited) -> None:
-        if isinstance(message, Exited):
-            self._on_exit(message)
-        elif self._loaded is not None and not self._loaded.done():
-            if isinstance(message, Loaded):
-                self._loaded.set_result(None)
-            else:
-                self._loaded.set_exception(AgentError(message.message))
+    def _request(self, message: Load | Fork | Kill, *passed: socket.socket) -> None:
+        data = encode(message)
+        with suppress(BrokenPipeError, ConnectionResetError):  # `_on_fork_server_lost` follows
+            sent = socket.send_fds(self._control, [data], [each.fileno() for each in passed]) if passed else 0
+            self._control.sendall(data[sent:])
+
+    def _receive(self) -> None:
+        """Read what the fork server says."""
+        try:
+            data = self._control.recv(65536, socket.MSG_DONTWAIT)
+            for message in self._frames.feed(data):
+                if isinstance(message, Exited):
+                    self._on_exit(message)
+                elif message.error:
+                    self._loaded.set_exception(AgentError(message.error))
+                else:
+                    self._loaded.set_result(None)
+        except BlockingIOError:
+            return
+        except (ConnectionResetError, MessageError):
+            data = b""
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._control)
+            self._on_fork_server_lost()
 
     def _on_exit(self, exited: Exited) -> None:
         process = self._processes.pop(exited.host_id)
@@ -232,17 +304,17 @@ class HostPool:
         )
 
     def _on_fork_server_lost(self) -> None:
-        if self._closing:
+        if self._closing or self._fork_server is None:
             return
-        code = self._fork_server.returncode()
+        with suppress(subprocess.TimeoutExpired):
+            self._fork_server.wait(1.0)
+        code = self._fork_server.returncode
         exited = Exited(0, -9 if code is None else code, "")
         how = describe_exit(exited.status)
-        if self._loaded is not None and not self._loaded.done():
-            text = (
-                f"the process that imports agent {self.agent} {how} before it was done; "
-                f"what it printed is {self._fork_server.output}"
-            )
-            return self._loaded.set_exception(AgentError(text))
+        if not self._loaded.done():
+            where = "on stderr" if self._log is None else f"in {self._log.path}"
+            why = f"the process that imports agent {self.agent} {how} before it was done; what it printed is {where}"
+            return self._loaded.set_exception(AgentError(why))
         for process in self._processes.values():
             process.on_exit(exited)
         self._mark_broken(f"the process that starts the processes of agent {self.agent} {how}")
@@ -250,5 +322,23 @@ class HostPool:
     def _mark_broken(self, why: str) -> None:
         self._broken = AgentError(why)
         self._notify_change()
-        if self._on_broken is not None:
-            self._on_broken(self._broken)
+        self._on_broken(self._broken)
+
+
+def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(CLOSE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _output(log: AgentLog | None) -> IO[Any]:
+    """The file agents print to: the log, or our stderr. Never our stdout, which carries the results of a command."""
+    return open(os.dup(2), "wb") if log is None else open(log.path, "ab")
+
+
+def _python_path(cwd: Path) -> tuple[str, ...]:
+    path = [os.path.abspath(entry) for entry in sys.path]
+    here = str(cwd.resolve())
+    return tuple(path if here in path else [here, *path])

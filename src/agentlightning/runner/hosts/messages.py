@@ -70,13 +70,9 @@ class Kill(Message, frozen=True):
 
 
 class Loaded(Message, frozen=True):
-    """The agent is imported; hosts can be forked."""
+    """The agent is imported, and hosts can be forked; or it could not be imported."""
 
-
-class LoadFailed(Message, frozen=True):
-    """The agent could not be imported."""
-
-    message: str
+    error: str = ""
 
 
 class Exited(Message, frozen=True):
@@ -124,6 +120,14 @@ class Started(Message, frozen=True):
     job_id: int
 
 
+class Program(Message, frozen=True):
+    """An attempt has started a program, or it has ended."""
+
+    job_id: int
+    group: int
+    """Its process group; 0 once it has ended."""
+
+
 class Spans(Message, frozen=True):
     """Spans that an attempt has emitted."""
 
@@ -151,9 +155,9 @@ class Done(Message, frozen=True):
 
 
 ToForkServer = Fork | Kill
-FromForkServer = Loaded | LoadFailed | Exited
+FromForkServer = Loaded | Exited
 ToHost = Job | Cancel
-FromHost = Ready | Started | Spans | Stopping | Done
+FromHost = Ready | Started | Program | Spans | Stopping | Done
 
 # -- framing ---------------------------------------------------------------------------------------------------------
 
@@ -185,13 +189,6 @@ def encode(message: Message) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def _decode(body: bytes, decoder: msgspec.msgpack.Decoder[Kind]) -> Kind:
-    try:
-        return decoder.decode(body)
-    except (msgspec.DecodeError, ValueError, TypeError, RecursionError, MemoryError) as error:
-        raise MessageError(f"{len(body)} bytes received that are not a valid message: {error}") from error
-
-
 class FrameDecoder(Generic[Kind]):
     """Decodes a byte stream into messages of one kind (a union of message types)."""
 
@@ -204,18 +201,16 @@ class FrameDecoder(Generic[Kind]):
     def feed(self, data: bytes) -> Iterator[Kind]:
         """Messages that are complete after these bytes. Raises MessageError for an invalid one."""
         self._data += data
-        start = 0
-        while (end := self._end(start)) is not None:
-            body = bytes(memoryview(self._data)[start + _LENGTH.size : end])
-            start = end
-            yield _decode(body, self._decoder)
-        del self._data[:start]
-
-    def _end(self, start: int) -> int | None:
-        if len(self._data) - start < _LENGTH.size:
-            return None
-        length = _LENGTH.unpack_from(self._data, start)[0]
-        if length > MAX_BYTES:
-            raise MessageError(f"a message of {length} bytes was announced; at most {MAX_BYTES} are read")
-        end = start + _LENGTH.size + length
-        return end if end <= len(self._data) else None
+        while len(self._data) >= _LENGTH.size:
+            length = _LENGTH.unpack_from(self._data)[0]
+            if length > MAX_BYTES:
+                raise MessageError(f"a message of {length} bytes was announced; at most {MAX_BYTES} are read")
+            end = _LENGTH.size + length
+            if len(self._data) < end:
+                return
+            body = bytes(memoryview(self._data)[_LENGTH.size : end])
+            del self._data[:end]
+            try:
+                yield self._decoder.decode(body)
+            except (msgspec.DecodeError, ValueError, TypeError, RecursionError, MemoryError) as error:
+                raise MessageError(f"{length} bytes received that are not a valid message: {error}") from error
