@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import logging
 import os
 import secrets
@@ -35,6 +37,7 @@ from agentlightning.cli.output import agl, open_output
 from agentlightning.cli.process.access_token import hide_token
 from agentlightning.cli.process.child_process import ChildProcess
 from agentlightning.errors import AgentError, AgentTimeoutError, ConfigError, Failure, RewardError, StoreError
+from agentlightning.util.event_loop import in_background
 from agentlightning.util.json_values import dumps, loads
 
 if TYPE_CHECKING:
@@ -270,22 +273,16 @@ async def _run(options: Options) -> Summary:
             metadata={"source": "agl run", "command": shlex.join(shown_command)},
             worker_id=worker_id,
         )
-        await _start_heartbeat(target.store, worker_id, stack)
+        await target.store.update_worker(worker_id, lease_seconds=LEASE_SECONDS)
+        await stack.enter_async_context(in_background(_send_heartbeats(target.store, worker_id)))
         return await _execute(options, target, started, worker_id)
 
 
-async def _start_heartbeat(store: LightningStoreBase, worker_id: str, stack: AsyncExitStack) -> None:
-    import asyncio
-
-    async def send_heartbeats() -> None:
-        while True:
-            with suppress(StoreError):  # the server may be away for as long as the lease
-                await store.update_worker(worker_id, lease_seconds=LEASE_SECONDS)
-            await asyncio.sleep(HEARTBEAT_SECONDS)
-
-    await store.update_worker(worker_id, lease_seconds=LEASE_SECONDS)
-    task = asyncio.create_task(send_heartbeats())
-    stack.callback(task.cancel)
+async def _send_heartbeats(store: LightningStoreBase, worker_id: str) -> None:
+    while True:
+        await asyncio.sleep(HEARTBEAT_SECONDS)
+        with suppress(StoreError):  # the server may be away for as long as the lease
+            await store.update_worker(worker_id, lease_seconds=LEASE_SECONDS)
 
 
 async def _execute(options: Options, target: RecordingTarget, started: AttemptedRollout, worker_id: str) -> Summary:
@@ -339,9 +336,6 @@ async def _record_reward(
     reward = options.reward
     if reward is None or (error is not None and not isinstance(reward, float | int)):
         return None
-    import asyncio
-    import inspect
-
     from agentlightning.ingest.agent_events import read_event
     from agentlightning.runner.agents.arguments import Invocation
     from agentlightning.runner.agents.reward import check_reward

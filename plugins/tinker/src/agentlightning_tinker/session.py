@@ -44,10 +44,12 @@ class LossRow:
 class TinkerSession:
     """One training run. Make it with `TinkerSession.open`."""
 
-    def __init__(self, config: TinkerConfig, service: Any, training: Any, base_model: str) -> None:
+    def __init__(
+        self, config: TinkerConfig, service: Any, training: Any, base_model: str, health: ServerHealth
+    ) -> None:
         self.config, self.base_model = config, base_model
         self._service, self._training = service, training
-        self._health = ServerHealth(config)
+        self._health = health
 
     @classmethod
     def open(cls, config: TinkerConfig, model: str, rank: int, seed: int) -> TinkerSession:
@@ -71,22 +73,20 @@ class TinkerSession:
         with _errors(config, "open a session"):
             service = tinker.ServiceClient(base_url=url, api_key=key)
             try:
-                training = _wait(
-                    ServerHealth(config),
-                    service.create_lora_training_client(
-                        base,
-                        rank=rank,
-                        seed=seed,
-                        train_mlp=config.mlp,
-                        train_attn=config.attention,
-                        train_unembed=config.head,
-                    ).future(),
-                    f"make an adapter over {base!r}",
+                making = service.create_lora_training_client(
+                    base,
+                    rank=rank,
+                    seed=seed,
+                    train_mlp=config.mlp,
+                    train_attn=config.attention,
+                    train_unembed=config.head,
                 )
+                health = ServerHealth(config)
+                training = asyncio.run(health.result(making.future(), f"make an adapter over {base!r}"))
             except BaseException:
                 _end(service, "errored")
                 raise
-        return cls(config, service, training, base)
+        return cls(config, service, training, base, health)
 
     # -- training --------------------------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class TinkerSession:
 
     def _result(self, call: Any, what: str) -> Any:
         with _errors(self.config, what):
-            return _wait(self._health, call().future(), what)
+            return asyncio.run(self._health.result(call().future(), what))
 
     # -- sampling --------------------------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class TinkerSession:
         top = params.top_logprobs
         with _errors(self.config, "sample"):
             call = sampler.sample(tokens, 1, settings, topk_sample_logprobs=top)
-            return (await self._awaited(call.future(), "sample")).sequences[0]
+            return (await self._health.result(call.future(), "sample")).sequences[0]
 
     async def prompt_logprobs(self, sampler: Any, tokens: Sequence[int]) -> list[float | None]:
         """log p of each token, None for the first."""
@@ -182,17 +182,7 @@ class TinkerSession:
 
         with _errors(self.config, "score tokens"):
             call = sampler.compute_logprobs(types.ModelInput.from_ints(list(tokens)))
-            return await self._awaited(call.future(), "score tokens")
-
-    async def _awaited(self, future: Future[Any], what: str) -> Any:
-        since = time.monotonic()
-        waiting = asyncio.ensure_future(asyncio.wrap_future(future))
-        try:
-            while not (await asyncio.wait({waiting}, timeout=POLL_SECONDS))[0]:
-                await asyncio.to_thread(self._health.check, since, what)
-            return waiting.result()
-        finally:
-            waiting.cancel()
+            return await self._health.result(call.future(), "score tokens")
 
 
 def server_of(config: TinkerConfig) -> str | None:
@@ -210,6 +200,17 @@ class ServerHealth:
         self._asked = time.monotonic()
         self._gone_since: float | None = None
 
+    async def result(self, future: Future[Any], what: str) -> Any:
+        """What a request gives. Raises as `check` does, and what the request raises."""
+        since = time.monotonic()
+        waiting = asyncio.wrap_future(future)
+        try:
+            while not (await asyncio.wait({waiting}, timeout=POLL_SECONDS))[0]:
+                await asyncio.to_thread(self.check, since, what)
+            return waiting.result()
+        finally:
+            waiting.cancel()
+
     def check(self, since: float, what: str) -> None:
         """Raises PolicyError for a request that began too long ago, and for a server that is gone for too long."""
         now = time.monotonic()
@@ -222,7 +223,9 @@ class ServerHealth:
             return
         if now - self._asked >= POLL_SECONDS and self._asking.acquire(blocking=False):
             try:
-                self._ask(self._url)
+                alive = _is_alive(self._url)
+                self._asked = time.monotonic()
+                self._gone_since = None if alive else self._gone_since or self._asked
             finally:
                 self._asking.release()
         gone = 0.0 if self._gone_since is None else self._asked - self._gone_since
@@ -231,14 +234,6 @@ class ServerHealth:
                 f"{self._url} was unreachable for {gone:.0f} s while it was to {what}; start it again, and resume the"
                 " run"
             )
-
-    def _ask(self, url: str) -> None:
-        alive = _is_alive(url)
-        self._asked = time.monotonic()
-        if alive:
-            self._gone_since = None
-        elif self._gone_since is None:
-            self._gone_since = self._asked
 
 
 def _end(service: Any, status: str) -> None:
@@ -250,21 +245,6 @@ def _end(service: Any, status: str) -> None:
             ending.result(timeout=CLOSE_SECONDS)
         except FutureTimeoutError:
             ending.cancel()
-
-
-def _wait(health: ServerHealth, future: Future[Any], what: str) -> Any:
-    since = time.monotonic()
-    while True:
-        try:
-            return future.result(timeout=POLL_SECONDS)
-        except FutureTimeoutError:
-            if future.done():
-                raise
-            try:
-                health.check(since, what)
-            except PolicyError:
-                future.cancel()
-                raise
 
 
 @contextmanager
