@@ -29,7 +29,7 @@ from agentlightning.compat.runner import Hook, check_tracer, with_hooks
 from agentlightning.config import DataConfig, TrainConfig
 from agentlightning.dashboard.app import PATH as DASHBOARD
 from agentlightning.dashboard.app import dashboard_routes
-from agentlightning.dashboard.data.run_data import dashboard_of_run
+from agentlightning.dashboard.data.catalog import catalog_of_run
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.open import follow_trainer, require_training
 from agentlightning.resources import NamedResources, Resource, as_resources
@@ -536,7 +536,7 @@ class Trainer:
                 check = partial(check_free, config, given_store, state.run_id)
                 policy = await open_for_training(config, algorithm, run_dir, state, store, self.progress, check)
                 stack.push_async_callback(policy.close)
-            data = dashboard_of_run(run_dir.path, store)
+            data = catalog_of_run(run_dir.path, store)
             stack.push_async_callback(data.close)
             pages = dashboard_routes(data, token)
             joined = None

@@ -312,7 +312,6 @@ async def _open(options: Options, stack: AsyncExitStack, process: ServerProcess 
     from agentlightning.attempt_address import attempt_secret
     from agentlightning.dashboard.app import dashboard_routes
     from agentlightning.dashboard.data.catalog import Catalog
-    from agentlightning.dashboard.data.run_data import DashboardData
     from agentlightning.observability.logs import ChangeLog, SlowLog
     from agentlightning.observability.metrics import Metrics, counters
     from agentlightning.server.joining import JoinedPolicies
@@ -332,7 +331,7 @@ async def _open(options: Options, stack: AsyncExitStack, process: ServerProcess 
         metrics.add_source(lambda: counters("otlp_export", "Spans sent on", asdict(exporter.counts)))
         observers.append(exporter)
     store = instrument(database, observers)
-    data = DashboardData(Catalog(store, roots=() if options.runs is None else [options.runs]), writable=True)
+    data = Catalog(store, roots=() if options.runs is None else [options.runs], writable=True)
     stack.push_async_callback(data.close)
     if process is not None:
         await stack.enter_async_context(process.sharing(metrics))

@@ -197,9 +197,9 @@ class RemoteUpdater(Updater):
             value.backward()
             assert logprobs_N.grad is not None
             self._send(batch, "cross_entropy", {}, {"weights": -logprobs_N.grad.numpy()})
-        found = {"loss": value, "entropy": -logprobs_N.sum(), **sums}
+        found = {"loss": value.detach(), "entropy": -logprobs_N.detach().sum(), **sums}
         return {
-            **{name: float(each.detach()) for name, each in found.items()},
+            **{name: float(each) for name, each in found.items()},
             "tokens_trained": len(logprobs_N),
             "tokens_computed": sum(row.length for row in batch.rows) * (1 if own else 2),
             "micro_batches": 1,
