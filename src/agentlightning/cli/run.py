@@ -54,36 +54,33 @@ LEASE_SECONDS: Final = 30.0
 HEARTBEAT_SECONDS: Final = 5.0
 SECRET_ENDINGS: Final = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
-Command = Annotated[list[str], typer.Argument(help="The command and its arguments, after --.", show_default=False)]
-ServerUrl = Annotated[
-    str | None,
-    typer.Option("--server", help="A server that records the rollout and answers its calls.", show_default=False),
-]
-Task = Annotated[
-    str | None, typer.Option(help="The task of the rollout: JSON or text; also in AGL_TASK.", show_default=False)
-]
-TaskFile = Annotated[Path | None, typer.Option("--input", help="A file that holds the task.", show_default=False)]
 Reward = Annotated[
     str | None, typer.Option(help="A number, or module:name or path/file.py:name of (task, output) -> number.")
 ]
-Mode = Annotated[Literal["train", "val", "test"] | None, typer.Option(help="The mode of the rollout.")]
-Timeout = Annotated[float | None, typer.Option(min=0.001, help="Seconds after which the command is terminated.")]
-JsonSummary = Annotated[bool, typer.Option("--json", help="Print the summary as JSON, as the last line.")]
 
 
 def run(
-    command: Command,
+    command: Annotated[list[str], typer.Argument(help="The command and its arguments, after --.", show_default=False)],
     models: Models = None,
     routes: Routes = None,
-    server: ServerUrl = None,
+    server: Annotated[
+        str | None,
+        typer.Option("--server", help="A server that records the rollout and answers its calls.", show_default=False),
+    ] = None,
     token: Token = None,
     store: Store = None,
-    task: Task = None,
-    task_file: TaskFile = None,
+    task: Annotated[
+        str | None, typer.Option(help="The task of the rollout: JSON or text; also in AGL_TASK.", show_default=False)
+    ] = None,
+    task_file: Annotated[
+        Path | None, typer.Option("--input", help="A file that holds the task.", show_default=False)
+    ] = None,
     reward: Reward = None,
-    mode: Mode = None,
-    timeout: Timeout = None,
-    as_json: JsonSummary = False,
+    mode: Annotated[Literal["train", "val", "test"] | None, typer.Option(help="The mode of the rollout.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=0.001, help="Seconds after which the command is terminated.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, as the last line.")] = False,
 ) -> None:
     """Run a command as one recorded rollout: agl run -- COMMAND ...
 

@@ -44,60 +44,8 @@ logger = logging.getLogger(__name__)
 PRUNE_SECONDS = 300.0
 """Time between two prunings of the store."""
 
-Host = Annotated[str, typer.Option(envvar="AGL_SERVER_HOST", help="Address to listen on.")]
 Port = Annotated[
     int, typer.Option(min=0, max=65535, envvar="AGL_SERVER_PORT", help="Port to listen on; 0 takes a free one.")
-]
-NoToken = Annotated[
-    bool, typer.Option("--no-token", help="Listen without a token on an address that other machines can reach.")
-]
-AllowHosts = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--allow-host",
-        envvar="AGL_ALLOWED_HOSTS",
-        help="Without a token: another host name of this server; repeatable.",
-        show_default=False,
-    ),
-]
-AllowOrigins = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--allow-origin",
-        envvar="AGL_ALLOWED_ORIGINS",
-        help="A site whose pages may call this server (CORS), as https://NAME[:PORT]; repeatable.",
-        show_default=False,
-    ),
-]
-AllowUnattributed = Annotated[
-    bool,
-    typer.Option(
-        "--allow-unattributed",
-        help="Also answer calls that belong to no rollout, without recording them: for agents that are to use a model,"
-        " and not to be measured.",
-    ),
-]
-Workers = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        help="Processes that serve the port; for providers and the store, not for --model. Linux.",
-    ),
-]
-OtlpExport = Annotated[str | None, typer.Option(help="Export all spans to this OTLP/HTTP endpoint.")]
-AdoptTraces = Annotated[
-    bool, typer.Option("--adopt-traces", help="Store traces of unknown programs as rollouts of their own.")
-]
-KeepDays = Annotated[float | None, typer.Option(min=0, help="Delete rollouts that finished longer ago.")]
-KeepRollouts = Annotated[
-    int | None, typer.Option(min=0, help="Delete the oldest finished rollouts beyond this number.")
-]
-KeepSize = Annotated[
-    str | None, typer.Option(help="Delete the oldest finished rollouts beyond this size, such as 10GB.")
-]
-Runs = Annotated[
-    Path | None,
-    typer.Option(envvar="AGL_RUNS", help="A directory of runs, which the dashboard shows, too.", show_default=False),
 ]
 Tinker = Annotated[
     list[str] | None,
@@ -108,48 +56,88 @@ Tinker = Annotated[
         show_default=False,
     ),
 ]
-TinkerWeights = Annotated[
-    Path | None,
-    typer.Option(help="Where weights that these programs save go; by default beside the store.", show_default=False),
-]
-MaxBody = Annotated[str, typer.Option(help="Largest request to the store and of traces, such as 64MiB.")]
-DrainSeconds = Annotated[
-    float,
-    typer.Option(
-        min=0, help="Time between SIGTERM and the end of listening, in which /readyz responds 503: for load balancers."
-    ),
-]
-GraceSeconds = Annotated[
-    int, typer.Option(min=0, help="Time for requests in progress to finish before the server exits.")
-]
-SlowMs = Annotated[float, typer.Option(min=0, help="Log operations that take longer, in milliseconds.")]
 
 
 def serve(
-    host: Host = "127.0.0.1",
+    host: Annotated[str, typer.Option(envvar="AGL_SERVER_HOST", help="Address to listen on.")] = "127.0.0.1",
     port: Port = 4747,
-    workers: Workers = 1,
+    workers: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Processes that serve the port; for providers and the store, not for --model. Linux.",
+        ),
+    ] = 1,
     store: Store = None,
     token: Token = None,
-    no_token: NoToken = False,
-    allow_hosts: AllowHosts = None,
-    allow_origins: AllowOrigins = None,
+    no_token: Annotated[
+        bool, typer.Option("--no-token", help="Listen without a token on an address that other machines can reach.")
+    ] = False,
+    allow_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-host",
+            envvar="AGL_ALLOWED_HOSTS",
+            help="Without a token: another host name of this server; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    allow_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-origin",
+            envvar="AGL_ALLOWED_ORIGINS",
+            help="A site whose pages may call this server (CORS), as https://NAME[:PORT]; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
     models: Models = None,
     routes: Routes = None,
-    allow_unattributed: AllowUnattributed = False,
+    allow_unattributed: Annotated[
+        bool,
+        typer.Option(
+            "--allow-unattributed",
+            help="Also answer calls that belong to no rollout, without recording them: for agents that are to use a"
+            " model, and not to be measured.",
+        ),
+    ] = False,
     tinker: Tinker = None,
-    tinker_weights: TinkerWeights = None,
-    otlp_export: OtlpExport = None,
-    adopt_traces: AdoptTraces = False,
-    keep_days: KeepDays = None,
-    keep_rollouts: KeepRollouts = None,
-    keep_size: KeepSize = None,
-    runs: Runs = None,
-    max_body: MaxBody = "64MiB",
-    drain_seconds: DrainSeconds = 0.0,
-    grace_seconds: GraceSeconds = 10,
+    tinker_weights: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where weights that these programs save go; by default beside the store.", show_default=False
+        ),
+    ] = None,
+    otlp_export: Annotated[str | None, typer.Option(help="Export all spans to this OTLP/HTTP endpoint.")] = None,
+    adopt_traces: Annotated[
+        bool, typer.Option("--adopt-traces", help="Store traces of unknown programs as rollouts of their own.")
+    ] = False,
+    keep_days: Annotated[float | None, typer.Option(min=0, help="Delete rollouts that finished longer ago.")] = None,
+    keep_rollouts: Annotated[
+        int | None, typer.Option(min=0, help="Delete the oldest finished rollouts beyond this number.")
+    ] = None,
+    keep_size: Annotated[
+        str | None, typer.Option(help="Delete the oldest finished rollouts beyond this size, such as 10GB.")
+    ] = None,
+    runs: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="AGL_RUNS", help="A directory of runs, which the dashboard shows, too.", show_default=False
+        ),
+    ] = None,
+    max_body: Annotated[str, typer.Option(help="Largest request to the store and of traces, such as 64MiB.")] = "64MiB",
+    drain_seconds: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Time between SIGTERM and the end of listening, in which /readyz responds 503: for load balancers.",
+        ),
+    ] = 0.0,
+    grace_seconds: Annotated[
+        int, typer.Option(min=0, help="Time for requests in progress to finish before the server exits.")
+    ] = 10,
     log_format: LogFormat = "text",
-    slow_ms: SlowMs = 250.0,
+    slow_ms: Annotated[float, typer.Option(min=0, help="Log operations that take longer, in milliseconds.")] = 250.0,
     as_json: Json = False,
 ) -> None:
     """Serve a store to clients, runners and agents, until stopped (SIGTERM, Ctrl-C).
@@ -166,11 +154,10 @@ def serve(
         from agentlightning.observability import logs
 
         logs.configure(log_format, secret=token)
+        _check_access(host, token or None, no_token)
         options = Options(
-            host=host,
             store=store,
             token=token or None,
-            no_token=no_token,
             models=tuple(models or ()),
             routing=read_routing(routes),
             tinker=tuple(tinker or ()),
@@ -200,10 +187,8 @@ def serve(
 class Options:
     """The options of `agl serve`; `server` are those of `server.serve.serve`."""
 
-    host: str
     store: str | None
     token: str | None
-    no_token: bool
     models: tuple[str, ...]
     routing: GatewayConfig
     tinker: tuple[str, ...]
@@ -255,6 +240,7 @@ def _serve_in_processes(workers: int, options: Options, output: Output) -> int:
     from agentlightning.server.processes import Processes
 
     _check_workers(workers, options)
+    host = options.server["host"]
 
     def work(process: ServerProcess) -> int:
         own = replace(
@@ -271,9 +257,9 @@ def _serve_in_processes(workers: int, options: Options, output: Output) -> int:
         return 0
 
     def announce(port: int) -> None:
-        _announce(url_of(options.host, port), options, output, workers)
+        _announce(url_of(host, port), options, output, workers)
 
-    return Processes(workers, options.host, options.server["port"], work, announce).run()
+    return Processes(workers, host, options.server["port"], work, announce).run()
 
 
 def _check_workers(workers: int, options: Options) -> None:
@@ -319,7 +305,6 @@ async def _open(options: Options, stack: AsyncExitStack, process: ServerProcess 
     from agentlightning.store.instrumented import Observer, instrument
     from agentlightning.tracing.otlp.exporter import OtlpExporter
 
-    _check_access(options)
     database = open_store(options.store)
     stack.push_async_callback(database.close)
     metrics, slow = Metrics(database), SlowLog(options.slow_seconds)
@@ -375,16 +360,15 @@ def _observe(metrics: Metrics, slow: SlowLog, method: str, waited: float, decide
     slow.took(method, waited, decided, together)
 
 
-def _check_access(options: Options) -> None:
+def _check_access(host: str, token: str | None, no_token: bool) -> None:
     from agentlightning.errors import ConfigError
     from agentlightning.server.app import is_loopback
 
-    token = options.token or ""
-    if not token.isascii() or not token.isprintable() or " " in token:
+    if token is not None and (not token.isascii() or not token.isprintable() or " " in token):
         raise ConfigError("the access token has characters that cannot be sent; use printable ASCII without spaces")
-    if options.token is None and not options.no_token and not is_loopback(options.host):
+    if token is None and not no_token and not is_loopback(host):
         raise ConfigError(
-            f"--host {options.host} can be reached from other machines, and without a token anybody there could read "
+            f"--host {host} can be reached from other machines, and without a token anybody there could read "
             "and change everything: set AGL_TOKEN (or --token), or allow that with --no-token"
         )
 

@@ -223,7 +223,9 @@ class ServerHealth:
             return
         if now - self._asked >= POLL_SECONDS and self._asking.acquire(blocking=False):
             try:
-                alive = _is_alive(self._url)
+                alive = False
+                with suppress(httpx.HTTPError):
+                    alive = httpx.get(self._url + HEALTH, timeout=POLL_SECONDS).status_code < 500
                 self._asked = time.monotonic()
                 self._gone_since = None if alive else self._gone_since or self._asked
             finally:
@@ -274,13 +276,6 @@ def _errors(config: TinkerConfig, what: str) -> Generator[None]:
 
 def _name(config: TinkerConfig) -> str:
     return server_of(config) or "the Tinker service"
-
-
-def _is_alive(url: str) -> bool:
-    try:
-        return httpx.get(url + HEALTH, timeout=POLL_SECONDS).status_code < 500
-    except httpx.HTTPError:
-        return False
 
 
 def _require_server(url: str) -> None:
