@@ -64,8 +64,8 @@ class TinkerPolicy:
 
     @classmethod
     async def open(cls, config: LocalPolicyConfig, server: TinkerConfig) -> TinkerPolicy:
-        """Begin a training run on the server. Raises MissingExtraError, PolicyError for a server that cannot be used,
-        and ConfigError for settings that the API lacks."""
+        """Begin a training run on the server. Raises PolicyError for a server that cannot be used, and ConfigError for
+        settings that the API lacks."""
         check_config(config)
         assert config.lora is not None
         tokenizer, rank = await asyncio.to_thread(_tokenizer, config), config.lora.r

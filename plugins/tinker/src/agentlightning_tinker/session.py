@@ -14,14 +14,15 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, Final, cast
 
 import httpx
 import numpy as np
+import tinker
+from tinker import types
 
 from agentlightning.engine.base import SamplingParams
-from agentlightning.errors import ConfigError, MissingExtraError, PolicyError
+from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.config import OptimizerConfig, TinkerConfig
 from agentlightning.trajectory import FloatArray
 
@@ -53,10 +54,8 @@ class TinkerSession:
 
     @classmethod
     def open(cls, config: TinkerConfig, model: str, rank: int, seed: int) -> TinkerSession:
-        """Begin a training run. Raises MissingExtraError, ConfigError for a key, and PolicyError for a server that is
+        """Begin a training run. Raises ConfigError for a key, and PolicyError for a server that is
         not there, or has no such model."""
-        if find_spec("tinker") is None:
-            raise MissingExtraError("tinker", "tinker", plugin=True)
         key = os.environ.get(config.key_env, "")
         if not key.startswith(KEY_PREFIX):
             raise ConfigError(
@@ -65,8 +64,6 @@ class TinkerSession:
                 f" {KEY_PREFIX} and its token"
             )
         os.environ.setdefault("TINKER_TELEMETRY", "1" if config.telemetry else "0")
-        import tinker  # pyright: ignore[reportMissingImports]
-
         url, base = server_of(config), config.base_model or model
         if url is not None:
             _require_server(url)
@@ -95,8 +92,6 @@ class TinkerSession:
     ) -> list[FloatArray]:
         """Add the gradient of a loss, or without `backward` compute it alone; returns log p of the tokens of each row
         but the first [T - 1]."""
-        from tinker import types  # pyright: ignore[reportMissingImports]
-
         data = [
             types.Datum(
                 model_input=types.ModelInput.from_ints(list(row.token_ids[:-1])),
@@ -117,8 +112,6 @@ class TinkerSession:
 
     def optim_step(self, lr: float, config: OptimizerConfig, eps: float) -> Mapping[str, float]:
         """A step of AdamW by the gradient so far; returns the server's metrics."""
-        from tinker import types  # pyright: ignore[reportMissingImports]
-
         params = types.AdamParams(
             learning_rate=lr,
             beta1=config.betas[0],
@@ -160,8 +153,6 @@ class TinkerSession:
 
     async def sample(self, sampler: Any, prompt: Sequence[int], params: SamplingParams, stop: Any) -> Any:
         """One sequence; `stop` as the package has it."""
-        from tinker import types  # pyright: ignore[reportMissingImports]
-
         settings = types.SamplingParams(
             max_tokens=params.max_tokens,
             seed=params.seed,
@@ -178,8 +169,6 @@ class TinkerSession:
 
     async def prompt_logprobs(self, sampler: Any, tokens: Sequence[int]) -> list[float | None]:
         """log p of each token, None for the first."""
-        from tinker import types  # pyright: ignore[reportMissingImports]
-
         with _errors(self.config, "score tokens"):
             call = sampler.compute_logprobs(types.ModelInput.from_ints(list(tokens)))
             return await self._health.result(call.future(), "score tokens")
@@ -252,8 +241,6 @@ def _end(service: Any, status: str) -> None:
 @contextmanager
 def _errors(config: TinkerConfig, what: str) -> Generator[None]:
     """Errors of the package as PolicyError; of the key as ConfigError."""
-    import tinker  # pyright: ignore[reportMissingImports]
-
     where = _name(config)
     try:
         yield
