@@ -27,6 +27,34 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 10.0
 """How long one claim waits: with a thousand idle runners, the server gets a hundred claims a second."""
 
+ServerUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--server",
+        envvar="AGL_SERVER",
+        help="The URL of `agl serve`: http://HOST:PORT (else AGL_SERVER_HOST and AGL_SERVER_PORT).",
+        show_default=False,
+    ),
+]
+Concurrency = Annotated[int, typer.Option(min=1, help="Concurrent attempts.")]
+Hosts = Annotated[int, typer.Option(min=1, help="Processes that run Python agents.")]
+FreshProcess = Annotated[bool, typer.Option("--fresh-process", help="Run every attempt in a new process.")]
+Queues = Annotated[list[str] | None, typer.Option(help="Claim only from this queue; repeatable.")]
+WorkerId = Annotated[str | None, typer.Option(help="Name of the worker in the store (default: host and process).")]
+Lease = Annotated[
+    float, typer.Option(min=1, help="Seconds without a heartbeat after which other runners get the rollouts.")
+]
+MaxRollouts = Annotated[int | None, typer.Option(min=1, help="Exit after this number of rollouts.")]
+Variables = Annotated[
+    list[str] | None,
+    typer.Option("--variable", help="VARIABLE=FIELD: an environment variable with a field of a dict task; repeatable."),
+]
+Hide = Annotated[
+    list[str] | None,
+    typer.Option(help="A field of a dict task that only the reward function receives; repeatable."),
+]
+Cwd = Annotated[Path | None, typer.Option(help="Working directory of the agent.")]
+Log = Annotated[Path | None, typer.Option(help="File for what the agent prints (default: stderr).")]
 Redirect = Annotated[
     bool | None,
     typer.Option(
@@ -34,69 +62,51 @@ Redirect = Annotated[
         "are redirected to that run)."
     ),
 ]
+JobFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--job",
+        help="Run each attempt in a Kubernetes Job made from this manifest (YAML or JSON); --agent is then the command "
+        "of its container, by default that of the image.",
+        show_default=False,
+    ),
+]
+JobApi = Annotated[
+    str | None,
+    typer.Option(
+        help="The URL of the Kubernetes API server, as that of `kubectl proxy`; by default that of this pod's cluster.",
+        show_default=False,
+    ),
+]
+JobStartSeconds = Annotated[float, typer.Option(min=1, help="Time in which the container of a Job has to start.")]
+DrainSeconds = Annotated[
+    float | None, typer.Option(min=0, help="Time for attempts to finish after SIGTERM (default: unlimited).")
+]
+Patience = Annotated[float, typer.Option(min=0, help="Seconds for which the server may be unreachable.")]
 
 
 def runner(
-    server: Annotated[
-        str | None,
-        typer.Option(
-            "--server",
-            envvar="AGL_SERVER",
-            help="The URL of `agl serve`: http://HOST:PORT (else AGL_SERVER_HOST and AGL_SERVER_PORT).",
-            show_default=False,
-        ),
-    ] = None,
+    server: ServerUrl = None,
     agent: Agent = None,
     reward: Reward = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Concurrent attempts.")] = 32,
-    hosts: Annotated[int, typer.Option(min=1, help="Processes that run Python agents.")] = 1,
-    fresh_process: Annotated[bool, typer.Option("--fresh-process", help="Run every attempt in a new process.")] = False,
-    queue: Annotated[list[str] | None, typer.Option(help="Claim only from this queue; repeatable.")] = None,
+    concurrency: Concurrency = 32,
+    hosts: Hosts = 1,
+    fresh_process: FreshProcess = False,
+    queue: Queues = None,
     token: Token = None,
-    worker_id: Annotated[
-        str | None, typer.Option(help="Name of the worker in the store (default: host and process).")
-    ] = None,
-    lease: Annotated[
-        float, typer.Option(min=1, help="Seconds without a heartbeat after which other runners get the rollouts.")
-    ] = 30.0,
-    max_rollouts: Annotated[int | None, typer.Option(min=1, help="Exit after this number of rollouts.")] = None,
-    variables: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--variable", help="VARIABLE=FIELD: an environment variable with a field of a dict task; repeatable."
-        ),
-    ] = None,
-    hide: Annotated[
-        list[str] | None,
-        typer.Option(help="A field of a dict task that only the reward function receives; repeatable."),
-    ] = None,
-    cwd: Annotated[Path | None, typer.Option(help="Working directory of the agent.")] = None,
-    log: Annotated[Path | None, typer.Option(help="File for what the agent prints (default: stderr).")] = None,
+    worker_id: WorkerId = None,
+    lease: Lease = 30.0,
+    max_rollouts: MaxRollouts = None,
+    variables: Variables = None,
+    hide: Hide = None,
+    cwd: Cwd = None,
+    log: Log = None,
     redirect: Redirect = None,
-    drain_seconds: Annotated[
-        float | None, typer.Option(min=0, help="Time for attempts to finish after SIGTERM (default: unlimited).")
-    ] = None,
-    patience: Annotated[float, typer.Option(min=0, help="Seconds for which the server may be unreachable.")] = 600.0,
-    job: Annotated[
-        Path | None,
-        typer.Option(
-            "--job",
-            help="Run each attempt in a Kubernetes Job made from this manifest (YAML or JSON); --agent is then the"
-            " command of its container, by default that of the image.",
-            show_default=False,
-        ),
-    ] = None,
-    job_api: Annotated[
-        str | None,
-        typer.Option(
-            help="The URL of the Kubernetes API server, as that of `kubectl proxy`; by default that of this pod's"
-            " cluster.",
-            show_default=False,
-        ),
-    ] = None,
-    job_start_seconds: Annotated[
-        float, typer.Option(min=1, help="Time in which the container of a Job has to start.")
-    ] = 600.0,
+    drain_seconds: DrainSeconds = None,
+    patience: Patience = 600.0,
+    job: JobFile = None,
+    job_api: JobApi = None,
+    job_start_seconds: JobStartSeconds = 600.0,
     log_format: LogFormat = "text",
     as_json: Json = False,
 ) -> None:

@@ -44,8 +44,60 @@ logger = logging.getLogger(__name__)
 PRUNE_SECONDS = 300.0
 """Time between two prunings of the store."""
 
+Host = Annotated[str, typer.Option(envvar="AGL_SERVER_HOST", help="Address to listen on.")]
 Port = Annotated[
     int, typer.Option(min=0, max=65535, envvar="AGL_SERVER_PORT", help="Port to listen on; 0 takes a free one.")
+]
+NoToken = Annotated[
+    bool, typer.Option("--no-token", help="Listen without a token on an address that other machines can reach.")
+]
+AllowHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-host",
+        envvar="AGL_ALLOWED_HOSTS",
+        help="Without a token: another host name of this server; repeatable.",
+        show_default=False,
+    ),
+]
+AllowOrigins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-origin",
+        envvar="AGL_ALLOWED_ORIGINS",
+        help="A site whose pages may call this server (CORS), as https://NAME[:PORT]; repeatable.",
+        show_default=False,
+    ),
+]
+AllowUnattributed = Annotated[
+    bool,
+    typer.Option(
+        "--allow-unattributed",
+        help="Also answer calls that belong to no rollout, without recording them: for agents that are to use a model,"
+        " and not to be measured.",
+    ),
+]
+Workers = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Processes that serve the port; for providers and the store, not for --model. Linux.",
+    ),
+]
+OtlpExport = Annotated[str | None, typer.Option(help="Export all spans to this OTLP/HTTP endpoint.")]
+AdoptTraces = Annotated[
+    bool, typer.Option("--adopt-traces", help="Store traces of unknown programs as rollouts of their own.")
+]
+KeepDays = Annotated[float | None, typer.Option(min=0, help="Delete rollouts that finished longer ago.")]
+KeepRollouts = Annotated[
+    int | None, typer.Option(min=0, help="Delete the oldest finished rollouts beyond this number.")
+]
+KeepSize = Annotated[
+    str | None, typer.Option(help="Delete the oldest finished rollouts beyond this size, such as 10GB.")
+]
+Runs = Annotated[
+    Path | None,
+    typer.Option(envvar="AGL_RUNS", help="A directory of runs, which the dashboard shows, too.", show_default=False),
 ]
 Tinker = Annotated[
     list[str] | None,
@@ -56,88 +108,48 @@ Tinker = Annotated[
         show_default=False,
     ),
 ]
+TinkerWeights = Annotated[
+    Path | None,
+    typer.Option(help="Where weights that these programs save go; by default beside the store.", show_default=False),
+]
+MaxBody = Annotated[str, typer.Option(help="Largest request to the store and of traces, such as 64MiB.")]
+DrainSeconds = Annotated[
+    float,
+    typer.Option(
+        min=0, help="Time between SIGTERM and the end of listening, in which /readyz responds 503: for load balancers."
+    ),
+]
+GraceSeconds = Annotated[
+    int, typer.Option(min=0, help="Time for requests in progress to finish before the server exits.")
+]
+SlowMs = Annotated[float, typer.Option(min=0, help="Log operations that take longer, in milliseconds.")]
 
 
 def serve(
-    host: Annotated[str, typer.Option(envvar="AGL_SERVER_HOST", help="Address to listen on.")] = "127.0.0.1",
+    host: Host = "127.0.0.1",
     port: Port = 4747,
-    workers: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Processes that serve the port; for providers and the store, not for --model. Linux.",
-        ),
-    ] = 1,
+    workers: Workers = 1,
     store: Store = None,
     token: Token = None,
-    no_token: Annotated[
-        bool, typer.Option("--no-token", help="Listen without a token on an address that other machines can reach.")
-    ] = False,
-    allow_hosts: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow-host",
-            envvar="AGL_ALLOWED_HOSTS",
-            help="Without a token: another host name of this server; repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    allow_origins: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow-origin",
-            envvar="AGL_ALLOWED_ORIGINS",
-            help="A site whose pages may call this server (CORS), as https://NAME[:PORT]; repeatable.",
-            show_default=False,
-        ),
-    ] = None,
+    no_token: NoToken = False,
+    allow_hosts: AllowHosts = None,
+    allow_origins: AllowOrigins = None,
     models: Models = None,
     routes: Routes = None,
-    allow_unattributed: Annotated[
-        bool,
-        typer.Option(
-            "--allow-unattributed",
-            help="Also answer calls that belong to no rollout, without recording them: for agents that are to use a"
-            " model, and not to be measured.",
-        ),
-    ] = False,
+    allow_unattributed: AllowUnattributed = False,
     tinker: Tinker = None,
-    tinker_weights: Annotated[
-        Path | None,
-        typer.Option(
-            help="Where weights that these programs save go; by default beside the store.", show_default=False
-        ),
-    ] = None,
-    otlp_export: Annotated[str | None, typer.Option(help="Export all spans to this OTLP/HTTP endpoint.")] = None,
-    adopt_traces: Annotated[
-        bool, typer.Option("--adopt-traces", help="Store traces of unknown programs as rollouts of their own.")
-    ] = False,
-    keep_days: Annotated[float | None, typer.Option(min=0, help="Delete rollouts that finished longer ago.")] = None,
-    keep_rollouts: Annotated[
-        int | None, typer.Option(min=0, help="Delete the oldest finished rollouts beyond this number.")
-    ] = None,
-    keep_size: Annotated[
-        str | None, typer.Option(help="Delete the oldest finished rollouts beyond this size, such as 10GB.")
-    ] = None,
-    runs: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="AGL_RUNS", help="A directory of runs, which the dashboard shows, too.", show_default=False
-        ),
-    ] = None,
-    max_body: Annotated[str, typer.Option(help="Largest request to the store and of traces, such as 64MiB.")] = "64MiB",
-    drain_seconds: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            help="Time between SIGTERM and the end of listening, in which /readyz responds 503: for load balancers.",
-        ),
-    ] = 0.0,
-    grace_seconds: Annotated[
-        int, typer.Option(min=0, help="Time for requests in progress to finish before the server exits.")
-    ] = 10,
+    tinker_weights: TinkerWeights = None,
+    otlp_export: OtlpExport = None,
+    adopt_traces: AdoptTraces = False,
+    keep_days: KeepDays = None,
+    keep_rollouts: KeepRollouts = None,
+    keep_size: KeepSize = None,
+    runs: Runs = None,
+    max_body: MaxBody = "64MiB",
+    drain_seconds: DrainSeconds = 0.0,
+    grace_seconds: GraceSeconds = 10,
     log_format: LogFormat = "text",
-    slow_ms: Annotated[float, typer.Option(min=0, help="Log operations that take longer, in milliseconds.")] = 250.0,
+    slow_ms: SlowMs = 250.0,
     as_json: Json = False,
 ) -> None:
     """Serve a store to clients, runners and agents, until stopped (SIGTERM, Ctrl-C).
