@@ -22,7 +22,7 @@ from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.sft import SFTAlgorithm
 from agentlightning.attempt_address import attempt_key, attempt_path, attempt_secret
 from agentlightning.config import CurriculumConfig, EvaluationConfig, GateConfig, RunConfig, RunnerConfig, TrainConfig
-from agentlightning.dashboard.data.run_data import dashboard_of_run
+from agentlightning.dashboard.data.catalog import catalog_of_run
 from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views.resources import list_resources, list_weights
 from agentlightning.dashboard.views.rollout import show_tokens
@@ -221,7 +221,7 @@ async def test_the_best_checkpoint_by_validation_is_measured_and_kept(run: Run) 
     assert scripted_weights(result.checkpoint)["updates"] == 2
     assert result.held_out["greedy"].after == pytest.approx(0.905), "the best weights are loaded to be measured"
     assert result.held_out["greedy"].before == pytest.approx(0.105)
-    data = dashboard_of_run(result.run_dir, run.store)
+    data = catalog_of_run(result.run_dir, run.store)
     shown = await list_rollouts(data, Query({"run": "run"}, {"limit": "500", "id": "-after-"}))
     assert {row["versions"] for row in shown["rows"]} == {(2,)}, "by the dashboard, two updates: loading is none"
     tokens = await show_tokens(data, Query({"run": "run", "rollout": shown["rows"][0]["rollout_id"]}))

@@ -34,7 +34,7 @@ from agentlightning.compat.runner import Hook, check_tracer, with_hooks
 from agentlightning.config import DataConfig, TrainConfig
 from agentlightning.dashboard.app import PATH as DASHBOARD
 from agentlightning.dashboard.app import dashboard_routes
-from agentlightning.dashboard.data.run_data import dashboard_of_run
+from agentlightning.dashboard.data.catalog import catalog_of_run
 from agentlightning.engine.base import Engine
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.base import Policy, capabilities_of
@@ -630,7 +630,7 @@ async def serve_run(
 ) -> Server:
     """The server of a run and its dashboard, until the stack is closed. The policy answers all calls that no route
     sends elsewhere."""
-    data = dashboard_of_run(run_dir.path, store)
+    data = catalog_of_run(run_dir.path, store)
     stack.push_async_callback(data.close)
     engines: dict[str, Engine] = {} if policy is None else {policy.model: policy}
     engines |= await open_models(config.gateway.models, stack, run_dir.path)

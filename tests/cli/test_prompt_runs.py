@@ -13,7 +13,6 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.dashboard.data.catalog import Catalog, Source
-from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.dashboard.data.run_files import RunFiles
 from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views.prompt_search import show_search
@@ -164,7 +163,7 @@ def test_the_page_names_no_model_of_a_run_that_trains_none(run: Path) -> None:
 
 
 async def test_the_page_shows_every_candidate_that_was_tried_what_it_changed_and_what_came_of_it(run: Path) -> None:
-    data = DashboardData(Catalog(directories=[run]))
+    data = Catalog(directories=[run])
     found = (await show_search(data, Query({"run": "run"})))["candidates"]
     await data.close()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

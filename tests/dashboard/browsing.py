@@ -15,7 +15,6 @@ import uvicorn
 
 from agentlightning.dashboard.app import dashboard_routes
 from agentlightning.dashboard.data.catalog import Catalog
-from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.dashboard.serve import dashboard_app
 from agentlightning.server.app import listen
 
@@ -38,7 +37,7 @@ class Served:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
 
     async def _serve(self) -> None:
-        data = DashboardData(Catalog(**self._catalog), writable=True)
+        data = Catalog(**self._catalog, writable=True)
         app = dashboard_app(dashboard_routes(data, TOKEN), "127.0.0.1", has_token=True)
         config = uvicorn.Config(
             app, lifespan="off", ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=1

@@ -18,7 +18,6 @@ from tests.support.made_up_runs import write_runs
 
 from agentlightning.dashboard.app import dashboard_routes
 from agentlightning.dashboard.data.catalog import Catalog
-from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.dashboard.demo import write_demo
 from agentlightning.store.instrumented import CallRecord
 
@@ -59,7 +58,7 @@ def _client_of() -> object:
     return client_of
 
 
-def client_of(data: DashboardData, token: str | None = TOKEN) -> httpx.AsyncClient:
+def client_of(data: Catalog, token: str | None = TOKEN) -> httpx.AsyncClient:
     """A client that sends the token."""
     transport = httpx.ASGITransport(Starlette(routes=list(dashboard_routes(data, token))))
     return httpx.AsyncClient(
@@ -71,7 +70,7 @@ def client_of(data: DashboardData, token: str | None = TOKEN) -> httpx.AsyncClie
 
 @pytest.fixture
 async def client(made_up: Path) -> AsyncIterator[httpx.AsyncClient]:
-    data = DashboardData(Catalog(roots=[made_up]))
+    data = Catalog(roots=[made_up])
     async with client_of(data) as client:
         yield client
     await data.close()
@@ -80,7 +79,7 @@ async def client(made_up: Path) -> AsyncIterator[httpx.AsyncClient]:
 @pytest.fixture
 async def writer(copied: Path) -> AsyncIterator[httpx.AsyncClient]:
     """A client that may change the store."""
-    data = DashboardData(Catalog(roots=[copied]), writable=True)
+    data = Catalog(roots=[copied], writable=True)
     async with client_of(data) as client:
         yield client
     await data.close()

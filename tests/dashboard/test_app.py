@@ -17,7 +17,6 @@ from tests.support.models import tiny_checkpoint
 import agentlightning
 from agentlightning.dashboard.app import VIEWS, dashboard_routes
 from agentlightning.dashboard.data.catalog import Catalog
-from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.dashboard.remote import remote_routes
 from agentlightning.resources import LLM
 from agentlightning.server.app import Server
@@ -180,7 +179,7 @@ async def test_an_export_that_cannot_be_says_why(client, body, said):
 
 async def test_the_dashboard_is_served_beside_store_and_gateway_on_one_port(made_up):
     store = LightningStore(":memory:")
-    data = DashboardData(Catalog(store, roots=[made_up]), writable=True)
+    data = Catalog(store, roots=[made_up], writable=True)
     async with Server(store, secret="s", token="t", pages=dashboard_routes(data, "t")) as server:
         headers = {"authorization": "Bearer t"}
         remote = LightningStoreClient(server.url, token="t")
@@ -213,7 +212,7 @@ async def test_the_link_to_a_server_elsewhere_shows_its_views_and_nothing_else(m
     store = LightningStore(":memory:")
     await store.add_resources({"llm": LLM(endpoint="http://a", model="m", api_key="sk-secret")})
     await store.enqueue_rollout({"question": "6 x 7"}, rollout_id="a:b")
-    data = DashboardData(Catalog(store, roots=[made_up]), writable=True)
+    data = Catalog(store, roots=[made_up], writable=True)
     async with (
         Server(store, secret="s", token="t", pages=dashboard_routes(data, "t")) as server,
         remote_routes(server.url, "t", None) as routes,

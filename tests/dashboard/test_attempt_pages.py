@@ -14,7 +14,6 @@ from tests.dashboard.conftest import Asked, client_of
 from agentlightning import span as names
 from agentlightning.dashboard.data import attempt_index
 from agentlightning.dashboard.data.catalog import Catalog
-from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.dashboard.views import rollout as rollout_view
 from agentlightning.span import Span
 from agentlightning.store import LightningStore
@@ -27,7 +26,7 @@ class Page:
     def __init__(self) -> None:
         self.asked = Asked()
         self.store = LightningStore(":memory:")
-        self.data = DashboardData(Catalog(instrument(self.store, [self.asked])))
+        self.data = Catalog(instrument(self.store, [self.asked]))
         self.client: httpx.AsyncClient = client_of(self.data)
         self.said: list[dict[str, Any]] = []
         self.turns = 0

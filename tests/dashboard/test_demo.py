@@ -14,7 +14,6 @@ import pytest
 from tests.dashboard.conftest import client_of
 
 from agentlightning.dashboard.data.catalog import Catalog
-from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.dashboard.demo import EXPORTS, RECORDED
 
 pytestmark = pytest.mark.integration
@@ -23,7 +22,7 @@ RUN = "/runs/messages"
 
 @pytest.fixture
 async def client(recorded: Path) -> AsyncIterator[httpx.AsyncClient]:
-    data = DashboardData(Catalog(roots=[recorded]))
+    data = Catalog(roots=[recorded])
     async with client_of(data) as client:
         yield client
     await data.close()

@@ -11,7 +11,6 @@ from tests.dashboard.conftest import Asked
 from agentlightning import span as names
 from agentlightning.dashboard.data import live
 from agentlightning.dashboard.data.catalog import Catalog
-from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.span import Span
 from agentlightning.store import LightningStore
 from agentlightning.store.instrumented import instrument
@@ -27,7 +26,7 @@ class Watched:
         self.store = LightningStore(":memory:")
         watched = instrument(self.store, [self.asked])
         watched.iter_spans = self._iter_spans  # which observers are not told of
-        self.data = DashboardData(Catalog(watched))
+        self.data = Catalog(watched)
         self.count = 0
 
     def _iter_spans(self, rollout_ids: Sequence[str], tokens: bool = True) -> AsyncIterator[tuple[str, list[Span]]]:

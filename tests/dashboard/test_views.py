@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 from agentlightning.cli.main import build
 from agentlightning.credit import training_samples
 from agentlightning.dashboard.data.catalog import Catalog
-from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.store import LightningStore
 from agentlightning.store.types import RolloutRecord
 from agentlightning.training.sources.collector import TrajectoryReader
@@ -115,7 +114,7 @@ async def test_held_out_tasks_are_followed_through_stages_and_without_reading_va
     state["stages"] = [{"name": name, **stage} for name in ("apo", "lightning_rl")]
     path.write_bytes(orjson.dumps(state))
     run_id = state["run_id"]
-    data = DashboardData(Catalog(roots=[copied]))
+    data = Catalog(roots=[copied])
     store = (await data.run(GRPO)).store
     for before, name in (("before-greedy", "stage-00-greedy"), ("after-000024-greedy", "before-greedy-changed1")):
         rollouts = await store.query_rollouts(rollout_id_contains=f"{run_id}-{before}-")
@@ -395,7 +394,7 @@ async def test_runs_that_differ_in_the_seed_alone_are_one_line_with_the_figures_
     report = orjson.loads((tmp_path / "again/report.json").read_bytes())
     report["held_out"]["greedy"]["after"] -= 0.125
     (tmp_path / "again/report.json").write_bytes(orjson.dumps(report))
-    data = DashboardData(Catalog(roots=[tmp_path]))
+    data = Catalog(roots=[tmp_path])
     async with client_of(data) as client:
         (joined,) = (await get(client, "/runs"))["joined"]
         found = await get(client, f"/compare?runs={GRPO},again,{RLOO}")
@@ -417,7 +416,7 @@ async def test_runs_that_differ_in_the_seed_alone_are_one_line_with_the_figures_
 
 async def test_runs_that_cannot_be_joined_by_seed_stand_alone_and_the_page_says_why(copied, client_of):
     shutil.copytree(copied / GRPO, copied / "again")
-    data = DashboardData(Catalog(roots=[copied]))
+    data = Catalog(roots=[copied])
     async with client_of(data) as client:
         found = await get(client, f"/compare?runs={GRPO},again")
         assert (await get(client, "/runs"))["joined"] == []
@@ -471,7 +470,7 @@ async def test_a_view_that_has_not_changed_is_not_sent_again(client):
 async def test_a_run_of_an_earlier_version_is_shown(tmp_path: Path, client_of):
     with tarfile.open(Path(__file__).parents[1] / "compat/fixtures/run.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
-    data = DashboardData(Catalog(directories=[tmp_path / "run"]))
+    data = Catalog(directories=[tmp_path / "run"])
     async with client_of(data) as client:
         assert (await get(client, "/runs/run"))["summary"]["state"] == "finished"
         row = (await get(client, "/runs/run/rollouts?step=2&limit=1"))["rows"][0]
@@ -485,7 +484,7 @@ async def test_a_group_that_rollouts_name_in_their_metadata_alone_is_found(tmp_p
     store = LightningStore(tmp_path / "store.db")
     for number in range(6):
         await store.enqueue_rollout({"n": number}, rollout_id=f"mine-{number}", metadata={"group": f"g-{number % 2}"})
-    data = DashboardData(Catalog(store))
+    data = Catalog(store)
     async with client_of(data) as client:
         rows = (await get(client, "/runs/store/rollouts?group=g-1"))["rows"]
         assert {row["rollout_id"] for row in rows} == {"mine-1", "mine-3", "mine-5"}

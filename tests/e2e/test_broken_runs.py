@@ -11,7 +11,6 @@ from starlette.applications import Starlette
 
 from agentlightning.dashboard.app import dashboard_routes
 from agentlightning.dashboard.data.catalog import Catalog
-from agentlightning.dashboard.data.run_data import DashboardData
 
 from .conftest import AGENT, AGL, Job
 
@@ -63,7 +62,7 @@ def doctor(job: Job) -> str:
 
 async def warnings_of_page(job: Job) -> dict[str, str]:
     """By name, what the page of the run warns of, with what to try."""
-    data = DashboardData(Catalog(directories=[job.directory / "run"]))
+    data = Catalog(directories=[job.directory / "run"])
     transport = httpx.ASGITransport(Starlette(routes=list(dashboard_routes(data, None))))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         found = (await client.get("/dashboard/api/runs/run")).json()

@@ -16,7 +16,6 @@ from agentlightning import span as names
 from agentlightning.attempt_variables import attempt_environment
 from agentlightning.chat.hf import load_chat_format
 from agentlightning.dashboard.data.catalog import Catalog
-from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views.rollout import show_tokens
 from agentlightning.engine.likeliest_tokens import likeliest_from_text
@@ -68,7 +67,7 @@ async def test_spans_and_the_token_view_have_the_likeliest_tokens_of_the_model(e
     for row, tokens, values in zip(rows, best.indices.tolist(), best.values.tolist(), strict=True):
         assert [token for token, _ in row] == tokens
         assert [value for _, value in row] == pytest.approx(values, abs=NEAR)
-    data = DashboardData(Catalog(store))
+    data = Catalog(store)
     shown = await show_tokens(data, Query({"run": "store", "rollout": span.rollout_id}))
     alternatives = shown["stream"][0]["tokens"]["alternatives"]
     assert [[token for token, _, _ in row] for row in alternatives] == best.indices.tolist()

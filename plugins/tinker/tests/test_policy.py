@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentlightning.engine.base import Sample, SamplingParams
-from agentlightning.errors import ConfigError, MissingExtraError, PolicyError, UnfaithfulSampleError
+from agentlightning.errors import ConfigError, PolicyError, UnfaithfulSampleError
 from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.config import LocalPolicyConfig, Lora, OptimizerConfig, TinkerConfig
 from agentlightning.policy.local import LocalPolicy
@@ -223,12 +223,6 @@ async def test_a_wrong_key_a_missing_one_and_a_server_that_is_none_are_said_so(
     monkeypatch.setenv("TINKER_API_KEY", "tml-secret")
     with pytest.raises(PolicyError, match="no server of the Tinker API answers"):
         await TinkerPolicy.open(policy_settings(model), TinkerConfig(url=url))
-
-
-async def test_a_missing_package_names_its_plugin(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"pip install \./plugins/tinker"):
-        await TinkerPolicy.open(policy_settings(model), TinkerConfig(url="http://127.0.0.1:1"))
 
 
 async def test_an_unknown_model_names_those_that_are_there(model: Path, serving: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the Tinker API over a local model promises its clients, request by request; no `tinker` package is needed."""
+"""What the Tinker API over a local model promises its clients, request by request."""
 
 from __future__ import annotations
 
@@ -91,13 +91,14 @@ class Client:
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": TOKENS}]},
             "sampling_params": {"max_tokens": 6, "temperature": 0.0, "stop": [], **settings},
         }
-        message = messages.new("SampleResponse")
-        message.ParseFromString(await self.result((await self.post("/asample", **body))["request_id"]))
+        message = messages.proto.SampleResponse.FromString(
+            await self.result((await self.post("/asample", **body))["request_id"])
+        )
         return np.frombuffer(message.sequences[0].tokens, "<i4").tolist()
 
 
 def request(model: str, seq: int, loss: str, *, image: bool = False, **inputs: Any) -> bytes:
-    message = messages.new("ForwardBackwardRequest")
+    message = messages.proto.ForwardBackwardRequest()
     message.model_id, message.seq_id, message.loss_fn = model, seq, loss
     datum = message.data.add()
     chunk = datum.model_input.add()
@@ -110,11 +111,11 @@ def request(model: str, seq: int, loss: str, *, image: bool = False, **inputs: A
     for name, values in given.items():
         if values is None:
             continue
-        entry = datum.loss_fn_inputs.add(key=name)
+        entry = datum.loss_fn_inputs[name]
         whole = name == "target_tokens"
-        entry.value.dtype = messages.INT64 if whole else messages.FLOAT32
-        entry.value.dense = np.asarray(values, "<i8" if whole else "<f4").tobytes()
-        entry.value.shape.append(len(values))
+        entry.dtype = messages.proto.DTYPE_INT64 if whole else messages.proto.DTYPE_FLOAT32
+        entry.dense = np.asarray(values, "<i8" if whole else "<f4").tobytes()
+        entry.shape.append(len(values))
     return message.SerializeToString()
 
 
@@ -309,7 +310,7 @@ async def test_an_answer_of_another_session_does_not_wait_for_a_thousand(model: 
             sampler = (await service.create_sampler(made))["sampling_session_id"]
             body = _prompt() | {"sampling_session_id": sampler, "num_samples": samples}
             body["sampling_params"] = {"max_tokens": 4 if number else 64, "stop": []}
-            ids.append((await service.sample(SampleRequest.model_validate(body)))[0])
+            ids.append((await service.sample(SampleRequest.model_validate(body)))["request_id"])
         for short in ids[1:]:
             assert await service.requests.fetch(short, 60) is not None
         assert await service.requests.fetch(ids[0], 0) is None, "the others came first"

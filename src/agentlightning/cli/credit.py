@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from agentlightning.evaluation.credit_comparison import CreditComparison
     from agentlightning.trajectory import Trajectory
 
-Rules = Annotated[
-    list[str] | None,
-    typer.Option("--rule", help="A rule's name, or JSON with its type and settings; repeatable (default: all rules)."),
-]
 Mode = Annotated[Literal["train", "val", "test"] | None, typer.Option(help="Only rollouts of this mode.")]
 
 
@@ -31,7 +27,12 @@ def compare(
     earlier: Annotated[str | None, typer.Argument(help="The earlier form of --store.", hidden=True)] = None,
     run: RunStore = None,
     store: Store = None,
-    rules: Rules = None,
+    rules: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--rule", help="A rule's name, or JSON with its type and settings; repeatable (default: all rules)."
+        ),
+    ] = None,
     groups: Annotated[int, typer.Option(min=1, help="Use at most this number of groups, the newest.")] = 128,
     mode: Mode = None,
     target_agent: Annotated[str | None, typer.Option(help="Only calls of agents whose name matches.")] = None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import logging
 import os
 import secrets
@@ -35,6 +37,7 @@ from agentlightning.cli.output import agl, open_output
 from agentlightning.cli.process.access_token import hide_token
 from agentlightning.cli.process.child_process import ChildProcess
 from agentlightning.errors import AgentError, AgentTimeoutError, ConfigError, Failure, RewardError, StoreError
+from agentlightning.util.event_loop import in_background
 from agentlightning.util.json_values import dumps, loads
 
 if TYPE_CHECKING:
@@ -51,36 +54,33 @@ LEASE_SECONDS: Final = 30.0
 HEARTBEAT_SECONDS: Final = 5.0
 SECRET_ENDINGS: Final = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
-Command = Annotated[list[str], typer.Argument(help="The command and its arguments, after --.", show_default=False)]
-ServerUrl = Annotated[
-    str | None,
-    typer.Option("--server", help="A server that records the rollout and answers its calls.", show_default=False),
-]
-Task = Annotated[
-    str | None, typer.Option(help="The task of the rollout: JSON or text; also in AGL_TASK.", show_default=False)
-]
-TaskFile = Annotated[Path | None, typer.Option("--input", help="A file that holds the task.", show_default=False)]
 Reward = Annotated[
     str | None, typer.Option(help="A number, or module:name or path/file.py:name of (task, output) -> number.")
 ]
-Mode = Annotated[Literal["train", "val", "test"] | None, typer.Option(help="The mode of the rollout.")]
-Timeout = Annotated[float | None, typer.Option(min=0.001, help="Seconds after which the command is terminated.")]
-JsonSummary = Annotated[bool, typer.Option("--json", help="Print the summary as JSON, as the last line.")]
 
 
 def run(
-    command: Command,
+    command: Annotated[list[str], typer.Argument(help="The command and its arguments, after --.", show_default=False)],
     models: Models = None,
     routes: Routes = None,
-    server: ServerUrl = None,
+    server: Annotated[
+        str | None,
+        typer.Option("--server", help="A server that records the rollout and answers its calls.", show_default=False),
+    ] = None,
     token: Token = None,
     store: Store = None,
-    task: Task = None,
-    task_file: TaskFile = None,
+    task: Annotated[
+        str | None, typer.Option(help="The task of the rollout: JSON or text; also in AGL_TASK.", show_default=False)
+    ] = None,
+    task_file: Annotated[
+        Path | None, typer.Option("--input", help="A file that holds the task.", show_default=False)
+    ] = None,
     reward: Reward = None,
-    mode: Mode = None,
-    timeout: Timeout = None,
-    as_json: JsonSummary = False,
+    mode: Annotated[Literal["train", "val", "test"] | None, typer.Option(help="The mode of the rollout.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=0.001, help="Seconds after which the command is terminated.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, as the last line.")] = False,
 ) -> None:
     """Run a command as one recorded rollout: agl run -- COMMAND ...
 
@@ -270,22 +270,16 @@ async def _run(options: Options) -> Summary:
             metadata={"source": "agl run", "command": shlex.join(shown_command)},
             worker_id=worker_id,
         )
-        await _start_heartbeat(target.store, worker_id, stack)
+        await target.store.update_worker(worker_id, lease_seconds=LEASE_SECONDS)
+        await stack.enter_async_context(in_background(_send_heartbeats(target.store, worker_id)))
         return await _execute(options, target, started, worker_id)
 
 
-async def _start_heartbeat(store: LightningStoreBase, worker_id: str, stack: AsyncExitStack) -> None:
-    import asyncio
-
-    async def send_heartbeats() -> None:
-        while True:
-            with suppress(StoreError):  # the server may be away for as long as the lease
-                await store.update_worker(worker_id, lease_seconds=LEASE_SECONDS)
-            await asyncio.sleep(HEARTBEAT_SECONDS)
-
-    await store.update_worker(worker_id, lease_seconds=LEASE_SECONDS)
-    task = asyncio.create_task(send_heartbeats())
-    stack.callback(task.cancel)
+async def _send_heartbeats(store: LightningStoreBase, worker_id: str) -> None:
+    while True:
+        await asyncio.sleep(HEARTBEAT_SECONDS)
+        with suppress(StoreError):  # the server may be away for as long as the lease
+            await store.update_worker(worker_id, lease_seconds=LEASE_SECONDS)
 
 
 async def _execute(options: Options, target: RecordingTarget, started: AttemptedRollout, worker_id: str) -> Summary:
@@ -339,9 +333,6 @@ async def _record_reward(
     reward = options.reward
     if reward is None or (error is not None and not isinstance(reward, float | int)):
         return None
-    import asyncio
-    import inspect
-
     from agentlightning.ingest.agent_events import read_event
     from agentlightning.runner.agents.arguments import Invocation
     from agentlightning.runner.agents.reward import check_reward

@@ -163,11 +163,10 @@ def serve(
         from agentlightning.observability import logs
 
         logs.configure(log_format, secret=token)
+        _check_access(host, token or None, no_token)
         options = Options(
-            host=host,
             store=store,
             token=token or None,
-            no_token=no_token,
             models=tuple(models or ()),
             routing=read_routing(routes),
             tinker=tuple(tinker or ()),
@@ -197,10 +196,8 @@ def serve(
 class Options:
     """The options of `agl serve`; `server` are those of `server.serve.serve`."""
 
-    host: str
     store: str | None
     token: str | None
-    no_token: bool
     models: tuple[str, ...]
     routing: GatewayConfig
     tinker: tuple[str, ...]
@@ -252,6 +249,7 @@ def _serve_in_processes(workers: int, options: Options, output: Output) -> int:
     from agentlightning.server.processes import Processes
 
     _check_workers(workers, options)
+    host = options.server["host"]
 
     def work(process: ServerProcess) -> int:
         own = replace(
@@ -268,9 +266,9 @@ def _serve_in_processes(workers: int, options: Options, output: Output) -> int:
         return 0
 
     def announce(port: int) -> None:
-        _announce(url_of(options.host, port), options, output, workers)
+        _announce(url_of(host, port), options, output, workers)
 
-    return Processes(workers, options.host, options.server["port"], work, announce).run()
+    return Processes(workers, host, options.server["port"], work, announce).run()
 
 
 def _check_workers(workers: int, options: Options) -> None:
@@ -309,7 +307,6 @@ async def _open(options: Options, stack: AsyncExitStack, process: ServerProcess 
     from agentlightning.attempt_address import attempt_secret
     from agentlightning.dashboard.app import dashboard_routes
     from agentlightning.dashboard.data.catalog import Catalog
-    from agentlightning.dashboard.data.run_data import DashboardData
     from agentlightning.observability.logs import ChangeLog, SlowLog
     from agentlightning.observability.metrics import Metrics, counters
     from agentlightning.server.joining import JoinedPolicies
@@ -317,7 +314,6 @@ async def _open(options: Options, stack: AsyncExitStack, process: ServerProcess 
     from agentlightning.store.instrumented import Observer, instrument
     from agentlightning.tracing.otlp.exporter import OtlpExporter
 
-    _check_access(options)
     database = open_store(options.store)
     stack.push_async_callback(database.close)
     metrics, slow = Metrics(database), SlowLog(options.slow_seconds)
@@ -329,7 +325,7 @@ async def _open(options: Options, stack: AsyncExitStack, process: ServerProcess 
         metrics.add_source(lambda: counters("otlp_export", "Spans sent on", asdict(exporter.counts)))
         observers.append(exporter)
     store = instrument(database, observers)
-    data = DashboardData(Catalog(store, roots=() if options.runs is None else [options.runs]), writable=True)
+    data = Catalog(store, roots=() if options.runs is None else [options.runs], writable=True)
     stack.push_async_callback(data.close)
     if process is not None:
         await stack.enter_async_context(process.sharing(metrics))
@@ -368,16 +364,15 @@ async def _tinker_routes(options: Options, stack: AsyncExitStack) -> list[BaseRo
     return await stack.enter_async_context(routes)
 
 
-def _check_access(options: Options) -> None:
+def _check_access(host: str, token: str | None, no_token: bool) -> None:
     from agentlightning.errors import ConfigError
     from agentlightning.server.app import is_loopback
 
-    token = options.token or ""
-    if not token.isascii() or not token.isprintable() or " " in token:
+    if token is not None and (not token.isascii() or not token.isprintable() or " " in token):
         raise ConfigError("the access token has characters that cannot be sent; use printable ASCII without spaces")
-    if options.token is None and not options.no_token and not is_loopback(options.host):
+    if token is None and not no_token and not is_loopback(host):
         raise ConfigError(
-            f"--host {options.host} can be reached from other machines, and without a token anybody there could read "
+            f"--host {host} can be reached from other machines, and without a token anybody there could read "
             "and change everything: set AGL_TOKEN (or --token), or allow that with --no-token"
         )
 

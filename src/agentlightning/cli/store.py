@@ -38,7 +38,6 @@ Server = Annotated[
 ]
 Statuses = Annotated[list[str] | None, typer.Option("--status", help="Only rollouts with this status; repeatable.")]
 Modes = Annotated[list[str] | None, typer.Option("--mode", help="Only rollouts with this mode; repeatable.")]
-Queues = Annotated[list[str] | None, typer.Option("--queue", help="Only rollouts of this queue; repeatable.")]
 
 Result = tuple[dict[str, Any], Callable[[Console], None], *tuple[str, ...]]
 """The record of a verb for programs, a function that prints it for people, and the commands that lead on."""
@@ -361,7 +360,9 @@ def export_(
     token: Token = None,
     statuses: Statuses = None,
     modes: Modes = None,
-    queues: Queues = None,
+    queues: Annotated[
+        list[str] | None, typer.Option("--queue", help="Only rollouts of this queue; repeatable.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     as_json: Json = False,
 ) -> None:

@@ -60,14 +60,15 @@ class Hook:
 
 @dataclass(slots=True)
 class _Trace:
-    """What hooks see as `tracer`; also the sink that notes what is recorded."""
+    """What hooks see as `tracer`; also the sink that notes what is recorded, and passes it on to another one."""
 
-    sink: SpanSink
+    sink: SpanSink | None = None
     spans: list[Span] = field(default_factory=list[Span])
 
     def put(self, spans: Sequence[Span]) -> None:
         self.spans.extend(spans)
-        self.sink.put(spans)
+        if self.sink is not None:
+            self.sink.put(spans)
 
     def get_last_trace(self) -> list[Span]:
         return list(self.spans)
@@ -142,16 +143,6 @@ def with_hooks(agent: Any, hooks: Hook | Sequence[Hook] | None, named: Sequence[
     return HookedAgent(agent, chosen)
 
 
-class _Collector:
-    """A sink that keeps spans."""
-
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-
-    def put(self, spans: Sequence[Span]) -> None:
-        self.spans.extend(spans)
-
-
 class OtelTracer:
     """Records what a block of your own code traces or emits: `async with tracer.trace_context(): ...`, and then
     `tracer.get_last_trace()`. A trainer traces every attempt in this way, with this argument or without it.
@@ -185,7 +176,7 @@ class OtelTracer:
         if missing and len(missing) < len(given):
             raise ConfigError(f"{', '.join(missing)} not given: spans are written with all of {', '.join(given)}")
         install_globally()
-        collected = _Collector()
+        collected = _Trace()
         try:
             with scope(
                 rollout_id or f"ro-{secrets.token_hex(8)}", attempt_id or f"at-{secrets.token_hex(8)}", collected

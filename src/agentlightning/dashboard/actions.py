@@ -10,7 +10,8 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
-from agentlightning.dashboard.data.run_data import DashboardData, RunData
+from agentlightning.dashboard.data.catalog import Catalog
+from agentlightning.dashboard.data.run_data import RunData
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.recording.feedback import Feedback, add_feedback
 
@@ -23,7 +24,7 @@ ONLY_READS: Final = "this dashboard only reads; open that of the server, with it
 Action = Callable[[RunData, str, Mapping[str, Any]], Awaitable[dict[str, Any]]]
 
 
-async def act(data: DashboardData, name: str, action: str, body: Any) -> dict[str, Any]:
+async def act(data: Catalog, name: str, action: str, body: Any) -> dict[str, Any]:
     """Do something to each rollout of `body["rollout_ids"]`. Raises ConfigError for a request that cannot be."""
     if not data.writable:
         raise ConfigError(ONLY_READS)

@@ -23,7 +23,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from agentlightning.dashboard.actions import act
-from agentlightning.dashboard.data.run_data import DashboardData
+from agentlightning.dashboard.data.catalog import Catalog
 from agentlightning.dashboard.export import export
 from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views import (
@@ -55,7 +55,7 @@ HEADERS: Final = {
 TYPES: Final = {"js": "text/javascript", "css": "text/css", "svg": "image/svg+xml", "html": "text/html"}
 STATIC_NAME: Final = re.compile(r"(vendor/|views/)?[a-z_-]+\.(js|css|svg)")
 Handler = Callable[[Request], Awaitable[Response]]
-View = Callable[[DashboardData, Query], Awaitable[dict[str, Any]]]
+View = Callable[[Catalog, Query], Awaitable[dict[str, Any]]]
 VIEWS: Final[Mapping[str, View]] = {
     "/runs": runs.list_runs,
     "/compare": comparison.compare,
@@ -80,7 +80,7 @@ VIEWS: Final[Mapping[str, View]] = {
 EXPORT: Final = "/runs/{run}/export"
 
 
-def dashboard_routes(data: DashboardData, token: str | None) -> list[Route]:
+def dashboard_routes(data: Catalog, token: str | None) -> list[Route]:
     """Routes for a Starlette application. With a `token`, all data requires it."""
     api = f"{PATH}/api"
     return [
@@ -141,7 +141,7 @@ def authorized(token: str | None, handler: Handler) -> Handler:
     return respond
 
 
-def _view(data: DashboardData, view: View) -> Handler:
+def _view(data: Catalog, view: View) -> Handler:
     async def respond(request: Request) -> Response:
         query = Query(dict(request.path_params), dict(request.query_params))
         return json_response(request, await view(data, query))
@@ -149,7 +149,7 @@ def _view(data: DashboardData, view: View) -> Handler:
     return respond
 
 
-def _action(data: DashboardData) -> Handler:
+def _action(data: Catalog) -> Handler:
     async def respond(request: Request) -> Response:
         parts = request.path_params
         return json_response(request, await act(data, parts["run"], parts["action"], await _body(request)))
@@ -157,7 +157,7 @@ def _action(data: DashboardData) -> Handler:
     return respond
 
 
-def _export(data: DashboardData) -> Handler:
+def _export(data: Catalog) -> Handler:
     async def respond(request: Request) -> Response:
         lines, counts = await export(data, request.path_params["run"], await _body(request))
         return StreamingResponse(lines, headers={**HEADERS, **counts}, media_type="application/x-ndjson")

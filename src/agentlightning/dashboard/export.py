@@ -13,7 +13,8 @@ from typing import Any, Final, cast
 import orjson
 
 from agentlightning.dashboard.actions import ids_in
-from agentlightning.dashboard.data.run_data import DashboardData, RunData
+from agentlightning.dashboard.data.catalog import Catalog
+from agentlightning.dashboard.data.run_data import RunData
 from agentlightning.dashboard.data.selection import Filters, select
 from agentlightning.dashboard.query import Query
 from agentlightning.errors import ConfigError, DatasetError
@@ -32,7 +33,7 @@ PAGE: Final = 500
 CHUNK: Final = 50
 
 
-async def export(data: DashboardData, name: str, body: Any) -> tuple[AsyncIterator[bytes], dict[str, str]]:
+async def export(data: Catalog, name: str, body: Any) -> tuple[AsyncIterator[bytes], dict[str, str]]:
     """The lines, and headers that say how many records there are and what gave none. Raises ConfigError."""
     fields: Mapping[str, Any] = cast("dict[str, Any]", body) if isinstance(body, dict) else {}
     form = fields.get("form", ROLLOUTS)

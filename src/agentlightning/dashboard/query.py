@@ -6,8 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import TypeVar
 
 from agentlightning.errors import ConfigError
+
+D = TypeVar("D", int, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ class Query:
             raise ConfigError(f"{name}={text!r} is not a number")
         return number
 
-    def integer(self, name: str, default: int, least: int = 0, most: int = 2**53) -> int:
+    def integer(self, name: str, default: D, least: int = 0, most: int = 2**53) -> int | D:
         """Raises ConfigError for what is no whole number within the bounds."""
         text = self.text(name)
         if text is None:

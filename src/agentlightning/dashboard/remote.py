@@ -31,7 +31,6 @@ from agentlightning.dashboard.app import (
     unknown,
 )
 from agentlightning.dashboard.data.catalog import Catalog
-from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.dashboard.export import RECORDS_HEADER, SKIPPED_HEADER
 from agentlightning.errors import ConfigError, NotFoundError, ServerError, StoreAuthError
 from agentlightning.store.http.client import LightningStoreClient
@@ -59,7 +58,7 @@ async def remote_routes(server: str, server_token: str | None, token: str | None
             ]
             return
     store = LightningStoreClient(server, token=server_token)
-    data = DashboardData(Catalog(store))
+    data = Catalog(store)
     try:
         yield dashboard_routes(data, token)
     finally:

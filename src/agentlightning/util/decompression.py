@@ -12,7 +12,7 @@ import importlib
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from agentlightning.errors import ConfigError
 
@@ -29,17 +29,6 @@ class CodingError(ConfigError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
-
-
-class _Decompressor(Protocol):
-    """Reads one compressed body."""
-
-    def read(self, most: int) -> bytes:
-        """Up to `most` bytes; fewer only at the end. Raises CodingError if the data is invalid or truncated."""
-        ...
-
-    @property
-    def ended(self) -> bool: ...
 
 
 async def decompress(body: bytes, coding: str, limit: int) -> bytes:
@@ -62,7 +51,7 @@ def decompress_now(body: bytes, coding: str, limit: int) -> bytes:
     return body if coding in _IDENTITY else _read_rest(_open(coding, body), b"", limit)
 
 
-def _read_rest(decompressor: _Decompressor, first: bytes, limit: int) -> bytes:
+def _read_rest(decompressor: _Zlib | _FileDecompressor, first: bytes, limit: int) -> bytes:
     return _check_size(first + decompressor.read(limit + 1 - len(first)), limit)
 
 
@@ -77,7 +66,7 @@ def _executor() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(THREADS, thread_name_prefix="agl-decompress")
 
 
-def _open(coding: str, body: bytes) -> _Decompressor:
+def _open(coding: str, body: bytes) -> _Zlib | _FileDecompressor:
     if coding in ("gzip", "x-gzip"):
         return _Zlib(body, 31, "gzip")
     if coding == "deflate":  # some clients send the raw stream, without the zlib header
@@ -90,6 +79,8 @@ def _open(coding: str, body: bytes) -> _Decompressor:
 
 
 class _Zlib:
+    """Reads one compressed body."""
+
     def __init__(self, body: bytes, wbits: int, name: str) -> None:
         self._decompressor = zlib.decompressobj(wbits=wbits)
         self._remaining = body
@@ -100,6 +91,7 @@ class _Zlib:
         return self._decompressor.eof
 
     def read(self, most: int) -> bytes:
+        """Up to `most` bytes; fewer only at the end. Raises CodingError if the data is invalid or truncated."""
         try:
             data = self._decompressor.decompress(self._remaining, most)
         except zlib.error as error:
@@ -114,7 +106,7 @@ class _Zlib:
 
 
 class _FileDecompressor:
-    """Reads through a library's decompressing file object."""
+    """The same through a library's decompressing file object."""
 
     def __init__(self, file: Any, *errors: type[Exception]) -> None:
         self._file = file

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
@@ -24,7 +24,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.progress import Progress as Bars
+from rich.progress import Progress as RichProgress
 
 LINE_SECONDS = 5.0
 """Without a terminal, a line is printed this long after the last one,"""
@@ -36,7 +36,8 @@ SILENT_SECONDS = 15.0
 """Without a terminal, a line is printed after this time even without progress."""
 ESTIMATE_SHARE = 0.01
 """The time left is estimated from this share of the phase on: its first items are slower."""
-REDRAW_SECONDS = 0.1
+REFRESHES = 5
+"""Of a display on a terminal, a second."""
 WIDE = 110
 """Columns of a terminal from which on a bar is shown."""
 
@@ -88,6 +89,29 @@ class _Phase:
         return f"{self.name}: {'  '.join(parts)}"
 
 
+class Bars(RichProgress):
+    """The live display: a line for each phase, with a bar if the terminal is wide enough, and what stands below."""
+
+    def __init__(self, console: Console, job: Progress) -> None:
+        self._job = job
+        columns: list[ProgressColumn] = [
+            TextColumn("{task.description}"),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[metrics]}", style="cyan"),
+            TimeRemainingColumn(compact=True),
+            TextColumn("left"),
+        ]
+        if console.width >= WIDE:
+            columns[1:1] = [BarColumn(bar_width=20)]
+            columns[-2:-2] = [TimeElapsedColumn()]
+        super().__init__(*columns, console=console, refresh_per_second=REFRESHES)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        self._job.redraw()
+        yield from super().get_renderables()
+        yield from self._job.below()
+
+
 class Progress:
     """The progress of one job, phase by phase.
 
@@ -119,7 +143,7 @@ class Progress:
         with self._lock:
             self._depth += 1
             if self._depth == 1 and self._enabled and self._console.is_interactive:
-                self._bars = _bars(self._console)
+                self._bars = Bars(self._console, self)
                 self._bars.start()
             elif self._depth == 1 and self._enabled:
                 self._ended = threading.Event()
@@ -145,11 +169,11 @@ class Progress:
         with self._lock:
             self._finish_phase()
             now = self._clock()
-            self._phase = _Phase(name, total, now, first=done, done=done, shown_at=now, shown_done=-1)
             if self._bars is not None:
                 self._bar = self._bars.add_task(escape(name), total=total, completed=done, metrics="")
             elif self._enabled:
                 self._print(f"{name} ..." if total is None else f"{name}: {total} to do")
+            self._phase = _Phase(name, total, now, first=done, done=done, shown_at=now, shown_done=-1)
 
     def update(self, done: int, **metrics: Metric) -> None:
         """Report how many items are done, and the current metrics: `reward=0.3`, `tokens_per_second=3570`."""
@@ -158,15 +182,25 @@ class Progress:
             return
         with self._lock:
             phase.done = done
-            phase.metrics |= metrics
-            now = self._clock()
-            if self._due(phase, now):
+            phase.metrics = {**phase.metrics, **metrics}
+            if self._bars is None and self._due(phase, now := self._clock()):
                 self._show(phase, now)
+
+    def redraw(self) -> None:
+        """Bring the bar of the phase up to date. Is called without the lock by the display, as `below` is."""
+        phase = self._phase
+        if phase is not None and self._bars is not None and self._bar is not None:
+            self._bars.update(self._bar, completed=phase.done, metrics=escape("  ".join(_format_all(phase.metrics))))
 
     @property
     def enabled(self) -> bool:
         """Whether anything is shown."""
         return self._enabled
+
+    def below(self) -> Iterable[RenderableType]:
+        """What a display shows below the phases. A note holds the lock while it waits for the display, which calls
+        this: it is called without."""
+        return ()
 
     @property
     def wants_transcript(self) -> bool:
@@ -201,44 +235,25 @@ class Progress:
 
     def _due(self, phase: _Phase, now: float) -> bool:
         since = now - phase.shown_at
-        if self._bars is not None:
-            return since >= REDRAW_SECONDS
         share = 0.0 if not phase.total else (phase.done - max(phase.first, phase.shown_done)) / phase.total
         return since >= LINE_SECONDS or (since >= MIN_LINE_SECONDS and share >= LINE_SHARE)
 
     def _show(self, phase: _Phase, now: float) -> None:
         phase.shown_at, phase.shown_done = now, phase.done
-        if self._bars is not None and self._bar is not None:
-            self._bars.update(self._bar, completed=phase.done, metrics=escape("  ".join(_format_all(phase.metrics))))
-        else:
-            self._print(phase.line(now))
+        self._print(phase.line(now))
 
     def _finish_phase(self) -> None:
+        self.redraw()
         phase, self._phase = self._phase, None
         if phase is None or not self._enabled:
             return
-        if phase.done != phase.shown_done and (phase.done != phase.first or self._bars is not None):
-            self._show(phase, self._clock())
         if self._bars is not None and self._bar is not None:
             self._bars.stop_task(self._bar)
+        elif phase.done not in (phase.shown_done, phase.first):
+            self._show(phase, self._clock())
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _bars(console: Console) -> Bars:
-    """The live display, with a bar if the terminal is wide enough."""
-    columns: list[ProgressColumn] = [
-        TextColumn("{task.description}"),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[metrics]}", style="cyan"),
-        TimeRemainingColumn(compact=True),
-        TextColumn("left"),
-    ]
-    if console.width >= WIDE:
-        columns[1:1] = [BarColumn(bar_width=20)]
-        columns[-2:-2] = [TimeElapsedColumn()]
-    return Bars(*columns, console=console, refresh_per_second=1 / REDRAW_SECONDS / 2)
 
 
 def _format_all(metrics: dict[str, Metric]) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Final
@@ -63,8 +64,8 @@ class TinkerPolicy:
 
     @classmethod
     async def open(cls, config: LocalPolicyConfig, server: TinkerConfig) -> TinkerPolicy:
-        """Begin a training run on the server. Raises MissingExtraError, PolicyError for a server that cannot be used,
-        and ConfigError for settings that the API lacks."""
+        """Begin a training run on the server. Raises PolicyError for a server that cannot be used, and ConfigError for
+        settings that the API lacks."""
         check_config(config)
         assert config.lora is not None
         tokenizer, rank = await asyncio.to_thread(_tokenizer, config), config.lora.r
@@ -112,14 +113,7 @@ class TinkerPolicy:
                 f"the Tinker API has no {', '.join(lacking)}; leave {'it' if len(lacking) == 1 else 'them'} out"
             )
         room = room_for_answer(prompt_token_ids, self.context_length)
-        wanted = SamplingParams(
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            max_tokens=min(room, params.max_tokens or room),
-            seed=params.seed,
-            top_logprobs=params.top_logprobs,
-        )
+        wanted = replace(params, max_tokens=min(room, params.max_tokens or room))
         version = self._version
         found = await self._session.sample(self._sampler, prompt_token_ids, wanted, self._stop(params))
         tokens, logprobs = tuple(int(token) for token in found.tokens), tuple(map(float, found.logprobs or ()))
@@ -203,8 +197,7 @@ class TinkerPolicy:
                 "path": path,
                 "base_model": self._session.base_model,
                 "policy_version": self._version,
-                "optimizer": self._updater.optimizer.state_dict(),
-                "entropy": [self._updater.entropy.mean, self._updater.entropy.steps],
+                **self._updater.state_dict(),
             }
             await asyncio.to_thread(self._write, Path(directory), about)
 
@@ -230,7 +223,7 @@ class TinkerPolicy:
             )
         async with self._changing:
             await asyncio.to_thread(self._session.load, str(about["path"]))
-            self._updater.restore(about)
+            self._updater.load_state_dict(about)
             await self._publish(max(self._version, int(about["policy_version"]), above) + 1)
 
     async def _publish(self, version: int) -> None:

@@ -14,14 +14,15 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, Final, cast
 
 import httpx
 import numpy as np
+import tinker
+from tinker import types
 
 from agentlightning.engine.base import SamplingParams
-from agentlightning.errors import ConfigError, MissingExtraError, PolicyError
+from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.config import OptimizerConfig, TinkerConfig
 from agentlightning.trajectory import FloatArray
 
@@ -44,17 +45,17 @@ class LossRow:
 class TinkerSession:
     """One training run. Make it with `TinkerSession.open`."""
 
-    def __init__(self, config: TinkerConfig, service: Any, training: Any, base_model: str) -> None:
+    def __init__(
+        self, config: TinkerConfig, service: Any, training: Any, base_model: str, health: ServerHealth
+    ) -> None:
         self.config, self.base_model = config, base_model
         self._service, self._training = service, training
-        self._health = ServerHealth(config)
+        self._health = health
 
     @classmethod
     def open(cls, config: TinkerConfig, model: str, rank: int, seed: int) -> TinkerSession:
-        """Begin a training run. Raises MissingExtraError, ConfigError for a key, and PolicyError for a server that is
+        """Begin a training run. Raises ConfigError for a key, and PolicyError for a server that is
         not there, or has no such model."""
-        if find_spec("tinker") is None:
-            raise MissingExtraError("tinker", "tinker", plugin=True)
         key = os.environ.get(config.key_env, "")
         if not key.startswith(KEY_PREFIX):
             raise ConfigError(
@@ -63,30 +64,26 @@ class TinkerSession:
                 f" {KEY_PREFIX} and its token"
             )
         os.environ.setdefault("TINKER_TELEMETRY", "1" if config.telemetry else "0")
-        import tinker  # pyright: ignore[reportMissingImports]
-
         url, base = server_of(config), config.base_model or model
         if url is not None:
             _require_server(url)
         with _errors(config, "open a session"):
             service = tinker.ServiceClient(base_url=url, api_key=key)
             try:
-                training = _wait(
-                    ServerHealth(config),
-                    service.create_lora_training_client(
-                        base,
-                        rank=rank,
-                        seed=seed,
-                        train_mlp=config.mlp,
-                        train_attn=config.attention,
-                        train_unembed=config.head,
-                    ).future(),
-                    f"make an adapter over {base!r}",
+                making = service.create_lora_training_client(
+                    base,
+                    rank=rank,
+                    seed=seed,
+                    train_mlp=config.mlp,
+                    train_attn=config.attention,
+                    train_unembed=config.head,
                 )
+                health = ServerHealth(config)
+                training = asyncio.run(health.result(making.future(), f"make an adapter over {base!r}"))
             except BaseException:
                 _end(service, "errored")
                 raise
-        return cls(config, service, training, base)
+        return cls(config, service, training, base, health)
 
     # -- training --------------------------------------------------------------------------------------------------
 
@@ -95,8 +92,6 @@ class TinkerSession:
     ) -> list[FloatArray]:
         """Add the gradient of a loss, or without `backward` compute it alone; returns log p of the tokens of each row
         but the first [T - 1]."""
-        from tinker import types  # pyright: ignore[reportMissingImports]
-
         data = [
             types.Datum(
                 model_input=types.ModelInput.from_ints(list(row.token_ids[:-1])),
@@ -117,8 +112,6 @@ class TinkerSession:
 
     def optim_step(self, lr: float, config: OptimizerConfig, eps: float) -> Mapping[str, float]:
         """A step of AdamW by the gradient so far; returns the server's metrics."""
-        from tinker import types  # pyright: ignore[reportMissingImports]
-
         params = types.AdamParams(
             learning_rate=lr,
             beta1=config.betas[0],
@@ -154,14 +147,12 @@ class TinkerSession:
 
     def _result(self, call: Any, what: str) -> Any:
         with _errors(self.config, what):
-            return _wait(self._health, call().future(), what)
+            return asyncio.run(self._health.result(call().future(), what))
 
     # -- sampling --------------------------------------------------------------------------------------------------
 
     async def sample(self, sampler: Any, prompt: Sequence[int], params: SamplingParams, stop: Any) -> Any:
         """One sequence; `stop` as the package has it."""
-        from tinker import types  # pyright: ignore[reportMissingImports]
-
         settings = types.SamplingParams(
             max_tokens=params.max_tokens,
             seed=params.seed,
@@ -174,25 +165,13 @@ class TinkerSession:
         top = params.top_logprobs
         with _errors(self.config, "sample"):
             call = sampler.sample(tokens, 1, settings, topk_sample_logprobs=top)
-            return (await self._awaited(call.future(), "sample")).sequences[0]
+            return (await self._health.result(call.future(), "sample")).sequences[0]
 
     async def prompt_logprobs(self, sampler: Any, tokens: Sequence[int]) -> list[float | None]:
         """log p of each token, None for the first."""
-        from tinker import types  # pyright: ignore[reportMissingImports]
-
         with _errors(self.config, "score tokens"):
             call = sampler.compute_logprobs(types.ModelInput.from_ints(list(tokens)))
-            return await self._awaited(call.future(), "score tokens")
-
-    async def _awaited(self, future: Future[Any], what: str) -> Any:
-        since = time.monotonic()
-        waiting = asyncio.ensure_future(asyncio.wrap_future(future))
-        try:
-            while not (await asyncio.wait({waiting}, timeout=POLL_SECONDS))[0]:
-                await asyncio.to_thread(self._health.check, since, what)
-            return waiting.result()
-        finally:
-            waiting.cancel()
+            return await self._health.result(call.future(), "score tokens")
 
 
 def server_of(config: TinkerConfig) -> str | None:
@@ -210,6 +189,17 @@ class ServerHealth:
         self._asked = time.monotonic()
         self._gone_since: float | None = None
 
+    async def result(self, future: Future[Any], what: str) -> Any:
+        """What a request gives. Raises as `check` does, and what the request raises."""
+        since = time.monotonic()
+        waiting = asyncio.wrap_future(future)
+        try:
+            while not (await asyncio.wait({waiting}, timeout=POLL_SECONDS))[0]:
+                await asyncio.to_thread(self.check, since, what)
+            return waiting.result()
+        finally:
+            waiting.cancel()
+
     def check(self, since: float, what: str) -> None:
         """Raises PolicyError for a request that began too long ago, and for a server that is gone for too long."""
         now = time.monotonic()
@@ -222,7 +212,11 @@ class ServerHealth:
             return
         if now - self._asked >= POLL_SECONDS and self._asking.acquire(blocking=False):
             try:
-                self._ask(self._url)
+                alive = False
+                with suppress(httpx.HTTPError):
+                    alive = httpx.get(self._url + HEALTH, timeout=POLL_SECONDS).status_code < 500
+                self._asked = time.monotonic()
+                self._gone_since = None if alive else self._gone_since or self._asked
             finally:
                 self._asking.release()
         gone = 0.0 if self._gone_since is None else self._asked - self._gone_since
@@ -231,14 +225,6 @@ class ServerHealth:
                 f"{self._url} was unreachable for {gone:.0f} s while it was to {what}; start it again, and resume the"
                 " run"
             )
-
-    def _ask(self, url: str) -> None:
-        alive = _is_alive(url)
-        self._asked = time.monotonic()
-        if alive:
-            self._gone_since = None
-        elif self._gone_since is None:
-            self._gone_since = self._asked
 
 
 def _end(service: Any, status: str) -> None:
@@ -252,26 +238,9 @@ def _end(service: Any, status: str) -> None:
             ending.cancel()
 
 
-def _wait(health: ServerHealth, future: Future[Any], what: str) -> Any:
-    since = time.monotonic()
-    while True:
-        try:
-            return future.result(timeout=POLL_SECONDS)
-        except FutureTimeoutError:
-            if future.done():
-                raise
-            try:
-                health.check(since, what)
-            except PolicyError:
-                future.cancel()
-                raise
-
-
 @contextmanager
 def _errors(config: TinkerConfig, what: str) -> Generator[None]:
     """Errors of the package as PolicyError; of the key as ConfigError."""
-    import tinker  # pyright: ignore[reportMissingImports]
-
     where = _name(config)
     try:
         yield
@@ -294,13 +263,6 @@ def _errors(config: TinkerConfig, what: str) -> Generator[None]:
 
 def _name(config: TinkerConfig) -> str:
     return server_of(config) or "the Tinker service"
-
-
-def _is_alive(url: str) -> bool:
-    try:
-        return httpx.get(url + HEALTH, timeout=POLL_SECONDS).status_code < 500
-    except httpx.HTTPError:
-        return False
 
 
 def _require_server(url: str) -> None:

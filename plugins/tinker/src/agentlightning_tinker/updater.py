@@ -163,39 +163,24 @@ class RemoteUpdater(Updater):
                     column[:] = flat[start : start + len(column)]
         return [tuple(own) for own in columns]
 
-    def restore(self, about: Mapping[str, Any]) -> None:
-        """Continue from what a checkpoint says of the optimiser."""
-        self.optimizer.load_state_dict(about["optimizer"])
-        mean, steps = about["entropy"]
-        self.entropy = EntropyHistory(float(mean), int(steps))
-
     def _step(self, part: Sequence[TrainingSample], spec: LossSpec) -> dict[str, float]:
         """Rollouts whose data is not finite are left out before anything is sent."""
         needs = {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in spec.losses))
-        left_out = 0
-        kept: list[TrainingSample] = []
-        for sample in part:
-            broken = streams.not_finite_in_data(sample, needs)
-            left_out += len(broken)
-            kept.append(streams.without(sample, lambda node, b=broken: str(node.rollout_id) in b) if broken else sample)
+        broken = [streams.not_finite_in_data(sample, needs) for sample in part]
+        kept = [
+            streams.without(sample, lambda node, b=own: str(node.rollout_id) in b) if own else sample
+            for sample, own in zip(part, broken, strict=True)
+        ]
         sums = self._gradient(kept, spec)
         if not sums:
             return {}
-        return {**sums, **self.optimizer.step(sums["loss"]), "rollouts_not_finite": float(left_out)}
+        return {**sums, **self.optimizer.step(sums["loss"]), "rollouts_not_finite": float(sum(map(len, broken)))}
 
     def accumulate(
         self, batches: Sequence[MicroBatch], loss: LossSetting = "ppo", within: Sequence[Correction] = ()
     ) -> dict[str, float]:
-        """See `Updater.accumulate`."""
-        losses, totals = token_losses(loss), dict[str, float]()
-        for batch in batches:
-            for name, value in self._accumulate(batch, losses, within).items():
-                totals[name] = totals.get(name, 0.0) + float(value)
-        return totals
-
-    def _accumulate(
-        self, batch: MicroBatch, losses: Sequence[TokenLoss], within: Sequence[Correction]
-    ) -> dict[str, float | Tensor]:
+        """See `Updater.accumulate`; `batches` are the one of `RowPlanner`."""
+        losses, [batch] = token_losses(loss), batches
         entropy_N = torch.zeros(len(batch.places))
         own = native(losses[0]) if len(losses) == 1 and not within else None
         if own is not None:
@@ -212,12 +197,10 @@ class RemoteUpdater(Updater):
             value.backward()
             assert logprobs_N.grad is not None
             self._send(batch, "cross_entropy", {}, {"weights": -logprobs_N.grad.numpy()})
-        count = len(logprobs_N)
+        found = {"loss": value.detach(), "entropy": -logprobs_N.detach().sum(), **sums}
         return {
-            "loss": value.detach(),
-            "entropy": -logprobs_N.detach().sum(),
-            **sums,
-            "tokens_trained": count,
+            **{name: float(each) for name, each in found.items()},
+            "tokens_trained": len(logprobs_N),
             "tokens_computed": sum(row.length for row in batch.rows) * (1 if own else 2),
             "micro_batches": 1,
             "shared_prefixes": 0,

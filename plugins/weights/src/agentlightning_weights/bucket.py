@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Final, Literal, Self
 
+import fsspec  # pyright: ignore[reportMissingImports]
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from agentlightning.errors import ConfigError, MissingExtraError, PolicyError
+from agentlightning.errors import ConfigError, PolicyError
 
 FORMAT: Final = 1
 """Of manifests; a host refuses a newer one."""
@@ -98,13 +98,6 @@ class WeightStoreError(PolicyError):
     """Weights cannot be written to a URL, or read from it."""
 
 
-def require_packages() -> None:
-    """Raises MissingExtraError."""
-    for package in ("fsspec", "zstandard", "numpy"):
-        if find_spec(package) is None:
-            raise MissingExtraError(package, "weights", plugin=True)
-
-
 OBJECT_STORES: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "memory"})
 """Protocols of stores that need no folders; where one is made in a bucket that does not exist, some make the bucket."""
 
@@ -117,10 +110,7 @@ class Bucket:
     """The objects below a URL."""
 
     def __init__(self, url: str) -> None:
-        """Raises MissingExtraError, and ConfigError for a URL that nothing here can open."""
-        require_packages()
-        import fsspec
-
+        """Raises ConfigError for a URL that nothing here can open."""
         self.url = url
         try:
             self._files: Any

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -63,7 +64,8 @@ def pull(
         def show(pulled: Pulled) -> None:
             if model_server is not None and pulled.steps:
                 asyncio.run(_load(model_server, engine, pulled))
-            output.finish(_record(pulled), lambda console: console.print(_line(pulled)))
+            record = {**asdict(pulled), "directory": str(pulled.directory)}
+            output.finish(record, lambda console: console.print(_line(pulled)))
 
         if follow:
             _follow(puller, every, show)
@@ -105,17 +107,6 @@ async def _load(url: str, engine: str, pulled: Pulled) -> None:
         await server.load_weights(pulled.directory, f"version-{pulled.version}", lambda: None)
     finally:
         await transport.close()
-
-
-def _record(pulled: Pulled) -> dict[str, object]:
-    return {
-        "version": pulled.version,
-        "directory": str(pulled.directory),
-        "bytes": pulled.bytes,
-        "seconds": pulled.seconds,
-        "steps": pulled.steps,
-        "refused": pulled.refused,
-    }
 
 
 def _line(pulled: Pulled) -> str:

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import orjson
+import zstandard  # pyright: ignore[reportMissingImports]
 
 from agentlightning_weights.bucket import FileEntry, Part
 
@@ -65,8 +67,6 @@ def difference(base: Path, new: Path) -> Difference | None:
     parts = layout(new)
     if parts is None or not base.exists() or layout(base) != parts:
         return None
-    import zstandard  # pyright: ignore[reportMissingImports]
-
     compressor = zstandard.ZstdCompressor(level=LEVEL)
     old, own = _mapped(base), _mapped(new)
     entries: list[Part] = []
@@ -83,8 +83,6 @@ def difference(base: Path, new: Path) -> Difference | None:
 def apply(base: Path, entry: FileEntry, data: bytes, target: Path) -> None:
     """Write what `base` becomes. Raises DamagedDifferenceError, and leaves no file, where a tensor of the result is not
     the one that was published."""
-    import zstandard  # pyright: ignore[reportMissingImports]
-
     if base.stat().st_size != entry.size or sum(part.stored for part in entry.parts) != len(data):
         raise DamagedDifferenceError(f"{entry.name}: the sizes do not fit")
     old, decompressor, start = _mapped(base), zstandard.ZstdDecompressor(), 0
@@ -100,7 +98,7 @@ def apply(base: Path, entry: FileEntry, data: bytes, target: Path) -> None:
                     target.unlink()
                     raise DamagedDifferenceError(f"{entry.name}: {part.name}: {error}") from error
                 start += part.stored
-                own = _xor(own, _array(raw)) if len(raw) == size else own[:0]
+                own = _xor(own, np.frombuffer(raw, np.uint8)) if len(raw) == size else own[:0]
             if digest(own) != part.digest:
                 target.unlink()
                 raise DamagedDifferenceError(f"{entry.name}: {part.name} is not the tensor that was published")
@@ -113,21 +111,11 @@ def total(entries: Sequence[FileEntry]) -> int:
 
 
 def _mapped(file: Path) -> Any:
-    import numpy as np
-
     return np.memmap(file, np.uint8, mode="r") if file.stat().st_size else np.zeros(0, np.uint8)
-
-
-def _array(data: bytes) -> Any:
-    import numpy as np
-
-    return np.frombuffer(data, np.uint8)
 
 
 def _xor(a: Any, b: Any) -> Any:
     """Eight bytes at a time where they allow it."""
-    import numpy as np
-
     if len(a) % 8 == 0 and len(a):
         return np.bitwise_xor(np.ascontiguousarray(a).view("<u8"), np.ascontiguousarray(b).view("<u8")).view(np.uint8)
     return np.bitwise_xor(a, b)

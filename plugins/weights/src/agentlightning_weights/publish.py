@@ -108,7 +108,7 @@ class WeightVersions:
     """The published versions of one policy. `folder` gets the two newest, of which differences are made."""
 
     def __init__(self, policy: Policy, config: WeightsConfig, folder: Path) -> None:
-        """Raises MissingExtraError, and ConfigError for a URL that cannot be opened."""
+        """Raises ConfigError for a URL that cannot be opened."""
         assert config.url is not None
         self._policy, self._folder = policy, CheckpointFolder(folder)
         self._publisher = WeightPublisher(config.url, full_every=config.full_every, keep_full=config.keep_full)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from enum import StrEnum
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import typer
 
@@ -15,27 +15,17 @@ from agentlightning.cli.output import agl, open_output
 from agentlightning.models import Precision
 from agentlightning.util.printable import printable
 
-
-class Form(StrEnum):
-    """What is written."""
-
-    HF = "hf"
-    GGUF_READY = "gguf-ready"
-    GGUF = "gguf"
-    OPENAI = "openai-jsonl"
-    TRL = "trl-jsonl"
-    DPO = "dpo-jsonl"
-
-
-SUFFIXES: Final = {Form.HF: "", Form.GGUF_READY: "", Form.GGUF: ".gguf"}
-"""What the name of a file ends in; of rollouts, `.jsonl`."""
+Form = Literal["hf", "gguf-ready", "gguf", "openai-jsonl", "trl-jsonl", "dpo-jsonl"]
+"""What is written."""
+SUFFIXES: Final = {"hf": "", "gguf-ready": "", "gguf": ".gguf"}
+"""What the names of weights end in; of rollouts, it is `.jsonl`."""
 
 
 def export(
     run: Run = None,
     to: Annotated[
         Form, typer.Option("--to", help="hf, gguf-ready and gguf: weights; the others: rollouts as lines.")
-    ] = Form.HF,
+    ] = "hf",
     out: Annotated[Path | None, typer.Option(help="File or directory (default: RUN/export/FORM).")] = None,
     min_reward: Annotated[float | None, typer.Option(help="Only rollouts with at least this reward.")] = None,
     target_agent: Annotated[str | None, typer.Option(help="Only calls of agents whose name matches.")] = None,
@@ -57,14 +47,14 @@ def export(
         from agentlightning.training.export import Selection, export_dataset, export_weights
 
         run = run_or_newest(run)
-        if precision is not None and to is not Form.GGUF:
-            raise ConfigError(f"--precision is that of a GGUF file, and --to {to.value} writes none; leave it out")
-        path, suffix = out or run / "export" / to.value, SUFFIXES.get(to, ".jsonl")
+        if precision is not None and to != "gguf":
+            raise ConfigError(f"--precision is that of a GGUF file, and --to {to} writes none; leave it out")
+        path, suffix = out or run / "export" / to, SUFFIXES.get(to, ".jsonl")
         if suffix:
             path = path if path.suffix == suffix else path.with_name(path.name + suffix)
             if out is not None and not overwrite and path.exists():
                 raise ConfigError(f"{path} exists; give another --out, or --overwrite")
-        if to in (Form.HF, Form.GGUF_READY, Form.GGUF):
+        if to == "hf" or to == "gguf-ready" or to == "gguf":
             only = {
                 "--min-reward": min_reward,
                 "--target-agent": target_agent,
@@ -72,22 +62,15 @@ def export(
                 "--reward-weights": reward_weights,
             }
             if unused := [name for name, value in only.items() if value is not None]:
-                raise ConfigError(
-                    f"{', '.join(unused)} select rollouts, and --to {to.value} writes weights; leave them out"
-                )
-            weights = export_weights(run, to.value, path, precision or "f16")
+                raise ConfigError(f"{', '.join(unused)} select rollouts, and --to {to} writes weights; leave them out")
+            weights = export_weights(run, to, path, precision or "f16")
             found = {"path": str(path), "files": list(weights.files), "merged": weights.merged}
             after = agl("serve", "--allow-unattributed", model=path)
         else:
             selection = Selection(min_reward, target_agent, weights_of(reward_weights, run))
-            rows = asyncio.run(export_dataset(run, to.value, path, selection, store))
-            found = {
-                "path": str(path),
-                "records": rows.records,
-                "rollouts": rows.rollouts,
-                "skipped": dict(rows.skipped),
-            }
-            learning = {Form.OPENAI: "sft", Form.DPO: "dpo"}.get(to)
+            rows = asyncio.run(export_dataset(run, to, path, selection, store))
+            found = asdict(rows) | {"path": str(path)}
+            learning = {"openai-jsonl": "sft", "dpo-jsonl": "dpo"}.get(to)
             after = agl(learning, model="tiny", data=path) if learning else agl("report", run)
         lines = "\n".join(printable(f"{key}: {value}") for key, value in found.items())
         output.finish(found, lambda console: console.print(lines, markup=False, highlight=False), after)

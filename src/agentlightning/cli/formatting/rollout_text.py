@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, cast
 
-import orjson
-
 from agentlightning import span as names
 from agentlightning.dashboard.data.text import shortened
 from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
 from agentlightning.tracing.rewards import get_reward_value
-from agentlightning.util.json_values import loads
+from agentlightning.util.json_values import recorded_objects
 from agentlightning.util.printable import printable
 
 WIDTH: Final = 160
@@ -66,18 +64,10 @@ def _call(span: Span, number: str) -> Iterator[str]:
     cost = f", ${dollars:.4f}" if isinstance(dollars, int | float) else ""
     tokens = f"{values.get(names.INPUT_TOKENS) or 0} tokens in, {values.get(names.OUTPUT_TOKENS) or 0} out"
     yield f"{number} {span.name}{agent}: {tokens}{cost}"
-    inputs, outputs = _messages(values.get(names.INPUT_MESSAGES)), _messages(values.get(names.OUTPUT_MESSAGES))
+    inputs, outputs = (recorded_objects(values.get(name)) for name in (names.INPUT_MESSAGES, names.OUTPUT_MESSAGES))
     yield from (f"        {line}" for message in (*inputs[-1:], *outputs) for line in _message(message))
     if span.status_code == "ERROR":
         yield f"        failed: {shortened(span.status_message or values.get(names.ERROR_TYPE))}"
-
-
-def _messages(text: Any) -> list[dict[str, Any]]:
-    try:
-        messages = loads(text) if isinstance(text, str) else text
-    except orjson.JSONDecodeError:
-        return []
-    return [message for message in cast("list[Any]", messages or []) if isinstance(message, dict)]
 
 
 def _message(message: dict[str, Any]) -> Iterator[str]:

@@ -107,7 +107,6 @@ async def _routes(
             yield routes
         return
     from agentlightning.dashboard.app import dashboard_routes
-    from agentlightning.dashboard.data.run_data import DashboardData
 
     with tempfile.TemporaryDirectory(prefix="agl-dashboard-") as folder:
         if demo:
@@ -116,11 +115,10 @@ async def _routes(
             output.console.print("unpacking two recorded runs ...")
             await write_demo(Path(folder))
         async with _catalog(folder if demo else target) as catalog:
-            data = DashboardData(catalog)
             try:
-                yield dashboard_routes(data, token)
+                yield dashboard_routes(catalog, token)
             finally:
-                await data.close()
+                await catalog.close()
 
 
 @asynccontextmanager

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from agentlightning.dashboard.data.run_data import RunData, Source
 from agentlightning.dashboard.data.run_files import RunFiles
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.store import LightningStore
@@ -19,29 +19,10 @@ MOST_OPEN: Final = 16
 """Databases that are open at the same time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What is shown under one name: a run with its store, or a store by itself."""
-
-    name: str
-    files: RunFiles | None = None
-    """None: it is a store by itself."""
-
-    @property
-    def run_id(self) -> str | None:
-        """What the ids of its rollouts contain; None: anything."""
-        return None if self.files is None else self.files.state().run_id
-
-    def run(self) -> RunFiles:
-        """Raises NotFoundError for a store by itself, which has no steps, settings or checkpoints."""
-        if self.files is None:
-            raise NotFoundError(f"{self.name!r} is a store, not a run; it has rollouts, and neither steps nor settings")
-        return self.files
-
-
 class Catalog:
     """Finds runs below `roots`, and those of `directories`. `store` is shown by itself, unless it belongs to the one
-    run of `directories` (`owns_store`): then it is that run's, which this process has open."""
+    run of `directories` (`owns_store`): then it is that run's, which this process has open. `writable`: requests with
+    the token may change stores."""
 
     def __init__(
         self,
@@ -50,13 +31,15 @@ class Catalog:
         directories: Iterable[Path] = (),
         roots: Iterable[Path] = (),
         owns_store: bool = False,
+        writable: bool = False,
     ) -> None:
-        self._store = store
+        self._store, self.writable = store, writable
         self._directories = [path.resolve() for path in directories]
         self._roots = [path.resolve() for path in roots]
         self._owns_store = owns_store
         self._files: dict[Path, RunFiles] = {}
         self._opened: dict[Path, LightningStoreBase] = {}
+        self._data: dict[str, RunData] = {}
 
     def sources(self) -> list[Source]:
         """All of them, the newest run first."""
@@ -74,8 +57,16 @@ class Catalog:
             raise NotFoundError(f"there is no run {name!r} here; /dashboard/api/runs lists all")
         return Source(name, self._files_of(path))
 
-    async def store(self, source: Source) -> LightningStoreBase:
-        """The store with the rollouts of a run. Raises ConfigError where it is not known."""
+    async def run(self, name: str) -> RunData:
+        """Raises NotFoundError for an unknown name, and ConfigError for a run whose store is not known."""
+        source = self.source(name)
+        store, known = await self._store_of(source), self._data.get(name)
+        if known is None or known.store is not store or known.files is not source.files:
+            shares = source.files is not None and not (source.files.path / "store.db").exists()
+            known = self._data[name] = RunData(source, store, shares)
+        return known
+
+    async def _store_of(self, source: Source) -> LightningStoreBase:
         if source.files is None or (self._owns_store and source.files.path in self._directories):
             assert self._store is not None
             return self._store
@@ -89,10 +80,6 @@ class Catalog:
             "agl dashboard DATABASE"
         )
 
-    def shares_store(self, source: Source) -> bool:
-        """Whether the store of a run also has rollouts of others."""
-        return source.files is not None and not (source.files.path / "store.db").exists()
-
     async def _open(self, path: Path) -> LightningStoreBase:
         store = self._opened.pop(path, None) or LightningStore(path)
         self._opened[path] = store  # the one used last comes last
@@ -101,7 +88,9 @@ class Catalog:
         return store
 
     async def close(self) -> None:
-        """Close the stores that were opened here."""
+        """Stop reading, and close the stores that were opened here."""
+        for run in self._data.values():
+            await run.attempts.close()
         while self._opened:
             await self._opened.popitem()[1].close()
 
@@ -128,3 +117,9 @@ def _changed(path: Path) -> float:
         return (path / "state.json").stat().st_mtime
     except OSError:
         return 0.0
+
+
+def catalog_of_run(directory: Path, store: LightningStoreBase) -> Catalog:
+    """A run in this process, which has its store open, and the runs beside it."""
+    roots = [directory.resolve().parent]
+    return Catalog(store, directories=[directory], roots=roots, owns_store=True, writable=True)

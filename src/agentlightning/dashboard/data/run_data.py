@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.config import TrainConfig
 from agentlightning.dashboard.data.attempt_index import AttemptIndexes
-from agentlightning.dashboard.data.catalog import Catalog, Source
 from agentlightning.dashboard.data.credit import BatchCredit, credit_of
 from agentlightning.dashboard.data.live import Live
 from agentlightning.dashboard.data.run_files import RunFiles
-from agentlightning.dashboard.data.summary import Summaries, Updates, group_of
+from agentlightning.dashboard.data.summary import Summaries, group_of
 from agentlightning.dashboard.data.token_text import TokenTexts, find_texts
 from agentlightning.errors import AgentLightningError, NotFoundError
 from agentlightning.rollouts import Rollout
@@ -33,15 +31,35 @@ PAGE: Final = 500
 """Rollouts in one request to the store."""
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What is shown under one name: a run with its store, or a store by itself."""
+
+    name: str
+    files: RunFiles | None = None
+    """None: it is a store by itself."""
+
+    @property
+    def run_id(self) -> str | None:
+        """What the ids of its rollouts contain; None: anything."""
+        return None if self.files is None else self.files.state().run_id
+
+    def run(self) -> RunFiles:
+        """Raises NotFoundError for a store by itself, which has no steps, settings or checkpoints."""
+        if self.files is None:
+            raise NotFoundError(f"{self.name!r} is a store, not a run; it has rollouts, and neither steps nor settings")
+        return self.files
+
+
 @dataclass(slots=True)
 class RunData:
     """One run or store."""
 
     source: Source
     store: LightningStoreBase
-    summaries: Summaries
     shares_store: bool = False
     """Whether the store also has rollouts of others."""
+    summaries: Summaries = field(init=False)
     live: Live = field(init=False)
     attempts: AttemptIndexes = field(init=False)
     _texts: TokenTexts | None = None
@@ -49,6 +67,7 @@ class RunData:
     _credits: dict[Any, BatchCredit] = field(default_factory=dict[Any, BatchCredit])
 
     def __post_init__(self) -> None:
+        self.summaries = Summaries(self.store, self.weights, self._updates)
         self.live = Live(self.store, self.summaries)
         self.attempts = AttemptIndexes(self.store)
 
@@ -71,8 +90,12 @@ class RunData:
 
     @property
     def weights(self) -> dict[str, float] | None:
-        """Those of the dimensions of a reward."""
-        return reward_weights(self.source)
+        """Those that a run gives the dimensions of a reward."""
+        return None if self.config is None else getattr(self.config.algorithm, "reward_weights", None)
+
+    def _updates(self, version: int) -> int:
+        """By the resumes of a run as they are now; the version itself where there is no run."""
+        return version if self.files is None else updates_of(version, self.files.state().resumes)
 
     @property
     def texts(self) -> TokenTexts | None:
@@ -194,46 +217,3 @@ def _why_alone(step: int | None, has_audit: bool, rollout: Rollout) -> str:
 def _common(rollout: Rollout) -> int:
     """The length of the beginning that its id shares with others of its group."""
     return max(1, len(rollout.rollout_id.rstrip("0123456789")))
-
-
-class DashboardData:
-    """The data of every run in a catalog."""
-
-    def __init__(self, catalog: Catalog, *, writable: bool = False) -> None:
-        self.catalog = catalog
-        self.writable = writable
-        """Whether requests with the token may change the store."""
-        self._runs: dict[str, RunData] = {}
-
-    async def run(self, name: str) -> RunData:
-        """Raises NotFoundError for an unknown name."""
-        source = self.catalog.source(name)
-        store = await self.catalog.store(source)
-        known = self._runs.get(name)
-        if known is None or known.store is not store or known.source.files is not source.files:
-            summaries = Summaries(store, reward_weights(source), updates_in(source))
-            known = self._runs[name] = RunData(source, store, summaries, self.catalog.shares_store(source))
-        return known
-
-    async def close(self) -> None:
-        for run in self._runs.values():
-            await run.attempts.close()
-        await self.catalog.close()
-
-
-def updates_in(source: Source) -> Updates:
-    """By the resumes of a run as they are when it is called; the version itself where there is no run."""
-    files = source.files
-    return int if files is None else lambda version: updates_of(version, files.state().resumes)
-
-
-def reward_weights(source: Source) -> dict[str, float] | None:
-    """The weights that a run gives the dimensions of a reward."""
-    config = None if source.files is None else source.files.config()
-    return getattr(config.algorithm, "reward_weights", None) if config is not None else None
-
-
-def dashboard_of_run(directory: Path, store: LightningStoreBase) -> DashboardData:
-    """That of a run in this process, which has its store open, and of the runs beside it."""
-    catalog = Catalog(store, directories=[directory], roots=[directory.resolve().parent], owns_store=True)
-    return DashboardData(catalog, writable=True)

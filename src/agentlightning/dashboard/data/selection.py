@@ -7,7 +7,7 @@ sorted by what it has in order (creation, state, id); everything else sorts the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast, get_args
 
@@ -53,16 +53,8 @@ class Filters:
     step: int | None = None
     task: str | None = None
     """Part of the text of its task, in any case."""
-    agent: str | None = None
-    """Part of the name of one of its agents."""
-    failure: str | None = None
-    """Part of the kind or the message of its failure; `any`: it has one."""
-    label: str | None = None
-    reward_min: float | None = None
-    reward_max: float | None = None
-    missing_reward: bool = False
-    tool_errors: bool = False
-    version: int | None = None
+    by_spans: tuple[Callable[[RolloutSummary], bool], ...] = ()
+    """What its spans must say."""
 
     @classmethod
     def of(cls, query: Query) -> Filters:
@@ -71,22 +63,8 @@ class Filters:
         for name, given, known in (("state", states, get_args(RolloutStatus)), ("mode", modes, get_args(RolloutMode))):
             if unknown := [each for each in given if each not in known]:
                 raise ConfigError(f"{name}={unknown[0]!r} is none of: {', '.join(known)}")
-        return cls(
-            states=states,
-            modes=modes,
-            id=query.text("id"),
-            group=query.text("group"),
-            step=query.integer("step", -1, 0) if query.text("step") else None,
-            task=query.text("task"),
-            agent=query.text("agent"),
-            failure=query.text("failure"),
-            label=query.text("label"),
-            reward_min=query.number("reward_min"),
-            reward_max=query.number("reward_max"),
-            missing_reward=query.choice("reward", ("missing",)) is not None,
-            tool_errors=query.choice("tools", ("failed",)) is not None,
-            version=query.integer("version", -1, 0) if query.text("version") else None,
-        )
+        named, step, task = query.text("group"), query.integer("step", None), query.text("task")
+        return cls(states, modes, query.text("id"), named, step, task, tuple(_by_spans(query)))
 
     @property
     def by_store(self) -> bool:
@@ -105,19 +83,33 @@ class Filters:
 
     def admit(self, found: RolloutSummary) -> bool:
         """By what its spans say."""
-        number = found.reward_number
-        failure = f"{found.failure_kind or ''} {found.failure or ''}".strip().lower()
-        wanted = (self.failure or "").lower()
-        return (
-            (self.reward_min is None or (number is not None and number >= self.reward_min))
-            and (self.reward_max is None or (number is not None and number <= self.reward_max))
-            and (not self.missing_reward or found.reward is None)
-            and (not self.tool_errors or found.tool_errors > 0)
-            and (self.version is None or self.version in found.versions)
-            and (self.label is None or self.label in found.labels)
-            and (self.agent is None or any(self.agent.lower() in each.lower() for each in found.agents))
-            and (self.failure is None or (bool(failure) if wanted == "any" else wanted in failure))
-        )
+        return all(admits(found) for admits in self.by_spans)
+
+
+def _by_spans(query: Query) -> Iterator[Callable[[RolloutSummary], bool]]:
+    """The filters that read the spans of a rollout: agent and failure by a part of their name, in any case; of a
+    failure, also `any`."""
+    if (low := query.number("reward_min")) is not None:
+        yield lambda row: row.reward_number is not None and row.reward_number >= low
+    if (high := query.number("reward_max")) is not None:
+        yield lambda row: row.reward_number is not None and row.reward_number <= high
+    if query.choice("reward", ("missing",)):
+        yield lambda row: row.reward is None
+    if query.choice("tools", ("failed",)):
+        yield lambda row: row.tool_errors > 0
+    if (version := query.integer("version", None)) is not None:
+        yield lambda row: version in row.versions
+    if label := query.text("label"):
+        yield lambda row: label in row.labels
+    if agent := query.text("agent"):
+        yield lambda row: any(agent.lower() in each.lower() for each in row.agents)
+    if failure := query.text("failure"):
+        yield lambda row: _has_failure(row, failure.lower())
+
+
+def _has_failure(row: RolloutSummary, wanted: str) -> bool:
+    failure = f"{row.failure_kind or ''} {row.failure or ''}".strip().lower()
+    return bool(failure) if wanted == "any" else wanted in failure
 
 
 @dataclass(frozen=True, slots=True)

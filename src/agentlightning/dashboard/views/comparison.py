@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
+from agentlightning.dashboard.data.catalog import Catalog
 from agentlightning.dashboard.data.configurations import configurations, record_of
-from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.dashboard.data.run_files import RunFiles
 from agentlightning.dashboard.data.text import shortened
 from agentlightning.dashboard.query import Query
@@ -38,12 +38,12 @@ Groups = Sequence[Sequence[str]]
 """Names of runs by configuration."""
 
 
-async def compare(data: DashboardData, query: Query) -> dict[str, Any]:
+async def compare(data: Catalog, query: Query) -> dict[str, Any]:
     """`runs=A,B,...`: the runs by configuration, each compared with that of the first."""
     names = list(dict.fromkeys(query.names("runs")))
     if not 2 <= len(names) <= MOST_RUNS:
         raise ConfigError(f"runs={','.join(names)!r} names {len(names)} runs; name 2 to {MOST_RUNS}, as runs=A,B")
-    sources = [data.catalog.source(name) for name in names]
+    sources = [data.source(name) for name in names]
     files = {each.name: each.run() for each in sources}
     return await asyncio.to_thread(_compare, files) | {
         "summaries": [await asyncio.to_thread(summary, each) for each in sources]

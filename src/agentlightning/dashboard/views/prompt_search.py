@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from agentlightning.algorithms.apo.text import PARENT
-from agentlightning.dashboard.data.run_data import DashboardData
+from agentlightning.dashboard.data.catalog import Catalog
 from agentlightning.dashboard.data.summary import RolloutSummary
 from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views.resources import changed_prompts
@@ -57,7 +57,7 @@ class Candidate:
         }
 
 
-async def show_search(data: DashboardData, query: Query) -> dict[str, Any]:
+async def show_search(data: Catalog, query: Query) -> dict[str, Any]:
     """The candidates of a search, as far as the store has their rollouts."""
     run = await data.run(query.part("run"))
     trials = f"{run.source.run_id}-trial-"

@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Final
 
-from agentlightning.dashboard.data.run_data import DashboardData
+from agentlightning.dashboard.data.catalog import Catalog
 from agentlightning.dashboard.data.run_files import HIDDEN, RunFiles
 from agentlightning.dashboard.data.summary import Updates
 from agentlightning.dashboard.query import Query
@@ -19,7 +19,7 @@ PAGE: Final = 50
 MOST_LINES: Final = 2000
 
 
-async def list_resources(data: DashboardData, query: Query) -> dict[str, Any]:
+async def list_resources(data: Catalog, query: Query) -> dict[str, Any]:
     """Versions of the resources, the newest first, each with what it changed against the one published before it."""
     run = await data.run(query.part("run"))
     limit, offset = query.integer("limit", PAGE, 1, 200), query.integer("after", 0)
@@ -72,7 +72,7 @@ def diff_of(before: PromptTemplate, after: PromptTemplate) -> list[dict[str, str
     return [{"kind": kinds[line[0]], "text": line[2:]} for line in lines if line[0] in kinds][:MOST_LINES]
 
 
-async def list_weights(data: DashboardData, query: Query) -> dict[str, Any]:
+async def list_weights(data: Catalog, query: Query) -> dict[str, Any]:
     """Versions of the weights by the audit log, the newest first: from which rollouts, with which scores, what the gate
     decided, and which checkpoints hold them."""
     run = await data.run(query.part("run"))

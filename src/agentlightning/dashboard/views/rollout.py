@@ -10,8 +10,9 @@ from agentlightning import span as names
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.assemble.model_calls import is_call
 from agentlightning.dashboard.data.attempt_index import AttemptIndex, Key, Start, kind_of
+from agentlightning.dashboard.data.catalog import Catalog
 from agentlightning.dashboard.data.credit import BatchCredit
-from agentlightning.dashboard.data.run_data import DashboardData, RunData
+from agentlightning.dashboard.data.run_data import RunData
 from agentlightning.dashboard.data.streams import first_difference, stream_of
 from agentlightning.dashboard.data.summary import RolloutSummary, group_of, summarize
 from agentlightning.dashboard.data.text import as_text, limited
@@ -48,7 +49,7 @@ IN_GROUP: Final = 64
 """Rollouts of a group that are listed."""
 
 
-async def show_rollout(data: DashboardData, query: Query) -> dict[str, Any]:
+async def show_rollout(data: Catalog, query: Query) -> dict[str, Any]:
     """A rollout with some spans of one attempt (that of `attempt`, else the latest): `limit` from the place `start` on.
     Totals are those of all its spans. With the `mark` of an earlier answer, whether anything is different now."""
     run = await data.run(query.part("run"))
@@ -154,7 +155,7 @@ def _time(attempt: Attempt | None, spans: Sequence[Span], index: AttemptIndex | 
     return {"start": min((span.start_time for span in spans), default=None), "end": latest}
 
 
-async def show_tokens(data: DashboardData, query: Query) -> dict[str, Any]:
+async def show_tokens(data: Catalog, query: Query) -> dict[str, Any]:
     """The tokens of some calls of a rollout, with log-probability, advantage, weight and version of each: from the call
     `from` on (default: the page that has `call`)."""
     run = await data.run(query.part("run"))
@@ -178,7 +179,7 @@ async def show_tokens(data: DashboardData, query: Query) -> dict[str, Any]:
     }
 
 
-async def show_group(data: DashboardData, query: Query) -> dict[str, Any]:
+async def show_group(data: Catalog, query: Query) -> dict[str, Any]:
     """The group of a rollout, and two of it side by side: `left` (default: the best) and `right` (the worst)."""
     run = await data.run(query.part("run"))
     rollout = await run.rollout(query.part("rollout"))

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from agentlightning.dashboard.data.run_data import DashboardData, RunData
+from agentlightning.dashboard.data.catalog import Catalog
+from agentlightning.dashboard.data.run_data import RunData
 from agentlightning.dashboard.data.selection import (
     BY_STORE,
     BY_SUMMARY,
@@ -30,7 +31,7 @@ MOST_OF_TASK: Final = 20_000
 PAGE: Final = 1000
 
 
-async def list_rollouts(data: DashboardData, query: Query) -> dict[str, Any]:
+async def list_rollouts(data: Catalog, query: Query) -> dict[str, Any]:
     """A page of the rollouts that match the filters."""
     run = await data.run(query.part("run"))
     page = await select(
@@ -51,7 +52,7 @@ async def list_rollouts(data: DashboardData, query: Query) -> dict[str, Any]:
     }
 
 
-async def show_changes(data: DashboardData, query: Query) -> dict[str, Any]:
+async def show_changes(data: Catalog, query: Query) -> dict[str, Any]:
     """What is different for a table of rollouts: its `rows` as they are now, without the spans of those that run; and
     with `count`, how many that match its filters are newer than its first one, `newest`. With the `mark` of an earlier
     answer, whether anything in the store is different now."""
@@ -66,7 +67,7 @@ async def show_changes(data: DashboardData, query: Query) -> dict[str, Any]:
     return {"mark": mark, "rows": [asdict(row) for row in rows], "newer": newer, "more": more}
 
 
-async def show_step(data: DashboardData, query: Query) -> dict[str, Any]:
+async def show_step(data: Catalog, query: Query) -> dict[str, Any]:
     """A step: its metrics, the warnings of it, and its groups, those with the largest spread of rewards first."""
     run = await data.run(query.part("run"))
     step = _step(query)
@@ -136,7 +137,7 @@ def _number(row: RolloutSummary) -> float:
     return row.reward_number or 0.0
 
 
-async def show_task(data: DashboardData, query: Query) -> dict[str, Any]:
+async def show_task(data: Catalog, query: Query) -> dict[str, Any]:
     """One task across the versions of the weights: the reward of its rollouts by version, each with its interval."""
     run = await data.run(query.part("run"))
     key = query.part("task")

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from agentlightning.dashboard.data.catalog import Source
+from agentlightning.dashboard.data.catalog import Catalog
 from agentlightning.dashboard.data.configurations import joined_runs
-from agentlightning.dashboard.data.run_data import DashboardData
+from agentlightning.dashboard.data.run_data import Source
 from agentlightning.dashboard.data.run_files import RunFiles
 from agentlightning.dashboard.data.status import status_record
 from agentlightning.dashboard.query import Query
@@ -28,22 +28,22 @@ LAST_STEPS: Final = 20
 """Steps that the time of a step is the mean of."""
 
 
-async def list_runs(data: DashboardData, query: Query) -> dict[str, Any]:
+async def list_runs(data: Catalog, query: Query) -> dict[str, Any]:
     """Every run and store, and which runs are seeds of one configuration."""
-    sources = data.catalog.sources()
+    sources = data.sources()
     found = [await asyncio.to_thread(summary, each) for each in sources]
     joined = await asyncio.to_thread(joined_runs, {each.name: each.files for each in sources if each.files is not None})
     return {"runs": found, "joined": joined, "writable": data.writable}
 
 
-async def show_status(data: DashboardData, query: Query) -> dict[str, Any]:
+async def show_status(data: Catalog, query: Query) -> dict[str, Any]:
     """One run as `agl status` prints it."""
     run = await data.run(query.part("run"))
     record, rewards = await asyncio.to_thread(status_record, run.source.run().path)
     return {"status": record, "rewards": rewards}
 
 
-async def show_run(data: DashboardData, query: Query) -> dict[str, Any]:
+async def show_run(data: Catalog, query: Query) -> dict[str, Any]:
     """One run: its curves, warnings, result, settings and checkpoints."""
     run = await data.run(query.part("run"))
     if run.files is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from agentlightning.dashboard.data.run_data import DashboardData
+from agentlightning.dashboard.data.catalog import Catalog
 from agentlightning.dashboard.data.summary import RolloutSummary
 from agentlightning.dashboard.query import Query
 
@@ -13,13 +13,13 @@ MOST: Final = 1000
 """Failed rollouts that are read, the newest."""
 
 
-async def show_server(data: DashboardData, query: Query) -> dict[str, Any]:
+async def show_server(data: Catalog, query: Query) -> dict[str, Any]:
     """Counts of the store, what is running, queues, workers, and the calls that ended last."""
     run = await data.run(query.part("run"))
     return await run.live.shown(run.in_ids)
 
 
-async def list_failures(data: DashboardData, query: Query) -> dict[str, Any]:
+async def list_failures(data: Catalog, query: Query) -> dict[str, Any]:
     """The causes, the most frequent first: how often, a message, the newest rollout, the agents."""
     run = await data.run(query.part("run"))
     failed = await run.store.query_rollouts(

@@ -9,7 +9,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from agentlightning.dashboard.data.run_data import DashboardData, RunData
+from agentlightning.dashboard.data.catalog import Catalog
+from agentlightning.dashboard.data.run_data import RunData
 from agentlightning.dashboard.data.run_files import RunFiles
 from agentlightning.dashboard.data.summary import RolloutSummary
 from agentlightning.dashboard.query import Query
@@ -29,7 +30,7 @@ Names = Mapping[str, str]
 what rewards mean have other names."""
 
 
-async def list_tasks(data: DashboardData, query: Query) -> dict[str, Any]:
+async def list_tasks(data: Catalog, query: Query) -> dict[str, Any]:
     """The validations by mode and step, each with the 95% interval of its mean over tasks; with `set` and `mode`
     instead one set of tasks through its measurements."""
     run = await data.run(query.part("run"))

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 from zlib import crc32
 
 import numpy as np
@@ -36,22 +38,27 @@ from agentlightning.policy.losses import ADVANTAGES, SAMPLED_LOGPROBS, WEIGHTS, 
 from agentlightning.policy.model_loading import find_device, load_model, usable_context_length
 from agentlightning.policy.update.forward import Forward
 from agentlightning.trajectory import FloatArray
+from agentlightning_tinker.server.wire import AdamParams, LoraShape
 
 ALPHA: Final = 32.0
 """The numerator of the scale of every adapter."""
 OPTIMIZER: Final = "optimizer.pt"
+Copy = tuple[str, Path, LoraShape]
+"""Fixed weights: their name, which is never given to others, where they were saved, and their shape."""
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterShape:
-    """Which matrices an adapter has."""
+def in_worker(
+    method: Callable[Concatenate[AdapterHost, P], T],
+) -> Callable[Concatenate[AdapterHost, P], Coroutine[Any, Any, T]]:
+    """A method of `AdapterHost` that is run in the thread of its model, and awaited."""
 
-    rank: int
-    seed: int = 0
-    attention: bool = True
-    mlp: bool = True
-    head: bool = True
+    @wraps(method)
+    async def run(self: AdapterHost, *args: P.args, **options: P.kwargs) -> T:
+        return await self.worker.run(lambda: method(self, *args, **options))
+
+    return run
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +72,6 @@ class Datum:
     advantages: FloatArray | None = None
     logprobs: FloatArray | None = None
     """log p of the targets when they were sampled."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdamStep:
-    """The settings of one step of AdamW."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    clip_norm: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +89,6 @@ class _Trained:
     """An adapter that learns, and its optimiser."""
 
     adapter: Adapter
-    shape: AdapterShape
     optimizer: torch.optim.AdamW
 
 
@@ -137,7 +132,7 @@ class AdapterHost:
             adapters=self._adapters,
         )
         self._batcher = batcher
-        self._worker = EngineWorker(batcher, threads=config.threads)
+        self.worker = EngineWorker(batcher, threads=config.threads)
 
     @classmethod
     def open(cls, config: LocalPolicyConfig, **options: int) -> AdapterHost:
@@ -150,51 +145,29 @@ class AdapterHost:
 
     # -- learning --------------------------------------------------------------------------------------------------
 
-    async def create(self, name: str, shape: AdapterShape) -> None:
+    @in_worker
+    def create(self, name: str, shape: LoraShape) -> None:
         """A new adapter, which changes nothing yet. Raises ConfigError for a shape that the model cannot have."""
-        await self._worker.run(lambda: self._create(name, shape))
-
-    async def gradient(self, name: str, data: Sequence[Datum], loss: TokenLoss, *, backward: bool = True) -> Gradient:
-        """Add the gradient of a loss, summed over all tokens, to that of an adapter; without `backward`, compute the
-        loss alone. Raises PolicyError for a loss that is not finite: its gradient is dropped, and so is what was
-        accumulated before it."""
-        return await self._worker.run(lambda: self._gradient(name, data, loss, backward))
-
-    async def optim_step(self, name: str, settings: AdamStep) -> dict[str, float]:
-        """Update an adapter by its accumulated gradient, and drop that. Returns the norm of the gradient. Raises
-        PolicyError, and changes nothing, where it is not finite or there is none."""
-        return await self._worker.run(lambda: self._optim_step(name, settings))
-
-    async def save(self, name: str, directory: Path, *, optimizer: bool = False) -> None:
-        """Write an adapter as the peft library does, and the state of its optimiser beside it."""
-        await self._worker.run(lambda: self._save(name, directory, optimizer))
-
-    async def load(self, name: str, directory: Path, *, optimizer: bool = False) -> None:
-        """Put saved weights in place. Raises PolicyError for those of another shape, before anything changes."""
-        await self._worker.run(lambda: self._load(name, directory, optimizer))
-
-    async def remove(self, name: str) -> None:
-        """Forget an adapter that learns; saved weights stay."""
-        if name in self._trained:
-            await self._worker.run(lambda: self._remove(name))
-
-    # -- in the worker thread --------------------------------------------------------------------------------------
-
-    def _create(self, name: str, shape: AdapterShape) -> None:
         adapter = self._add(name, shape)
         optimizer = torch.optim.AdamW(adapter.parameters(), lr=0.0, foreach=True)
-        self._trained[name] = _Trained(adapter, shape, optimizer)
+        self._trained[name] = _Trained(adapter, optimizer)
 
-    def _add(self, name: str, shape: AdapterShape) -> Adapter:
+    def _add(self, name: str, shape: LoraShape) -> Adapter:
         targets = _layers(self._model, shape)
-        seed = shape.seed + crc32(SHARED.encode()) - crc32(name.encode())  # As the policy of a run begins.
-        return self._adapters.add(name, r=shape.rank, alpha=ALPHA, targets=targets, seed=seed, head=shape.head)
+        seed = (shape.seed or 0) + crc32(SHARED.encode()) - crc32(name.encode())  # As the policy of a run begins.
+        return self._adapters.add(name, r=shape.rank, alpha=ALPHA, targets=targets, seed=seed, head=shape.train_unembed)
 
-    def _remove(self, name: str) -> None:
+    @in_worker
+    def remove(self, name: str) -> None:
+        """Forget an adapter that learns; saved weights stay."""
         del self._trained[name]
         self._adapters.remove(name)
 
-    def _gradient(self, name: str, data: Sequence[Datum], loss: TokenLoss, backward: bool) -> Gradient:
+    @in_worker
+    def gradient(self, name: str, data: Sequence[Datum], loss: TokenLoss, *, backward: bool = True) -> Gradient:
+        """Add the gradient of a loss, summed over all tokens, to that of an adapter; without `backward`, compute the
+        loss alone. Raises PolicyError for a loss that is not finite: its gradient is dropped, and so is what was
+        accumulated before it."""
         own, total = self._trained[name], 0.0
         found: dict[int, FloatArray] = {}
         self._model.eval()
@@ -216,7 +189,10 @@ class AdapterHost:
             )
         return Gradient(total, tuple(found[number] for number in range(len(data))))
 
-    def _optim_step(self, name: str, settings: AdamStep) -> dict[str, float]:
+    @in_worker
+    def optim_step(self, name: str, settings: AdamParams) -> dict[str, float]:
+        """Update an adapter by its accumulated gradient, and drop that. Returns the norm of the gradient. Raises
+        PolicyError, and changes nothing, where it is not finite or there is none."""
         own = self._trained[name]
         gradients = [each.grad for each in own.adapter.parameters() if each.grad is not None]
         if not gradients:
@@ -225,12 +201,12 @@ class AdapterHost:
         if not torch.isfinite(norm):
             own.optimizer.zero_grad()
             raise PolicyError(f"the norm of the gradient is {float(norm)}: it was dropped, and no weight has changed")
-        if settings.clip_norm:
-            nn.utils.clip_grads_with_norm_(own.adapter.parameters(), settings.clip_norm, norm)
+        if settings.grad_clip_norm > 0:
+            nn.utils.clip_grads_with_norm_(own.adapter.parameters(), settings.grad_clip_norm, norm)
         for group in own.optimizer.param_groups:
             group |= {
-                "lr": settings.lr,
-                "betas": settings.betas,
+                "lr": settings.learning_rate,
+                "betas": (settings.beta1, settings.beta2),
                 "eps": settings.eps,
                 "weight_decay": settings.weight_decay,
             }
@@ -239,7 +215,9 @@ class AdapterHost:
         self._adapters.drop_stacks()
         return {"grad_norm:mean": float(norm)}
 
-    def _save(self, name: str, directory: Path, optimizer: bool) -> None:
+    @in_worker
+    def save(self, name: str, directory: Path, *, optimizer: bool = False) -> None:
+        """Write an adapter as the peft library does, and the state of its optimiser beside it."""
         own = self._trained[name]
         try:
             write_adapter(directory, own.adapter, shared_name(self.config.model))
@@ -248,7 +226,9 @@ class AdapterHost:
         except (OSError, RuntimeError) as error:
             raise PolicyError(f"cannot save weights to {directory}: {error}; free space or choose another") from error
 
-    def _load(self, name: str, directory: Path, optimizer: bool) -> None:
+    @in_worker
+    def load(self, name: str, directory: Path, *, optimizer: bool = False) -> None:
+        """Put saved weights in place. Raises PolicyError for those of another shape, before anything changes."""
         own = self._trained[name]
         weights = read_weights(directory, own.adapter)
         state: Any = None
@@ -268,19 +248,11 @@ class AdapterHost:
 
     # -- sampling --------------------------------------------------------------------------------------------------
 
-    async def sample(
-        self, copy: tuple[str, Path, AdapterShape] | None, prompt: Sequence[int], params: SamplingParams
-    ) -> Sample:
-        """Sample one answer from the model below the adapters, or from a copy: its name, which is never given to other
-        weights, where it was saved, and its shape. Raises as `Engine.sample`, and PolicyError for a copy that is
-        gone."""
-        name = None if copy is None else copy[0]
-        await self._hold(copy)
-        try:
-            request = await self._worker.sample(prompt, params, None, name)
-        finally:
-            if name is not None:
-                self._copies[name] -= 1
+    async def sample(self, copy: Copy | None, prompt: Sequence[int], params: SamplingParams) -> Sample:
+        """Sample one answer from the model below the adapters, or from a copy. Raises as `Engine.sample`, and
+        PolicyError for a copy that is gone."""
+        async with self._held(copy) as name:
+            request = await self.worker.sample(prompt, params, None, name)
         assert request.finish_reason is not None
         return Sample(
             token_ids=tuple(request.sampled),
@@ -290,15 +262,10 @@ class AdapterHost:
             top_logprobs=tuple(request.top_logprobs),
         )
 
-    async def score(self, copy: tuple[str, Path, AdapterShape] | None, tokens: Sequence[int]) -> FloatArray:
+    async def score(self, copy: Copy | None, tokens: Sequence[int]) -> FloatArray:
         """log p of each token but the first, at temperature 1 [T - 1]."""
-        name = None if copy is None else copy[0]
-        await self._hold(copy)
-        try:
-            return await self._worker.run(lambda: self._score(name, tokens))
-        finally:
-            if name is not None:
-                self._copies[name] -= 1
+        async with self._held(copy) as name:
+            return await self._score(name, tokens)
 
     async def drop_copies(self, names: Iterable[str]) -> None:
         """Free the memory of copies that nobody samples from."""
@@ -308,40 +275,45 @@ class AdapterHost:
                     await self._drop_copy(name)
 
     async def close(self) -> None:
-        await self._worker.close()
+        await self.worker.close()
 
+    @in_worker
     @torch.no_grad()
     def _score(self, name: str | None, tokens: Sequence[int]) -> FloatArray:
         self._model.eval()
         with self._adapters.use(name):
             return self._forward.of_targets([tokens[:-1]], [tokens[1:]]).float().cpu().numpy()
 
-    async def _hold(self, copy: tuple[str, Path, AdapterShape] | None) -> None:
-        """Have a copy in memory until its count falls again."""
+    @asynccontextmanager
+    async def _held(self, copy: Copy | None) -> AsyncGenerator[str | None]:
+        """The name of a copy, which is in memory meanwhile."""
         if copy is None:
+            yield None
             return
-        name, directory, shape = copy
+        name = copy[0]
         async with self._loading:
             if name not in self._copies:
                 idle = [each for each, running in self._copies.items() if not running]
                 for other in idle[: max(0, len(self._copies) + 1 - self._max_copies)]:
                     await self._drop_copy(other)
-                await self._worker.run(lambda: self._read_copy(name, directory, shape))
+                await self._read_copy(*copy)
                 self._copies[name] = 0
                 self.copies_read += 1
             self._copies.move_to_end(name)
             self._copies[name] += 1
+        try:
+            yield name
+        finally:
+            self._copies[name] -= 1
 
-    async def _drop_copy(self, name: str) -> None:
+    @in_worker
+    def _drop_copy(self, name: str) -> None:
         del self._copies[name]
+        self._adapters.remove(name)
+        self._batcher.prefix_cache.clear([name])
 
-        def drop() -> None:
-            self._adapters.remove(name)
-            self._batcher.prefix_cache.clear([name])
-
-        await self._worker.run(drop)
-
-    def _read_copy(self, name: str, directory: Path, shape: AdapterShape) -> None:
+    @in_worker
+    def _read_copy(self, name: str, directory: Path, shape: LoraShape) -> None:
         adapter = self._add(name, shape)
         try:
             set_weights(adapter, read_weights(directory, adapter))
@@ -354,11 +326,11 @@ class AdapterHost:
         return cast(str, text)
 
 
-def _layers(model: PreTrainedModel, shape: AdapterShape) -> list[str] | None:
+def _layers(model: PreTrainedModel, shape: LoraShape) -> list[str] | None:
     """The names of the layers beside the head; None: all of them."""
-    if shape.attention and shape.mlp:
+    if shape.train_attn and shape.train_mlp:
         return None
-    return [name for name in find_layers(model) if (shape.attention if _is_attention(name) else shape.mlp)]
+    return [name for name in find_layers(model) if (shape.train_attn if _is_attention(name) else shape.train_mlp)]
 
 
 def _is_attention(name: str) -> bool:

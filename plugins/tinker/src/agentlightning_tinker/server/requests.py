@@ -46,6 +46,11 @@ class Result:
 Work = Callable[[], Awaitable[Result]]
 
 
+def owner_of(name: str) -> str:
+    """The session of a model or a sampler, with which its name begins."""
+    return name.partition(":")[0]
+
+
 @dataclass(slots=True, eq=False)
 class _Request:
     owner: str
@@ -59,7 +64,7 @@ class _Request:
 class _Queue:
     """The requests of one model."""
 
-    next: int
+    next: int = 0
     waiting: dict[int, tuple[_Request, Work]] = field(default_factory=dict[int, "tuple[_Request, Work]"])
     ids: dict[int, str] = field(default_factory=dict[int, str])
     task: asyncio.Task[None] | None = None
@@ -79,12 +84,12 @@ class Requests:
         request.task = asyncio.create_task(_run(request, work))
         return name
 
-    def open_queue(self, owner: str, model: str, first: Work) -> str:
+    def open_queue(self, model: str, first: Work) -> str:
         """Run the request that makes a model; later ones of it begin with number 1."""
-        self._queues.setdefault(model, _Queue(next=0))
-        return self.enqueue(owner, model, 0, first)
+        self._queues.setdefault(model, _Queue())
+        return self.enqueue(model, 0, first)
 
-    def enqueue(self, owner: str, model: str, number: int, work: Work) -> str:
+    def enqueue(self, model: str, number: int, work: Work) -> str:
         """Run when all requests of the model with smaller numbers have. Raises ConfigError for an unknown model, and
         for a number that has passed and whose result is forgotten."""
         if (queue := self._queues.get(model)) is None:
@@ -96,7 +101,7 @@ class Requests:
             return queue.ids[number]
         if number < queue.next:
             raise ConfigError(f"request {number} of model {model} has run, and its result is no longer kept")
-        name, request = self._new(owner)
+        name, request = self._new(owner_of(model))
         queue.ids[number] = name
         queue.waiting[number] = (request, work)
         if queue.task is None or queue.task.done():
@@ -104,8 +109,10 @@ class Requests:
         return name
 
     async def fetch(self, name: str, seconds: float) -> Result | None:
-        """The result of a request; None if it is not there in so many seconds. Raises KeyError for an unknown one."""
-        request = self._by_id[name]
+        """The result of a request; None if it is not there in so many seconds. Raises NotFoundError for an unknown
+        one."""
+        if (request := self._by_id.get(name)) is None:
+            raise NotFoundError(f"request {name} is unknown: its session has ended, or the server was started again")
         try:
             await asyncio.wait_for(request.done.wait(), seconds)
         except TimeoutError:
@@ -122,11 +129,11 @@ class Requests:
         if request is not None and request.task is not None:
             request.task.cancel()
 
-    def forget(self, owner: str, models: list[str]) -> None:
+    def forget(self, owner: str) -> None:
         """Stop all requests of a session, and forget them."""
-        for model in models:
-            if (queue := self._queues.pop(model, None)) is not None and queue.task is not None:
-                queue.task.cancel()
+        for model in [each for each in self._queues if owner_of(each) == owner]:
+            if (task := self._queues.pop(model).task) is not None:
+                task.cancel()
         for name, request in [(n, r) for n, r in self._by_id.items() if r.owner == owner]:
             if request.task is not None:
                 request.task.cancel()

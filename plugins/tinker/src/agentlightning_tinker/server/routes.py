@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import inspect
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlencode
 
 import orjson
@@ -62,11 +63,10 @@ class Downloads:
 
 BASE: Final = "/api/v1"
 DOWNLOAD: Final = "/download"
+HEARTBEAT: Final = "/session_heartbeat"
 MAX_BODY_BYTES: Final = 64 << 20
 POLL_SECONDS: Final = 20.0
 """How long a request for a result waits for it."""
-OLDEST_SDK: Final = (0, 30)
-"""The oldest version of the `tinker` package whose requests this server reads."""
 CLIENT_CONFIG: Final = {
     "pjwt_auth_enabled": False,
     "credential_default_source": "api_key",
@@ -76,8 +76,10 @@ CLIENT_CONFIG: Final = {
     "sample_join_sampling_session": False,
     "use_pyqwest_transport": False,
 }
-W = TypeVar("W", bound=wire.WireRequest)
 Endpoint = Callable[[Request], Awaitable[Response]]
+Handler = Callable[..., Any]
+"""Answers a request that was read, or its path parameters: with JSON, with a response, or, as text, with the id of a
+request whose result is fetched later. May be a coroutine."""
 
 
 @asynccontextmanager
@@ -117,38 +119,41 @@ async def tinker_routes(
 
 def _routes(service: TinkerService, max_body_bytes: int, token: str | None) -> list[BaseRoute]:
     of = _Endpoints(service, max_body_bytes)
+    read: dict[str, tuple[type[wire.WireRequest], Callable[[Any], Any]]] = {
+        "/client/config": (wire.CreateSession, lambda _: CLIENT_CONFIG),
+        "/create_session": (wire.CreateSession, service.create_session),
+        HEARTBEAT: (wire.SessionId, service.heartbeat),
+        "/create_model": (wire.CreateModel, service.create_model),
+        "/get_info": (wire.ModelId, service.info),
+        "/optim_step": (wire.OptimStep, service.optim_step),
+        "/save_weights": (wire.SaveWeights, service.save_weights),
+        "/save_weights_for_sampler": (wire.SaveForSampler, service.save_for_sampler),
+        "/save_weights_external": (wire.SaveExternal, service.save_external),
+        "/load_weights": (wire.LoadWeights, service.load_weights),
+        "/weights_info": (wire.WeightsPath, service.weights_info),
+        "/create_sampling_session": (wire.CreateSampler, service.create_sampler),
+        "/asample": (wire.SampleRequest, service.sample),
+        "/retrieve_future": (wire.RequestId, of.fetch),
+        "/cancel_future": (wire.RequestId, lambda given: service.requests.cancel(given.request_id)),
+    }
     posts: dict[str, Endpoint] = {
-        "/client/config": of.client_config,
-        "/client/dynamic_config": of.dynamic_config,
-        "/create_session": of.create_session,
-        "/session_heartbeat": of.heartbeat,
-        "/sessions/{name}/finish": of.finish,
-        "/telemetry": of.telemetry,
-        "/create_model": of.create_model,
-        "/get_info": of.get_info,
+        "/client/dynamic_config": _always({"sample_cancel_enabled": True}),
+        "/sessions/{name}/finish": _of_path(service.end_session),
+        "/telemetry": _always({"status": "accepted"}),
         "/forward_backward": of.forward_backward,
-        "/optim_step": of.queued(wire.OptimStep, service.optim_step),
-        "/save_weights": of.queued(wire.SaveWeights, service.save_weights),
-        "/save_weights_for_sampler": of.queued(wire.SaveForSampler, service.save_for_sampler),
-        "/save_weights_external": of.queued(wire.SaveExternal, service.save_external),
-        "/load_weights": of.queued(wire.LoadWeights, service.load_weights),
-        "/weights_info": of.weights_info,
-        "/create_sampling_session": of.create_sampler,
-        "/asample": of.sample,
-        "/retrieve_future": of.fetch,
-        "/cancel_future": of.cancel,
+        **{path: of.reading(*each) for path, each in read.items()},
     }
     gets: dict[str, Endpoint] = {
-        "/get_server_capabilities": of.capabilities,
-        "/samplers/{name}": of.get_sampler,
+        "/get_server_capabilities": _of_path(service.capabilities),
+        "/samplers/{name}": _of_path(service.sampler_info),
         "/training_runs/{model}/checkpoints/{kind}/{name:path}/external_weights_urls": of.external_urls,
     }
     return [
-        Route(f"{BASE}/healthz", of.health, methods=["GET"]),
+        Route(f"{BASE}/healthz", _always({"status": "ok"}), methods=["GET"]),
         Route(BASE + DOWNLOAD, _guarded(of.download, None), methods=["GET"]),
         *(Route(BASE + path, _guarded(each, token), methods=["POST"]) for path, each in posts.items()),
         *(Route(BASE + path, _guarded(each, token), methods=["GET"]) for path, each in gets.items()),
-        Route(f"{BASE}/{{path:path}}", _guarded(of.unknown, token), methods=["GET", "POST", "PUT", "DELETE"]),
+        Route(f"{BASE}/{{path:path}}", _guarded(_unknown, token), methods=["GET", "POST", "PUT", "DELETE"]),
     ]
 
 
@@ -164,7 +169,7 @@ def _guarded(endpoint: Endpoint, token: str | None) -> Endpoint:
         try:
             return await endpoint(request)
         except NotFoundError as error:
-            return _error(404, str(error))
+            return _error(410 if request.url.path == BASE + HEARTBEAT else 404, str(error))
         except (ConfigError, ContextLengthError) as error:
             return _error(400, str(error))
         except ClientDisconnect:
@@ -183,6 +188,36 @@ def _json(content: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(content), status, media_type=JSON)
 
 
+async def _answer(found: Any) -> Response:
+    """What a `Handler` returned, as a response."""
+    found = await found if inspect.isawaitable(found) else found
+    if isinstance(found, Response):
+        return found
+    return _json({"request_id": found} if isinstance(found, str) else found or {})
+
+
+def _of_path(handler: Handler) -> Endpoint:
+    async def answer(request: Request) -> Response:
+        return await _answer(handler(**request.path_params))
+
+    return answer
+
+
+def _always(content: Any) -> Endpoint:
+    """Reads a request and drops it."""
+
+    async def answer(request: Request) -> Response:
+        async for _ in request.stream():
+            pass
+        return _json(content)
+
+    return answer
+
+
+async def _unknown(request: Request) -> Response:
+    return _error(404, f"{request.method} {request.url.path} is not offered by this server of the Tinker API")
+
+
 class _Endpoints:
     """Reads requests, and answers with what the service returns."""
 
@@ -199,96 +234,37 @@ class _Endpoints:
                 )
         return bytes(body)
 
-    async def _read(self, request: Request, kind: type[W]) -> W:
-        return self._parsed(await self._body(request), kind, request)
-
-    def _parsed(self, body: bytes, kind: type[W], request: Request) -> W:
-        try:
-            return kind.model_validate_json(body)
-        except ValidationError as error:
-            found = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
-            raise ConfigError(f"{request.url.path}: {found}") from error
-
-    def queued(self, kind: type[W], enqueue: Callable[[W], str]) -> Endpoint:
-        """Queues requests. One that cannot be read is queued too, and fails when its turn comes."""
+    def reading(self, kind: type[wire.WireRequest], handler: Handler) -> Endpoint:
+        """Of a request that has a turn among those of its model, an error is the result when that comes: later ones are
+        not kept waiting for it."""
 
         async def answer(request: Request) -> Response:
             body = await self._body(request)
             try:
-                return _later(enqueue(self._parsed(body, kind, request)))
+                return await _answer(handler(_parsed(body, kind, request.url.path)))
             except ConfigError as error:
                 try:
                     place = wire.Place.model_validate_json(body)
                 except ValidationError:
                     raise error from None
-                return _later(self._service.fail(place.model_id, place.seq_id, error))
+                return await _answer(self._service.fail(place, error))
 
         return answer
-
-    # -- the server and its sessions -------------------------------------------------------------------------------
-
-    async def health(self, request: Request) -> Response:
-        return _json({"status": "ok"})
-
-    async def unknown(self, request: Request) -> Response:
-        return _error(404, f"{request.method} {request.url.path} is not offered by this server of the Tinker API")
-
-    async def client_config(self, request: Request) -> Response:
-        check_sdk((await self._read(request, wire.CreateSession)).sdk_version)
-        return _json(CLIENT_CONFIG)
-
-    async def dynamic_config(self, request: Request) -> Response:
-        return _json({"sample_cancel_enabled": True})
-
-    async def capabilities(self, request: Request) -> Response:
-        models = [
-            {
-                "model_name": name,
-                "max_context_length": host.context_length,
-                "trainable": True,
-                "sampleable": True,
-            }
-            for name, host in self._service.hosts.items()
-        ]
-        return _json({"supported_models": models})
-
-    async def create_session(self, request: Request) -> Response:
-        given = await self._read(request, wire.CreateSession)
-        check_sdk(given.sdk_version)
-        return _json(self._service.create_session(given))
-
-    async def heartbeat(self, request: Request) -> Response:
-        try:
-            self._service.session((await self._read(request, wire.SessionId)).session_id)
-        except NotFoundError as error:
-            return _error(410, str(error))
-        return _json({"type": "session_heartbeat"})
-
-    async def finish(self, request: Request) -> Response:
-        await self._service.end_session(request.path_params["name"])
-        return _json({})
-
-    async def telemetry(self, request: Request) -> Response:
-        """Is read and dropped."""
-        await self._body(request)
-        return _json({"status": "accepted"})
-
-    # -- training --------------------------------------------------------------------------------------------------
-
-    async def create_model(self, request: Request) -> Response:
-        return _later(self._service.create_model(await self._read(request, wire.CreateModel)))
-
-    async def get_info(self, request: Request) -> Response:
-        return _json(self._service.info((await self._read(request, wire.ModelId)).model_id))
 
     async def forward_backward(self, request: Request) -> Response:
         kind = request.headers.get("content-type", "")
         if PROTOBUF not in kind or request.headers.get("content-encoding"):
             raise ConfigError(
                 f"forward_backward came as {kind or 'unknown'} {request.headers.get('content-encoding', '')}, and this"
-                f" server reads {PROTOBUF}: use version {'.'.join(map(str, OLDEST_SDK))} or newer of the tinker package"
+                f" server reads {PROTOBUF}: use version {wire.OLDEST_SDK} or newer of the tinker package"
             )
-        return _later(self._service.forward_backward(await self._body(request)))
+        return await _answer(self._service.forward_backward(await self._body(request)))
+
+    async def fetch(self, given: wire.RequestId) -> Any:
+        result = await self._service.requests.fetch(given.request_id, POLL_SECONDS)
+        if result is None:
+            return {"type": "try_again", "request_id": given.request_id, "queue_state": "active"}
+        return Response(result.body, media_type=result.media_type)
 
     async def external_urls(self, request: Request) -> Response:
         """A signed URL for each file, at the address by which the client reaches this server."""
@@ -311,50 +287,10 @@ class _Endpoints:
             raise NotFoundError(f"{path} has no file {file!r} any more")
         return FileResponse(files[file], media_type="application/octet-stream")
 
-    async def weights_info(self, request: Request) -> Response:
-        return _json(await self._service.weights_info((await self._read(request, wire.WeightsPath)).tinker_path))
 
-    # -- sampling, and results -------------------------------------------------------------------------------------
-
-    async def create_sampler(self, request: Request) -> Response:
-        return _json(await self._service.create_sampler(await self._read(request, wire.CreateSampler)))
-
-    async def get_sampler(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        found = self._service.sampler(name)
-        return _json({"sampler_id": name, "base_model": found.base, "model_path": found.path})
-
-    async def sample(self, request: Request) -> Response:
-        name, sequences = await self._service.sample(await self._read(request, wire.SampleRequest))
-        return _json({"request_id": name, "sample_sequence_ids": sequences})
-
-    async def fetch(self, request: Request) -> Response:
-        name = (await self._read(request, wire.RequestId)).request_id
-        try:
-            result = await self._service.requests.fetch(name, POLL_SECONDS)
-        except KeyError:
-            raise NotFoundError(
-                f"request {name} is unknown: its session has ended, or the server was started again"
-            ) from None
-        if result is None:
-            return _json({"type": "try_again", "request_id": name, "queue_state": "active"})
-        return Response(result.body, media_type=result.media_type)
-
-    async def cancel(self, request: Request) -> Response:
-        with suppress(KeyError):
-            self._service.requests.cancel((await self._read(request, wire.RequestId)).request_id)
-        return _json({})
-
-
-def _later(request_id: str) -> Response:
-    return _json({"request_id": request_id})
-
-
-def check_sdk(version: str) -> None:
-    """Raises ConfigError for a version of the `tinker` package that is too old. One that cannot be read passes."""
-    parts = version.split(".")[:2]
-    if len(parts) == 2 and all(part.isdigit() for part in parts) and tuple(map(int, parts)) < OLDEST_SDK:
-        raise ConfigError(
-            f"version {version} of the tinker package is too old for this server; install"
-            f" {'.'.join(map(str, OLDEST_SDK))} or newer"
-        )
+def _parsed(body: bytes, kind: type[wire.WireRequest], path: str) -> wire.WireRequest:
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        found = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
+        raise ConfigError(f"{path}: {found}") from error

@@ -11,9 +11,9 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from secrets import randbits, token_hex
@@ -26,10 +26,10 @@ from agentlightning.engine.base import Sample, SamplingParams, room_for_answer
 from agentlightning.errors import ConfigError, NotFoundError, PolicyError
 from agentlightning_tinker.server import messages, wire
 from agentlightning_tinker.server.losses import RL_INPUTS, check_inputs, make_loss, token_weights
-from agentlightning_tinker.server.requests import PROTOBUF, FairSlots, Requests, Result
+from agentlightning_tinker.server.requests import PROTOBUF, FairSlots, Requests, Result, Work, owner_of
 
 if TYPE_CHECKING:
-    from agentlightning_tinker.server.host import AdapterHost, AdapterShape, Datum
+    from agentlightning_tinker.server.host import AdapterHost, Copy, Datum
 
 logger = logging.getLogger(__name__)
 
@@ -37,15 +37,12 @@ SCHEME: Final = "tinker://"
 WEIGHTS, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
 ABOUT: Final = "tinker.json"
 SESSION_SECONDS: Final = 900.0
-Copy = tuple[str, Path, "AdapterShape"]
 
 
 @dataclass(slots=True)
 class Session:
     heard: float
-    models: list[str] = field(default_factory=list[str])
-    samplers: list[str] = field(default_factory=list[str])
-    snapshots: list[Copy] = field(default_factory=list[Copy])
+    snapshots: list[Copy] = field(default_factory=list["Copy"])
     """Weights without a name, which end with the session."""
 
 
@@ -54,7 +51,7 @@ class Model:
     """A training run."""
 
     base: str
-    shape: AdapterShape
+    shape: wire.LoraShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +101,19 @@ class TinkerService:
         self.sessions[name].heard = time.monotonic()
         return self.sessions[name]
 
+    def heartbeat(self, request: wire.SessionId) -> dict[str, Any]:
+        self.session(request.session_id)
+        return {"type": "session_heartbeat"}
+
     async def end_session(self, name: str) -> None:
         """Forget its training runs and samplers; weights that were saved under a name stay."""
         if (session := self.sessions.pop(name, None)) is None:
             return
-        self.requests.forget(name, session.models)
-        for model in session.models:
-            if (run := self.models.pop(model, None)) is not None:
-                await self.hosts[run.base].remove(model)
-        for sampler in session.samplers:
-            self._samplers.pop(sampler, None)
+        self.requests.forget(name)
+        for model in [each for each in self.models if owner_of(each) == name]:
+            await self.hosts[self.models.pop(model).base].remove(model)
+        for sampler in [each for each in self._samplers if owner_of(each) == name]:
+            del self._samplers[sampler]
         for host in self.hosts.values():
             await host.drop_copies([copy[0] for copy in session.snapshots])
         for _, directory, _ in session.snapshots:
@@ -130,24 +130,36 @@ class TinkerService:
 
     # -- training runs ---------------------------------------------------------------------------------------------
 
+    def capabilities(self) -> dict[str, Any]:
+        offered = {"trainable": True, "sampleable": True}
+        models = [
+            {"model_name": name, "max_context_length": host.context_length, **offered}
+            for name, host in self.hosts.items()
+        ]
+        return {"supported_models": models}
+
     def create_model(self, request: wire.CreateModel) -> str:
-        session, base = self.session(request.session_id), self._host(request.base_model)
+        self._host(request.base_model)
         if (lora := request.lora_config) is None:
             raise ConfigError("lora_config is missing: this server trains adapters (LoRA), not all weights")
-        from agentlightning_tinker.server.host import AdapterShape
-
         seed = randbits(31) if lora.seed is None else lora.seed
-        shape = AdapterShape(lora.rank, seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
-        name = f"{request.session_id}:train:{request.model_seq_id}"
+        shape = lora.model_copy(update={"seed": seed})
 
-        async def work() -> Result:
-            await base.create(name, shape)
-            self.models[name] = Model(request.base_model, shape)
+        async def make(name: str) -> Result:
+            await self._add_model(name, request.base_model, shape)
             return Result.of(type="create_model", model_id=name)
 
-        if name not in session.models:
-            session.models.append(name)
-        return self.requests.open_queue(request.session_id, name, work)
+        return self._begin(request.session_id, request.model_seq_id, make)
+
+    def _begin(self, session: str, number: int, make: Callable[[str], Awaitable[Result]]) -> str:
+        """Begin a training run of a session, by what makes it under its name."""
+        self.session(session)
+        name = f"{session}:train:{number}"
+        return self.requests.open_queue(name, lambda: make(name))
+
+    async def _add_model(self, name: str, base: str, shape: wire.LoraShape) -> None:
+        await self._host(base).create(name, shape)
+        self.models[name] = Model(base, shape)
 
     def model(self, name: str) -> Model:
         """Raises NotFoundError."""
@@ -162,33 +174,27 @@ class TinkerService:
         request = messages.read_request(body)
 
         async def work() -> Result:
-            host = self.hosts[self.model(request.model_id).base]
-            loss = make_loss(request.loss_fn, request.loss_config)
+            host = self._host_of(request.model_id)
+            loss = make_loss(request.loss_fn, messages.loss_config(request))
             data = await asyncio.to_thread(_data, request, host)
             found = await host.gradient(request.model_id, data, loss, backward=not request.forward_only)
-            body = await asyncio.to_thread(messages.loss_output, found.logprobs, {"loss:sum": found.loss})
+            body = await asyncio.to_thread(messages.loss_output, found.logprobs, found.loss)
             return Result(body, PROTOBUF)
 
-        return self._enqueue(request.model_id, request.seq_id, work)
+        return self._enqueue(request, work)
 
     def optim_step(self, request: wire.OptimStep) -> str:
-        from agentlightning_tinker.server.host import AdamStep
-
-        given = request.adam_params
-        clip = given.grad_clip_norm if given.grad_clip_norm > 0 else None
-        step = AdamStep(given.learning_rate, (given.beta1, given.beta2), given.eps, given.weight_decay, clip)
-
         async def work() -> Result:
-            host = self.hosts[self.model(request.model_id).base]
-            return Result.of(type="optim_step", metrics=await host.optim_step(request.model_id, step))
+            metrics = await self._host_of(request.model_id).optim_step(request.model_id, request.adam_params)
+            return Result.of(type="optim_step", metrics=metrics)
 
-        return self._enqueue(request.model_id, request.seq_id, work)
+        return self._enqueue(request, work)
 
-    def info(self, name: str) -> dict[str, Any]:
-        model = self.model(name)
+    def info(self, request: wire.ModelId) -> dict[str, Any]:
+        model = self.model(request.model_id)
         return {
             "type": "get_info",
-            "model_id": name,
+            "model_id": request.model_id,
             "model_name": model.base,
             "model_data": {"model_name": model.base, "tokenizer_id": self.hosts[model.base].config.model},
             "is_lora": True,
@@ -202,22 +208,21 @@ class TinkerService:
             path = await self._save(request.model_id, WEIGHTS, request.path, overwrite=request.overwrite)
             return Result.of(type="save_weights", path=path)
 
-        return self._enqueue(request.model_id, request.seq_id, work)
+        return self._enqueue(request, work)
 
     def save_for_sampler(self, request: wire.SaveForSampler) -> str:
         async def work() -> Result:
             if request.sampling_session_seq_id is None:
                 path = await self._save(request.model_id, SAMPLER, request.path)
                 return Result.of(type="save_weights_for_sampler", path=path)
-            owner = request.model_id.partition(":")[0]
-            model = self.model(request.model_id)
+            owner, model = owner_of(request.model_id), self.model(request.model_id)
             path = await self._save(request.model_id, SAMPLER, f".snapshot-{token_hex(4)}")
             copy = await self._copy(path)
             self.session(owner).snapshots.append(copy)
             name = self._add_sampler(owner, request.sampling_session_seq_id, Sampler(model.base, copy, None))
             return Result.of(type="save_weights_for_sampler", sampling_session_id=name)
 
-        return self._enqueue(request.model_id, request.seq_id, work)
+        return self._enqueue(request, work)
 
     def save_external(self, request: wire.SaveExternal) -> str:
         """For other programs, which download the files."""
@@ -227,7 +232,7 @@ class TinkerService:
             size = sum([file.stat().st_size for file in (await self.external_files(path)).values()])
             return Result.of(type="save_weights_external", path=path, size_bytes=size)
 
-        return self._enqueue(request.model_id, request.seq_id, work)
+        return self._enqueue(request, work)
 
     async def external_files(self, path: str) -> dict[str, Path]:
         """The files of weights that were saved for other programs, by their name. Raises ConfigError."""
@@ -242,40 +247,32 @@ class TinkerService:
         """Into a training run; or a new one, with the shape of what was saved."""
         if request.model_id is not None and request.seq_id is not None:
             model_id = request.model_id
-            return self._enqueue(model_id, request.seq_id, lambda: self._load(model_id, request))
+            return self.requests.enqueue(model_id, request.seq_id, lambda: self._load(model_id, request))
         if request.session_id is None or request.model_seq_id is None:
             raise ConfigError("load_weights needs model_id and seq_id, or session_id and model_seq_id")
-        session, owner = self.session(request.session_id), request.session_id
-        name = f"{owner}:train:{request.model_seq_id}"
 
-        async def work() -> Result:
+        async def make(name: str) -> Result:
             about = await self._about(request.path)
-            base = request.base_model or str(about["base"])
-            shape = _shape(about)
-            await self._host(base).create(name, shape)
-            self.models[name] = Model(base, shape)
+            await self._add_model(name, request.base_model or str(about["base"]), _shape(about))
             return await self._load(name, request)
 
-        if name not in session.models:
-            session.models.append(name)
-        return self.requests.open_queue(owner, name, work)
+        return self._begin(request.session_id, request.model_seq_id, make)
 
-    async def weights_info(self, path: str) -> dict[str, Any]:
-        about = await self._about(path)
+    async def weights_info(self, request: wire.WeightsPath) -> dict[str, Any]:
+        about = await self._about(request.tinker_path)
         shape = _shape(about)
         return {
             "base_model": about["base"],
             "is_lora": True,
             "lora_rank": shape.rank,
-            "train_unembed": shape.head,
-            "train_mlp": shape.mlp,
-            "train_attn": shape.attention,
+            "train_unembed": shape.train_unembed,
+            "train_mlp": shape.train_mlp,
+            "train_attn": shape.train_attn,
         }
 
     async def _load(self, name: str, request: wire.LoadWeights) -> Result:
-        host = self.hosts[self.model(name).base]
         await self._about(request.path)
-        await host.load(name, self._directory(request.path), optimizer=request.optimizer)
+        await self._host_of(name).load(name, self._directory(request.path), optimizer=request.optimizer)
         return Result.of(type="load_weights", path=request.path, model_id=name)
 
     async def _save(self, model_id: str, kind: str, given: str | None, *, overwrite: bool = False) -> str:
@@ -288,7 +285,7 @@ class TinkerService:
             self._copies.pop(directory, None)
         beside = directory.with_name(f".{directory.name}.{token_hex(4)}")
         await self.hosts[model.base].save(model_id, beside, optimizer=kind == WEIGHTS)
-        about = {"base": model.base, "shape": asdict(model.shape), "saved": time.time()}
+        about = {"base": model.base, "shape": model.shape.model_dump(), "saved": time.time()}
 
         def publish() -> None:
             (beside / ABOUT).write_bytes(orjson.dumps(about))
@@ -333,11 +330,15 @@ class TinkerService:
             raise NotFoundError(f"sampler {name!r} is unknown: its session has ended, or the server was started again")
         return self._samplers[name]
 
-    async def sample(self, request: wire.SampleRequest) -> tuple[str, list[str]]:
+    def sampler_info(self, name: str) -> dict[str, Any]:
+        found = self.sampler(name)
+        return {"sampler_id": name, "base_model": found.base, "model_path": found.path}
+
+    async def sample(self, request: wire.SampleRequest) -> dict[str, Any]:
         """The id of the request, and one for each sequence."""
         if request.sampling_session_id is None:
             raise ConfigError("asample needs a sampling_session_id; begin with create_sampling_session")
-        sampler, owner = self.sampler(request.sampling_session_id), request.sampling_session_id.partition(":")[0]
+        sampler, owner = self.sampler(request.sampling_session_id), owner_of(request.sampling_session_id)
         if request.prompt_logprobs_last_n is not None and not request.prompt_logprobs:
             raise ConfigError("prompt_logprobs_last_n needs prompt_logprobs")
         host = self.hosts[sampler.base]
@@ -345,7 +346,8 @@ class TinkerService:
         room_for_answer(tokens, host.context_length)
         turn = partial(self._slots[sampler.base].slot, owner)
         name = self.requests.start(owner, lambda: _sample(host, sampler.copy, tokens, request, turn))
-        return name, [f"{name}:{number}" for number in range(request.num_samples)]
+        sequences = [f"{name}:{number}" for number in range(request.num_samples)]
+        return {"request_id": name, "sample_sequence_ids": sequences}
 
     async def _make_sampler(self, base: str | None, path: str | None) -> Sampler:
         if path is not None:
@@ -358,9 +360,9 @@ class TinkerService:
         return Sampler(base, None, None)
 
     def _add_sampler(self, owner: str, number: int, sampler: Sampler) -> str:
+        self.session(owner)
         name = f"{owner}:sample:{number}"
         self._samplers[name] = sampler
-        self.session(owner).samplers.append(name)
         return name
 
     def _host(self, name: str) -> AdapterHost:
@@ -368,36 +370,37 @@ class TinkerService:
             raise ConfigError(f"the model {name!r} is not served here; there are {', '.join(self.hosts)}")
         return self.hosts[name]
 
-    def fail(self, model: str, number: int, error: Exception) -> str:
+    def _host_of(self, model: str) -> AdapterHost:
+        return self.hosts[self.model(model).base]
+
+    def fail(self, request: wire.Place, error: Exception) -> str:
         """Give a request this error as its result, so that those after it are not kept waiting for it."""
 
         async def work() -> Result:
             raise error
 
-        return self._enqueue(model, number, work)
+        return self._enqueue(request, work)
 
-    def _enqueue(self, model: str, number: int, work: Any) -> str:
-        return self.requests.enqueue(model.partition(":")[0], model, number, work)
-
-
-def _shape(about: Mapping[str, Any]) -> AdapterShape:
-    from agentlightning_tinker.server.host import AdapterShape
-
-    return AdapterShape(**about["shape"])
+    def _enqueue(self, request: Any, work: Work) -> str:
+        return self.requests.enqueue(request.model_id, request.seq_id, work)
 
 
-def _data(request: messages.ForwardBackward, host: AdapterHost) -> list[Datum]:
+def _shape(about: Mapping[str, Any]) -> wire.LoraShape:
+    return wire.LoraShape(**about["shape"])
+
+
+def _data(request: Any, host: AdapterHost) -> list[Datum]:
     """Raises ConfigError for sequences that the loss or the model cannot use."""
     import numpy as np
 
     from agentlightning_tinker.server.host import Datum
 
     found: list[Datum] = []
-    for tokens, inputs in request.data():
+    for tokens, inputs in messages.rows_of(request):
         check_inputs(request.loss_fn, len(tokens), inputs)
         columns = {name: np.asarray(inputs[name], np.float32) for name in RL_INPUTS if name in inputs}
         targets = tuple(inputs["target_tokens"].tolist())
-        found.append(Datum(tokens, targets, token_weights(request.loss_fn, inputs), **columns))
+        found.append(Datum(tuple(tokens), targets, token_weights(request.loss_fn, inputs), **columns))
         _checked([*tokens, *targets], host)
         if len(tokens) > host.context_length:
             raise ConfigError(f"a sequence has {len(tokens)} tokens, and the model holds {host.context_length}")
@@ -435,11 +438,7 @@ async def _sample(
         unwanted = len(prompt) - (request.prompt_logprobs_last_n or len(prompt))
         prompt[: max(0, unwanted)] = [float("nan")] * max(0, unwanted)
     samples = await asyncio.gather(*map(sample, params))
-    found = [
-        messages.SampledTokens(each.token_ids, each.logprobs, each.finish_reason == "stop", each.top_logprobs)
-        for each in samples
-    ]
-    return Result(messages.sample_output(found, prompt), PROTOBUF)
+    return Result(messages.sample_output(samples, prompt), PROTOBUF)
 
 
 def _params(request: wire.SampleRequest, number: int) -> SamplingParams:

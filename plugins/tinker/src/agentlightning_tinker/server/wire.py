@@ -6,11 +6,14 @@ that nothing is asked for and silently left out.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
 
 from agentlightning.engine.base import out_of_range
+
+OLDEST_SDK: Final = "0.30"
+"""The oldest version of the `tinker` package whose requests this server reads."""
 
 
 class WireRequest(BaseModel):
@@ -32,6 +35,15 @@ class CreateSession(WireRequest):
     sdk_version: str = ""
     project_id: str | None = None
     display_name: str | None = None
+
+    @field_validator("sdk_version")
+    @classmethod
+    def _check_sdk(cls, version: str) -> str:
+        """One that cannot be read passes."""
+        found, oldest = version.split(".")[:2], OLDEST_SDK.split(".")
+        if len(found) == 2 and all(part.isdigit() for part in found) and [*map(int, found)] < [*map(int, oldest)]:
+            raise ValueError(f"version {version} of the tinker package is too old; install {OLDEST_SDK} or newer")
+        return version
 
 
 class SessionId(WireRequest):
