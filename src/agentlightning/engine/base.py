@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Final, Literal, Protocol
 
 from agentlightning.chat.base import ChatFormat
@@ -28,6 +29,7 @@ __all__ = [
     "TopLogprobs",
     "out_of_range",
     "room_for_answer",
+    "version_runs",
 ]
 
 ConstraintKind = Literal["json_schema", "grammar"]
@@ -174,6 +176,12 @@ class Sample:
     kept_sets: KeptSets | None = None
     """The tokens that top_k and top_p kept at the position of each; None where they were not requested, or one has more
     than the engine records."""
+
+
+def version_runs(versions: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """`Sample.versions`, from the version of each token."""
+    runs = [(version, len(list(tokens))) for version, tokens in groupby(versions)]
+    return tuple(runs) if len(runs) > 1 else ()
 
 
 class PromptTokensError(ConfigError):

@@ -35,6 +35,7 @@ from agentlightning.engine.base import (
     SamplingParams,
     TopLogprobs,
     room_for_answer,
+    version_runs,
 )
 from agentlightning.engine.local import cascade_attention, decoder, kv_cache, sampler
 from agentlightning.engine.local.guided_decoding import GrammarCompiler, Matcher, token_masks
@@ -75,10 +76,8 @@ class Request:
     finish_reason: FinishReason | None = None
     error: AgentLightningError | None = None
     """Why no further token can be sampled."""
-    policy_version: int = 0
-    """Version of the weights that sampled the last token."""
-    version_changes: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """(version, number of tokens sampled by then) for each weight update during the answer."""
+    token_versions: list[int] = field(default_factory=list[int])
+    """For each sampled token, the version of the weights that sampled it."""
     cancelled: bool = False
     cached: int = 0
     """Number of leading tokens whose keys and values are in the request's slot."""
@@ -113,16 +112,12 @@ class Request:
     @property
     def versions(self) -> tuple[tuple[int, int], ...]:
         """See `Sample.versions`."""
-        runs: list[tuple[int, int]] = []
-        start = 0
-        for version, end in (*self.version_changes, (self.policy_version, len(self.logprobs))):
-            if runs and runs[-1][0] == version:
-                version, count = runs.pop()
-                start -= count
-            if end > start:
-                runs.append((version, end - start))
-            start = end
-        return tuple(runs) if len(runs) > 1 else ()
+        return version_runs(self.token_versions)
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that sampled the last token."""
+        return self.token_versions[-1] if self.token_versions else 0
 
     @property
     def prefill_remaining(self) -> int:
@@ -237,7 +232,8 @@ class ContinuousBatcher:
         self._shared_prefix: cascade_attention.SharedPrefix | None = None
         """Common prefixes of `_rows`, found together with `_batch_params`."""
         self._threads = StepThreads() if model.device.type == "cpu" else None
-        self._kv_cache_usage = 0.0
+        self.kv_cache_usage = 0.0
+        """The share of the memory for keys and values that the rows need, as of the last step."""
         self._use_cascade = False
         self._decoder: decoder.Decoder | None = None
         """Makes the forward passes in place of the model. None: the model does."""
@@ -250,11 +246,6 @@ class ContinuousBatcher:
         self._choose_passes()
 
     # -- requests --------------------------------------------------------------------------------------------------
-
-    @property
-    def kv_cache_usage(self) -> float:
-        """The share of the memory for keys and values that the rows need, as of the last step."""
-        return self._kv_cache_usage
 
     @property
     def idle(self) -> bool:
@@ -317,8 +308,6 @@ class ContinuousBatcher:
                 "requests are in flight; wait for them before the weights change, or change them with in_flight=True"
             )
         running = [*self._rows, *(request for request in self._prefilling if not request.cancelled)]
-        for request in (*running, *self._waiting):  # A waiting request may have sampled before it was preempted.
-            request.version_changes.append((self.version_of(request.adapter), len(request.logprobs)))
         self._rows, self._prefilling = [], []
         self._preempt(running)
         self.prefix_cache.clear(adapters)
@@ -358,7 +347,7 @@ class ContinuousBatcher:
         self._prefill()
         sampled = self._sample() if self._rows else []
         longest = max((len(row.tokens) for row in (*self._rows, *self._prefilling)), default=0)
-        self._kv_cache_usage = self._cache.usage(self._slots_in_use, longest)
+        self.kv_cache_usage = self._cache.usage(self._slots_in_use, longest)
         return sampled
 
     # -- prefill ---------------------------------------------------------------------------------------------------
@@ -514,8 +503,8 @@ class ContinuousBatcher:
         rows: list[Request], logits: Tensor, params: sampler.BatchSamplingParams
     ) -> sampler.SampledTokens:
         uniform = torch.tensor([row.rng.random() for row in rows], dtype=torch.float64, device=logits.device)
-        sampled = [row.sampled for row in rows] if params.penalties else ()
-        seen = [row.tokens for row in rows] if params.repetition else ()
+        sampled = [row.sampled for row in rows] if params.adjusted else ()
+        seen = [row.tokens for row in rows] if params.adjusted else ()
         allowed = token_masks([row.matcher for row in rows], logits.shape[-1], logits.device)
         allowed = sampler.exclude_tokens(
             allowed, logits, {index: row.end_tokens for index, row in enumerate(rows) if row.below_min_tokens}
@@ -571,7 +560,7 @@ class ContinuousBatcher:
             request.finish_reason = "stop"
         elif len(request.tokens) >= request.max_length:
             request.finish_reason = "length"
-        request.policy_version = self.version_of(request.adapter)
+        request.token_versions.append(self.version_of(request.adapter))
 
     def _ensure_capacity(self) -> None:
         """Make room for one more token in each row. Where memory forbids it, the newest rows are preempted."""
