@@ -21,7 +21,7 @@ BLOCK = 256
 """Tokens whose probabilities are summed first when one is sampled."""
 BELOW_ONE = 1.0 - 2.0**-52
 """Largest uniform number used: times a total it stays below that total, so no token of probability 0 is sampled."""
-ADJUSTMENTS = frozenset({"presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"})
+ADJUSTMENTS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
 """Parameters that change single logits."""
 MIN_TEMPERATURE = 1e-30
 """Lower bound of temperature and top_p, which float32 needs; the most likely token is as certain at this value."""
@@ -102,9 +102,7 @@ def batch_params(rows: Sequence[SamplingParams], device: torch.device) -> BatchS
         top_k=column([row.top_k or 2**31 for row in drawn], 2**31),
         top_p=column([max(row.top_p, MIN_TEMPERATURE) if row.top_p < 1 else 2.0 for row in drawn], 2.0),
         min_p=column([row.min_p for row in drawn], 0.0),
-        adjusted=tuple(
-            (index, row) for index, row in enumerate(rows) if not ADJUSTMENTS.isdisjoint(row.distribution_params)
-        ),
+        adjusted=tuple((index, row) for index, row in enumerate(rows) if row.changed(ADJUSTMENTS)),
         top_logprobs=max((row.top_logprobs for row in rows), default=0),
         recording=tuple(index for index, row in enumerate(rows) if row.record_kept and row.truncates),
         all_greedy=all(greedy),

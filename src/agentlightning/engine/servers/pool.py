@@ -19,7 +19,7 @@ from pathlib import Path
 from agentlightning.chat.base import ChatFormat
 from agentlightning.engine.adapter_view import AdapterView, AgentEngines, EngineWrapper
 from agentlightning.engine.base import ConstraintKind, OnTokens, Sample, SamplingParams, room_for_answer
-from agentlightning.engine.servers.base import Completion, ModelServerError, TokenChunk
+from agentlightning.engine.servers.clients.http import Completion, ModelServerError, TokenChunk
 from agentlightning.engine.servers.config import RetryPolicy
 from agentlightning.engine.servers.replica import (
     Adapter,
@@ -165,7 +165,7 @@ class ReplicaPool(ReplicaSet, AgentEngines):
     async def sample_from(
         self, replica: Replica, prompt: Sequence[int], params: SamplingParams, adapter: str | None = None
     ) -> Sample:
-        """Sample from this server and no other. Raises as `ModelServer.sample` does."""
+        """Sample from this server and no other. Raises as `HttpModelServer.sample` does."""
         answer = self._new_answer(prompt, params, None)
         model = self._served_name if adapter is None else self._newest(adapter).served_name
         completion = await self._run_on(replica, model, answer)

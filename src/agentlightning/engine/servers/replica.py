@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from agentlightning.engine.servers.base import ModelServer, ModelServerError, WeightReceiver
+from agentlightning.engine.servers.clients.http import HttpModelServer, ModelServerError
+from agentlightning.engine.servers.clients.vllm import VllmProcess, VllmServer
 from agentlightning.engine.servers.config import RetryPolicy
 from agentlightning.errors import AgentLightningError, ConfigError, PolicyError
 from agentlightning.transport import Transport
@@ -30,19 +31,6 @@ STALL_SECONDS = 30.0
 """Requests of a server that shows no sign of life for this long continue elsewhere."""
 MAX_LABELS = 64
 """Labels that are remembered of weights that a trainer elsewhere has replaced: answers may still be under way."""
-
-
-class ServerProcess(Protocol):
-    """The process of a server that we started."""
-
-    @property
-    def ended(self) -> bool: ...
-
-    async def restart(self, directory: Path | None) -> None:
-        """Start it again with the weights in `directory`; returns when it listens. Raises ServerError."""
-        ...
-
-    async def close(self) -> None: ...
 
 
 class WeightSource(Protocol):
@@ -97,7 +85,7 @@ class Adapter:
 class WeightChannel:
     """How a server gets weights without the disk."""
 
-    receiver: WeightReceiver
+    receiver: VllmServer
     sender: WeightSender
     failures: int = 0
 
@@ -124,7 +112,7 @@ class Replica(Server):
 
     pauses = 0.1, 5.0
 
-    def __init__(self, server: ModelServer, process: ServerProcess | None = None) -> None:
+    def __init__(self, server: HttpModelServer, process: VllmProcess | None = None) -> None:
         super().__init__(server.url)
         self.server, self.process = server, process
         self.version = 0
@@ -263,7 +251,7 @@ class ReplicaSet(ServerSet[Replica]):
                 await replica.load(adapter)
 
     async def missing_adapters(self, replica: Replica) -> list[str]:
-        """The adapters that a healthy server should have and has not. Raises as `ModelServer.model_info`."""
+        """The adapters that a healthy server should have and has not. Raises as `HttpModelServer.model_info`."""
         return sorted(self.served.keys() - (await replica.server.model_info()).adapters) if self.served else []
 
     # -- health ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from agentlightning.engine.base import FinishReason, OnTokens, Sample, SamplingParams, TopLogprobs, version_runs
-from agentlightning.engine.servers.base import Completion, SampleRequest, TokenChunk
+from agentlightning.engine.servers.clients.http import Completion, SampleRequest, TokenChunk
 from agentlightning.engine.stop_strings import StopScanner
 
 

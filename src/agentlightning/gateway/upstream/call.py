@@ -99,8 +99,8 @@ class UpstreamCall:
         self._reservation: Reservation | None = None
         self._estimated_tokens = 0
         """The tokens that the rate limit reckons with until the usage is known."""
-        self._lost = Usage()
-        """Usage of the tries whose response broke off."""
+        self._charged = Usage()
+        """Usage of all tries."""
         self._num_events = 0
         self._server: ProviderServer | None = None
         self._response: Response | None = None
@@ -120,9 +120,9 @@ class UpstreamCall:
             names.PROVIDER_NAME: self._pool.provider.name,
             names.PROVIDER_RETRIES: self.retries,
         }
-        if self.usage is not None:
-            total = self.usage + self._lost
-            attributes |= {names.INPUT_TOKENS: total.input_tokens, names.OUTPUT_TOKENS: total.output_tokens}
+        if self.usage is not None or self._charged.tokens:
+            charged = self._charged
+            attributes |= {names.INPUT_TOKENS: charged.input_tokens, names.OUTPUT_TOKENS: charged.output_tokens}
         if self.cost is not None:
             attributes[names.COST] = self.cost
         return attributes
@@ -142,26 +142,28 @@ class UpstreamCall:
 
     def settle(self, usage: Usage | None) -> None:
         """Record the usage that the provider reports; None: it is estimated from the response. Idempotent."""
-        if self.usage is not None:
-            return
-        self.usage = usage or Usage(
-            self._max_prompt_tokens // 2, self._num_events or len(self.body) // _BYTES_PER_TOKEN
-        )
-        if self._price is not None:
-            self.cost = self._price.dollars(self.usage) + self._price.dollars(self._lost)
-            self._pool.dollars += self.cost
-        if self._reservation is not None:
-            self._reservation.settle(*self._spend_of(self.usage))
+        if self.usage is None:
+            output_tokens = self._num_events or len(self.body) // _BYTES_PER_TOKEN
+            self.usage = usage or Usage(self._max_prompt_tokens // 2, output_tokens)
+            self._charge(self.usage)
+            self._release()
 
-    def _record_lost(self) -> None:
+    def _charge(self, usage: Usage) -> None:
+        """Record what a try costs."""
+        self._charged += usage
+        dollars, tokens = self._spend_of(usage)
+        if self._price is not None:
+            self.cost = (self.cost or 0.0) + dollars
+            self._pool.dollars += dollars
+        if self._reservation is not None:
+            self._reservation.spend(dollars, tokens)
+
+    def _charge_lost(self) -> None:
         """Record a response that broke off, by its Content-Length or else by the output limit."""
         length = next((value for name, value in self.headers if name == b"content-length"), b"")
         limit = 0 if self.request.stream else self._max_output_tokens
         output_tokens = min(limit, int(length) // _BYTES_PER_TOKEN) if length.isdigit() else limit
-        lost = Usage(self._max_prompt_tokens // 2, output_tokens)
-        self._lost += lost
-        if self._reservation is not None:
-            self._reservation.spend(*self._spend_of(lost))
+        self._charge(Usage(self._max_prompt_tokens // 2, output_tokens))
 
     def _spend_of(self, usage: Usage) -> tuple[float, int]:
         """(US dollars, tokens)."""
@@ -239,7 +241,7 @@ class UpstreamCall:
                 return
             if (pause := self._retry_pause(failure, tried)) is None:
                 raise failure.api_error
-            if self._reservation is not None and self._lost.tokens:
+            if self._reservation is not None and self._charged.tokens:
                 self._reservation.check()
             self.retries += 1
             self._pool.num_retries += 1
@@ -316,10 +318,7 @@ class UpstreamCall:
             await self._close_response()
         if self._unanswered and self.usage is None:
             self.settle(None)  # The provider read the prompt, and will charge for it.
-        elif self._lost.tokens and self.usage is None:
-            self.settle(Usage())
-        used = (self.usage.tokens if self.usage else 0) + self._lost.tokens
-        self._pool.rate_limiter.release(self._estimated_tokens, used)
+        self._pool.rate_limiter.release(self._estimated_tokens, self._charged.tokens)
         self._release()
 
     def _release(self) -> None:
@@ -328,7 +327,7 @@ class UpstreamCall:
 
     def _transport_failure(self, error: TransportError) -> Failure:
         if 200 <= self.status < 300:
-            self._record_lost()
+            self._charge_lost()
         else:
             self._unanswered = error.reason == "timeout"
         return from_transport(self._pool.provider, error)

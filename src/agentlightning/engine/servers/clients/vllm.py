@@ -18,23 +18,22 @@ import subprocess
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
 
 from agentlightning.engine.base import DISTRIBUTION_PARAMS, TERMINATION_PARAMS, SamplingParams, TopLogprobs
-from agentlightning.engine.servers.base import (
+from agentlightning.engine.servers.clients.http import (
     PROBE_PROMPT,
     Completion,
+    HttpModelServer,
+    JsonClient,
     ModelServerError,
     OnChunk,
     SampleRequest,
-    ServedModelInfo,
     TokenChunk,
-    caller_error,
 )
-from agentlightning.engine.servers.clients.http import HttpModelServer, JsonClient
 from agentlightning.errors import ConfigError, PolicyError, ServerError
 from agentlightning.transport import Transport
 from agentlightning.util import guard_process
@@ -50,6 +49,11 @@ IMPOSSIBLE: Final = -9999.0
 """vLLM's log-probability of a token that cannot be sampled."""
 _CONSTRAINT_FIELDS: Final[Mapping[str, str]] = {"json_schema": "json", "grammar": "grammar"}
 """Kind of constraint -> vLLM's name for it."""
+_SAME_NAMES: Final = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("min_tokens", "ignore_eos", "seed"),
+)
+"""Fields of `SamplingParams` that vLLM has under the same name."""
 
 
 def _body(path: str, request: SampleRequest, stream: bool) -> dict[str, Any]:
@@ -63,26 +67,24 @@ def _body(path: str, request: SampleRequest, stream: bool) -> dict[str, Any]:
 
 def _read_chunk(path: str, choice: Mapping[str, Any], limit: int) -> TokenChunk:
     """The tokens of a response, with the `limit` most likely at each position."""
-    token_ids = tuple(choice.get("token_ids") or ())
     logprobs: Mapping[str, Any] = choice.get("logprobs") or {}
+    tops: list[list[tuple[int, float]]] = []
     if path == GENERATE:
         content: Sequence[Mapping[str, Any]] = logprobs.get("content") or ()
         named = [entry["token_id"] for entry in content]
         values = [entry["logprob"] for entry in content]
-        others = [
-            [(other["token_id"], other["logprob"]) for other in entry["top_logprobs"]]
-            for entry in (content if limit else ())
-        ]
+        if limit:
+            tops = [[(top["token_id"], top["logprob"]) for top in entry["top_logprobs"]] for entry in content]
     else:
         named = [_token_id(name) for name in logprobs.get("tokens") or ()]
         values = logprobs.get("token_logprobs") or ()
-        others = [
-            [(_token_id(name), value) for name, value in entry.items()]
-            for entry in (logprobs.get("top_logprobs") or () if limit else ())
-        ]
-    if list(token_ids) != named:
-        raise ValueError(f"tokens {list(token_ids)} with the log-probabilities of {named}")
-    return TokenChunk(token_ids, tuple(map(float, values)), tuple(most_likely(entry, limit) for entry in others))
+        if limit:
+            entries: Sequence[Mapping[str, float]] = logprobs.get("top_logprobs") or ()
+            tops = [[(_token_id(name), value) for name, value in entry.items()] for entry in entries]
+    token_ids = choice.get("token_ids") or []
+    if token_ids != named:
+        raise ValueError(f"tokens {token_ids} with the log-probabilities of {named}")
+    return TokenChunk(tuple(named), tuple(map(float, values)), tuple(most_likely(entry, limit) for entry in tops))
 
 
 def _weights(choice: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
@@ -94,18 +96,9 @@ def _sampling_params(request: SampleRequest) -> dict[str, Any]:
     """The fields that both endpoints take. All are sent, since vLLM takes missing ones from the model's defaults."""
     params, constraint = request.params, request.params.constraint
     return {
+        **{name: getattr(params, name) for name in _SAME_NAMES},
         "max_tokens": request.max_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "min_p": params.min_p,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
         "logit_bias": {str(token): bias for token, bias in params.logit_bias} or None,
-        "repetition_penalty": params.repetition_penalty,
-        "min_tokens": params.min_tokens,
-        "ignore_eos": params.ignore_eos,
-        "seed": params.seed,
         "stop": list(params.stop),
         "stop_token_ids": sorted(request.end_tokens),
         "structured_outputs": {_CONSTRAINT_FIELDS[constraint[0]]: constraint[1]} if constraint else None,
@@ -139,9 +132,7 @@ MOST_TIES: Final = 32
 
 
 class VllmServer(HttpModelServer):
-    """One vLLM server at `url` (without `/v1`), and the first model it lists.
-
-    `token` is the server's `--api-key`. A server that sends nothing for `seconds` while it samples has failed."""
+    """One vLLM server, and the first model it lists. It also accepts weights without the disk."""
 
     supported_params: frozenset[str] = frozenset([*DISTRIBUTION_PARAMS, *TERMINATION_PARAMS])
     kv_cache_metrics = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
@@ -151,16 +142,6 @@ class VllmServer(HttpModelServer):
     """Whether the server has GENERATE; None: not known yet."""
     _partial_update = False
     """Whether a weight update began and did not complete."""
-
-    async def model_info(self) -> ServedModelInfo:
-        cards: list[dict[str, Any]] = ((await self._http.get("/v1/models")) or {}).get("data", [])
-        bases = [card for card in cards if not card.get("parent")]
-        if not bases or "max_model_len" not in bases[0]:
-            names = ", ".join(str(card.get("id")) for card in bases) or "none"
-            raise ConfigError(f"{self.url}/v1/models names no model with its max_model_len: it serves {names}")
-        model = str(bases[0]["id"])
-        adapters = frozenset(str(card["id"]) for card in cards if card.get("parent") == model)
-        return ServedModelInfo(model, int(bases[0]["max_model_len"]), adapters)
 
     async def verify(self, *, weights_change: bool) -> None:
         if weights_change:
@@ -182,12 +163,12 @@ class VllmServer(HttpModelServer):
         if self._has_generate is None:
             self._has_generate = await self._detect_generate()
         path = GENERATE if self._has_generate else COMPLETIONS
-        body = _body(path, request, stream)
-        completion: Completion | None = None
 
-        def read(response: Any) -> Completion:
+        def read(response: Any) -> Completion | None:
             """Pass on the tokens of a response or event; returns its end as far as it is known."""
             if not isinstance(response, dict) or not response.get("choices"):
+                if stream and isinstance(response, dict) and "error" not in response:
+                    return None
                 content = response.get("error", response) if isinstance(response, dict) else response
                 raise self._http.protocol_error(path, f"no answer but {content!r:.300}")
             choice = response["choices"][0]
@@ -202,18 +183,7 @@ class VllmServer(HttpModelServer):
                 raise self._http.protocol_error(path, f"the answer was ended by the server ({reason})")
             return Completion("length" if reason == "length" else "stop", weights)
 
-        try:
-            if not stream:
-                return read(await self._http.post(path, body))
-            async with aclosing(self._http.events(path, body)) as events:
-                async for event in events:
-                    if event.get("choices") or "error" in event:
-                        completion = read(event)
-        except ModelServerError as error:
-            raise caller_error(error, request) from None
-        if completion is None:
-            raise self._http.protocol_error(path, "its answer has no end")
-        return completion
+        return await self._complete(path, _body(path, request, stream), request, read)
 
     async def _detect_generate(self) -> bool:
         try:
@@ -254,6 +224,7 @@ class VllmServer(HttpModelServer):
             await self._http.post("/update_weight_version", {"new_version": label}, seconds=60.0, optional=True)
 
     async def connect(self, sender: WeightSender) -> None:
+        """Connect the server's workers with `sender`. Raises ConfigError if it was not started for that."""
         await self._disconnect()  # Whatever is left of another run, or of a sender that failed.
         world = await self._http.get("/get_world_size")
         try:
@@ -273,6 +244,8 @@ class VllmServer(HttpModelServer):
     async def receive_weights(
         self, sender: WeightSender, lend: LendWeights, label: str, on_loaded: Callable[[], None]
     ) -> None:
+        """As `load_weights`, with weights lent by `lend` and sent by `sender`. After a failure the server may hold a
+        mix of old and new weights until `load_weights` or `receive_weights` succeeds."""
         loop = asyncio.get_running_loop()
 
         def send_update(info: dict[str, Any]) -> Future[Any]:
@@ -291,7 +264,9 @@ class VllmServer(HttpModelServer):
             await self._http.post("/finish_weight_update", {"weight_version": label}, seconds=LOAD_SECONDS)
 
     async def discard_partial_update(self) -> None:
-        """vLLM counts what has arrived of each layer, so the rest of an interrupted update would be taken for a part
+        """Drop what arrived of an interrupted transfer. Returns once the server no longer waits for the rest.
+
+        vLLM counts what has arrived of each layer, so the rest of an interrupted update would be taken for a part
         of the next one. Loading no weights at all resets the count."""
         if not self._partial_update:
             return
