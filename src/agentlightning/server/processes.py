@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -97,8 +98,8 @@ class _Child:
     def __init__(self, number: int, listener: socket.socket) -> None:
         self.number, self.listener = number, listener
         self.running: BaseProcess | None = None
-        self.serves = _FORK.Event()
-        """Set by the process."""
+        self.serves = _FORK.RawValue("b", False)
+        """In memory that the process shares, which sets it."""
         self.restarts = 0
         self.start_at = 0.0
         """When it may be started (monotonic seconds)."""
@@ -116,8 +117,8 @@ class _Child:
         return 128 - code if code < 0 else code
 
     def plan_restart(self) -> None:
-        self.start_at = time.monotonic() + (0.0 if self.serves.is_set() else RESTART_SECONDS)
-        self.serves.clear()
+        self.start_at = time.monotonic() + (0.0 if self.serves.value else RESTART_SECONDS)
+        self.serves.value = False
         self.restarts += 1
         logger.error("%s; it is started again, time %d", self.end, self.restarts)
 
@@ -144,7 +145,7 @@ class Processes:
         first, announced = self._children[0], False
         with TemporaryDirectory(prefix="agl-serve-") as directory, _received_signals() as signals:
             while not self._num_signals:
-                for child in self._children if announced or first.serves.is_set() else [first]:
+                for child in self._children if announced or first.serves.value else [first]:
                     if child.running is None and child.start_at <= time.monotonic():
                         self._start(child, Path(directory))
                 self._wait(signals)
@@ -155,15 +156,14 @@ class Processes:
                         return max(status, self._end(signals))
                     if status is not None:
                         child.plan_restart()
-                if not announced and all(child.serves.is_set() for child in self._children):
+                if not announced and all(child.serves.value for child in self._children):
                     announced = True
                     self._on_ready(first.listener.getsockname()[1])
             return self._end(signals)
 
     def _start(self, child: _Child, directory: Path) -> None:
-        process = ServerProcess(
-            child.number, len(self._children), child.restarts, child.listener, directory, child.serves.set
-        )
+        ready = partial(setattr, child.serves, "value", True)
+        process = ServerProcess(child.number, len(self._children), child.restarts, child.listener, directory, ready)
         child.running = _FORK.Process(target=self._run_child, args=(process, os.getpid()), daemon=True)
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the child has let go of our handlers
         child.running.start()
@@ -187,7 +187,7 @@ class Processes:
         """Until a signal has come, a process has ended, or one may be started; a while, if one is about to serve."""
         running = [child.running.sentinel for child in self._children if child.running]
         due = [child.start_at - time.monotonic() for child in self._children if not child.running and child.start_at]
-        if any(child.running and not child.serves.is_set() for child in self._children):
+        if any(child.running and not child.serves.value for child in self._children):
             due.append(POLL_SECONDS)
         wait([signals, *running], max(0.0, min(due)) if due else None)
         with suppress(BlockingIOError):

@@ -200,18 +200,6 @@ class Transport:
 class Connection(asyncio.Protocol):
     """A connection, and the response in progress on it, if any."""
 
-    __slots__ = (
-        "_head_bytes",
-        "_owner",
-        "_parser",
-        "_response",
-        "_transport",
-        "idle_since",
-        "last_data_at",
-        "origin",
-        "timeout_seconds",
-    )
-
     def __init__(self, pool: Transport, origin: Origin) -> None:
         self.origin = origin
         self.idle_since = 0.0
@@ -361,23 +349,6 @@ class Connection(asyncio.Protocol):
 class Response:
     """The response to one request while it arrives, and after. Use as `async with`; an early exit drops the
     connection."""
-
-    __slots__ = (
-        "_connection",
-        "_parts",
-        "_waiter",
-        "buffered_bytes",
-        "error",
-        "has_data",
-        "headers",
-        "inflate",
-        "is_complete",
-        "keep_alive",
-        "paused",
-        "stale",
-        "status",
-        "until_end",
-    )
 
     def __init__(self, connection: Connection) -> None:
         self.status: int = 0

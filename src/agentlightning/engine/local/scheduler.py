@@ -292,7 +292,7 @@ class ContinuousBatcher:
         request.cancelled = True
         if request in self._waiting:
             self._waiting.remove(request)
-        self._free_rows([row for row in self._rows if row is request])
+        self._free_rows([request] if request in self._rows else [])
         while self._prefilling and self._prefilling[-1].cancelled:
             self._prefilling.pop()
 
@@ -589,10 +589,9 @@ class ContinuousBatcher:
         """Free the slots of `leaving`, filling the gaps with the last rows."""
         if not leaving:
             return
-        gone = set(map(id, leaving))
-        rows = self._rows
-        for slot in range(len(rows) - 1, -1, -1):
-            if id(rows[slot]) not in gone:
+        gone, rows = set(leaving), self._rows
+        for slot in reversed(range(len(rows))):
+            if rows[slot] not in gone:
                 continue
             self._cache_prefix(rows[slot], slot)
             last = rows.pop()

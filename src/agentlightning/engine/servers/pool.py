@@ -166,33 +166,34 @@ class ReplicaPool(ReplicaSet, AgentEngines):
         self, replica: Replica, prompt: Sequence[int], params: SamplingParams, adapter: str | None = None
     ) -> Sample:
         """Sample from this server and no other. Raises as `HttpModelServer.sample` does."""
-        answer = self._new_answer(prompt, params, None)
         model = self._served_name if adapter is None else self._newest(adapter).served_name
-        completion = await self._run_on(replica, model, answer)
-        return answer.sample(completion.finish_reason, replica.version)
+        return await self._sample(model, prompt, params, only=replica)
 
     async def _sample(
-        self, model: str, prompt: Sequence[int], params: SamplingParams, on_tokens: OnTokens | None, affinity: str
+        self,
+        model: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        on_tokens: OnTokens | None = None,
+        affinity: str = "",
+        only: Replica | None = None,
     ) -> Sample:
-        answer = self._new_answer(prompt, params, on_tokens)
+        room = room_for_answer(prompt, self.context_length)
+        max_tokens = min(room, params.max_tokens or room)
+        end_tokens = params.end_tokens(self.chat.eos_token_ids)
+        answer = ResumableSample(prompt, params, max_tokens, end_tokens, self.chat.decode, on_tokens)
         tried: list[Replica] = []
         while (reason := answer.finish_reason) is None:
-            replica = await self._choose(affinity, tried)
+            replica = only or await self._choose(affinity, tried)
             tried.append(replica)
             try:
                 completion = await self._run_on(replica, model, answer)
                 return answer.sample(completion.finish_reason, replica.version)
             except ModelServerError as error:
-                if not error.retryable or not answer.can_resume or len(tried) > self._policy.retries:
+                if only or not error.retryable or not answer.can_resume or len(tried) > self._policy.retries:
                     raise
                 self.mark_unhealthy(replica, str(error))
         return answer.sample(reason, self.weight_version)
-
-    def _new_answer(self, prompt: Sequence[int], params: SamplingParams, on_tokens: OnTokens | None) -> ResumableSample:
-        room = room_for_answer(prompt, self.context_length)
-        max_tokens = min(room, params.max_tokens or room)
-        end_tokens = params.end_tokens(self.chat.eos_token_ids)
-        return ResumableSample(prompt, params, max_tokens, end_tokens, self.chat.decode, on_tokens)
 
     async def _run_on(self, replica: Replica, model: str, answer: ResumableSample) -> Completion:
         """Sample the rest of `answer` on one server."""
