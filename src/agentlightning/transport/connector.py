@@ -133,7 +133,7 @@ class ProxySettings:
         return cls(
             _variable(environment, "http_proxy") or fallback,
             _variable(environment, "https_proxy") or fallback,
-            tuple(re.split(r"[,\s]+", no_proxy.strip(", "))) if no_proxy else (),
+            tuple(re.split(r"[,\s]+", no_proxy)),
         )
 
     def find(self, origin: Origin) -> Proxy | None:

@@ -136,7 +136,7 @@ def test_shared_prefixes_are_computed_once_without_changing_answers(
     base = prompts_of(3, seed=5, shortest=50, longest=70)
     prompts = [[*base[i % 3], *([7, i + 10] if i % 2 else [])] for i in range(12)]
     plain = generator(model, prefix_cache_bytes=0)
-    plain._decoder = None
+    plain._use_cascade = False
     sharing = generator(model)
     computed = Counter(model)
     alone, apart = answers(plain, prompts, GREEDY), computed.pop()

@@ -2,7 +2,7 @@
 
 Decoding one token for many rows is bound by reading keys and values. Where rows begin with the same tokens, a single
 matrix product of all their queries with one copy of the prefix gives the same scores; the rest of each row is read as
-usual, and one softmax spans both.
+usual, and one softmax spans both. Registered with transformers as an attention function, so the model is unchanged.
 
 Shapes: N rows, G groups, S members of the largest group, H key heads, R queries of each, P tokens of the prefix, T of a
 whole row, D dim.
@@ -13,13 +13,19 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+NAME = "agentlightning_cascade"
 BLOCK = 16
 """Prefixes are compared in whole blocks of this many tokens."""
 CANDIDATES = 32
@@ -30,6 +36,8 @@ MIN_SAVED_SHARE = 0.25
 """Share of the bytes read that it must save."""
 FEW_ROWS, LONG_ROWS = 8, 160
 """In bfloat16, SDPA is faster than two products and a softmax for up to so many rows, or rows of so many tokens."""
+UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
+"""Arguments of attention functions that change the scores in ways not implemented here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +107,56 @@ def index_rows(groups: PrefixGroups, device: torch.device) -> tuple[Tensor | Non
     return torch.tensor(members, device=device), torch.tensor(positions, device=device)
 
 
-def attend_rows(
-    queries_NHRD: Tensor, key: Tensor, value: Tensor, mask: Tensor, shared: SharedPrefix | None, layer: int
-) -> Tensor:
-    """Attention of one token for each row, from scaled queries; key and value [N, H, T, D], additive mask [N, 1, 1, T];
-    returns [N, H, R, D]."""
-    if shared is None:
+_current: ContextVar[SharedPrefix | None] = ContextVar("shared_prefix", default=None)
+
+
+def supported(model: PreTrainedModel) -> bool:
+    """Whether `model` runs where this was measured to pay off, with an attention function that it can replace."""
+    config: Any = model.config.get_text_config(decoder=True)
+    return model.device.type == "cpu" and config._attn_implementation == "sdpa"
+
+
+@contextmanager
+def use_cascade_attention(model: PreTrainedModel, shared: SharedPrefix | None) -> Generator[None]:
+    """Within the context, a `supported` model computes attention with `attend`."""
+    config: Any = model.config.get_text_config(decoder=True)
+    token = _current.set(shared)
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = "sdpa"
+        _current.reset(token)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query [N, H x R, 1, D], key and value [N, H, T, D], additive mask [N, 1, 1, T]; returns [N, 1, H x R, D].
+
+    Any other call goes to SDPA, which is slower for single queries on the CPU."""
+    if (
+        query.shape[2] != 1
+        or attention_mask is None
+        or any(kwargs.get(name) is not None for name in UNSUPPORTED_ARGUMENTS)
+    ):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    count, heads, dim = query.shape[0], key.shape[1], query.shape[3]
+    queries = (query * (dim**-0.5 if scaling is None else scaling)).reshape(count, heads, -1, dim)
+    output = attend_rows(queries, key, value, attention_mask, getattr(module, "layer_idx", None))
+    return output.reshape(count, 1, -1, value.shape[3]), None
+
+
+def attend_rows(queries_NHRD: Tensor, key: Tensor, value: Tensor, mask: Tensor, layer: int | None) -> Tensor:
+    """What `attend` computes, from scaled queries; returns [N, H, R, D]."""
+    shared = _current.get()
+    if shared is None or layer is None:
         if key.dtype == torch.bfloat16 and (len(key) <= FEW_ROWS or key.shape[2] >= LONG_ROWS):
             return functional.scaled_dot_product_attention(queries_NHRD, key, value, mask, scale=1.0)
         return _softmax(queries_NHRD @ key.transpose(2, 3) + mask, queries_NHRD.dtype) @ value
@@ -140,3 +192,6 @@ def _by_row(x_GHSD: Tensor, shared: SharedPrefix) -> Tensor:
     size = max(map(len, shared.groups.rows))
     grouped = x_GHSD.view(groups, heads, size, -1, dim).transpose(1, 2).reshape(groups * size, heads, -1, dim)
     return grouped if shared.positions is None else grouped.index_select(0, shared.positions)
+
+
+AttentionInterface.register(NAME, attend)

@@ -97,7 +97,7 @@ class Layer:
         keys, values = cast(KVCacheLayer, cache.layers[self.index]).update(key.transpose(1, 2), value.transpose(1, 2))
         if width == 1 and mask is not None:
             queries = (query * self.scaling).reshape(count, self.key_heads, -1, self.dim)
-            return attend_rows(queries, keys, values, mask, cache.shared, self.index).reshape(count, 1, -1)
+            return attend_rows(queries, keys, values, mask, self.index).reshape(count, 1, -1)
         output = functional.scaled_dot_product_attention(
             query.transpose(1, 2), keys, values, mask, is_causal=mask is None, scale=self.scaling, enable_gqa=True
         )

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, get_layer_types_and_kwargs
 
-from agentlightning.engine.local.cascade_attention import SharedPrefix
 from agentlightning.engine.local.prefix_cache import Segment
 from agentlightning.errors import PolicyError
 from agentlightning.models.checkpoint import cache_argument
@@ -166,8 +165,6 @@ class KVCache(Cache):
         self.limit_bytes = limit_bytes
         self.slots = 0
         self.capacity = 0
-        self.shared: SharedPrefix | None = None
-        """What the rows of the next pass begin with, if it computes one token for each."""
 
     # -- memory --------------------------------------------------------------------------------------------------------
 

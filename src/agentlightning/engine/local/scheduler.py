@@ -235,6 +235,7 @@ class ContinuousBatcher:
         self._threads = StepThreads() if model.device.type == "cpu" else None
         self.kv_cache_usage = 0.0
         """The share of the memory for keys and values that the rows need, as of the last step."""
+        self._use_cascade = False
         self._decoder: decoder.Decoder | None = None
         """Makes the forward passes in place of the model. None: the model does."""
         self._alone = False
@@ -275,7 +276,7 @@ class ContinuousBatcher:
             prompt_length=len(prompt),
             max_length=len(prompt) + min(room, params.max_tokens or room),
             params=params,
-            prefix_hashes=cascade_attention.hash_prefixes(prompt[:-1], adapter) if self._decoder else [],
+            prefix_hashes=cascade_attention.hash_prefixes(prompt[:-1], adapter) if self._use_cascade else [],
             adapter=adapter,
             end_tokens=params.end_tokens(self._eos_token_ids),
             stop_scanner=StopScanner(params.stop, self._decode) if params.stop else None,
@@ -482,11 +483,7 @@ class ContinuousBatcher:
             self._shared_prefix = self._find_shared_prefix()
         tokens, pasts = [row.tokens[-1:] for row in rows], [row.cached for row in rows]
         with self._threads.use(len(rows), max(pasts)) if self._threads else nullcontext():
-            self._cache.shared = self._shared_prefix
-            try:
-                logits = self._forward([row.adapter for row in rows], tokens, 0, pasts)
-            finally:
-                self._cache.shared = None
+            logits = self._decode_step([row.adapter for row in rows], tokens, pasts)
             sampled = self._sample_tokens(rows, logits, self._batch_params)
         # One transfer for both: float64 represents token ids and float32 log-probabilities exactly.
         pairs = torch.stack([sampled.tokens.double(), sampled.logprobs.double()]).tolist()
@@ -518,7 +515,7 @@ class ContinuousBatcher:
     def _find_shared_prefix(self) -> cascade_attention.SharedPrefix | None:
         """The prefixes that rows share, with their keys and values; reuses those of the last step if they still fit."""
         layout = self._cache.layout
-        if self._decoder is None or any(row.prefill_remaining for row in self._rows):
+        if not self._use_cascade or layout.has_sliding_window or any(row.prefill_remaining for row in self._rows):
             return None
         groups = cascade_attention.find_groups(
             [request.prefix_hashes for request in self._rows],
@@ -606,6 +603,12 @@ class ContinuousBatcher:
 
     # -- the model -------------------------------------------------------------------------------------------------
 
+    def _decode_step(self, adapters: Sequence[str | None], tokens: list[list[int]], pasts: list[int]) -> Tensor:
+        """`_forward` of one token for each row."""
+        cascade = self._use_cascade
+        with cascade_attention.use_cascade_attention(self.model, self._shared_prefix) if cascade else nullcontext():
+            return self._forward(adapters, tokens, 0, pasts)
+
     def _forward(self, adapters: Sequence[str | None], tokens: list[list[int]], start: int, pasts: list[int]) -> Tensor:
         """Logits [N, V] after the last of `tokens` [N, Q], computed with an adapter for each of the rows in slots
         `start`.., after `pasts` cached tokens."""
@@ -642,14 +645,18 @@ class ContinuousBatcher:
         noise, failure = self._difference(alone=True)
         reason = "its configuration has a window that its layers do not name"
         if self._cache.layout.has_sliding_window or not self._hidden_window():
-            for lean in [True, False] if decoder.supported(self.model, self._cache) else [False]:
-                worst, reason = self._difference(lean=lean)
+            cascade = [True, False] if cascade_attention.supported(self.model) else [False]
+            ways = [(way, False) for way in cascade]
+            if decoder.supported(self.model, self._cache):
+                ways.insert(0, (cascade[0], True))
+            for way, lean in ways:
+                worst, reason = self._difference(cascade=way, lean=lean)
                 rounding = BFLOAT16_ROUNDING if lean and self.model.dtype == torch.bfloat16 else AGREEMENT
                 if worst <= max(rounding, 4 * noise if math.isfinite(noise) else 0.0):
                     return
         if noise > (AGREEMENT if self.model.dtype == torch.float32 else MOST_ROUNDING):
             raise RuntimeError(f"with cached keys: {failure}")
-        self._alone, self._decoder = True, None
+        self._alone, self._use_cascade, self._decoder = True, False, None
         logger.warning(
             "%s samples one row after the other, which is slow for many: rows that share a pass would not be sampled "
             "from its own distribution (%s)", type(self.model).__name__, reason,
@@ -660,10 +667,10 @@ class ContinuousBatcher:
         window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
         return isinstance(window, int) and 0 < window < self.context_length
 
-    def _difference(self, *, alone: bool = False, lean: bool = False) -> tuple[float, str]:
+    def _difference(self, *, alone: bool = False, cascade: bool = False, lean: bool = False) -> tuple[float, str]:
         """How far the logits of two rows of different lengths, as if beside a far longer one, are from those without a
         cache, as a share of their spread; and why."""
-        self._alone = alone
+        self._alone, self._use_cascade = alone, cascade
         self._decoder = decoder.Decoder(self.model, self._cache) if lean else None
         windows = filter(None, self._cache.layout.windows.values())
         length = min(self.context_length, min([*windows, PROBED]) + PROBED) - 1
@@ -678,7 +685,7 @@ class ContinuousBatcher:
                 if rest := row[1:-1]:
                     self._forward([None], [rest], slot, [1])
             with self._cache.padded(0 if alone else max(0, min(self.context_length, MOST_PADDED) - length)):
-                found = self._forward(none, [row[-1:] for row in rows], 0, lengths)
+                found = self._decode_step(none, [row[-1:] for row in rows], lengths)
         except FORWARD_ERRORS as error:
             return math.inf, f"{type(error).__name__}: {error}"
         finally:
