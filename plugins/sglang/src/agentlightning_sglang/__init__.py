@@ -40,23 +40,23 @@ class SGLangServer(HttpModelServer):
 
     async def sample(self, request: SampleRequest, on_chunk: OnChunk, *, stream: bool) -> Completion:
         validate(request.params)
-        reader = _ResponseReader(self._http, request.params.top_logprobs, on_chunk)
+        reader = _ResponseReader(self, request.params.top_logprobs, on_chunk)
         return await self._complete(GENERATE, _body(request, stream), request, reader.read)
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
     async def weight_label(self) -> str | None:
-        response = await self._http.get("/get_model_info")
+        response = await self.get("/get_model_info")
         label = response.get("weight_version") if isinstance(response, dict) else None
         return None if label is None else str(label)
 
     async def load_weights(self, directory: Path, label: str, on_loaded: Callable[[], None]) -> None:
         # retract: running answers wait without keys and values, which the new weights then compute again.
-        await self._http.post("/pause_generation", {"mode": "retract"}, seconds=60.0)
+        await self.post("/pause_generation", {"mode": "retract"}, seconds=60.0)
         body = {"model_path": str(directory), "weight_version": label, "flush_cache": True}
         await self._post_checked("/update_weights_from_disk", body)
         on_loaded()
-        await self._http.post("/continue_generation", {}, seconds=60.0)
+        await self.post("/continue_generation", {}, seconds=60.0)
 
     async def load_adapter(self, name: str, directory: Path) -> None:
         if name in (await self.model_info()).adapters:
@@ -75,10 +75,10 @@ class SGLangServer(HttpModelServer):
         await self._post_checked("/unload_lora_adapter", {"lora_name": name})
 
     async def _post_checked(self, path: str, body: Mapping[str, Any]) -> None:
-        response = await self._http.post(path, body, seconds=LOAD_SECONDS)
+        response = await self.post(path, body, seconds=LOAD_SECONDS)
         if isinstance(response, dict) and response.get("success") is False:
             message = response.get("message") or response.get("error_message") or "it failed"
-            raise self._http.protocol_error(path, str(message))
+            raise self.protocol_error(path, str(message))
 
 
 class _ResponseReader:

@@ -100,12 +100,19 @@ RETRYABLE_STATUSES = frozenset({408, 409, 425, 429})
 
 
 class JsonClient:
-    """Client of one server. `seconds` is the longest pause in an answer while it is sampled."""
+    """Client of one server. `url` may end in `/v1`; `token` is the server's API key, and `seconds` the longest pause in
+    an answer while it is sampled."""
 
     def __init__(
-        self, transport: Transport, url: str, token: str | None, *, seconds: float, connect_seconds: float
+        self,
+        transport: Transport,
+        url: str,
+        token: str | None = None,
+        *,
+        seconds: float = 600.0,
+        connect_seconds: float = 10.0,
     ) -> None:
-        self.url = url.rstrip("/")
+        self.url = url.rstrip("/").removesuffix("/v1")
         self._transport = transport
         self._headers = [(b"content-type", b"application/json"), (b"accept", b"application/json, text/event-stream")]
         if token:
@@ -201,9 +208,9 @@ class JsonClient:
 # -- model servers -----------------------------------------------------------------------------------------------------
 
 
-class HttpModelServer:
-    """Client of one model server; subclasses speak the API of one program (`vllm`, `sglang`). `url` may end in `/v1`;
-    `token` is the server's API key. A server that sends nothing for `seconds` while it samples has failed.
+class HttpModelServer(JsonClient):
+    """Client of one model server; subclasses speak the API of one program (`vllm`, `sglang`). A server
+    that sends nothing for `seconds` while it samples has failed.
 
     The pool decides which server samples, what is retried, and which weights each gets; a client never retries. Every
     method raises ModelServerError."""
@@ -213,13 +220,9 @@ class HttpModelServer:
     kv_cache_metrics: tuple[str, ...]
     """The names of the metric that `kv_cache_usage` reads."""
 
-    def __init__(self, transport: Transport, url: str, *, token: str | None = None, seconds: float = 600.0) -> None:
-        self._http = JsonClient(transport, url.removesuffix("/v1"), token, seconds=seconds, connect_seconds=10.0)
-        self.url = self._http.url
-
     async def model_info(self) -> ServedModelInfo:
         """The served model. Raises ConfigError if the server names none."""
-        cards: list[dict[str, Any]] = ((await self._http.get("/v1/models")) or {}).get("data", [])
+        cards: list[dict[str, Any]] = ((await self.get("/v1/models")) or {}).get("data", [])
         bases = [card for card in cards if not card.get("parent")]
         if not bases or not bases[0].get("max_model_len"):
             names = ", ".join(str(card.get("id")) for card in bases) or "none"
@@ -233,11 +236,11 @@ class HttpModelServer:
 
     async def health(self) -> None:
         """Returns if the server can sample."""
-        await self._http.get("/health", seconds=5.0)
+        await self.get("/health", seconds=5.0)
 
     async def kv_cache_usage(self) -> float | None:
         """The share of its memory for keys and values that is in use; None if it does not report it."""
-        return largest_metric(await self._http.text("/metrics"), *self.kv_cache_metrics)
+        return largest_metric(await self.text("/metrics"), *self.kv_cache_metrics)
 
     async def sample(self, request: SampleRequest, on_chunk: OnChunk, *, stream: bool) -> Completion:
         """Sample one answer. `on_chunk` gets all of its tokens; with `stream`, as they are sampled. Cancelling the call
@@ -252,15 +255,15 @@ class HttpModelServer:
         completion = None
         try:
             if not body["stream"]:
-                completion = read(await self._http.post(path, body))
+                completion = read(await self.post(path, body))
             else:
-                async with aclosing(self._http.events(path, body)) as events:
+                async with aclosing(self.events(path, body)) as events:
                     async for event in events:
                         completion = read(event) or completion
         except ModelServerError as error:
             raise caller_error(error, request) from None
         if completion is None:
-            raise self._http.protocol_error(path, "its answer has no end")
+            raise self.protocol_error(path, "its answer has no end")
         return completion
 
     async def weight_label(self) -> str | None:

@@ -170,24 +170,24 @@ class VllmServer(HttpModelServer):
                 if stream and isinstance(response, dict) and "error" not in response:
                     return None
                 content = response.get("error", response) if isinstance(response, dict) else response
-                raise self._http.protocol_error(path, f"no answer but {content!r:.300}")
+                raise self.protocol_error(path, f"no answer but {content!r:.300}")
             choice = response["choices"][0]
             try:
                 chunk, weights = _read_chunk(path, choice, request.params.top_logprobs), _weights(choice)
             except (KeyError, TypeError, ValueError) as error:
-                raise self._http.protocol_error(path, f"an answer that cannot be read ({error!r})") from error
+                raise self.protocol_error(path, f"an answer that cannot be read ({error!r})") from error
             if chunk.token_ids:
                 on_chunk(chunk)
             reason = choice.get("finish_reason")
             if reason not in (None, "stop", "length"):
-                raise self._http.protocol_error(path, f"the answer was ended by the server ({reason})")
+                raise self.protocol_error(path, f"the answer was ended by the server ({reason})")
             return Completion("length" if reason == "length" else "stop", weights)
 
         return await self._complete(path, _body(path, request, stream), request, read)
 
     async def _detect_generate(self) -> bool:
         try:
-            await self._http.post(GENERATE, {"token_ids": []}, seconds=10.0)
+            await self.post(GENERATE, {"token_ids": []}, seconds=10.0)
         except ModelServerError as error:
             if error.status in (400, 422):
                 return True  # It rejected the prompt, not the path.
@@ -199,39 +199,37 @@ class VllmServer(HttpModelServer):
     # -- weights ---------------------------------------------------------------------------------------------------
 
     async def weight_label(self) -> str | None:
-        response = await self._http.get("/weight_info", optional=True)
+        response = await self.get("/weight_info", optional=True)
         return response.get("weight_version") if isinstance(response, dict) else None
 
     @asynccontextmanager
     async def _update(self, on_loaded: Callable[[], None]) -> AsyncGenerator[None]:
         """A context in which the weights are replaced. Its order ensures that half-loaded weights never sample, and
         that no key or value outlives its weights."""
-        await self._http.post("/pause?mode=keep", seconds=60.0)
+        await self.post("/pause?mode=keep", seconds=60.0)
         await self.discard_partial_update()
         self._partial_update = True
         yield
         self._partial_update = False
-        response = await self._http.post("/reset_prefix_cache?reset_running_requests=true", seconds=60.0)
+        response = await self.post("/reset_prefix_cache?reset_running_requests=true", seconds=60.0)
         if isinstance(response, dict) and response.get("success") is False:
-            raise self._http.protocol_error("/reset_prefix_cache", "it keeps what the old weights computed")
+            raise self.protocol_error("/reset_prefix_cache", "it keeps what the old weights computed")
         on_loaded()
-        await self._http.post("/resume", seconds=60.0)
+        await self.post("/resume", seconds=60.0)
 
     async def load_weights(self, directory: Path, label: str, on_loaded: Callable[[], None]) -> None:
         async with self._update(on_loaded):
             await self._reload({"weights_path": str(directory)}, LOAD_SECONDS)
             # Older servers have no labels.
-            await self._http.post("/update_weight_version", {"new_version": label}, seconds=60.0, optional=True)
+            await self.post("/update_weight_version", {"new_version": label}, seconds=60.0, optional=True)
 
     async def connect(self, sender: WeightSender) -> None:
         """Connect the server's workers with `sender`. Raises ConfigError if it was not started for that."""
         await self._disconnect()  # Whatever is left of another run, or of a sender that failed.
-        world = await self._http.get("/get_world_size")
+        world = await self.get("/get_world_size")
         try:
             body = {"init_info": sender.init_info(int(world["world_size"]))}
-            server_init = asyncio.create_task(
-                self._http.post("/init_weight_transfer_engine", body, seconds=LOAD_SECONDS)
-            )
+            server_init = asyncio.create_task(self.post("/init_weight_transfer_engine", body, seconds=LOAD_SECONDS))
             await _connect_both(server_init, sender)
         except (TransferError, ModelServerError) as error:
             if isinstance(error, ModelServerError) and error.status in (404, 500):
@@ -249,11 +247,11 @@ class VllmServer(HttpModelServer):
         loop = asyncio.get_running_loop()
 
         def send_update(info: dict[str, Any]) -> Future[Any]:
-            call = self._http.post("/update_weights", {"update_info": info}, seconds=LOAD_SECONDS)
+            call = self.post("/update_weights", {"update_info": info}, seconds=LOAD_SECONDS)
             return asyncio.run_coroutine_threadsafe(call, loop)
 
         async with self._update(on_loaded):
-            await self._http.post("/start_weight_update", seconds=60.0)
+            await self.post("/start_weight_update", seconds=60.0)
             try:
                 await lend(lambda weights: sender.send(weights, send_update))
             except TransferError as error:
@@ -261,7 +259,7 @@ class VllmServer(HttpModelServer):
             except BaseException:
                 sender.abort()  # Nobody waits for it any more.
                 raise
-            await self._http.post("/finish_weight_update", {"weight_version": label}, seconds=LOAD_SECONDS)
+            await self.post("/finish_weight_update", {"weight_version": label}, seconds=LOAD_SECONDS)
 
     async def discard_partial_update(self) -> None:
         """Drop what arrived of an interrupted transfer. Returns once the server no longer waits for the rest.
@@ -271,16 +269,16 @@ class VllmServer(HttpModelServer):
         if not self._partial_update:
             return
         with contextlib.suppress(ModelServerError):  # It may know of the interruption already, or accept no transfer.
-            await self._http.post("/finish_weight_update", seconds=60.0)
+            await self.post("/finish_weight_update", seconds=60.0)
         await self._reload({"weights_iterator": []}, 60.0)
         self._partial_update = False
 
     async def _reload(self, arguments: Mapping[str, Any], seconds: float) -> None:
-        await self._http.post("/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, seconds=seconds)
+        await self.post("/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, seconds=seconds)
 
     async def _disconnect(self) -> None:
         with contextlib.suppress(ModelServerError):  # It has no connection, or /init_... will report the problem.
-            await self._http.post("/shutdown_weight_transfer_engine", seconds=60.0)
+            await self.post("/shutdown_weight_transfer_engine", seconds=60.0)
 
     async def load_adapter(self, name: str, directory: Path) -> None:
         loaded = (await self.model_info()).adapters
@@ -292,7 +290,7 @@ class VllmServer(HttpModelServer):
 
     async def _adapter_request(self, path: str, body: Mapping[str, Any], seconds: float) -> None:
         try:
-            await self._http.post(path, body, seconds=seconds)
+            await self.post(path, body, seconds=seconds)
         except ModelServerError as error:
             if (error.status == 404 and "Not Found" in str(error)) or NOT_ENABLED in str(error):
                 raise ConfigError(
@@ -305,14 +303,14 @@ class VllmServer(HttpModelServer):
 
     async def _resume_if_paused(self) -> None:
         """Resume a server that was left paused by a trainer killed during an update."""
-        response = await self._http.get("/is_paused", optional=True)
+        response = await self.get("/is_paused", optional=True)
         if not isinstance(response, dict):
             message = "its weights cannot be replaced; start it with VLLM_SERVER_DEV_MODE=1"
             raise ConfigError(f"{self.url} has no /is_paused: {message}")
         if response.get("is_paused"):
             self._partial_update = True
             await self.discard_partial_update()
-            await self._http.post("/resume", seconds=60.0)
+            await self.post("/resume", seconds=60.0)
 
 
 async def _connect_both(server_init: asyncio.Task[Any], sender: WeightSender) -> None:
@@ -397,7 +395,7 @@ class VllmProcess:
         self._options = options
         self._port = _free_port()
         self._process: subprocess.Popen[bytes] | None = None
-        self._http = JsonClient(transport, self.url, None, seconds=5.0, connect_seconds=2.0)
+        self._http = JsonClient(transport, self.url, seconds=5.0, connect_seconds=2.0)
 
     @property
     def url(self) -> str:
