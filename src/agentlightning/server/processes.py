@@ -19,8 +19,6 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -44,21 +42,27 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _FORK: Final = multiprocessing.get_context("fork")
 
 
-@dataclass(frozen=True, slots=True)
 class ServerProcess:
-    """What one of the processes knows of itself."""
+    """One of the processes. `directory` holds what they share beside the store."""
 
-    number: int
-    """From 1."""
-    count: int
-    """Of all processes."""
-    restarts: int
-    """How often it was started again."""
-    listener: socket.socket
-    directory: Path
-    """What the processes share beside the store."""
-    ready: Callable[[], None]
-    """To be called once it serves."""
+    def __init__(self, number: int, count: int, listener: socket.socket, directory: Path) -> None:
+        self.number, self.count = number, count
+        """From 1, and of all processes."""
+        self.listener, self.directory = listener, directory
+        self.restarts = 0
+        self.running: BaseProcess | None = None
+        self.start_at = 0.0
+        """When it may be started (monotonic seconds)."""
+        self.end = ""
+        """How it ended last."""
+        self._serves = _FORK.RawValue("b", False)
+        """In memory that it shares with its parent."""
+
+    # -- in the process --------------------------------------------------------------------------------------------
+
+    def ready(self) -> None:
+        """To be called once it serves."""
+        self._serves.value = True
 
     @asynccontextmanager
     async def sharing(self, metrics: Metrics) -> AsyncGenerator[None]:
@@ -91,20 +95,11 @@ class ServerProcess:
     def _socket_of(self, number: int) -> Path:
         return self.directory / f"{number}.sock"
 
+    # -- in the parent ---------------------------------------------------------------------------------------------
 
-class _Child:
-    """One of the processes, as the parent sees it."""
-
-    def __init__(self, number: int, listener: socket.socket) -> None:
-        self.number, self.listener = number, listener
-        self.running: BaseProcess | None = None
-        self.serves = _FORK.RawValue("b", False)
-        """In memory that the process shares, which sets it."""
-        self.restarts = 0
-        self.start_at = 0.0
-        """When it may be started (monotonic seconds)."""
-        self.end = ""
-        """How it ended last."""
+    @property
+    def serves(self) -> bool:
+        return bool(self._serves.value)
 
     def take_end(self) -> int | None:
         """The exit status of a process that has ended, once; as in a shell, 128 and the number of a signal."""
@@ -117,8 +112,8 @@ class _Child:
         return 128 - code if code < 0 else code
 
     def plan_restart(self) -> None:
-        self.start_at = time.monotonic() + (0.0 if self.serves.value else RESTART_SECONDS)
-        self.serves.value = False
+        self.start_at = time.monotonic() + (0.0 if self.serves else RESTART_SECONDS)
+        self._serves.value = False
         self.restarts += 1
         logger.error("%s; it is started again, time %d", self.end, self.restarts)
 
@@ -136,18 +131,20 @@ class Processes:
                 " servers on ports of their own instead, behind a load balancer"
             )
         self._work, self._on_ready = work, on_ready
-        self._children = [_Child(number, each) for number, each in enumerate(_listen(count, host, port), 1)]
-        self._num_signals = 0
+        listeners, self._num_signals = _listen(count, host, port), 0
+        self._directory = TemporaryDirectory(prefix="agl-serve-")
+        directory = Path(self._directory.name)
+        self._children = [ServerProcess(number, count, each, directory) for number, each in enumerate(listeners, 1)]
 
     def run(self) -> int:
         """Returns the exit status once all processes have ended. One that fails at the first start, for its options
         perhaps, reports that itself and ends the others."""
         first, announced = self._children[0], False
-        with TemporaryDirectory(prefix="agl-serve-") as directory, _received_signals() as signals:
+        with self._directory, _received_signals() as signals:
             while not self._num_signals:
-                for child in self._children if announced or first.serves.value else [first]:
+                for child in self._children if announced or first.serves else [first]:
                     if child.running is None and child.start_at <= time.monotonic():
-                        self._start(child, Path(directory))
+                        self._start(child)
                 self._wait(signals)
                 for child in self._children:
                     status = child.take_end()
@@ -156,15 +153,13 @@ class Processes:
                         return max(status, self._end(signals))
                     if status is not None:
                         child.plan_restart()
-                if not announced and all(child.serves.value for child in self._children):
+                if not announced and all(child.serves for child in self._children):
                     announced = True
                     self._on_ready(first.listener.getsockname()[1])
             return self._end(signals)
 
-    def _start(self, child: _Child, directory: Path) -> None:
-        ready = partial(setattr, child.serves, "value", True)
-        process = ServerProcess(child.number, len(self._children), child.restarts, child.listener, directory, ready)
-        child.running = _FORK.Process(target=self._run_child, args=(process, os.getpid()), daemon=True)
+    def _start(self, child: ServerProcess) -> None:
+        child.running = _FORK.Process(target=self._run_child, args=(child, os.getpid()), daemon=True)
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the child has let go of our handlers
         child.running.start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -187,7 +182,7 @@ class Processes:
         """Until a signal has come, a process has ended, or one may be started; a while, if one is about to serve."""
         running = [child.running.sentinel for child in self._children if child.running]
         due = [child.start_at - time.monotonic() for child in self._children if not child.running and child.start_at]
-        if any(child.running and not child.serves.value for child in self._children):
+        if any(child.running and not child.serves for child in self._children):
             due.append(POLL_SECONDS)
         wait([signals, *running], max(0.0, min(due)) if due else None)
         with suppress(BlockingIOError):
@@ -220,7 +215,7 @@ def _received_signals() -> Generator[socket.socket]:
     with reader, writer:
         reader.setblocking(False)
         writer.setblocking(False)
-        before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+        before = {number: signal.signal(number, _nothing) for number in _SIGNALS}
         signal.set_wakeup_fd(writer.fileno())
         try:
             yield reader
@@ -228,6 +223,10 @@ def _received_signals() -> Generator[socket.socket]:
             signal.set_wakeup_fd(-1)
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _nothing(*_: object) -> None:
+    """Handles a signal that a socket receives: without a handler it would end the process."""
 
 
 def _listen(count: int, host: str, port: int) -> Sequence[socket.socket]:
