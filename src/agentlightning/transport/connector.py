@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, Self, TypeVar, cast
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from agentlightning.errors import ConfigError
-from agentlightning.transport.base import MAX_HEAD_BYTES, Origin, TransportError, request_bytes
+from agentlightning.transport.base import MAX_HEAD_BYTES, Origin, Reason, TransportError, request_bytes
 
 # -- proxies -----------------------------------------------------------------------------------------------------------
 
@@ -196,8 +196,9 @@ class Tunnel(asyncio.Protocol):
 def _check_tunnel(response: bytes, proxy: Proxy, origin: Origin) -> None:
     """Raises TransportError unless a proxy has opened the tunnel."""
     head, complete, rest = response.partition(b"\r\n\r\n")
-    status, reason = _STATUS.match(head), "connect"
+    status = _STATUS.match(head)
     code = int(status[1]) if status else 0
+    reason: Reason = "connect"
     if 200 <= code < 300 and complete and not rest:
         return
     if not response:

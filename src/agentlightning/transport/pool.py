@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, Self, cast
 from urllib.parse import urlsplit
@@ -46,7 +47,7 @@ class Transport:
 
     def __init__(self, options: ConnectOptions | None = None) -> None:
         self._connector = Connector(ConnectOptions.create() if options is None else options)
-        self._idle: dict[Origin, deque[Connection]] = {}
+        self._idle: defaultdict[Origin, deque[Connection]] = defaultdict(deque)
         self._busy: set[Connection] = set()
         self._parsed_urls: dict[str, tuple[Origin, bytes, bytes]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -112,7 +113,7 @@ class Transport:
 
     def _take_idle(self, origin: Origin) -> Connection | None:
         """The idle connection that was used last, which is most likely open."""
-        idle = self._idle.get(origin)
+        idle = self._idle[origin]
         while idle:
             connection = idle.pop()
             if connection.is_open and time.monotonic() - connection.idle_since < IDLE_SECONDS:
@@ -128,9 +129,7 @@ class Transport:
     def release(self, connection: Connection) -> None:
         """Take back a connection that can be reused."""
         self._busy.discard(connection)
-        idle = self._idle.get(connection.origin)
-        if idle is None:
-            idle = self._idle[connection.origin] = deque()
+        idle = self._idle[connection.origin]
         if len(idle) >= MAX_IDLE or self._closed:
             return connection.abort()
         connection.idle_since = time.monotonic()
@@ -139,9 +138,8 @@ class Transport:
     def remove(self, connection: Connection) -> None:
         """Remove a closed connection."""
         self._busy.discard(connection)
-        idle = self._idle.get(connection.origin)
-        if idle and connection in idle:
-            idle.remove(connection)
+        with suppress(ValueError):  # It was in use.
+            self._idle[connection.origin].remove(connection)
 
     # -- timeouts ------------------------------------------------------------------------------------------------
 

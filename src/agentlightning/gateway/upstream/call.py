@@ -94,7 +94,7 @@ class UpstreamCall:
         """Status of the last response; 0 if there was none."""
         self.retries = 0
         """The times the request was sent again."""
-        self._pool = pool
+        self._pool, self._provider = pool, pool.provider
         self._price = request.price or pool.provider.price
         self._reservation: Reservation | None = None
         self._estimated_tokens = 0
@@ -117,7 +117,7 @@ class UpstreamCall:
     def attributes(self) -> dict[str, Any]:
         """Attributes of the call's span: the provider, the retries, the usage and cost of all tries."""
         attributes: dict[str, Any] = {
-            names.PROVIDER_NAME: self._pool.provider.name,
+            names.PROVIDER_NAME: self._provider.name,
             names.PROVIDER_RETRIES: self.retries,
         }
         if self.usage is not None or self._charged.tokens:
@@ -131,7 +131,7 @@ class UpstreamCall:
         """Estimate the call's tokens, and reserve its worst case where there is a budget. The prompt counts only for a
         budget or a token limit. Raises ApiError 402 if it exceeds the budget."""
         budgets, request, output = self._pool.budgets, self.request, self._max_output_tokens
-        prompt = self._max_prompt_tokens if budgets.config or self._pool.provider.tokens_per_minute else 0
+        prompt = self._max_prompt_tokens if budgets.config or self._provider.tokens_per_minute else 0
         self._estimated_tokens = prompt + output
         if budgets.config:
             # Writing a prompt to a cache costs more than reading it.
@@ -171,12 +171,12 @@ class UpstreamCall:
 
     @property
     def _max_prompt_tokens(self) -> int:
-        return max_prompt_tokens(self.request.body, self._pool.provider.image_tokens)
+        return max_prompt_tokens(self.request.body, self._provider.image_tokens)
 
     @property
     def _max_output_tokens(self) -> int:
         limit = self.request.max_output_tokens
-        return self._pool.provider.max_output_tokens if limit is None else limit
+        return self._provider.max_output_tokens if limit is None else limit
 
     # -- tries -----------------------------------------------------------------------------------------------------
 
@@ -226,9 +226,9 @@ class UpstreamCall:
                 else:
                     self.trailing_bytes = rest
         except EventTooLongError as error:
-            raise unreadable_response(self._pool.provider, str(error)) from None
+            raise unreadable_response(self._provider, str(error)) from None
         except TransportError as error:
-            failure = from_transport(self._pool.provider, error)
+            failure = from_transport(self._provider, error)
             self._update_health(failure)
             raise failure.api_error from error
 
@@ -246,7 +246,7 @@ class UpstreamCall:
             self.retries += 1
             self._pool.num_retries += 1
             self._pool.rate_limiter.record_retry()
-            logger.info("retrying a call to the provider %r: %s", self._pool.provider.name, failure.api_error.message)
+            logger.info("retrying a call to the provider %r: %s", self._provider.name, failure.api_error.message)
             await self._pause(pause)
 
     async def _choose_server(self, tried: Sequence[ProviderServer]) -> ProviderServer:
@@ -285,7 +285,7 @@ class UpstreamCall:
         return failure
 
     async def _exchange(self, server: ProviderServer) -> Failure | None:
-        provider, request, given = self._pool.provider, self.request, {name for name, _ in server.headers}
+        provider, request, given = self._provider, self.request, {name for name, _ in server.headers}
         response = self._response = await self._pool.transport.send(
             "POST",
             provider.url(server.url, request.path),
@@ -330,7 +330,7 @@ class UpstreamCall:
             self._charge_lost()
         else:
             self._unanswered = error.reason == "timeout"
-        return from_transport(self._pool.provider, error)
+        return from_transport(self._provider, error)
 
     def _update_health(self, failure: Failure) -> None:
         """Record a failure with its server."""
@@ -340,14 +340,14 @@ class UpstreamCall:
             self._server.record_failure(failure.unreachable)
             if not self._server.up:
                 self._pool.watch(self._server)
-        provider, seconds = self._pool.provider, failure.retry_after_seconds
+        provider, seconds = self._provider, failure.retry_after_seconds
         if seconds is not None and (provider.retries or seconds <= provider.max_wait_seconds):
             self._server.pause(self.request.model, min(seconds, _MAX_PAUSE_SECONDS))
 
     def _retry_pause(self, failure: Failure, tried: Sequence[ProviderServer]) -> float | None:
         """Seconds until the next try; None if there is none. A rate limit that says when it ends is waited for, or
         another server is asked; all else takes a retry of this call, and one of the provider's budget."""
-        pool, provider, after = self._pool, self._pool.provider, failure.retry_after_seconds
+        pool, provider, after = self._pool, self._provider, failure.retry_after_seconds
         if not failure.is_retryable or not provider.retries:
             return None
         server = pool.choose(self.request.affinity, tried, self.request.model)
