@@ -10,8 +10,7 @@ from tests.support.model_server import ScriptedModelServer
 from tests.support.proxy import LocalProxy
 
 from agentlightning.engine.base import SamplingParams
-from agentlightning.engine.servers.base import ModelServerError, SampleRequest, TokenChunk
-from agentlightning.engine.servers.clients.http import JsonClient
+from agentlightning.engine.servers.clients.http import JsonClient, ModelServerError, SampleRequest, TokenChunk
 from agentlightning.transport import Transport
 from agentlightning.transport.connector import ConnectOptions
 from agentlightning_sglang import SGLangServer, _ResponseReader

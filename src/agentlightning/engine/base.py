@@ -5,8 +5,9 @@ The gateway needs only `Engine`. Text, templates and tool calls are the business
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Final, Literal, Protocol
 
 from agentlightning.chat.base import ChatFormat
@@ -28,6 +29,7 @@ __all__ = [
     "TopLogprobs",
     "out_of_range",
     "room_for_answer",
+    "version_runs",
 ]
 
 ConstraintKind = Literal["json_schema", "grammar"]
@@ -138,21 +140,22 @@ class SamplingParams:
     @property
     def distribution_params(self) -> tuple[str, ...]:
         """Names of the `DISTRIBUTION_PARAMS` that are set."""
-        return tuple(name for name in DISTRIBUTION_PARAMS if _is_set(self, name))
+        return self.changed(DISTRIBUTION_PARAMS)
+
+    def changed(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Those of these parameters that do not have their default."""
+        return tuple(name for name in names if getattr(self, name) != getattr(_DEFAULT, name))
 
     def unsupported(self, supported: frozenset[str]) -> tuple[str, ...]:
         """Names of the parameters set here that an engine ignores, given its `Engine.supported_params`."""
-        termination = (name for name in TERMINATION_PARAMS if getattr(self, name))
-        return tuple(name for name in (*self.distribution_params, *termination) if name not in supported)
+        return self.changed(name for name in (*DISTRIBUTION_PARAMS, *TERMINATION_PARAMS) if name not in supported)
 
     def end_tokens(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
         """The tokens that end the answer, given the model's end-of-turn tokens."""
         return (frozenset() if self.ignore_eos else eos_token_ids) | frozenset(self.stop_token_ids)
 
 
-def _is_set(params: SamplingParams, name: str) -> bool:
-    value = getattr(params, name)
-    return value != 1 if name == "repetition_penalty" else bool(value)
+_DEFAULT: Final = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +177,12 @@ class Sample:
     kept_sets: KeptSets | None = None
     """The tokens that top_k and top_p kept at the position of each; None where they were not requested, or one has more
     than the engine records."""
+
+
+def version_runs(versions: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """`Sample.versions`, from the version of each token."""
+    runs = [(version, len(list(tokens))) for version, tokens in groupby(versions)]
+    return tuple(runs) if len(runs) > 1 else ()
 
 
 class PromptTokensError(ConfigError):

@@ -34,7 +34,7 @@ def likeliest_to_text(rows: Sequence[Row]) -> str:
     ids = struct.pack(f"<{len(pairs)}i", *(token for token, _ in pairs))
     values = struct.pack(f"<{len(pairs)}e", *(max(LOWEST, value) for _, value in pairs))
     head = struct.pack(f"<{1 + len(rows)}i", len(rows), *map(len, rows))
-    return b64encode(zlib.compress(head + _planes(ids, 4) + _planes(values, 2), 1)).decode()
+    return b64encode(zlib.compress(head + _transpose(ids, 4) + _transpose(values, 2), 1)).decode()
 
 
 def likeliest_from_text(text: str, tokens: int) -> list[Row]:
@@ -50,18 +50,12 @@ def likeliest_from_text(text: str, tokens: int) -> list[Row]:
     total, rest = sum(sizes), data[4 + 4 * tokens :]
     if count != tokens or min(sizes, default=0) < 0 or len(rest) != 6 * total:
         raise ValueError(f"there are {count} rows for {tokens} tokens, or their sizes do not add up")
-    ids = struct.unpack(f"<{total}i", _joined(rest[: 4 * total], 4))
-    values = struct.unpack(f"<{total}e", _joined(rest[4 * total :], 2))
+    ids = struct.unpack(f"<{total}i", _transpose(rest[: 4 * total], total))
+    values = struct.unpack(f"<{total}e", _transpose(rest[4 * total :], total))
     pairs = iter(zip(ids, values, strict=True))
     return [tuple(next(pairs) for _ in range(size)) for size in sizes]
 
 
-def _planes(data: bytes, width: int) -> bytes:
-    return b"".join(data[place::width] for place in range(width))
-
-
-def _joined(planes: bytes, width: int) -> bytes:
-    count, found = len(planes) // width, bytearray(len(planes))
-    for place in range(width):
-        found[place::width] = planes[place * count : (place + 1) * count]
-    return bytes(found)
+def _transpose(data: bytes, columns: int) -> bytes:
+    """The bytes of a table of so many columns, column by column."""
+    return b"".join(data[place::columns] for place in range(columns))

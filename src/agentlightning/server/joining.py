@@ -33,7 +33,7 @@ from agentlightning.chat.hf import HFChatFormat, load_chat_format
 from agentlightning.chat.tokenizer_archive import probe_tokens, unpack_tokenizer
 from agentlightning.engine.adapter_view import AdapterTable
 from agentlightning.engine.base import ConstraintKind, EngineUnavailableError, OnTokens, Sample, SamplingParams
-from agentlightning.engine.servers.base import PROBE_PROMPT, ModelServerError, SampleRequest
+from agentlightning.engine.servers.clients.http import PROBE_PROMPT, ModelServerError, SampleRequest
 from agentlightning.engine.servers.joining import (
     BASE_PATH,
     COUNTS,

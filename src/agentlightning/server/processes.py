@@ -19,8 +19,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,27 +33,36 @@ logger = logging.getLogger(__name__)
 
 RESTART_SECONDS: Final = 1.0
 """Time before a process is started again that died before it served."""
+POLL_SECONDS: Final = 0.05
+"""Between two looks at a process that is about to serve."""
 ASK_SECONDS: Final = 2.0
 """How long a process waits for what another one says."""
 _PR_SET_PDEATHSIG: Final = 1
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+_FORK: Final = multiprocessing.get_context("fork")
 
 
-@dataclass(frozen=True, slots=True)
 class ServerProcess:
-    """What one of the processes knows of itself."""
+    """One of the processes. `directory` holds what they share beside the store."""
 
-    number: int
-    """From 1."""
-    count: int
-    """Of all processes."""
-    restarts: int
-    """How often it was started again."""
-    listener: socket.socket
-    directory: Path
-    """What the processes share beside the store."""
-    ready: Callable[[], None]
-    """To be called once it serves."""
+    def __init__(self, number: int, count: int, listener: socket.socket, directory: Path) -> None:
+        self.number, self.count = number, count
+        """From 1, and of all processes."""
+        self.listener, self.directory = listener, directory
+        self.restarts = 0
+        self.running: BaseProcess | None = None
+        self.start_at = 0.0
+        """When it may be started (monotonic seconds)."""
+        self.end = ""
+        """How it ended last."""
+        self._serves = _FORK.RawValue("b", False)
+        """In memory that it shares with its parent."""
+
+    # -- in the process --------------------------------------------------------------------------------------------
+
+    def ready(self) -> None:
+        """To be called once it serves."""
+        self._serves.value = True
 
     @asynccontextmanager
     async def sharing(self, metrics: Metrics) -> AsyncGenerator[None]:
@@ -87,31 +95,11 @@ class ServerProcess:
     def _socket_of(self, number: int) -> Path:
         return self.directory / f"{number}.sock"
 
+    # -- in the parent ---------------------------------------------------------------------------------------------
 
-class _Child:
-    """One of the processes, as the parent sees it."""
-
-    def __init__(self, number: int, listener: socket.socket) -> None:
-        self.number, self.listener = number, listener
-        self.running: BaseProcess | None = None
-        self.receiver: Connection | None = None
-        """Has a message once the process serves."""
-        self.serves = False
-        self.restarts = 0
-        self.start_at = 0.0
-        """When it may be started (monotonic seconds)."""
-        self.end = ""
-        """How it ended last."""
-
-    def waits_for(self) -> list[Connection | int]:
-        objects: list[Connection | int] = [] if self.running is None else [self.running.sentinel]
-        return objects if self.receiver is None else [*objects, self.receiver]
-
-    def notice_start(self) -> None:
-        if self.receiver is not None and self.receiver.poll():
-            with self.receiver, suppress(EOFError):
-                self.serves = bool(self.receiver.recv())
-            self.receiver = None
+    @property
+    def serves(self) -> bool:
+        return bool(self._serves.value)
 
     def take_end(self) -> int | None:
         """The exit status of a process that has ended, once; as in a shell, 128 and the number of a signal."""
@@ -124,8 +112,8 @@ class _Child:
         return 128 - code if code < 0 else code
 
     def plan_restart(self) -> None:
-        pause = 0.0 if self.serves else RESTART_SECONDS
-        self.serves, self.start_at = False, time.monotonic() + pause
+        self.start_at = time.monotonic() + (0.0 if self.serves else RESTART_SECONDS)
+        self._serves.value = False
         self.restarts += 1
         logger.error("%s; it is started again, time %d", self.end, self.restarts)
 
@@ -143,49 +131,38 @@ class Processes:
                 " servers on ports of their own instead, behind a load balancer"
             )
         self._work, self._on_ready = work, on_ready
-        self._children = [_Child(number, each) for number, each in enumerate(_listen(count, host, port), 1)]
-        self._signals = 0
+        listeners, self._num_signals = _listen(count, host, port), 0
+        self._directory = TemporaryDirectory(prefix="agl-serve-")
+        directory = Path(self._directory.name)
+        self._children = [ServerProcess(number, count, each, directory) for number, each in enumerate(listeners, 1)]
 
     def run(self) -> int:
         """Returns the exit status once all processes have ended. One that fails at the first start, for its options
         perhaps, reports that itself and ends the others."""
-        with TemporaryDirectory(prefix="agl-serve-") as directory, self._signals_noted() as noted:
-            begun = announced = False
-            while not self._signals:
-                for child in self._children if begun else self._children[:1]:
+        first, announced = self._children[0], False
+        with self._directory, _received_signals() as signals:
+            while not self._num_signals:
+                for child in self._children if announced or first.serves else [first]:
                     if child.running is None and child.start_at <= time.monotonic():
-                        self._start(child, Path(directory))
-                self._wait(noted)
+                        self._start(child)
+                self._wait(signals)
                 for child in self._children:
-                    child.notice_start()
                     status = child.take_end()
                     if status is not None and not announced:
                         logger.error(child.end)
-                        return max(status, self._end(noted))
+                        return max(status, self._end(signals))
                     if status is not None:
                         child.plan_restart()
-                begun = begun or self._children[0].serves
                 if not announced and all(child.serves for child in self._children):
                     announced = True
-                    self._on_ready(self._children[0].listener.getsockname()[1])
-            return self._end(noted)
+                    self._on_ready(first.listener.getsockname()[1])
+            return self._end(signals)
 
-    def _start(self, child: _Child, directory: Path) -> None:
-        context, parent = multiprocessing.get_context("fork"), os.getpid()
-        child.receiver, sender = context.Pipe(duplex=False)
-        process = ServerProcess(
-            child.number,
-            len(self._children),
-            child.restarts,
-            child.listener,
-            directory,
-            lambda: sender.send(True),
-        )
-        child.running = context.Process(target=self._run_child, args=(process, parent), daemon=True)
+    def _start(self, child: ServerProcess) -> None:
+        child.running = _FORK.Process(target=self._run_child, args=(child, os.getpid()), daemon=True)
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the child has let go of our handlers
         child.running.start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        sender.close()
 
     def _run_child(self, process: ServerProcess, parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # where the parent is killed
@@ -201,53 +178,55 @@ class Processes:
                 child.listener.close()
         sys.exit(self._work(process))
 
-    def _wait(self, noted: socket.socket) -> None:
-        """Until a signal has come, a process has begun to serve or has ended, or one may be started."""
-        due = [child.start_at for child in self._children if child.running is None and child.start_at]
-        timeout = max(0.0, min(due) - time.monotonic()) if due else None
-        wait([noted, *(each for child in self._children for each in child.waits_for())], timeout)
+    def _wait(self, signals: socket.socket) -> None:
+        """Until a signal has come, a process has ended, or one may be started; a while, if one is about to serve."""
+        running = [child.running.sentinel for child in self._children if child.running]
+        due = [child.start_at - time.monotonic() for child in self._children if not child.running and child.start_at]
+        if any(child.running and not child.serves for child in self._children):
+            due.append(POLL_SECONDS)
+        wait([signals, *running], max(0.0, min(due)) if due else None)
         with suppress(BlockingIOError):
-            noted.recv(64)
+            self._num_signals += len(signals.recv(64))
 
-    def _end(self, noted: socket.socket) -> int:
+    def _end(self, signals: socket.socket) -> int:
         """Pass signals on until all processes have ended; the first is SIGTERM in any case."""
         for child in self._children:  # that of a process takes connections until the process closes it
             child.listener.close()
             child.start_at = 0.0
-        status, passed, self._signals = 0, 0, max(1, self._signals)
-        while any(child.running for child in self._children):
+        status, passed, self._num_signals = 0, 0, max(1, self._num_signals)
+        while running := [child.running for child in self._children if child.running]:
+            if passed == self._num_signals:
+                self._wait(signals)
+            else:
+                passed += 1
+                for process in running:
+                    process.terminate()
             for child in self._children:
-                if child.running is not None and passed < self._signals:
-                    os.kill(child.running.pid or 0, signal.SIGTERM)
-            passed += passed < self._signals
-            if passed == self._signals:
-                self._wait(noted)
-            for child in self._children:
-                child.notice_start()
                 if ended := child.take_end():
                     logger.error(child.end)
                     status = max(status, ended)
         return status
 
-    @contextmanager
-    def _signals_noted(self) -> Generator[socket.socket]:
-        """Count SIGTERM and SIGINT. The socket becomes readable with each."""
 
-        def note(*_: object) -> None:
-            self._signals += 1
+@contextmanager
+def _received_signals() -> Generator[socket.socket]:
+    """A socket that receives a byte for each SIGTERM and SIGINT."""
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        reader.setblocking(False)
+        writer.setblocking(False)
+        before = {number: signal.signal(number, _nothing) for number in _SIGNALS}
+        signal.set_wakeup_fd(writer.fileno())
+        try:
+            yield reader
+        finally:
+            signal.set_wakeup_fd(-1)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
-        reader, writer = socket.socketpair()
-        with reader, writer:
-            reader.setblocking(False)
-            writer.setblocking(False)
-            before = {number: signal.signal(number, note) for number in _SIGNALS}
-            signal.set_wakeup_fd(writer.fileno())
-            try:
-                yield reader
-            finally:
-                signal.set_wakeup_fd(-1)
-                for number, handler in before.items():
-                    signal.signal(number, handler)
+
+def _nothing(*_: object) -> None:
+    """Handles a signal that a socket receives: without a handler it would end the process."""
 
 
 def _listen(count: int, host: str, port: int) -> Sequence[socket.socket]:

@@ -21,8 +21,7 @@ from agentlightning.algorithms.base import Algorithm
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.chat.tokenizer_archive import pack_tokenizer, probe_tokens
 from agentlightning.config import TrainConfig
-from agentlightning.engine.servers.base import ModelServerError
-from agentlightning.engine.servers.clients.http import JsonClient
+from agentlightning.engine.servers.clients.http import JsonClient, ModelServerError
 from agentlightning.engine.servers.joining import (
     BASE_PATH,
     COUNTS,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, Self, cast
+from urllib.parse import SplitResult
 
 from agentlightning.errors import AgentLightningError
 from agentlightning.util.json_values import loads
@@ -34,9 +35,41 @@ class Origin:
     host: str
     port: int
 
+    @classmethod
+    def of(cls, url: SplitResult) -> Self:
+        """Raises ValueError for an invalid port."""
+        secure = url.scheme == "https"
+        return cls(secure, url.hostname or "", url.port or (443 if secure else 80))
+
+    @property
+    def scheme(self) -> str:
+        return "https" if self.secure else "http"
+
+    @property
+    def authority(self) -> str:
+        """Host and port, as in URLs."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'https' if self.secure else 'http'}://{host}:{self.port}"
+        return f"{self.scheme}://{self.authority}"
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def request_bytes(method: str, target: bytes, host: bytes, headers: Headers, body: bytes = b"") -> bytes:
+    """The bytes of a whole request. `host` may include further header lines. Raises TransportError if a header contains
+    a line break."""
+    lines = [b"%s %s HTTP/1.1\r\nhost: %s" % (method.encode(), target, host)]
+    lines += [b"%s: %s" % header for header in headers]
+    head = b"\r\n".join(lines)
+    num_breaks = len(lines) + host.count(b"\n")
+    if head.count(b"\n") != num_breaks or head.count(b"\r") != num_breaks:
+        names = ", ".join(name.decode("latin-1") for name, value in headers if b"\r" in value or b"\n" in value)
+        raise TransportError(f"a header holds a line break: {names}", "protocol")
+    if body or method not in ("GET", "HEAD", "CONNECT"):
+        head += b"\r\ncontent-length: %d" % len(body)
+    return b"%s\r\n\r\n%s" % (head, body)
 
 
 # -- error responses ---------------------------------------------------------------------------------------------------

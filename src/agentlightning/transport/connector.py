@@ -16,11 +16,11 @@ from base64 import b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal, Self, TypeVar, cast
-from urllib.parse import unquote, urlsplit
+from typing import Any, Final, Literal, Self, TypeVar, cast
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from agentlightning.errors import ConfigError
-from agentlightning.transport.base import MAX_HEAD_BYTES, Origin, Reason, TransportError
+from agentlightning.transport.base import MAX_HEAD_BYTES, Origin, Reason, TransportError, request_bytes
 
 # -- proxies -----------------------------------------------------------------------------------------------------------
 
@@ -34,15 +34,13 @@ _UNREACHED: Final = frozenset({500, 502, 503, 504})
 class Proxy:
     """One proxy."""
 
-    secure: bool
-    """Whether the connection to the proxy itself uses TLS."""
-    host: str
-    port: int
+    origin: Origin
+    """With https, the connection to the proxy itself uses TLS."""
     authorization: bytes = field(default=b"", repr=False)
     """The value of Proxy-Authorization; b"": none."""
 
     def __str__(self) -> str:
-        return str(Origin(self.secure, self.host, self.port))
+        return str(self.origin)
 
     @property
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
@@ -54,8 +52,8 @@ class Proxy:
         """Parse `http://[user:password@]host[:port]` or `https://`. `source` names the setting in errors. Raises
         ConfigError."""
         try:
-            parts = urlsplit(url if "://" in url else f"http://{url}")
-            port = parts.port
+            parts = _split(url)
+            origin = Origin.of(parts)
         except ValueError:
             raise ConfigError(f"{source} is no valid proxy URL; use one such as http://proxy:3128") from None
         if parts.scheme not in _SCHEMES:
@@ -63,14 +61,16 @@ class Proxy:
                 f"{source} names a proxy of the kind {parts.scheme!r}, which is unsupported; use http, https or none: "
                 "NO_PROXY=*, or proxy = false of a provider"
             )
-        if not parts.hostname or not parts.hostname.isascii() or not parts.hostname.isprintable():
+        if not origin.host or not origin.host.isascii() or not origin.host.isprintable():
             raise ConfigError(f"{source} has no valid host; use a URL such as http://proxy:3128")
-        authorization = ""
-        if parts.username is not None:
-            credentials = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-            authorization = f"Basic {b64encode(credentials.encode()).decode()}"
-        secure = parts.scheme == "https"
-        return cls(secure, parts.hostname, port or (443 if secure else 80), authorization.encode())
+        if parts.username is None:
+            return cls(origin)
+        credentials = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        return cls(origin, b"Basic " + b64encode(credentials.encode()))
+
+
+def _split(url: str) -> SplitResult:
+    return urlsplit(url if "://" in url else f"http://{url}")
 
 
 def without_credentials(url: str) -> str:
@@ -82,42 +82,28 @@ def without_credentials(url: str) -> str:
 
 def secrets_of(url: str) -> list[str]:
     """The secrets in the URL of a proxy: its password, as written and as sent."""
-    proxy, parts = Proxy.parse(url, "proxy"), urlsplit(url if "://" in url else f"http://{url}")
-    return [parts.password, unquote(parts.password), proxy.authorization.decode()[6:]] if parts.password else []
+    if not (password := _split(url).password):
+        return []
+    return [password, unquote(password), Proxy.parse(url, "proxy").authorization.decode()[6:]]
 
 
-@dataclass(frozen=True, slots=True)
-class _NoProxyEntry:
-    """One entry of `NO_PROXY`."""
-
-    name: str
-    """A domain with its subdomains; "*": every host."""
-    network: ipaddress.IPv4Network | ipaddress.IPv6Network | None = None
-    """A network instead of a domain."""
-    port: int | None = None
-    scheme: str | None = None
-
-    @classmethod
-    def parse(cls, entry: str) -> Self:
-        scheme, _, rest = entry.lower().rpartition("://")
-        host, port = rest, None
-        if match := re.fullmatch(r"(\[[^\]]*\]|[^:]*):(\d+)", rest):
-            host, port = match[1], int(match[2])
-        host = host.strip("[]")
-        try:
-            network = ipaddress.ip_network(host, strict=False)
-        except ValueError:
-            network = None
-        name = host if host == "*" else host.removeprefix("*").strip(".")
-        return cls(name, network, port, None if scheme in ("", "all") else scheme)
-
-    def matches(self, origin: Origin, address: ipaddress.IPv4Address | ipaddress.IPv6Address | None) -> bool:
-        if self.port not in (None, origin.port) or self.scheme not in (None, "https" if origin.secure else "http"):
+def _excludes(entry: str, origin: Origin) -> bool:
+    """Whether an entry of NO_PROXY means a server: `[scheme://]host[:port]`, where the host is a domain with its
+    subdomains, an address, a network, or `*`."""
+    scheme, _, name = entry.lower().rpartition("://")
+    if match := re.fullmatch(r"(\[[^\]]*\]|[^:]*):(\d+)", name):
+        name = match[1]
+        if int(match[2]) != origin.port:
             return False
-        if self.network is not None:
-            return address is not None and address in self.network
-        host = origin.host.lower().rstrip(".")
-        return self.name == "*" or host == self.name or (bool(self.name) and host.endswith(f".{self.name}"))
+    if scheme not in ("", "all", origin.scheme):
+        return False
+    try:
+        network = ipaddress.ip_network(name.strip("[]"), strict=False)
+    except ValueError:
+        domain = name.removeprefix("*").strip(".")
+        return name == "*" or (bool(domain) and f".{origin.host.lower().rstrip('.')}".endswith(f".{domain}"))
+    address = _address(origin.host)
+    return address is not None and address in network
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +113,7 @@ class ProxySettings:
     http: tuple[str, str] | None = field(default=None, repr=False)
     """(name of the setting, URL) for http; None: no proxy."""
     https: tuple[str, str] | None = field(default=None, repr=False)
-    no_proxy: tuple[_NoProxyEntry, ...] = ()
+    no_proxy: tuple[str, ...] = ()
     loopback: bool = False
     """Whether calls to this machine itself use the proxy too."""
 
@@ -140,102 +126,91 @@ class ProxySettings:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:
         """The settings of `http_proxy`, `https_proxy`, `all_proxy` and `no_proxy`, in lower or upper case."""
-        # A CGI server sets HTTP_PROXY from the header `Proxy` of a request.
-        trusted = {name: value for name, value in environment.items() if name != "HTTP_PROXY"}
-        fallback = _variable(trusted, "all_proxy")
-        http = _variable(trusted if "REQUEST_METHOD" in environment else environment, "http_proxy")
-        no_proxy = _variable(environment, "no_proxy")
-        entries = re.split(r"[,\s]+", no_proxy[1]) if no_proxy else []
+        if "REQUEST_METHOD" in environment:  # A CGI server sets HTTP_PROXY from the header `Proxy` of a request.
+            environment = {name: value for name, value in environment.items() if name != "HTTP_PROXY"}
+        fallback = _variable(environment, "all_proxy")
+        _, no_proxy = _variable(environment, "no_proxy") or ("", "")
         return cls(
-            http or fallback,
-            _variable(trusted, "https_proxy") or fallback,
-            tuple(_NoProxyEntry.parse(entry) for entry in entries if entry),
+            _variable(environment, "http_proxy") or fallback,
+            _variable(environment, "https_proxy") or fallback,
+            tuple(re.split(r"[,\s]+", no_proxy)),
         )
 
     def find(self, origin: Origin) -> Proxy | None:
         """The proxy for a server; None for a direct connection. Raises ConfigError if the proxy is invalid."""
         setting = self.https if origin.secure else self.http
-        if setting is None:
+        if setting is None or (not self.loopback and is_this_machine(origin.host)):
             return None
-        try:
-            address = ipaddress.ip_address(origin.host)
-        except ValueError:
-            address = None
-        if not self.loopback and is_this_machine(origin.host):
+        if any(_excludes(entry, origin) for entry in self.no_proxy):
             return None
-        if any(entry.matches(origin, address) for entry in self.no_proxy):
-            return None
-        return _parse(setting[1], setting[0])
-
-
-_parse = functools.lru_cache(maxsize=16)(Proxy.parse)
+        return Proxy.parse(setting[1], setting[0])
 
 
 def _variable(environment: Mapping[str, str], name: str) -> tuple[str, str] | None:
     """(name, value); the lower-case variable takes precedence, even if it is empty."""
-    for key in (name, name.upper()):
-        if key in environment:
-            return (key, environment[key].strip()) if environment[key].strip() else None
-    return None
+    name = name if name in environment else name.upper()
+    value = environment.get(name, "").strip()
+    return (name, value) if value else None
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
 
 
 def is_this_machine(host: str) -> bool:
     """Whether a host is this machine itself."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        name = host.lower().rstrip(".")
-        return name == "localhost" or name.endswith(".localhost")
-    return address.is_loopback or address.is_unspecified
+    if (address := _address(host)) is not None:
+        return address.is_loopback or address.is_unspecified
+    name = host.lower().rstrip(".")
+    return name == "localhost" or name.endswith(".localhost")
 
 
 class Tunnel(asyncio.Protocol):
-    """Sends CONNECT to a proxy. Once `opened` is done, the transport is connected to the server."""
+    """Reads a proxy's response to CONNECT, after which the transport is connected to the server."""
 
-    def __init__(self, proxy: Proxy, origin: Origin) -> None:
-        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Raises TransportError if the proxy rejects the request."""
+    def __init__(self) -> None:
+        self.response: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        """Its head, cut off where the proxy closes the connection or sends too much."""
         self.transport: asyncio.Transport
-        self._proxy, self._origin = proxy, origin
-        self._received = bytearray()
+        self._received = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
-        host = f"[{self._origin.host}]" if ":" in self._origin.host else self._origin.host
-        authority = f"{host}:{self._origin.port}".encode()
-        lines = [b"CONNECT %s HTTP/1.1" % authority, b"host: %s" % authority]
-        lines += [b"%s: %s" % header for header in self._proxy.headers]
-        self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n")
 
     def data_received(self, data: bytes) -> None:
-        if self.opened.done():
-            return
         self._received += data
-        head, separator, rest = bytes(self._received).partition(b"\r\n\r\n")
-        if separator:
-            self._read(head, bool(rest))
-        elif len(self._received) > MAX_HEAD_BYTES:
-            self._fail("sent a response that is too long", "protocol")
+        if b"\r\n\r\n" in self._received or len(self._received) > MAX_HEAD_BYTES:
+            self._end()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._fail("closed the connection before its response", "connect")
+        self._end()
 
-    def _read(self, head: bytes, has_rest: bool) -> None:
-        status = _STATUS.match(head)
-        code = int(status[1]) if status else 0
-        if status is None or (has_rest and 200 <= code < 300):
-            self._fail("sent an invalid HTTP response", "protocol")
-        elif 200 <= code < 300:
-            self.opened.set_result(None)
-        elif code in (401, 407):  # Some proxies send 401 for wrong credentials.
-            self._fail("requires credentials, or other ones: http://USER:PASSWORD@HOST:PORT", "proxy")
-        else:
-            status_line = f"status {code} {(status[2] or b'').decode('latin-1')[:200]}".rstrip()
-            self._fail(f"opened no connection: {status_line}", "connect" if code in _UNREACHED else "proxy")
+    def _end(self) -> None:
+        if not self.response.done():
+            self.response.set_result(self._received)
 
-    def _fail(self, problem: str, reason: Reason) -> None:
-        if not self.opened.done():
-            self.opened.set_exception(TransportError(f"{self._origin}: the proxy {self._proxy} {problem}", reason))
+
+def _check_tunnel(response: bytes, proxy: Proxy, origin: Origin) -> None:
+    """Raises TransportError unless a proxy has opened the tunnel."""
+    head, complete, rest = response.partition(b"\r\n\r\n")
+    status = _STATUS.match(head)
+    code = int(status[1]) if status else 0
+    reason: Reason = "connect"
+    if 200 <= code < 300 and complete and not rest:
+        return
+    if not response:
+        problem = "closed the connection before its response"
+    elif status is None or code < 300:
+        problem, reason = "sent an invalid HTTP response", "protocol"
+    elif code in (401, 407):  # Some proxies send 401 for wrong credentials.
+        problem, reason = "requires credentials, or other ones: http://USER:PASSWORD@HOST:PORT", "proxy"
+    else:
+        problem = f"opened no connection: status {code} {(status[2] or b'').decode('latin-1')[:200]}".rstrip()
+        reason = "connect" if code in _UNREACHED else "proxy"
+    raise TransportError(f"{origin}: the proxy {proxy} {problem}", reason)
 
 
 # -- tls -------------------------------------------------------------------------------------------------------------
@@ -283,7 +258,7 @@ def _load_certificates(file: str, modified: int) -> None:
     ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(file)
 
 
-def tls_error(server: Origin | Proxy, error: ssl.SSLError) -> TransportError:
+def tls_error(server: Origin, error: ssl.SSLError) -> TransportError:
     """The error of a failed handshake. Only a closed connection is worth a retry (`connect`)."""
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError):
         return TransportError(f"{server} closed the connection during the TLS handshake: {error}", "connect")
@@ -334,9 +309,7 @@ class ConnectOptions:
 
     def check(self, url: str) -> Self:
         """Raises ConfigError if the proxy for `url` cannot be used."""
-        parts = urlsplit(url)
-        secure = parts.scheme == "https"
-        self.proxies.find(Origin(secure, parts.hostname or "", parts.port or (443 if secure else 80)))
+        self.proxies.find(Origin.of(urlsplit(url)))
         return self
 
 
@@ -359,42 +332,38 @@ class Connector:
         try:
             async with asyncio.timeout(seconds):
                 if proxy is None or not origin.secure:
-                    return await self._connect(proxy or origin, make)
+                    return await self._connect(proxy.origin if proxy else origin, make)
                 return await self._connect_through(proxy, origin, make)
         except TimeoutError:
             raise TransportError(f"{origin} accepted no connection{via} within {seconds:g} s", "connect") from None
         except OSError as error:
             raise TransportError(f"{origin} cannot be reached{via}: {error}", "connect") from error
 
-    async def _connect(self, server: Origin | Proxy, make: Callable[[], Kind]) -> Kind:
+    async def _connect(self, server: Origin, make: Callable[[], Kind]) -> Kind:
+        tls: dict[str, Any] = {"ssl": self._context(), "server_hostname": server.host} if server.secure else {}
         loop = asyncio.get_running_loop()
         try:
-            _, protocol = await loop.create_connection(
-                make,
-                server.host,
-                server.port,
-                ssl=self._context() if server.secure else None,
-                server_hostname=server.host if server.secure else None,
-            )
+            _, protocol = await loop.create_connection(make, server.host, server.port, **tls)
         except ssl.SSLError as error:
             raise tls_error(server, error) from error
         return protocol
 
     async def _connect_through(self, proxy: Proxy, origin: Origin, make: Callable[[], Kind]) -> Kind:
-        tunnel = await self._connect(proxy, lambda: Tunnel(proxy, origin))
-        protocol, context = make(), self._context()
+        tunnel = await self._connect(proxy.origin, Tunnel)
+        transport, protocol = tunnel.transport, make()
         try:
-            await tunnel.opened
-            secured = await asyncio.get_running_loop().start_tls(
-                tunnel.transport, protocol, context, server_hostname=origin.host
-            )
+            authority = origin.authority.encode()
+            transport.write(request_bytes("CONNECT", authority, authority, proxy.headers))
+            _check_tunnel(await tunnel.response, proxy, origin)
+            loop = asyncio.get_running_loop()
+            secured = await loop.start_tls(transport, protocol, self._context(), server_hostname=origin.host)
             if secured is None or secured.is_closing():
                 raise TransportError(f"{origin} closed the connection after the TLS handshake", "connect")
         except ssl.SSLError as error:
-            tunnel.transport.abort()
+            transport.abort()
             raise tls_error(origin, error) from error
         except BaseException:
-            tunnel.transport.abort()
+            transport.abort()
             raise
         # `start_tls` does not call `connection_made` of the new protocol.
         protocol.connection_made(secured)

@@ -11,15 +11,16 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from types import TracebackType
-from typing import Final, Self, cast
+from typing import Any, Final, Self, cast
 from urllib.parse import urlsplit
 
 import httptools
 
-from agentlightning.transport.base import MAX_HEAD_BYTES, Headers, Origin, TransportError
+from agentlightning.transport.base import MAX_HEAD_BYTES, Headers, Origin, TransportError, request_bytes
 from agentlightning.transport.connector import ConnectOptions, Connector
 
 IDLE_SECONDS: Final = 55.0
@@ -46,7 +47,7 @@ class Transport:
 
     def __init__(self, options: ConnectOptions | None = None) -> None:
         self._connector = Connector(ConnectOptions.create() if options is None else options)
-        self._idle: dict[Origin, deque[Connection]] = {}
+        self._idle: defaultdict[Origin, deque[Connection]] = defaultdict(deque)
         self._busy: set[Connection] = set()
         self._parsed_urls: dict[str, tuple[Origin, bytes, bytes]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -112,7 +113,7 @@ class Transport:
 
     def _take_idle(self, origin: Origin) -> Connection | None:
         """The idle connection that was used last, which is most likely open."""
-        idle = self._idle.get(origin)
+        idle = self._idle[origin]
         while idle:
             connection = idle.pop()
             if connection.is_open and time.monotonic() - connection.idle_since < IDLE_SECONDS:
@@ -128,9 +129,7 @@ class Transport:
     def release(self, connection: Connection) -> None:
         """Take back a connection that can be reused."""
         self._busy.discard(connection)
-        idle = self._idle.get(connection.origin)
-        if idle is None:
-            idle = self._idle[connection.origin] = deque()
+        idle = self._idle[connection.origin]
         if len(idle) >= MAX_IDLE or self._closed:
             return connection.abort()
         connection.idle_since = time.monotonic()
@@ -139,9 +138,8 @@ class Transport:
     def remove(self, connection: Connection) -> None:
         """Remove a closed connection."""
         self._busy.discard(connection)
-        idle = self._idle.get(connection.origin)
-        if idle and connection in idle:
-            idle.remove(connection)
+        with suppress(ValueError):  # It was in use.
+            self._idle[connection.origin].remove(connection)
 
     # -- timeouts ------------------------------------------------------------------------------------------------
 
@@ -177,17 +175,15 @@ class Transport:
         proxy's headers follow the Host header. Raises TransportError for an invalid URL."""
         try:
             parts = urlsplit(url)
-            port = parts.port
+            origin = Origin.of(parts)
         except ValueError as error:
             raise TransportError(f"invalid URL: {error}", "protocol") from None
-        secure = parts.scheme == "https"
-        if parts.scheme not in ("http", "https") or not parts.hostname or not url.isascii() or not url.isprintable():
+        if parts.scheme != origin.scheme or not origin.host or not url.isascii() or not url.isprintable():
             raise TransportError(f"{parts.scheme}://{parts.hostname} is no valid URL", "protocol")
-        origin = Origin(secure, parts.hostname, port or (443 if secure else 80))
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         host = parts.netloc.rpartition("@")[2]
         proxy_headers = b""
-        if not secure and (proxy := self._connector.proxy(origin)) is not None:
+        if not origin.secure and (proxy := self._connector.proxy(origin)) is not None:
             target = f"http://{host}{target}"
             proxy_headers = b"".join(b"\r\n%s: %s" % header for header in proxy.headers)
         if len(self._parsed_urls) >= MAX_CACHED_URLS:
@@ -201,18 +197,6 @@ class Transport:
 
 class Connection(asyncio.Protocol):
     """A connection, and the response in progress on it, if any."""
-
-    __slots__ = (
-        "_head_bytes",
-        "_owner",
-        "_parser",
-        "_response",
-        "_transport",
-        "idle_since",
-        "last_data_at",
-        "origin",
-        "timeout_seconds",
-    )
 
     def __init__(self, pool: Transport, origin: Origin) -> None:
         self.origin = origin
@@ -343,7 +327,7 @@ class Connection(asyncio.Protocol):
         elif coding not in (b"", b"identity"):
             message = f"{self.origin} sent the content-encoding {coding.decode('latin-1')!r}, which was not requested"
             return self.abort(TransportError(message, "protocol"))
-        answer.head_received()
+        answer.wake()
 
     def on_body(self, body: bytes) -> None:
         if (answer := self._response) is None or not answer.status or answer.is_complete:
@@ -363,24 +347,6 @@ class Connection(asyncio.Protocol):
 class Response:
     """The response to one request while it arrives, and after. Use as `async with`; an early exit drops the
     connection."""
-
-    __slots__ = (
-        "_connection",
-        "_head",
-        "_parts",
-        "_waiter",
-        "buffered_bytes",
-        "error",
-        "has_data",
-        "headers",
-        "inflate",
-        "is_complete",
-        "keep_alive",
-        "paused",
-        "stale",
-        "status",
-        "until_end",
-    )
 
     def __init__(self, connection: Connection) -> None:
         self.status: int = 0
@@ -402,17 +368,14 @@ class Response:
         """Unread bytes of the body."""
         self._connection = connection
         self._parts: deque[bytes] = deque()
-        self._head: asyncio.Future[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     async def wait_for_head(self) -> None:
         """Wait for status and headers. Raises TransportError."""
-        if self.status:
-            return
-        if self.error is not None:
-            raise self.error
-        self._head = asyncio.get_running_loop().create_future()
-        await self._head
+        while not self.status:
+            if self.error is not None:
+                raise self.error
+            await self._wait()
 
     async def read(self) -> bytes:
         """Read the whole body. Raises TransportError if it breaks off."""
@@ -441,11 +404,15 @@ class Response:
                 raise self.error
             if self.is_complete:
                 return
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self._wait()
+
+    async def _wait(self) -> None:
+        """Until more of it has arrived, or it has failed."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
 
     async def _leave_alone(self, seconds: float) -> None:
         self._connection.pause()
@@ -479,10 +446,6 @@ class Response:
 
     # -- for the connection --------------------------------------------------------------------------------------
 
-    def head_received(self) -> None:
-        if self._head is not None and not self._head.done():
-            self._head.set_result(None)
-
     def feed(self, body: bytes) -> None:
         self._parts.append(body)
         self.buffered_bytes += len(body)
@@ -494,8 +457,6 @@ class Response:
 
     def fail(self, error: TransportError) -> None:
         self.error = error
-        if self._head is not None and not self._head.done():
-            self._head.set_exception(error)
         self.wake()
 
 
@@ -504,39 +465,16 @@ _INFLATED: Final = (b"gzip", b"x-gzip", b"deflate")
 
 def _inflater() -> Callable[[bytes], bytes]:
     """Decompresses a body part by part. Its function raises zlib.error."""
-    decompressor = zlib.decompressobj(wbits=47)  # gzip or zlib, by the header
-    is_first = True
+    decompressor: Any = None
 
     def inflate(data: bytes) -> bytes:
-        nonlocal decompressor, is_first
-        try:
-            text = decompressor.decompress(data, MAX_INFLATED_BYTES)
-        except zlib.error:
-            if not is_first:
-                raise
-            decompressor = zlib.decompressobj(wbits=-15)  # deflate without a header, as some servers send it
-            text = decompressor.decompress(data, MAX_INFLATED_BYTES)
-        is_first = False
+        nonlocal decompressor
+        if decompressor is None:  # gzip or zlib; some servers send deflate without the header that it should have
+            has_header = data[0] == 0x1F or data[0] & 0x0F == 8
+            decompressor = zlib.decompressobj(wbits=47 if has_header else -15)
+        text: bytes = decompressor.decompress(data, MAX_INFLATED_BYTES)
         if decompressor.unconsumed_tail:
             raise zlib.error(f"it becomes more than {MAX_INFLATED_BYTES} bytes at once")
         return text
 
     return inflate
-
-
-# -- requests ----------------------------------------------------------------------------------------------------------
-
-
-def request_bytes(method: str, target: bytes, host: bytes, headers: Headers, body: bytes) -> bytes:
-    """The bytes of a whole request. `host` may include further header lines. Raises TransportError if a header contains
-    a line break."""
-    lines = [b"%s %s HTTP/1.1\r\nhost: %s" % (method.encode(), target, host)]
-    lines += [b"%s: %s" % header for header in headers]
-    head = b"\r\n".join(lines)
-    num_breaks = len(lines) + host.count(b"\n")
-    if head.count(b"\n") != num_breaks or head.count(b"\r") != num_breaks:
-        names = ", ".join(name.decode("latin-1") for name, value in headers if b"\r" in value or b"\n" in value)
-        raise TransportError(f"a header holds a line break: {names}", "protocol")
-    if body or method not in ("GET", "HEAD"):
-        head += b"\r\ncontent-length: %d" % len(body)
-    return b"%s\r\n\r\n%s" % (head, body)

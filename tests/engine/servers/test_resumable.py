@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentlightning.engine.base import Sample, SamplingParams
-from agentlightning.engine.servers.base import Completion, TokenChunk
+from agentlightning.engine.servers.clients.http import Completion, TokenChunk
 from agentlightning.engine.servers.resumable import ResumableSample, StopStringFound, UnknownWeightsError
 
 PROMPT = (1, 2, 3)

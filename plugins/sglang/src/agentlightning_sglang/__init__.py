@@ -8,21 +8,19 @@ distribution it was sampled from, so these parameters are rejected.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final
 
 from agentlightning.engine.base import TERMINATION_PARAMS, SamplingParams, TopLogprobs
-from agentlightning.engine.servers.base import (
+from agentlightning.engine.servers.clients.http import (
     Completion,
+    HttpModelServer,
+    JsonClient,
     ModelServerError,
     OnChunk,
     SampleRequest,
-    ServedModelInfo,
     TokenChunk,
-    caller_error,
 )
-from agentlightning.engine.servers.clients.http import HttpModelServer, JsonClient
 from agentlightning.errors import ConfigError
 
 GENERATE: Final = "/generate"
@@ -38,50 +36,27 @@ class SGLangServer(HttpModelServer):
     kv_cache_metrics = ("sglang:token_usage",)
     """Reported by servers that were started with `--enable-metrics`."""
 
-    async def model_info(self) -> ServedModelInfo:
-        cards: list[dict[str, Any]] = ((await self._http.get("/v1/models")) or {}).get("data", [])
-        matches = [card for card in cards if not card.get("parent") and card.get("max_model_len")]
-        if not matches:
-            raise ConfigError(f"{self.url}/v1/models names no model with its max_model_len")
-        adapters = frozenset(str(card["id"]) for card in cards if card.get("parent"))
-        return ServedModelInfo(str(matches[0]["id"]), int(matches[0]["max_model_len"]), adapters)
-
-    async def verify(self, *, weights_change: bool) -> None:
-        """No-op: every server has the endpoints for new weights."""
-
     # -- sampling --------------------------------------------------------------------------------------------------
 
     async def sample(self, request: SampleRequest, on_chunk: OnChunk, *, stream: bool) -> Completion:
         validate(request.params)
-        body = _body(request, stream)
-        reader = _ResponseReader(self._http, request.params.top_logprobs, on_chunk)
-        try:
-            if not stream:
-                reader.read(await self._http.post(GENERATE, body))
-            else:
-                async with aclosing(self._http.events(GENERATE, body)) as events:
-                    async for event in events:
-                        reader.read(event)
-        except ModelServerError as error:
-            raise caller_error(error, request) from None
-        if reader.completion is None:
-            raise self._http.protocol_error(GENERATE, "its answer has no end")
-        return reader.completion
+        reader = _ResponseReader(self, request.params.top_logprobs, on_chunk)
+        return await self._complete(GENERATE, _body(request, stream), request, reader.read)
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
     async def weight_label(self) -> str | None:
-        response = await self._http.get("/get_model_info")
+        response = await self.get("/get_model_info")
         label = response.get("weight_version") if isinstance(response, dict) else None
         return None if label is None else str(label)
 
     async def load_weights(self, directory: Path, label: str, on_loaded: Callable[[], None]) -> None:
         # retract: running answers wait without keys and values, which the new weights then compute again.
-        await self._http.post("/pause_generation", {"mode": "retract"}, seconds=60.0)
+        await self.post("/pause_generation", {"mode": "retract"}, seconds=60.0)
         body = {"model_path": str(directory), "weight_version": label, "flush_cache": True}
         await self._post_checked("/update_weights_from_disk", body)
         on_loaded()
-        await self._http.post("/continue_generation", {}, seconds=60.0)
+        await self.post("/continue_generation", {}, seconds=60.0)
 
     async def load_adapter(self, name: str, directory: Path) -> None:
         if name in (await self.model_info()).adapters:
@@ -100,10 +75,10 @@ class SGLangServer(HttpModelServer):
         await self._post_checked("/unload_lora_adapter", {"lora_name": name})
 
     async def _post_checked(self, path: str, body: Mapping[str, Any]) -> None:
-        response = await self._http.post(path, body, seconds=LOAD_SECONDS)
+        response = await self.post(path, body, seconds=LOAD_SECONDS)
         if isinstance(response, dict) and response.get("success") is False:
             message = response.get("message") or response.get("error_message") or "it failed"
-            raise self._http.protocol_error(path, str(message))
+            raise self.protocol_error(path, str(message))
 
 
 class _ResponseReader:
@@ -117,7 +92,8 @@ class _ResponseReader:
         self._count = 0
         self.completion: Completion | None = None
 
-    def read(self, response: Any) -> None:
+    def read(self, response: Any) -> Completion | None:
+        """Pass on the new tokens; returns the end of the answer once it is known."""
         try:
             meta: Mapping[str, Any] = response["meta_info"]
             chunk = self._new_tokens(meta)
@@ -129,11 +105,12 @@ class _ResponseReader:
             self._count += len(chunk.token_ids)
             self._on_chunk(chunk)
         if reason is None:
-            return
+            return None
         if kind not in ("stop", "length"):
             raise self._http.protocol_error(GENERATE, f"the answer was ended by the server ({reason})")
         # SGLang has one label for a whole answer: after a weight update, that of the last token. It is not used.
         self.completion = Completion("length" if kind == "length" else "stop")
+        return self.completion
 
     def _new_tokens(self, meta: Mapping[str, Any]) -> TokenChunk:
         tokens: Sequence[Sequence[Any]] = meta.get("output_token_logprobs") or ()

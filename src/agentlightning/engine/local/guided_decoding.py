@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
-from threading import Lock
+from functools import cached_property, lru_cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from agentlightning.engine.base import ConstraintKind
-from agentlightning.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +49,6 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
-        self._lock = Lock()
-        self._guided_tokenizer: Any = None
-        """llguidance's form of the tokenizer; False: there is none."""
         self.compile = lru_cache(maxsize=256)(self._compile)
 
     def can_compile(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
@@ -61,16 +56,13 @@ class GrammarCompiler:
         return self.compile(text, kind) is not None
 
     def matcher(self, text: str, kind: ConstraintKind = "json_schema") -> Matcher:
-        """A matcher for one answer. Raises ConfigError unless `can_compile`."""
-        compiled = self.compile(text, kind)
-        if compiled is None:
-            raise ConfigError(f"this {kind} cannot be enforced; leave it out, and check the answers")
-        return Matcher(compiled.deep_copy())
+        """A matcher for one answer, if it `can_compile`."""
+        return Matcher(self.compile(text, kind).deep_copy())
 
     def _compile(self, text: str, kind: ConstraintKind) -> Any:
         """An llguidance matcher in its initial state, to be copied: a thousand times cheaper than compiling again. None
         if llguidance is not installed or cannot enforce it."""
-        if not (tokenizer := self._load_tokenizer()):
+        if (tokenizer := self._guided_tokenizer) is None:
             return None
         import llguidance
 
@@ -83,25 +75,21 @@ class GrammarCompiler:
         # A warning names a keyword that would not be enforced.
         return None if is_error or messages else llguidance.LLMatcher(tokenizer, text, log_level=0)
 
-    def _load_tokenizer(self) -> Any:
-        with self._lock:
-            if self._guided_tokenizer is None:
-                guided = _guided_tokenizer(self._tokenizer, self._vocab_size, self._eos_token_ids)
-                self._guided_tokenizer = guided or False
-        return self._guided_tokenizer
-
-
-def _guided_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> Any:
-    try:
-        import llguidance.hf
-    except ImportError:
-        logger.info("answers are checked but not constrained: pip install 'agentlightning[train]'")
-        return None
-    try:
-        return llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_token_ids)
-    except ValueError as error:  # A slow tokenizer, or a kind that llguidance cannot read.
-        logger.warning("answers are checked but not constrained, because the tokenizer cannot be read: %s", error)
-        return None
+    @cached_property
+    def _guided_tokenizer(self) -> Any:
+        """llguidance's form of the tokenizer; None: there is none."""
+        try:
+            import llguidance.hf
+        except ImportError:
+            logger.info("answers are checked but not constrained: pip install 'agentlightning[train]'")
+            return None
+        try:
+            return llguidance.hf.from_tokenizer(
+                self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_token_ids
+            )
+        except ValueError as error:  # A slow tokenizer, or a kind that llguidance cannot read.
+            logger.warning("answers are checked but not constrained, because the tokenizer cannot be read: %s", error)
+            return None
 
 
 def token_masks(matchers: Sequence[Matcher | None], vocab_size: int, device: torch.device) -> Tensor | None:

@@ -8,7 +8,7 @@ calls `update` of the layers below, through transformers' own `Cache`.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -36,14 +36,12 @@ class Layout:
     pools: tuple[tuple[int, int, int], ...]
     """For each pool: number of keys and values, heads, dim."""
     dtype: torch.dtype
-    windows: tuple[int | None, ...]
-    """For each layer: size of its sliding window in tokens; None: full attention."""
-    kinds: tuple[str, ...]
-    """For each layer: FULL or SLIDING."""
+    windows: Mapping[str, int | None]
+    """For each kind of layer, FULL or SLIDING: size of its sliding window in tokens; None: full attention."""
 
     @property
     def has_sliding_window(self) -> bool:
-        return any(window is not None for window in self.windows)
+        return any(self.windows.values())
 
     @property
     def bytes_per_token(self) -> int:
@@ -83,8 +81,7 @@ def probe_layout(model: PreTrainedModel) -> Layout:
         locations=tuple(locations),
         pools=tuple((counts[shape], *shape) for shape in shapes),
         dtype=model.dtype,
-        windows=tuple(detail.get("sliding_window") for detail in details),
-        kinds=tuple(kinds),
+        windows={kind: detail.get("sliding_window") for kind, detail in zip(kinds, details, strict=True)},
     )
 
 
@@ -205,10 +202,13 @@ class KVCache(Cache):
 
     def usage(self, slots: int, length: int) -> float:
         """The share of the limit that `slots` rows of up to `length` tokens need; at most 1."""
-        return min(1.0, slots * round_to_block(length) * self.layout.bytes_per_token / max(1, self.limit_bytes))
+        return min(1.0, self._num_bytes(slots, length) / max(1, self.limit_bytes))
 
     def _within_limit(self, slots: int, length: int) -> bool:
-        return slots * round_to_block(length) * self.layout.bytes_per_token <= self.limit_bytes
+        return self._num_bytes(slots, length) <= self.limit_bytes
+
+    def _num_bytes(self, slots: int, length: int) -> int:
+        return slots * round_to_block(length) * self.layout.bytes_per_token
 
     # -- one forward pass ----------------------------------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class KVCache(Cache):
         keys_T = self._range(self._state.window.span + self._state.padding)
         causal_NQT = keys_T <= positions_NQ.unsqueeze(-1)
         masks: dict[str, Tensor] = {}
-        for kind, window in dict(zip(self.layout.kinds, self.layout.windows, strict=True)).items():
+        for kind, window in self.layout.windows.items():
             visible = causal_NQT if window is None else causal_NQT & (keys_T > positions_NQ.unsqueeze(-1) - window)
             mask = torch.zeros(visible.shape, dtype=self.layout.dtype, device=self.device)
             masks[kind] = mask.masked_fill_(~visible, float("-inf")).unsqueeze(1)

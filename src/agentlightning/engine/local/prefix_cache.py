@@ -84,7 +84,8 @@ class RadixPrefixCache:
                 parent = self._split(parent, count)
         node = Node(tokens[found.length :], read(found.length, len(tokens)), parent)
         parent.children[node.tokens[0]] = node
-        self._add(node)
+        self._order[node] = None
+        self.num_bytes += node.num_bytes
         self._touch(node)
         self._evict()
 
@@ -110,13 +111,8 @@ class RadixPrefixCache:
         node.segment = [part[:, :, count:].clone() for part in node.segment]
         node.parent = upper
         upper.children[node.tokens[0]] = node
-        self._add(upper, count_bytes=False)
+        self._order[upper] = None
         return upper
-
-    def _add(self, node: Node, count_bytes: bool = True) -> None:
-        self._order[node] = None
-        if count_bytes:
-            self.num_bytes += node.num_bytes
 
     def _touch(self, node: Node) -> None:
         """Make `node` and its ancestors the most recently used, the root-most last."""

@@ -8,7 +8,7 @@ distribution sampled from. Letters in names: N rows, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,8 @@ BLOCK = 256
 """Tokens whose probabilities are summed first when one is sampled."""
 BELOW_ONE = 1.0 - 2.0**-52
 """Largest uniform number used: times a total it stays below that total, so no token of probability 0 is sampled."""
+ADJUSTMENTS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
+"""Parameters that change single logits."""
 MIN_TEMPERATURE = 1e-30
 """Lower bound of temperature and top_p, which float32 needs; the most likely token is as certain at this value."""
 
@@ -39,12 +41,8 @@ class BatchSamplingParams:
     """[N, 1]"""
     min_p: Tensor | None
     """[N, 1]"""
-    penalties: tuple[tuple[int, float, float], ...]
-    """(row, presence, frequency) of the rows that have either penalty."""
-    repetition: tuple[tuple[int, float], ...]
-    """(row, penalty) of the rows that have a repetition penalty."""
-    bias: tuple[Tensor, Tensor, Tensor] | None
-    """Rows, tokens and the values added to their logits: vectors of equal length."""
+    adjusted: tuple[tuple[int, SamplingParams], ...]
+    """The rows that have a penalty or a bias."""
     top_logprobs: int
     """Number of most likely tokens to report."""
     recording: tuple[int, ...]
@@ -91,50 +89,23 @@ def validate_tokens(params: SamplingParams, vocab_size: int) -> None:
 def batch_params(rows: Sequence[SamplingParams], device: torch.device) -> BatchSamplingParams:
     """The parameters of `rows` as tensors on `device`. Greedy rows ignore top_k and top_p."""
     greedy = [row.temperature == 0 for row in rows]
-    stochastic = [row for row in rows if row.temperature != 0]
+    drawn = [SamplingParams() if row.temperature == 0 else row for row in rows]
 
-    def column(needed: bool, value: Callable[[SamplingParams], float], neutral: float) -> Tensor | None:
-        if not needed:
+    def column(values: Sequence[float], neutral: float) -> Tensor | None:
+        if all(value == neutral for value in values):
             return None
-        values = [neutral if row.temperature == 0 else value(row) for row in rows]
         return torch.tensor(values, device=device).unsqueeze(1)
 
     return BatchSamplingParams(
-        temperature=column(
-            any(row.temperature != 1 for row in stochastic), lambda row: max(row.temperature, MIN_TEMPERATURE), 1.0
-        ),
+        temperature=column([max(row.temperature, MIN_TEMPERATURE) for row in drawn], 1.0),
         greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
-        top_k=column(any(row.top_k for row in stochastic), lambda row: row.top_k or 2**31, 2**31),
-        top_p=column(
-            any(row.top_p < 1 for row in stochastic),
-            lambda row: max(row.top_p, MIN_TEMPERATURE) if row.top_p < 1 else 2.0,
-            2.0,
-        ),
-        min_p=column(any(row.min_p for row in stochastic), lambda row: row.min_p, 0.0),
-        penalties=tuple(
-            (index, row.presence_penalty, row.frequency_penalty)
-            for index, row in enumerate(rows)
-            if row.presence_penalty or row.frequency_penalty
-        ),
-        repetition=tuple(
-            (index, row.repetition_penalty) for index, row in enumerate(rows) if row.repetition_penalty != 1
-        ),
-        bias=_bias(rows, device),
+        top_k=column([row.top_k or 2**31 for row in drawn], 2**31),
+        top_p=column([max(row.top_p, MIN_TEMPERATURE) if row.top_p < 1 else 2.0 for row in drawn], 2.0),
+        min_p=column([row.min_p for row in drawn], 0.0),
+        adjusted=tuple((index, row) for index, row in enumerate(rows) if row.changed(ADJUSTMENTS)),
         top_logprobs=max((row.top_logprobs for row in rows), default=0),
         recording=tuple(index for index, row in enumerate(rows) if row.record_kept and row.truncates),
         all_greedy=all(greedy),
-    )
-
-
-def _bias(rows: Sequence[SamplingParams], device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:
-    entries = [(index, token, value) for index, row in enumerate(rows) for token, value in row.logit_bias]
-    if not entries:
-        return None
-    indices, tokens, values = zip(*entries, strict=True)
-    return (
-        torch.tensor(indices, device=device),
-        torch.tensor(tokens, device=device),
-        torch.tensor(values, device=device),
     )
 
 
@@ -147,7 +118,7 @@ def sample_tokens(
     seen: Sequence[Sequence[int]] = (),
 ) -> SampledTokens:
     """A token for each row. `uniform_N`: float64 in [0, 1). `sampled`: the tokens each row has sampled so far, and
-    `seen` those with its prompt, needed where `params` have penalties. `allowed_NV`: bool, the only tokens that may be
+    `seen` those with its prompt, needed where `params` adjust logits. `allowed_NV`: bool, the only tokens that may be
     sampled; None: all."""
     logits_NV = _adjust_logits(logits_NV.float(), params, sampled, seen)
     if allowed_NV is not None:
@@ -191,20 +162,23 @@ def _adjust_logits(
     logits_NV: Tensor, params: BatchSamplingParams, sampled: Sequence[Sequence[int]], seen: Sequence[Sequence[int]]
 ) -> Tensor:
     """Apply penalties and bias."""
-    if not params.penalties and not params.repetition and params.bias is None:
+    if not params.adjusted:
         return logits_NV
-    logits_NV = logits_NV.clone()
-    for row, penalty in params.repetition:
-        tokens = torch.tensor(seen[row], device=logits_NV.device).unique()
-        values = logits_NV[row, tokens]
-        logits_NV[row, tokens] = torch.where(values > 0, values / penalty, values * penalty)
-    for row, presence, frequency in params.penalties:
+    logits_NV, device = logits_NV.clone(), logits_NV.device
+    for row, wanted in params.adjusted:
+        logits_V = logits_NV[row]
+        if wanted.repetition_penalty != 1:
+            tokens = torch.tensor(seen[row], device=device).unique()
+            values = logits_V[tokens]
+            penalty = wanted.repetition_penalty
+            logits_V[tokens] = torch.where(values > 0, values / penalty, values * penalty)
         if sampled[row]:
-            tokens, counts = torch.tensor(sampled[row], device=logits_NV.device).unique(return_counts=True)
-            logits_NV[row, tokens] -= presence + frequency * counts
-    if params.bias is not None:
-        rows, tokens, values = params.bias
-        logits_NV.index_put_((rows, tokens), values, accumulate=True)
+            tokens, counts = torch.tensor(sampled[row], device=device).unique(return_counts=True)
+            logits_V[tokens] -= wanted.presence_penalty + wanted.frequency_penalty * counts
+        if wanted.logit_bias:
+            tokens, biases = zip(*wanted.logit_bias, strict=True)
+            biases_K = torch.tensor(biases, dtype=logits_V.dtype, device=device)
+            logits_V.index_add_(0, torch.tensor(tokens, device=device), biases_K)
     return logits_NV
 
 

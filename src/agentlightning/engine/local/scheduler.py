@@ -29,12 +29,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentlightning.engine.base import (
+    DISTRIBUTION_PARAMS,
     TERMINATION_PARAMS,
     FinishReason,
     PromptTokensError,
     SamplingParams,
     TopLogprobs,
     room_for_answer,
+    version_runs,
 )
 from agentlightning.engine.local import cascade_attention, decoder, kv_cache, sampler
 from agentlightning.engine.local.guided_decoding import GrammarCompiler, Matcher, token_masks
@@ -75,10 +77,8 @@ class Request:
     finish_reason: FinishReason | None = None
     error: AgentLightningError | None = None
     """Why no further token can be sampled."""
-    policy_version: int = 0
-    """Version of the weights that sampled the last token."""
-    version_changes: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """(version, number of tokens sampled by then) for each weight update during the answer."""
+    token_versions: list[int] = field(default_factory=list[int])
+    """For each sampled token, the version of the weights that sampled it."""
     cancelled: bool = False
     cached: int = 0
     """Number of leading tokens whose keys and values are in the request's slot."""
@@ -113,16 +113,12 @@ class Request:
     @property
     def versions(self) -> tuple[tuple[int, int], ...]:
         """See `Sample.versions`."""
-        runs: list[tuple[int, int]] = []
-        start = 0
-        for version, end in (*self.version_changes, (self.policy_version, len(self.logprobs))):
-            if runs and runs[-1][0] == version:
-                version, count = runs.pop()
-                start -= count
-            if end > start:
-                runs.append((version, end - start))
-            start = end
-        return tuple(runs) if len(runs) > 1 else ()
+        return version_runs(self.token_versions)
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that sampled the last token."""
+        return self.token_versions[-1] if self.token_versions else 0
 
     @property
     def prefill_remaining(self) -> int:
@@ -237,7 +233,8 @@ class ContinuousBatcher:
         self._shared_prefix: cascade_attention.SharedPrefix | None = None
         """Common prefixes of `_rows`, found together with `_batch_params`."""
         self._threads = StepThreads() if model.device.type == "cpu" else None
-        self._kv_cache_usage = 0.0
+        self.kv_cache_usage = 0.0
+        """The share of the memory for keys and values that the rows need, as of the last step."""
         self._use_cascade = False
         self._decoder: decoder.Decoder | None = None
         """Makes the forward passes in place of the model. None: the model does."""
@@ -250,11 +247,6 @@ class ContinuousBatcher:
         self._choose_passes()
 
     # -- requests --------------------------------------------------------------------------------------------------
-
-    @property
-    def kv_cache_usage(self) -> float:
-        """The share of the memory for keys and values that the rows need, as of the last step."""
-        return self._kv_cache_usage
 
     @property
     def idle(self) -> bool:
@@ -301,7 +293,7 @@ class ContinuousBatcher:
         request.cancelled = True
         if request in self._waiting:
             self._waiting.remove(request)
-        self._free_rows([row for row in self._rows if row is request])
+        self._free_rows([request] if request in self._rows else [])
         while self._prefilling and self._prefilling[-1].cancelled:
             self._prefilling.pop()
 
@@ -317,8 +309,6 @@ class ContinuousBatcher:
                 "requests are in flight; wait for them before the weights change, or change them with in_flight=True"
             )
         running = [*self._rows, *(request for request in self._prefilling if not request.cancelled)]
-        for request in (*running, *self._waiting):  # A waiting request may have sampled before it was preempted.
-            request.version_changes.append((self.version_of(request.adapter), len(request.logprobs)))
         self._rows, self._prefilling = [], []
         self._preempt(running)
         self.prefix_cache.clear(adapters)
@@ -358,7 +348,7 @@ class ContinuousBatcher:
         self._prefill()
         sampled = self._sample() if self._rows else []
         longest = max((len(row.tokens) for row in (*self._rows, *self._prefilling)), default=0)
-        self._kv_cache_usage = self._cache.usage(self._slots_in_use, longest)
+        self.kv_cache_usage = self._cache.usage(self._slots_in_use, longest)
         return sampled
 
     # -- prefill ---------------------------------------------------------------------------------------------------
@@ -514,8 +504,8 @@ class ContinuousBatcher:
         rows: list[Request], logits: Tensor, params: sampler.BatchSamplingParams
     ) -> sampler.SampledTokens:
         uniform = torch.tensor([row.rng.random() for row in rows], dtype=torch.float64, device=logits.device)
-        sampled = [row.sampled for row in rows] if params.penalties else ()
-        seen = [row.tokens for row in rows] if params.repetition else ()
+        sampled = [row.sampled for row in rows] if params.adjusted else ()
+        seen = [row.tokens for row in rows] if params.adjusted else ()
         allowed = token_masks([row.matcher for row in rows], logits.shape[-1], logits.device)
         allowed = sampler.exclude_tokens(
             allowed, logits, {index: row.end_tokens for index, row in enumerate(rows) if row.below_min_tokens}
@@ -530,7 +520,7 @@ class ContinuousBatcher:
         groups = cascade_attention.find_groups(
             [request.prefix_hashes for request in self._rows],
             [request.cached for request in self._rows],
-            layout.bytes_per_token // len(layout.kinds),
+            layout.bytes_per_token // len(layout.locations),
         )
         if groups is None:
             return None
@@ -556,9 +546,8 @@ class ContinuousBatcher:
                 self._cache.clear(index)  # What a mask hides still counts, as 0 times itself.
                 request.cached = 0
             elif not math.isfinite(logprob):
-                limits, params, default = ("temperature", "top_p", "top_k"), request.params, SamplingParams()
-                names = [name for name in limits if getattr(params, name) != getattr(default, name)]
-                names += [*params.distribution_params, *(name for name in TERMINATION_PARAMS if getattr(params, name))]
+                limits = ("temperature", "top_p", "top_k", *DISTRIBUTION_PARAMS, *TERMINATION_PARAMS)
+                names = request.params.changed(limits)
                 request.error = ConfigError(f"no token can be sampled with this {', '.join(names)}; loosen it")
 
     def _append_token(self, request: Request, token: int, logprob: float) -> None:
@@ -571,7 +560,7 @@ class ContinuousBatcher:
             request.finish_reason = "stop"
         elif len(request.tokens) >= request.max_length:
             request.finish_reason = "length"
-        request.policy_version = self.version_of(request.adapter)
+        request.token_versions.append(self.version_of(request.adapter))
 
     def _ensure_capacity(self) -> None:
         """Make room for one more token in each row. Where memory forbids it, the newest rows are preempted."""
@@ -597,10 +586,9 @@ class ContinuousBatcher:
         """Free the slots of `leaving`, filling the gaps with the last rows."""
         if not leaving:
             return
-        gone = set(map(id, leaving))
-        rows = self._rows
-        for slot in range(len(rows) - 1, -1, -1):
-            if id(rows[slot]) not in gone:
+        gone, rows = set(leaving), self._rows
+        for slot in reversed(range(len(rows))):
+            if rows[slot] not in gone:
                 continue
             self._cache_prefix(rows[slot], slot)
             last = rows.pop()
@@ -684,7 +672,7 @@ class ContinuousBatcher:
         cache, as a share of their spread; and why."""
         self._alone, self._use_cascade = alone, cascade
         self._decoder = decoder.Decoder(self.model, self._cache) if lean else None
-        windows = [window for window in self._cache.layout.windows if window is not None]
+        windows = filter(None, self._cache.layout.windows.values())
         length = min(self.context_length, min([*windows, PROBED]) + PROBED) - 1
         padding = getattr(self.model.config, "pad_token_id", None)  # Some models skip it when they count positions.
         ids = [token for token in range(3, self._vocab_size) if token != padding]

@@ -73,25 +73,32 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A caller waiting for a sample or a job."""
+    """A caller waiting for a sample or a job. Its methods are called in its event loop."""
 
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
     on_tokens: OnTokens | None = None
     request: Request | None = None
 
+    def receive(self, tokens: tuple[int, ...], *logprobs: Any) -> None:
+        """Pass on new tokens; an error of the caller's own function is the caller's."""
+        if self.on_tokens is not None and not self.future.done():
+            try:
+                self.on_tokens(tokens, *logprobs)
+            except Exception as error:  # noqa: BLE001  The boundary: the other callers get their tokens.
+                self.future.set_exception(error)
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What a waiter receives: new tokens, and finally a result or an error."""
+    def succeed(self, result: Any) -> None:
+        if not self.future.done():
+            self.future.set_result(result)
 
-    waiter: Waiter
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[Any, ...] = ()
-    """Log-probabilities and top log-probabilities of `tokens`, if they are streamed."""
-    result: Any = None
-    error: BaseException | None = None
-    final: bool = False
+    def fail(self, error: Exception) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+Event = tuple[Waiter, Callable[[], None]]
+"""A waiter, and what is to be called in its event loop."""
 
 
 class EngineWorker:
@@ -120,7 +127,7 @@ class EngineWorker:
         self._inbox.put(partial(self._submit, waiter, prompt, params, adapter))
         try:
             return await waiter.future
-        except asyncio.CancelledError:
+        except BaseException:  # Of its own too: of `on_tokens`, or because it was cancelled.
             self._inbox.put(partial(self._cancel, waiter))
             raise
 
@@ -183,7 +190,7 @@ class EngineWorker:
         try:
             waiter.request = self._batcher.submit(prompt, params, adapter)
         except Exception as error:  # noqa: BLE001  The boundary: the error belongs to the caller.
-            return self._notify([Event(waiter, error=as_policy_error(error), final=True)])
+            return self._notify([(waiter, partial(waiter.fail, as_policy_error(error)))])
         self._waiters[waiter.request] = waiter
 
     def _cancel(self, waiter: Waiter) -> None:
@@ -192,63 +199,48 @@ class EngineWorker:
 
     def _run(self, waiter: Waiter, job: Callable[[], Any]) -> None:
         try:
-            event = Event(waiter, result=job(), final=True)
+            tell = partial(waiter.succeed, job())
         except Exception as error:  # noqa: BLE001  The boundary: the error belongs to the caller.
-            event = Event(waiter, error=as_policy_error(error), final=True)
-        self._notify([event])
+            tell = partial(waiter.fail, as_policy_error(error))
+        self._notify([(waiter, tell)])
 
     def _step(self) -> None:
         try:
             stepped = self._batcher.step()
         except Exception as error:  # noqa: BLE001  The boundary: the error belongs to the callers waiting for tokens.
             return self._reset(error)
-        self._notify([event for request in stepped if (event := self._event(request)) is not None])
+        self._notify([event for request in stepped for event in self._events(request)])
 
-    def _event(self, request: Request) -> Event | None:
+    def _events(self, request: Request) -> Generator[Event]:
         waiter = self._waiters[request]
-        if done := request.done:
+        if request.error is None and waiter.on_tokens is not None:
+            logprobs = ((request.logprobs[-1],), request.top_logprobs[-1:]) if request.params.stream_logprobs else ()
+            yield waiter, partial(waiter.receive, (request.tokens[-1],), *logprobs)
+        if request.done:
             del self._waiters[request]
-        if request.error is not None:
-            return Event(waiter, error=request.error, final=True)
-        if not done and waiter.on_tokens is None:
-            return None
-        logprobs = ((request.logprobs[-1],), request.top_logprobs[-1:]) if request.params.stream_logprobs else ()
-        return Event(waiter, (request.tokens[-1],), logprobs, result=request if done else None, final=done)
+            error = request.error
+            yield waiter, partial(waiter.succeed, request) if error is None else partial(waiter.fail, error)
 
     def _fail_all(self, error: Exception) -> None:
         waiters = list(self._waiters.values())
         self._waiters.clear()
-        self._notify([Event(waiter, error=as_policy_error(error), final=True) for waiter in waiters])
+        self._notify([(waiter, partial(waiter.fail, as_policy_error(error))) for waiter in waiters])
 
     def _notify(self, events: Sequence[Event]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[Event]] = {}
         for event in events:
-            by_loop.setdefault(event.waiter.loop, []).append(event)
+            by_loop.setdefault(event[0].loop, []).append(event)
         for loop, items in by_loop.items():
             try:
-                loop.call_soon_threadsafe(self._deliver, items)
+                loop.call_soon_threadsafe(_deliver, items)
             except RuntimeError:  # The loop is closed, so nobody waits there any more.
-                for event in items:
-                    self._cancel(event.waiter)
+                for waiter, _ in items:
+                    self._cancel(waiter)
 
-    # -- in the caller's event loop --------------------------------------------------------------------------------
 
-    def _deliver(self, events: Sequence[Event]) -> None:
-        for event in events:
-            waiter = event.waiter
-            if waiter.future.done():
-                continue
-            if waiter.on_tokens is not None and event.tokens:
-                try:
-                    waiter.on_tokens(event.tokens, *event.logprobs)
-                except Exception as error:  # noqa: BLE001  The caller's own function failed: the caller gets the error.
-                    waiter.future.set_exception(error)
-                    self._inbox.put(partial(self._cancel, waiter))
-                    continue
-            if event.error is not None:
-                waiter.future.set_exception(event.error)
-            elif event.final:
-                waiter.future.set_result(event.result)
+def _deliver(events: Sequence[Event]) -> None:
+    for _, tell in events:
+        tell()
 
 
 def as_policy_error(error: Exception) -> AgentLightningError:

@@ -107,12 +107,13 @@ class ServersConfig(BaseModel):
         weights = None if self.weights is None else str(Path(self.weights).resolve())
         return self.model_copy(update={"command": shlex.join([program, *words]), "weights": weights})
 
-    def with_lora(self, adapters: int, rank: int) -> ServersConfig:
-        """The same servers; started ones take this many adapters of up to this rank, and as many of the version before,
-        which calls in progress may still use. Options in `args` come first."""
+    def with_lora(self, adapters: int, rank: int | None = None, versions: int = 2) -> ServersConfig:
+        """The same servers; started ones take this many adapters of up to this rank (None: the server's default) in so
+        many `versions`: calls in progress may still use the one before. Options in `args` come first."""
         if self.urls or not adapters:
             return self
-        wanted = {"--max-lora-rank": smallest_lora_rank(rank), "--max-loras": 2 * adapters}
+        wanted = {"--max-lora-rank": smallest_lora_rank(rank)} if rank else {}
+        wanted["--max-loras"] = versions * adapters
         given = {word.partition("=")[0] for word in self.args}
         options = [f"{name}={value}" for name, value in wanted.items() if name not in given]
         enable = [] if "--enable-lora" in given else ["--enable-lora"]
@@ -175,7 +176,4 @@ class ServedModel(BaseModel):
 
     def with_adapters(self) -> ServersConfig:
         """Its servers; started ones accept its adapters."""
-        if not self.adapters or self.servers.urls or "--enable-lora" in self.servers.args:
-            return self.servers
-        args = (*self.servers.args, "--enable-lora", f"--max-loras={len(self.adapters)}")
-        return self.servers.model_copy(update={"args": args})
+        return self.servers.with_lora(len(self.adapters), versions=1)

@@ -19,7 +19,7 @@ from pathlib import Path
 from agentlightning.chat.base import ChatFormat
 from agentlightning.engine.adapter_view import AdapterView, AgentEngines, EngineWrapper
 from agentlightning.engine.base import ConstraintKind, OnTokens, Sample, SamplingParams, room_for_answer
-from agentlightning.engine.servers.base import Completion, ModelServerError, TokenChunk
+from agentlightning.engine.servers.clients.http import Completion, ModelServerError, TokenChunk
 from agentlightning.engine.servers.config import RetryPolicy
 from agentlightning.engine.servers.replica import (
     Adapter,
@@ -60,10 +60,6 @@ class ReplicaPool(ReplicaSet, AgentEngines):
         self._served_name = served_name
         self.is_used_elsewhere: Callable[[str], bool] = lambda served_name: False
         """Whether calls of other processes may use the adapter of this served name."""
-        self.adapters: dict[str, Adapter] = {}
-        """The newest version of each adapter, by name."""
-        self._replaced: list[Adapter] = []
-        """Older versions that calls may still use."""
         self._removals: set[asyncio.Task[None]] = set()
         self._run = secrets.token_hex(3)
         self._constraints: dict[str, bool] = {}
@@ -109,7 +105,7 @@ class ReplicaPool(ReplicaSet, AgentEngines):
     @property
     def policy_version(self) -> int:
         """See `AgentEngines.version_of`: that of the newest weights or adapter."""
-        return max([self.weight_version, *(each.version for each in self.adapters.values())])
+        return max([self.weight_version, *(each.version for each in self.served.values())])
 
     @property
     def supported_params(self) -> frozenset[str]:
@@ -169,34 +165,35 @@ class ReplicaPool(ReplicaSet, AgentEngines):
     async def sample_from(
         self, replica: Replica, prompt: Sequence[int], params: SamplingParams, adapter: str | None = None
     ) -> Sample:
-        """Sample from this server and no other. Raises as `ModelServer.sample` does."""
-        answer = self._new_answer(prompt, params, None)
+        """Sample from this server and no other. Raises as `HttpModelServer.sample` does."""
         model = self._served_name if adapter is None else self._newest(adapter).served_name
-        completion = await self._run_on(replica, model, answer)
-        return answer.sample(completion.finish_reason, replica.version)
+        return await self._sample(model, prompt, params, only=replica)
 
     async def _sample(
-        self, model: str, prompt: Sequence[int], params: SamplingParams, on_tokens: OnTokens | None, affinity: str
+        self,
+        model: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        on_tokens: OnTokens | None = None,
+        affinity: str = "",
+        only: Replica | None = None,
     ) -> Sample:
-        answer = self._new_answer(prompt, params, on_tokens)
+        room = room_for_answer(prompt, self.context_length)
+        max_tokens = min(room, params.max_tokens or room)
+        end_tokens = params.end_tokens(self.chat.eos_token_ids)
+        answer = ResumableSample(prompt, params, max_tokens, end_tokens, self.chat.decode, on_tokens)
         tried: list[Replica] = []
         while (reason := answer.finish_reason) is None:
-            replica = await self._choose(affinity, tried)
+            replica = only or await self._choose(affinity, tried)
             tried.append(replica)
             try:
                 completion = await self._run_on(replica, model, answer)
                 return answer.sample(completion.finish_reason, replica.version)
             except ModelServerError as error:
-                if not error.retryable or not answer.can_resume or len(tried) > self._policy.retries:
+                if only or not error.retryable or not answer.can_resume or len(tried) > self._policy.retries:
                     raise
                 self.mark_unhealthy(replica, str(error))
         return answer.sample(reason, self.weight_version)
-
-    def _new_answer(self, prompt: Sequence[int], params: SamplingParams, on_tokens: OnTokens | None) -> ResumableSample:
-        room = room_for_answer(prompt, self.context_length)
-        max_tokens = min(room, params.max_tokens or room)
-        end_tokens = params.end_tokens(self.chat.eos_token_ids)
-        return ResumableSample(prompt, params, max_tokens, end_tokens, self.chat.decode, on_tokens)
 
     async def _run_on(self, replica: Replica, model: str, answer: ResumableSample) -> Completion:
         """Sample the rest of `answer` on one server."""
@@ -218,7 +215,7 @@ class ReplicaPool(ReplicaSet, AgentEngines):
         except StopStringFound:
             return Completion("stop")
         except (ModelServerError, ConfigError):
-            if model != self._served_name and await self._lost_adapter(replica, model):
+            if model != self._served_name and model in await self.missing_adapters(replica):
                 message = f"{replica.url} has no adapter {model!r} any more: it was started again"
                 self.evict(replica, message)
                 raise ModelServerError(message, retryable=True) from None
@@ -234,12 +231,6 @@ class ReplicaPool(ReplicaSet, AgentEngines):
             raise ModelServerError(f"{replica.url} was evicted: {replica.failure}", retryable=True) from None
         finally:
             replica.requests.discard(task)
-
-    async def _lost_adapter(self, replica: Replica, name: str) -> bool:
-        try:
-            return name in await self.missing_adapters(replica)
-        except (ModelServerError, ConfigError):
-            return False  # It has failed altogether, and the first error says so.
 
     async def _choose(self, affinity: str, tried: Sequence[Replica]) -> Replica:
         """A server that is up, preferably one that has not failed this call."""
@@ -271,9 +262,9 @@ class ReplicaPool(ReplicaSet, AgentEngines):
 
         Raises PolicyError if all servers fail, and ConfigError if the options of one do not let it; if they `can_fail`,
         PolicyError if none has it in time."""
-        old = self.adapters.get(name)
         served_name = name if version is None else f"{name}@{version}.{self._run}"
-        version = (0 if old is None else old.version + 1) if version is None else version
+        if version is None:
+            version = self.adapters[name].version + 1 if name in self.adapters else 0
         new = Adapter(name, served_name, version, Path(directory))
         async with self.lock:
             up = self.up
@@ -286,29 +277,22 @@ class ReplicaPool(ReplicaSet, AgentEngines):
             for replica, error in failed:
                 self.evict(replica, f"it could not load the adapter {served_name}: {error}")
         await self.wait_for_up()
-        self._use(new)
+        self.remove_unused()
         return AdapterView(self, name, name)
 
     def announce_adapter(self, name: str, served_name: str, version: int) -> None:
         """Let calls that begin from now on use this version of an adapter, which another process has loaded on the
         servers, and unloads. A server that lacks it samples nothing until it has it."""
-        known = self.adapters.get(name)
-        if known is None or (known.served_name, known.version) != (served_name, version):
-            self.served[served_name] = new = Adapter(name, served_name, version)
-            for replica in self.replicas:
-                replica.adapters[served_name] = new
-            self._use(new)
-
-    def _use(self, new: Adapter) -> None:
-        old, self.adapters[new.name] = self.adapters.get(new.name), new
-        if old is not None and old.served_name != new.served_name:
-            self._replaced.append(old)
-            self.remove_unused()
+        self.served.setdefault(served_name, Adapter(name, served_name, version))
+        self.remove_unused()
 
     def remove_unused(self) -> None:
         """Unload the replaced versions that no call uses."""
-        for old in [each for each in self._replaced if not (each.calls or self.is_used_elsewhere(each.served_name))]:
-            self._replaced.remove(old)
+        newest = self.adapters
+        for old in [*self.served.values()]:
+            if newest[old.name] is old or old.calls or self.is_used_elsewhere(old.served_name):
+                continue
+            del self.served[old.served_name]
             task = asyncio.create_task(self._remove(old))
             self._removals.add(task)
             task.add_done_callback(self._removals.discard)
@@ -323,17 +307,15 @@ class ReplicaPool(ReplicaSet, AgentEngines):
 
     async def _unload(self, adapter: Adapter) -> None:
         name = adapter.served_name
-        self.served.pop(name, None)
         async with self.lock:
             # A server that is down keeps its note of the adapter, and unloads it when it recovers.
             holders = [replica for replica in self.up if replica.adapters.pop(name, None)]
-            if adapter.directory is not None:
-                await asyncio.gather(*(replica.server.unload_adapter(name) for replica in holders))
+            await asyncio.gather(*(replica.server.unload_adapter(name) for replica in holders))
 
     async def unload_adapters(self) -> None:
         """Unload all adapters from servers that go on without us."""
         await asyncio.gather(*self._removals, return_exceptions=True)
-        current, self.adapters, self._replaced = [*self.adapters.values(), *self._replaced], {}, []
+        current, self.served = [*self.served.values()], {}
         if all(replica.process is not None for replica in self.replicas):
             return
         try:
@@ -342,6 +324,11 @@ class ReplicaPool(ReplicaSet, AgentEngines):
                     await self._unload(each)
         except (TimeoutError, AgentLightningError) as error:
             log.warning("the adapters of this run could not be unloaded: %s", error)
+
+    @property
+    def adapters(self) -> dict[str, Adapter]:
+        """The newest version of each adapter, by name."""
+        return {each.name: each for each in self.served.values()}
 
     def version_of(self, adapter: str | None) -> int:
         """See `AgentEngines.version_of`. Raises ConfigError if none of the name is loaded."""
@@ -355,7 +342,7 @@ class ReplicaPool(ReplicaSet, AgentEngines):
     @property
     def adapters_in_use(self) -> tuple[str, ...]:
         """The served names of the adapters that calls in progress use."""
-        return tuple(sorted(each.served_name for each in [*self.adapters.values(), *self._replaced] if each.calls))
+        return tuple(sorted(each.served_name for each in self.served.values() if each.calls))
 
 
 class PooledEngine(EngineWrapper, AgentEngines):

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from agentlightning.engine.servers.base import ModelServer, ModelServerError, WeightReceiver
+from agentlightning.engine.servers.clients.http import HttpModelServer, ModelServerError
+from agentlightning.engine.servers.clients.vllm import VllmProcess, VllmServer
 from agentlightning.engine.servers.config import RetryPolicy
 from agentlightning.errors import AgentLightningError, ConfigError, PolicyError
 from agentlightning.transport import Transport
@@ -30,19 +31,6 @@ STALL_SECONDS = 30.0
 """Requests of a server that shows no sign of life for this long continue elsewhere."""
 MAX_LABELS = 64
 """Labels that are remembered of weights that a trainer elsewhere has replaced: answers may still be under way."""
-
-
-class ServerProcess(Protocol):
-    """The process of a server that we started."""
-
-    @property
-    def ended(self) -> bool: ...
-
-    async def restart(self, directory: Path | None) -> None:
-        """Start it again with the weights in `directory`; returns when it listens. Raises ServerError."""
-        ...
-
-    async def close(self) -> None: ...
 
 
 class WeightSource(Protocol):
@@ -97,7 +85,7 @@ class Adapter:
 class WeightChannel:
     """How a server gets weights without the disk."""
 
-    receiver: WeightReceiver
+    receiver: VllmServer
     sender: WeightSender
     failures: int = 0
 
@@ -124,7 +112,7 @@ class Replica(Server):
 
     pauses = 0.1, 5.0
 
-    def __init__(self, server: ModelServer, process: ServerProcess | None = None) -> None:
+    def __init__(self, server: HttpModelServer, process: VllmProcess | None = None) -> None:
         super().__init__(server.url)
         self.server, self.process = server, process
         self.version = 0
@@ -134,7 +122,7 @@ class Replica(Server):
         """Why it is not up, or its last check failed."""
         self.healthy_at = time.monotonic()
         self.adapters: dict[str, Adapter] = {}
-        """Those it has loaded, by served name."""
+        """Those that we have loaded, by served name."""
         self.channel: WeightChannel | None = None
         """How it gets weights without the disk; None: it does not."""
         self.transfer_interrupted = False
@@ -147,8 +135,8 @@ class Replica(Server):
 
     async def load(self, adapter: Adapter) -> None:
         """Raises ModelServerError, or ConfigError if it takes no such adapter."""
-        if adapter.directory is not None:
-            await self.server.load_adapter(adapter.served_name, adapter.directory)
+        assert adapter.directory is not None
+        await self.server.load_adapter(adapter.served_name, adapter.directory)
         self.adapters[adapter.served_name] = adapter
 
 
@@ -167,7 +155,8 @@ class ReplicaSet(ServerSet[Replica]):
         self.labels = {replica.label: 0 for replica in replicas if replica.label is not None}
         """Label -> version, of the weights that may sample."""
         self.served: dict[str, Adapter] = {}
-        """The adapters that every server is to have, by served name."""
+        """The adapters that every server is to have, by served name: the newest version of each, and older ones that
+        calls may still use."""
         self._transport = transport
         self._policy = policy
         self._label_prefix = secrets.token_hex(4)
@@ -250,22 +239,20 @@ class ReplicaSet(ServerSet[Replica]):
             return
         present = (await replica.server.model_info()).adapters
         for name in replica.adapters.keys() - self.served.keys():
-            if name in present and replica.adapters[name].directory is not None:
+            if name in present:
                 await replica.server.unload_adapter(name)
             del replica.adapters[name]
         for name, adapter in [*self.served.items()]:
-            if adapter.directory is None and name not in present:
-                message = f"{replica.url} has no adapter {name!r}: its trainer has not loaded it yet"
-                raise ModelServerError(message, retryable=True)
-            if replica.adapters.get(name) is not adapter or name not in present:
+            if adapter.directory is None:
+                if name not in present:
+                    message = f"{replica.url} has no adapter {name!r}: its trainer has not loaded it yet"
+                    raise ModelServerError(message, retryable=True)
+            elif replica.adapters.get(name) is not adapter or name not in present:
                 await replica.load(adapter)
 
     async def missing_adapters(self, replica: Replica) -> list[str]:
-        """The adapters that a server no longer has although it loaded them. Raises as `ModelServer.model_info`."""
-        if not replica.adapters.keys() & self.served.keys():
-            return []
-        present = (await replica.server.model_info()).adapters
-        return sorted((replica.adapters.keys() & self.served.keys()) - present)
+        """The adapters that a healthy server should have and has not. Raises as `HttpModelServer.model_info`."""
+        return sorted(self.served.keys() - (await replica.server.model_info()).adapters) if self.served else []
 
     # -- health ----------------------------------------------------------------------------------------------------
 

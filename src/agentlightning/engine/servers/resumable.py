@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 
-from agentlightning.engine.base import FinishReason, OnTokens, Sample, SamplingParams, TopLogprobs
-from agentlightning.engine.servers.base import Completion, SampleRequest, TokenChunk
+from agentlightning.engine.base import FinishReason, OnTokens, Sample, SamplingParams, TopLogprobs, version_runs
+from agentlightning.engine.servers.clients.http import Completion, SampleRequest, TokenChunk
 from agentlightning.engine.stop_strings import StopScanner
 
 
@@ -111,13 +110,12 @@ class ResumableSample:
         return True
 
     def sample(self, finish_reason: FinishReason, version: int) -> Sample:
-        runs = [(each, len(list(tokens))) for each, tokens in groupby(self.versions)]
         return Sample(
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs),
             finish_reason=finish_reason,
-            policy_version=runs[-1][0] if runs else version,
-            versions=tuple(runs) if len(runs) > 1 else (),
+            policy_version=self.versions[-1] if self.versions else version,
+            versions=version_runs(self.versions),
             top_logprobs=tuple(self.top_logprobs),
         )
 

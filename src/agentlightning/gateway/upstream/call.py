@@ -94,13 +94,13 @@ class UpstreamCall:
         """Status of the last response; 0 if there was none."""
         self.retries = 0
         """The times the request was sent again."""
-        self._pool = pool
+        self._pool, self._provider = pool, pool.provider
         self._price = request.price or pool.provider.price
         self._reservation: Reservation | None = None
         self._estimated_tokens = 0
         """The tokens that the rate limit reckons with until the usage is known."""
-        self._lost = Usage()
-        """Usage of the tries whose response broke off."""
+        self._charged = Usage()
+        """Usage of all tries."""
         self._num_events = 0
         self._server: ProviderServer | None = None
         self._response: Response | None = None
@@ -117,12 +117,12 @@ class UpstreamCall:
     def attributes(self) -> dict[str, Any]:
         """Attributes of the call's span: the provider, the retries, the usage and cost of all tries."""
         attributes: dict[str, Any] = {
-            names.PROVIDER_NAME: self._pool.provider.name,
+            names.PROVIDER_NAME: self._provider.name,
             names.PROVIDER_RETRIES: self.retries,
         }
-        if self.usage is not None:
-            total = self.usage + self._lost
-            attributes |= {names.INPUT_TOKENS: total.input_tokens, names.OUTPUT_TOKENS: total.output_tokens}
+        if self.usage is not None or self._charged.tokens:
+            charged = self._charged
+            attributes |= {names.INPUT_TOKENS: charged.input_tokens, names.OUTPUT_TOKENS: charged.output_tokens}
         if self.cost is not None:
             attributes[names.COST] = self.cost
         return attributes
@@ -131,7 +131,7 @@ class UpstreamCall:
         """Estimate the call's tokens, and reserve its worst case where there is a budget. The prompt counts only for a
         budget or a token limit. Raises ApiError 402 if it exceeds the budget."""
         budgets, request, output = self._pool.budgets, self.request, self._max_output_tokens
-        prompt = self._max_prompt_tokens if budgets.config or self._pool.provider.tokens_per_minute else 0
+        prompt = self._max_prompt_tokens if budgets.config or self._provider.tokens_per_minute else 0
         self._estimated_tokens = prompt + output
         if budgets.config:
             # Writing a prompt to a cache costs more than reading it.
@@ -142,26 +142,28 @@ class UpstreamCall:
 
     def settle(self, usage: Usage | None) -> None:
         """Record the usage that the provider reports; None: it is estimated from the response. Idempotent."""
-        if self.usage is not None:
-            return
-        self.usage = usage or Usage(
-            self._max_prompt_tokens // 2, self._num_events or len(self.body) // _BYTES_PER_TOKEN
-        )
-        if self._price is not None:
-            self.cost = self._price.dollars(self.usage) + self._price.dollars(self._lost)
-            self._pool.dollars += self.cost
-        if self._reservation is not None:
-            self._reservation.settle(*self._spend_of(self.usage))
+        if self.usage is None:
+            output_tokens = self._num_events or len(self.body) // _BYTES_PER_TOKEN
+            self.usage = usage or Usage(self._max_prompt_tokens // 2, output_tokens)
+            self._charge(self.usage)
+            self._release()
 
-    def _record_lost(self) -> None:
+    def _charge(self, usage: Usage) -> None:
+        """Record what a try costs."""
+        self._charged += usage
+        dollars, tokens = self._spend_of(usage)
+        if self._price is not None:
+            self.cost = (self.cost or 0.0) + dollars
+            self._pool.dollars += dollars
+        if self._reservation is not None:
+            self._reservation.spend(dollars, tokens)
+
+    def _charge_lost(self) -> None:
         """Record a response that broke off, by its Content-Length or else by the output limit."""
         length = next((value for name, value in self.headers if name == b"content-length"), b"")
         limit = 0 if self.request.stream else self._max_output_tokens
         output_tokens = min(limit, int(length) // _BYTES_PER_TOKEN) if length.isdigit() else limit
-        lost = Usage(self._max_prompt_tokens // 2, output_tokens)
-        self._lost += lost
-        if self._reservation is not None:
-            self._reservation.spend(*self._spend_of(lost))
+        self._charge(Usage(self._max_prompt_tokens // 2, output_tokens))
 
     def _spend_of(self, usage: Usage) -> tuple[float, int]:
         """(US dollars, tokens)."""
@@ -169,12 +171,12 @@ class UpstreamCall:
 
     @property
     def _max_prompt_tokens(self) -> int:
-        return max_prompt_tokens(self.request.body, self._pool.provider.image_tokens)
+        return max_prompt_tokens(self.request.body, self._provider.image_tokens)
 
     @property
     def _max_output_tokens(self) -> int:
         limit = self.request.max_output_tokens
-        return self._pool.provider.max_output_tokens if limit is None else limit
+        return self._provider.max_output_tokens if limit is None else limit
 
     # -- tries -----------------------------------------------------------------------------------------------------
 
@@ -224,9 +226,9 @@ class UpstreamCall:
                 else:
                     self.trailing_bytes = rest
         except EventTooLongError as error:
-            raise unreadable_response(self._pool.provider, str(error)) from None
+            raise unreadable_response(self._provider, str(error)) from None
         except TransportError as error:
-            failure = from_transport(self._pool.provider, error)
+            failure = from_transport(self._provider, error)
             self._update_health(failure)
             raise failure.api_error from error
 
@@ -239,12 +241,12 @@ class UpstreamCall:
                 return
             if (pause := self._retry_pause(failure, tried)) is None:
                 raise failure.api_error
-            if self._reservation is not None and self._lost.tokens:
+            if self._reservation is not None and self._charged.tokens:
                 self._reservation.check()
             self.retries += 1
             self._pool.num_retries += 1
             self._pool.rate_limiter.record_retry()
-            logger.info("retrying a call to the provider %r: %s", self._pool.provider.name, failure.api_error.message)
+            logger.info("retrying a call to the provider %r: %s", self._provider.name, failure.api_error.message)
             await self._pause(pause)
 
     async def _choose_server(self, tried: Sequence[ProviderServer]) -> ProviderServer:
@@ -283,7 +285,7 @@ class UpstreamCall:
         return failure
 
     async def _exchange(self, server: ProviderServer) -> Failure | None:
-        provider, request, given = self._pool.provider, self.request, {name for name, _ in server.headers}
+        provider, request, given = self._provider, self.request, {name for name, _ in server.headers}
         response = self._response = await self._pool.transport.send(
             "POST",
             provider.url(server.url, request.path),
@@ -316,10 +318,7 @@ class UpstreamCall:
             await self._close_response()
         if self._unanswered and self.usage is None:
             self.settle(None)  # The provider read the prompt, and will charge for it.
-        elif self._lost.tokens and self.usage is None:
-            self.settle(Usage())
-        used = (self.usage.tokens if self.usage else 0) + self._lost.tokens
-        self._pool.rate_limiter.release(self._estimated_tokens, used)
+        self._pool.rate_limiter.release(self._estimated_tokens, self._charged.tokens)
         self._release()
 
     def _release(self) -> None:
@@ -328,10 +327,10 @@ class UpstreamCall:
 
     def _transport_failure(self, error: TransportError) -> Failure:
         if 200 <= self.status < 300:
-            self._record_lost()
+            self._charge_lost()
         else:
             self._unanswered = error.reason == "timeout"
-        return from_transport(self._pool.provider, error)
+        return from_transport(self._provider, error)
 
     def _update_health(self, failure: Failure) -> None:
         """Record a failure with its server."""
@@ -341,14 +340,14 @@ class UpstreamCall:
             self._server.record_failure(failure.unreachable)
             if not self._server.up:
                 self._pool.watch(self._server)
-        provider, seconds = self._pool.provider, failure.retry_after_seconds
+        provider, seconds = self._provider, failure.retry_after_seconds
         if seconds is not None and (provider.retries or seconds <= provider.max_wait_seconds):
             self._server.pause(self.request.model, min(seconds, _MAX_PAUSE_SECONDS))
 
     def _retry_pause(self, failure: Failure, tried: Sequence[ProviderServer]) -> float | None:
         """Seconds until the next try; None if there is none. A rate limit that says when it ends is waited for, or
         another server is asked; all else takes a retry of this call, and one of the provider's budget."""
-        pool, provider, after = self._pool, self._pool.provider, failure.retry_after_seconds
+        pool, provider, after = self._pool, self._provider, failure.retry_after_seconds
         if not failure.is_retryable or not provider.retries:
             return None
         server = pool.choose(self.request.affinity, tried, self.request.model)

@@ -40,9 +40,9 @@ class Failure:
 
     api_error: ApiError
     """The error for the caller if there is no further try."""
-    is_retryable: bool
+    is_retryable: bool = False
     """Whether another try may succeed."""
-    counts_against_health: bool
+    counts_against_health: bool = False
     """Whether the server counts as unhealthy for it."""
     unreachable: bool = False
     retry_after_seconds: float | None = None
@@ -56,7 +56,7 @@ def from_transport(provider: Provider, error: TransportError) -> Failure:
     if error.reason == "timeout":
         message = f"{subject} sent nothing for {provider.timeout_seconds:g} s: {text}"
         api_error = ApiError(504, message, code="provider_timeout", retry=provider.final)
-        return Failure(api_error, is_retryable=False, counts_against_health=True)
+        return Failure(api_error, counts_against_health=True)
     problem, code = {
         "tls": ("cannot be reached over TLS", "provider_tls"),
         "proxy": ("cannot be reached through its proxy", "proxy_refused"),
@@ -84,11 +84,11 @@ def from_response(provider: Provider, status: int, headers: Headers, body: bytes
         given = "the configured API key" if has_key else "the call, for which no API key is configured"
         message = f"{subject} rejected {given} (status {status})" + (f": {shown}" if shown else "")
         api_error = ApiError(502, message, code="provider_key_refused", retry=False)
-        return Failure(api_error, is_retryable=False, counts_against_health=False)
+        return Failure(api_error)
     if status == 407:  # Addressed to the client of the proxy, which is the gateway.
         message = f"{subject} cannot be reached through its proxy: it requires other credentials"
         api_error = ApiError(502, message, code="proxy_refused", retry=provider.final)
-        return Failure(api_error, is_retryable=False, counts_against_health=False)
+        return Failure(api_error)
     after, hint = retry_after(headers), dict(headers).get(b"x-should-retry")
     should_retry = {b"true": True, b"false": False}.get(hint or b"")
     message = text or f"{subject} responded with status {status}"

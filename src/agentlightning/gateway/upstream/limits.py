@@ -193,8 +193,6 @@ def _amount(value: object) -> float:
 class Reservation:
     """The amount reserved for one call. Ends with `settle` or `release`, whichever comes first."""
 
-    __slots__ = ("_account", "_budgets", "_dollars", "_open", "_rollout_id", "_tokens")
-
     def __init__(self, budgets: Budgets, account: Account, rollout_id: str, dollars: float, tokens: int) -> None:
         self._budgets, self._account, self._rollout_id = budgets, account, rollout_id
         self._dollars, self._tokens = dollars, tokens
@@ -242,7 +240,7 @@ class _SpendFile:
         self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise ConfigError(f"the budget file {str(path)!r} cannot be opened: {error}; set budget.file") from error
         try:
@@ -281,8 +279,6 @@ class _SpendFile:
 
 class TokenBucket:
     """A rate per minute; None: no limit."""
-
-    __slots__ = ("_available", "_capacity", "_clock", "_per_second", "_refilled_at")
 
     def __init__(self, per_minute: int | None, clock: Callable[[], float]) -> None:
         self._capacity = float(per_minute or 0)

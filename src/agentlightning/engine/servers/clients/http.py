@@ -1,18 +1,97 @@
-"""JSON over HTTP to one model server, and its server-sent events."""
+"""Clients of model servers: what a pool of servers asks of them, and JSON over HTTP with server-sent events."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
 
 import orjson
 
-from agentlightning.engine.servers.base import ModelServerError
-from agentlightning.errors import AgentLightningError, ConfigError
+from agentlightning.engine.base import FinishReason, SamplingParams, TopLogprobs
+from agentlightning.errors import AgentLightningError, ConfigError, ContextLengthError, PolicyError
 from agentlightning.transport import Response, Transport, TransportError
-from agentlightning.transport.base import error_fields
+from agentlightning.transport.base import CONTEXT_ERROR, error_fields
+
+# -- what a pool and its clients say to each other ---------------------------------------------------------------------
+
+
+class ModelServerError(PolicyError):
+    """A server that gave no answer, or only a part of it."""
+
+    def __init__(self, message: str, *, retryable: bool, status: int | None = None) -> None:
+        super().__init__(message)
+        self.retryable = retryable
+        """Whether another server may succeed."""
+        self.status = status
+        """HTTP status, if the server answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One answer to sample."""
+
+    model: str
+    """The name of the model, or of an adapter, on the server."""
+    prompt: Sequence[int]
+    params: SamplingParams
+    max_tokens: int
+    end_tokens: frozenset[int]
+    """Each ends the answer, and is part of it."""
+    adapter: bool = False
+    """Whether `model` is an adapter."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """The next tokens of an answer."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The end of an answer."""
+
+    finish_reason: FinishReason
+    weights: tuple[tuple[str, int], ...] = ()
+    """(label of the weights, number of tokens they sampled), in order; empty if the server does not report it."""
+
+
+PROBE_PROMPT: Final = (1, 2, 3)
+"""A prompt that every vocabulary contains."""
+
+OnChunk = Callable[[TokenChunk], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModelInfo:
+    """What a server reports about the model it serves."""
+
+    model: str
+    context_length: int
+    adapters: frozenset[str] = field(default_factory=frozenset[str])
+
+
+def caller_error(error: ModelServerError, request: SampleRequest) -> AgentLightningError:
+    """The error to raise for a failed `request`: rejections of the request itself become ContextLengthError or
+    ConfigError."""
+    if error.status not in (400, 422):
+        return error
+    if CONTEXT_ERROR.search(str(error)):
+        return ContextLengthError(
+            f"the prompt has {len(request.prompt)} tokens, which leaves no room for an answer; shorten the prompt, or "
+            f"use a model with a longer context ({error})"
+        )
+    return ConfigError(f"the model server cannot sample with these parameters: {error}")
+
+
+# -- HTTP --------------------------------------------------------------------------------------------------------------
 
 MAX_QUOTED = 300
 """Characters of a server's message that an error quotes."""
@@ -21,12 +100,19 @@ RETRYABLE_STATUSES = frozenset({408, 409, 425, 429})
 
 
 class JsonClient:
-    """Client of one server. `seconds` is the longest pause in an answer while it is sampled."""
+    """Client of one server. `url` may end in `/v1`; `token` is the server's API key, and `seconds` the longest pause in
+    an answer while it is sampled."""
 
     def __init__(
-        self, transport: Transport, url: str, token: str | None, *, seconds: float, connect_seconds: float
+        self,
+        transport: Transport,
+        url: str,
+        token: str | None = None,
+        *,
+        seconds: float = 600.0,
+        connect_seconds: float = 10.0,
     ) -> None:
-        self.url = url.rstrip("/")
+        self.url = url.rstrip("/").removesuffix("/v1")
         self._transport = transport
         self._headers = [(b"content-type", b"application/json"), (b"accept", b"application/json, text/event-stream")]
         if token:
@@ -40,8 +126,7 @@ class JsonClient:
 
     async def text(self, path: str, *, seconds: float = 5.0) -> str:
         """The response as text."""
-        async with self._response("GET", path, None, seconds) as response:
-            return (await response.read()).decode("utf-8", errors="replace")
+        return (await self._read("GET", path, None, seconds)).decode("utf-8", errors="replace")
 
     async def post(
         self,
@@ -59,15 +144,17 @@ class JsonClient:
     ) -> Any:
         """The JSON of the response, or None if it is not JSON."""
         try:
-            async with self._response(method, path, body, seconds) as response:
-                content = await response.read()
-            return orjson.loads(content)
+            return orjson.loads(await self._read(method, path, body, seconds))
         except orjson.JSONDecodeError:
             return None
         except ModelServerError as error:
             if optional and error.status in (404, 405):
                 return None
             raise
+
+    async def _read(self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float | None) -> bytes:
+        async with self._response(method, path, body, seconds) as response:
+            return await response.read()
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any]:
         """The JSON of each server-sent event up to `[DONE]`. Raises ModelServerError if the stream ends before it."""
@@ -118,21 +205,81 @@ class JsonClient:
         return ModelServerError(message, retryable=retryable, status=status)
 
 
-class HttpModelServer:
-    """What clients of model servers have in common. `url` may end in `/v1`; `token` is the server's API key."""
+# -- model servers -----------------------------------------------------------------------------------------------------
 
+
+class HttpModelServer(JsonClient):
+    """Client of one model server; subclasses speak the API of one program (`vllm`, `sglang`). A server
+    that sends nothing for `seconds` while it samples has failed.
+
+    The pool decides which server samples, what is retried, and which weights each gets; a client never retries. Every
+    method raises ModelServerError."""
+
+    supported_params: frozenset[str]
+    """See `Engine.supported_params`."""
     kv_cache_metrics: tuple[str, ...]
     """The names of the metric that `kv_cache_usage` reads."""
 
-    def __init__(self, transport: Transport, url: str, *, token: str | None = None, seconds: float = 600.0) -> None:
-        self._http = JsonClient(transport, url.removesuffix("/v1"), token, seconds=seconds, connect_seconds=10.0)
-        self.url = self._http.url
+    async def model_info(self) -> ServedModelInfo:
+        """The served model. Raises ConfigError if the server names none."""
+        cards: list[dict[str, Any]] = ((await self.get("/v1/models")) or {}).get("data", [])
+        bases = [card for card in cards if not card.get("parent")]
+        if not bases or not bases[0].get("max_model_len"):
+            names = ", ".join(str(card.get("id")) for card in bases) or "none"
+            raise ConfigError(f"{self.url}/v1/models names no model with its max_model_len: it serves {names}")
+        adapters = frozenset(str(card["id"]) for card in cards if card.get("parent"))
+        return ServedModelInfo(str(bases[0]["id"]), int(bases[0]["max_model_len"]), adapters)
+
+    async def verify(self, *, weights_change: bool) -> None:
+        """Raises ConfigError if the server was started in a way that gives wrong log-probabilities or, with
+        `weights_change`, that does not let its weights be replaced. Default: it never is."""
 
     async def health(self) -> None:
-        await self._http.get("/health", seconds=5.0)
+        """Returns if the server can sample."""
+        await self.get("/health", seconds=5.0)
 
     async def kv_cache_usage(self) -> float | None:
-        return largest_metric(await self._http.text("/metrics"), *self.kv_cache_metrics)
+        """The share of its memory for keys and values that is in use; None if it does not report it."""
+        return largest_metric(await self.text("/metrics"), *self.kv_cache_metrics)
+
+    async def sample(self, request: SampleRequest, on_chunk: OnChunk, *, stream: bool) -> Completion:
+        """Sample one answer. `on_chunk` gets all of its tokens; with `stream`, as they are sampled. Cancelling the call
+        ends the request on the server. Raises ContextLengthError if the prompt leaves no room."""
+        raise NotImplementedError
+
+    async def _complete(
+        self, path: str, body: Mapping[str, Any], request: SampleRequest, read: Callable[[Any], Completion | None]
+    ) -> Completion:
+        """`sample` by a request whose response, or with `stream` in its body each of whose events, `read` passes on;
+        it returns the end of the answer once it is known."""
+        completion = None
+        try:
+            if not body["stream"]:
+                completion = read(await self.post(path, body))
+            else:
+                async with aclosing(self.events(path, body)) as events:
+                    async for event in events:
+                        completion = read(event) or completion
+        except ModelServerError as error:
+            raise caller_error(error, request) from None
+        if completion is None:
+            raise self.protocol_error(path, "its answer has no end")
+        return completion
+
+    async def weight_label(self) -> str | None:
+        """The label of the server's weights; None if it keeps none."""
+        raise NotImplementedError
+
+    async def load_weights(self, directory: Path, label: str, on_loaded: Callable[[], None]) -> None:
+        """Replace the weights in place by those in `directory`. Running answers wait, then continue with the new
+        weights; everything cached with the old ones is dropped. `on_loaded` is called right before they continue."""
+        raise NotImplementedError
+
+    async def load_adapter(self, name: str, directory: Path) -> None:
+        raise NotImplementedError
+
+    async def unload_adapter(self, name: str) -> None:
+        raise NotImplementedError
 
 
 async def _event_data(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:

@@ -18,23 +18,22 @@ import subprocess
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
 
 from agentlightning.engine.base import DISTRIBUTION_PARAMS, TERMINATION_PARAMS, SamplingParams, TopLogprobs
-from agentlightning.engine.servers.base import (
+from agentlightning.engine.servers.clients.http import (
     PROBE_PROMPT,
     Completion,
+    HttpModelServer,
+    JsonClient,
     ModelServerError,
     OnChunk,
     SampleRequest,
-    ServedModelInfo,
     TokenChunk,
-    caller_error,
 )
-from agentlightning.engine.servers.clients.http import HttpModelServer, JsonClient
 from agentlightning.errors import ConfigError, PolicyError, ServerError
 from agentlightning.transport import Transport
 from agentlightning.util import guard_process
@@ -50,6 +49,11 @@ IMPOSSIBLE: Final = -9999.0
 """vLLM's log-probability of a token that cannot be sampled."""
 _CONSTRAINT_FIELDS: Final[Mapping[str, str]] = {"json_schema": "json", "grammar": "grammar"}
 """Kind of constraint -> vLLM's name for it."""
+_SAME_NAMES: Final = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("min_tokens", "ignore_eos", "seed"),
+)
+"""Fields of `SamplingParams` that vLLM has under the same name."""
 
 
 def _body(path: str, request: SampleRequest, stream: bool) -> dict[str, Any]:
@@ -63,26 +67,24 @@ def _body(path: str, request: SampleRequest, stream: bool) -> dict[str, Any]:
 
 def _read_chunk(path: str, choice: Mapping[str, Any], limit: int) -> TokenChunk:
     """The tokens of a response, with the `limit` most likely at each position."""
-    token_ids = tuple(choice.get("token_ids") or ())
     logprobs: Mapping[str, Any] = choice.get("logprobs") or {}
+    tops: list[list[tuple[int, float]]] = []
     if path == GENERATE:
         content: Sequence[Mapping[str, Any]] = logprobs.get("content") or ()
         named = [entry["token_id"] for entry in content]
         values = [entry["logprob"] for entry in content]
-        others = [
-            [(other["token_id"], other["logprob"]) for other in entry["top_logprobs"]]
-            for entry in (content if limit else ())
-        ]
+        if limit:
+            tops = [[(top["token_id"], top["logprob"]) for top in entry["top_logprobs"]] for entry in content]
     else:
         named = [_token_id(name) for name in logprobs.get("tokens") or ()]
         values = logprobs.get("token_logprobs") or ()
-        others = [
-            [(_token_id(name), value) for name, value in entry.items()]
-            for entry in (logprobs.get("top_logprobs") or () if limit else ())
-        ]
-    if list(token_ids) != named:
-        raise ValueError(f"tokens {list(token_ids)} with the log-probabilities of {named}")
-    return TokenChunk(token_ids, tuple(map(float, values)), tuple(most_likely(entry, limit) for entry in others))
+        if limit:
+            entries: Sequence[Mapping[str, float]] = logprobs.get("top_logprobs") or ()
+            tops = [[(_token_id(name), value) for name, value in entry.items()] for entry in entries]
+    token_ids = choice.get("token_ids") or []
+    if token_ids != named:
+        raise ValueError(f"tokens {token_ids} with the log-probabilities of {named}")
+    return TokenChunk(tuple(named), tuple(map(float, values)), tuple(most_likely(entry, limit) for entry in tops))
 
 
 def _weights(choice: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
@@ -94,18 +96,9 @@ def _sampling_params(request: SampleRequest) -> dict[str, Any]:
     """The fields that both endpoints take. All are sent, since vLLM takes missing ones from the model's defaults."""
     params, constraint = request.params, request.params.constraint
     return {
+        **{name: getattr(params, name) for name in _SAME_NAMES},
         "max_tokens": request.max_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "min_p": params.min_p,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
         "logit_bias": {str(token): bias for token, bias in params.logit_bias} or None,
-        "repetition_penalty": params.repetition_penalty,
-        "min_tokens": params.min_tokens,
-        "ignore_eos": params.ignore_eos,
-        "seed": params.seed,
         "stop": list(params.stop),
         "stop_token_ids": sorted(request.end_tokens),
         "structured_outputs": {_CONSTRAINT_FIELDS[constraint[0]]: constraint[1]} if constraint else None,
@@ -139,9 +132,7 @@ MOST_TIES: Final = 32
 
 
 class VllmServer(HttpModelServer):
-    """One vLLM server at `url` (without `/v1`), and the first model it lists.
-
-    `token` is the server's `--api-key`. A server that sends nothing for `seconds` while it samples has failed."""
+    """One vLLM server, and the first model it lists. It also accepts weights without the disk."""
 
     supported_params: frozenset[str] = frozenset([*DISTRIBUTION_PARAMS, *TERMINATION_PARAMS])
     kv_cache_metrics = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
@@ -151,16 +142,6 @@ class VllmServer(HttpModelServer):
     """Whether the server has GENERATE; None: not known yet."""
     _partial_update = False
     """Whether a weight update began and did not complete."""
-
-    async def model_info(self) -> ServedModelInfo:
-        cards: list[dict[str, Any]] = ((await self._http.get("/v1/models")) or {}).get("data", [])
-        bases = [card for card in cards if not card.get("parent")]
-        if not bases or "max_model_len" not in bases[0]:
-            names = ", ".join(str(card.get("id")) for card in bases) or "none"
-            raise ConfigError(f"{self.url}/v1/models names no model with its max_model_len: it serves {names}")
-        model = str(bases[0]["id"])
-        adapters = frozenset(str(card["id"]) for card in cards if card.get("parent") == model)
-        return ServedModelInfo(model, int(bases[0]["max_model_len"]), adapters)
 
     async def verify(self, *, weights_change: bool) -> None:
         if weights_change:
@@ -182,42 +163,31 @@ class VllmServer(HttpModelServer):
         if self._has_generate is None:
             self._has_generate = await self._detect_generate()
         path = GENERATE if self._has_generate else COMPLETIONS
-        body = _body(path, request, stream)
-        completion: Completion | None = None
 
-        def read(response: Any) -> Completion:
+        def read(response: Any) -> Completion | None:
             """Pass on the tokens of a response or event; returns its end as far as it is known."""
             if not isinstance(response, dict) or not response.get("choices"):
+                if stream and isinstance(response, dict) and "error" not in response:
+                    return None
                 content = response.get("error", response) if isinstance(response, dict) else response
-                raise self._http.protocol_error(path, f"no answer but {content!r:.300}")
+                raise self.protocol_error(path, f"no answer but {content!r:.300}")
             choice = response["choices"][0]
             try:
                 chunk, weights = _read_chunk(path, choice, request.params.top_logprobs), _weights(choice)
             except (KeyError, TypeError, ValueError) as error:
-                raise self._http.protocol_error(path, f"an answer that cannot be read ({error!r})") from error
+                raise self.protocol_error(path, f"an answer that cannot be read ({error!r})") from error
             if chunk.token_ids:
                 on_chunk(chunk)
             reason = choice.get("finish_reason")
             if reason not in (None, "stop", "length"):
-                raise self._http.protocol_error(path, f"the answer was ended by the server ({reason})")
+                raise self.protocol_error(path, f"the answer was ended by the server ({reason})")
             return Completion("length" if reason == "length" else "stop", weights)
 
-        try:
-            if not stream:
-                return read(await self._http.post(path, body))
-            async with aclosing(self._http.events(path, body)) as events:
-                async for event in events:
-                    if event.get("choices") or "error" in event:
-                        completion = read(event)
-        except ModelServerError as error:
-            raise caller_error(error, request) from None
-        if completion is None:
-            raise self._http.protocol_error(path, "its answer has no end")
-        return completion
+        return await self._complete(path, _body(path, request, stream), request, read)
 
     async def _detect_generate(self) -> bool:
         try:
-            await self._http.post(GENERATE, {"token_ids": []}, seconds=10.0)
+            await self.post(GENERATE, {"token_ids": []}, seconds=10.0)
         except ModelServerError as error:
             if error.status in (400, 422):
                 return True  # It rejected the prompt, not the path.
@@ -229,38 +199,37 @@ class VllmServer(HttpModelServer):
     # -- weights ---------------------------------------------------------------------------------------------------
 
     async def weight_label(self) -> str | None:
-        response = await self._http.get("/weight_info", optional=True)
+        response = await self.get("/weight_info", optional=True)
         return response.get("weight_version") if isinstance(response, dict) else None
 
     @asynccontextmanager
     async def _update(self, on_loaded: Callable[[], None]) -> AsyncGenerator[None]:
         """A context in which the weights are replaced. Its order ensures that half-loaded weights never sample, and
         that no key or value outlives its weights."""
-        await self._http.post("/pause?mode=keep", seconds=60.0)
+        await self.post("/pause?mode=keep", seconds=60.0)
         await self.discard_partial_update()
         self._partial_update = True
         yield
         self._partial_update = False
-        response = await self._http.post("/reset_prefix_cache?reset_running_requests=true", seconds=60.0)
+        response = await self.post("/reset_prefix_cache?reset_running_requests=true", seconds=60.0)
         if isinstance(response, dict) and response.get("success") is False:
-            raise self._http.protocol_error("/reset_prefix_cache", "it keeps what the old weights computed")
+            raise self.protocol_error("/reset_prefix_cache", "it keeps what the old weights computed")
         on_loaded()
-        await self._http.post("/resume", seconds=60.0)
+        await self.post("/resume", seconds=60.0)
 
     async def load_weights(self, directory: Path, label: str, on_loaded: Callable[[], None]) -> None:
         async with self._update(on_loaded):
             await self._reload({"weights_path": str(directory)}, LOAD_SECONDS)
             # Older servers have no labels.
-            await self._http.post("/update_weight_version", {"new_version": label}, seconds=60.0, optional=True)
+            await self.post("/update_weight_version", {"new_version": label}, seconds=60.0, optional=True)
 
     async def connect(self, sender: WeightSender) -> None:
+        """Connect the server's workers with `sender`. Raises ConfigError if it was not started for that."""
         await self._disconnect()  # Whatever is left of another run, or of a sender that failed.
-        world = await self._http.get("/get_world_size")
+        world = await self.get("/get_world_size")
         try:
             body = {"init_info": sender.init_info(int(world["world_size"]))}
-            server_init = asyncio.create_task(
-                self._http.post("/init_weight_transfer_engine", body, seconds=LOAD_SECONDS)
-            )
+            server_init = asyncio.create_task(self.post("/init_weight_transfer_engine", body, seconds=LOAD_SECONDS))
             await _connect_both(server_init, sender)
         except (TransferError, ModelServerError) as error:
             if isinstance(error, ModelServerError) and error.status in (404, 500):
@@ -273,14 +242,16 @@ class VllmServer(HttpModelServer):
     async def receive_weights(
         self, sender: WeightSender, lend: LendWeights, label: str, on_loaded: Callable[[], None]
     ) -> None:
+        """As `load_weights`, with weights lent by `lend` and sent by `sender`. After a failure the server may hold a
+        mix of old and new weights until `load_weights` or `receive_weights` succeeds."""
         loop = asyncio.get_running_loop()
 
         def send_update(info: dict[str, Any]) -> Future[Any]:
-            call = self._http.post("/update_weights", {"update_info": info}, seconds=LOAD_SECONDS)
+            call = self.post("/update_weights", {"update_info": info}, seconds=LOAD_SECONDS)
             return asyncio.run_coroutine_threadsafe(call, loop)
 
         async with self._update(on_loaded):
-            await self._http.post("/start_weight_update", seconds=60.0)
+            await self.post("/start_weight_update", seconds=60.0)
             try:
                 await lend(lambda weights: sender.send(weights, send_update))
             except TransferError as error:
@@ -288,24 +259,26 @@ class VllmServer(HttpModelServer):
             except BaseException:
                 sender.abort()  # Nobody waits for it any more.
                 raise
-            await self._http.post("/finish_weight_update", {"weight_version": label}, seconds=LOAD_SECONDS)
+            await self.post("/finish_weight_update", {"weight_version": label}, seconds=LOAD_SECONDS)
 
     async def discard_partial_update(self) -> None:
-        """vLLM counts what has arrived of each layer, so the rest of an interrupted update would be taken for a part
+        """Drop what arrived of an interrupted transfer. Returns once the server no longer waits for the rest.
+
+        vLLM counts what has arrived of each layer, so the rest of an interrupted update would be taken for a part
         of the next one. Loading no weights at all resets the count."""
         if not self._partial_update:
             return
         with contextlib.suppress(ModelServerError):  # It may know of the interruption already, or accept no transfer.
-            await self._http.post("/finish_weight_update", seconds=60.0)
+            await self.post("/finish_weight_update", seconds=60.0)
         await self._reload({"weights_iterator": []}, 60.0)
         self._partial_update = False
 
     async def _reload(self, arguments: Mapping[str, Any], seconds: float) -> None:
-        await self._http.post("/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, seconds=seconds)
+        await self.post("/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, seconds=seconds)
 
     async def _disconnect(self) -> None:
         with contextlib.suppress(ModelServerError):  # It has no connection, or /init_... will report the problem.
-            await self._http.post("/shutdown_weight_transfer_engine", seconds=60.0)
+            await self.post("/shutdown_weight_transfer_engine", seconds=60.0)
 
     async def load_adapter(self, name: str, directory: Path) -> None:
         loaded = (await self.model_info()).adapters
@@ -317,7 +290,7 @@ class VllmServer(HttpModelServer):
 
     async def _adapter_request(self, path: str, body: Mapping[str, Any], seconds: float) -> None:
         try:
-            await self._http.post(path, body, seconds=seconds)
+            await self.post(path, body, seconds=seconds)
         except ModelServerError as error:
             if (error.status == 404 and "Not Found" in str(error)) or NOT_ENABLED in str(error):
                 raise ConfigError(
@@ -330,14 +303,14 @@ class VllmServer(HttpModelServer):
 
     async def _resume_if_paused(self) -> None:
         """Resume a server that was left paused by a trainer killed during an update."""
-        response = await self._http.get("/is_paused", optional=True)
+        response = await self.get("/is_paused", optional=True)
         if not isinstance(response, dict):
             message = "its weights cannot be replaced; start it with VLLM_SERVER_DEV_MODE=1"
             raise ConfigError(f"{self.url} has no /is_paused: {message}")
         if response.get("is_paused"):
             self._partial_update = True
             await self.discard_partial_update()
-            await self._http.post("/resume", seconds=60.0)
+            await self.post("/resume", seconds=60.0)
 
 
 async def _connect_both(server_init: asyncio.Task[Any], sender: WeightSender) -> None:
@@ -422,7 +395,7 @@ class VllmProcess:
         self._options = options
         self._port = _free_port()
         self._process: subprocess.Popen[bytes] | None = None
-        self._http = JsonClient(transport, self.url, None, seconds=5.0, connect_seconds=2.0)
+        self._http = JsonClient(transport, self.url, seconds=5.0, connect_seconds=2.0)
 
     @property
     def url(self) -> str:
