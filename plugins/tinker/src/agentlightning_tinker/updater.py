@@ -36,7 +36,7 @@ from agentlightning.policy.losses import (
 )
 from agentlightning.policy.mismatch import Correction
 from agentlightning.policy.update import streams
-from agentlightning.policy.update.packing import MicroBatch, plan
+from agentlightning.policy.update.packing import MicroBatch, TokenTable, plan
 from agentlightning.policy.update.updater import (
     EntropyHistory,
     LossSpec,
@@ -57,7 +57,7 @@ class RowPlanner:
     """Stands for `Forward`: which rows are computed."""
 
     def plan(
-        self, samples: Sequence[TrainingSample], *, token_budget: int, sharing: Sharing = "auto"
+        self, batch: TokenTable | Sequence[TrainingSample], *, token_budget: int, sharing: Sharing = "auto"
     ) -> list[MicroBatch]:
         """All rows as one micro-batch; calls of a rollout are merged where one continues another. `token_budget` is for
         the server to decide. Raises ConfigError for a way of sharing that needs the model."""
@@ -65,7 +65,7 @@ class RowPlanner:
             raise ConfigError(
                 'sharing="shared" is for a model on this machine; leave it out with policy.kind = "tinker"'
             )
-        batches = plan(samples, token_budget=ROW_BUDGET, sharing="rows" if sharing == "rows" else "merged", join=False)
+        batches = plan(batch, token_budget=ROW_BUDGET, sharing="rows" if sharing == "rows" else "merged", join=False)
         rows = tuple(row for batch in batches for row in batch.rows)
         return [MicroBatch(rows, batches[0].table)] if rows else []
 
@@ -169,19 +169,13 @@ class RemoteUpdater(Updater):
         mean, steps = about["entropy"]
         self.entropy = EntropyHistory(float(mean), int(steps))
 
-    def _step(self, part: Sequence[TrainingSample], spec: LossSpec) -> dict[str, float]:
+    def _step(self, part: TokenTable, spec: LossSpec) -> dict[str, float]:
         """Rollouts whose data is not finite are left out before anything is sent."""
-        needs = {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in spec.losses))
-        left_out = 0
-        kept: list[TrainingSample] = []
-        for sample in part:
-            broken = streams.not_finite_in_data(sample, needs)
-            left_out += len(broken)
-            kept.append(streams.without(sample, lambda node, b=broken: str(node.rollout_id) in b) if broken else sample)
-        sums = self._gradient(kept, spec)
+        broken = streams.not_finite_in_data(part, {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in spec.losses)))
+        sums = self._gradient(streams.without(part, np.isin(part.rollout, broken)), spec)
         if not sums:
             return {}
-        return {**sums, **self.optimizer.step(sums["loss"]), "rollouts_not_finite": float(left_out)}
+        return {**sums, **self.optimizer.step(sums["loss"]), "rollouts_not_finite": float(len(broken))}
 
     def accumulate(
         self, batches: Sequence[MicroBatch], loss: LossSetting = "ppo", within: Sequence[Correction] = ()

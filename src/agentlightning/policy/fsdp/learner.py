@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +28,7 @@ from agentlightning.policy.model_loading import load_model, with_adapters_of
 from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.learner import Learner
 from agentlightning.policy.update.optimizer import Optimizer, WeightAverage
-from agentlightning.policy.update.packing import MicroBatch
+from agentlightning.policy.update.packing import MicroBatch, TokenTable
 from agentlightning.policy.update.updater import EntropyHistory, LossSpec, Updater
 from agentlightning.policy.update.value_head import ValueHead
 from agentlightning.trajectory import TrainingSample
@@ -71,23 +72,24 @@ class ShardedUpdater(Updater):
         imbalance = sum(max(loads) for loads in busy) * self.ranks.count / max(sum(map(sum, busy)), 1e-9)
         return {**metrics, "idle_ranks": float(idle), "rank_imbalance": imbalance}
 
-    def _gradient(self, part: Sequence[TrainingSample], spec: LossSpec) -> dict[str, float]:
-        own = [part[i] for i in self._own(part, spec.options)]
-        batches = self._plan(own, spec.options) if own else []
+    def _gradient(self, part: TokenTable, spec: LossSpec) -> dict[str, float]:
+        own = self._own(part, spec.options)
+        batches = self._plan(own, spec.options) if own.part else []
         sums = self.ranks.sum(self.accumulate(batches, spec.losses, spec.within))
         self.ranks.sum_gradients(self.whole)
         return sums
 
-    def _own(self, part: Sequence[TrainingSample], options: UpdateOptions) -> list[int]:
+    def _own(self, part: TokenTable, options: UpdateOptions) -> TokenTable:
         """The trees of this rank, as rank 0 has divided them."""
         found: tuple[list[list[int]], list[float]] | None = None
         if self.ranks.rank == 0:
-            prices = [sum(map(self.forward.cost.price, self._plan([sample], options))) for sample in part]
+            trees = [self._plan(replace(part, part=(number,)), options) for number in part.part]
+            prices = [sum(map(self.forward.cost.price, batches)) for batches in trees]
             parts = divide(prices, self.ranks.count)
             found = parts, [sum(prices[i] for i in own) for own in parts]
         parts, loads = self.ranks.from_first(found)
         self._loads.append(loads)
-        return parts[self.ranks.rank]
+        return replace(part, part=tuple(part.part[i] for i in parts[self.ranks.rank]))
 
     def _divides_rollouts(self, batches: Sequence[MicroBatch]) -> bool:
         return self.ranks.any(super()._divides_rollouts(batches))

@@ -28,9 +28,9 @@ from transformers import DynamicCache, PreTrainedModel
 from agentlightning.errors import ConfigError
 from agentlightning.policy.update.forward import Forward, ModelTraits, States, cost_model, ones
 from agentlightning.policy.update.optimizer import master_values
-from agentlightning.policy.update.packing import MicroBatch, Row, TokenTable
+from agentlightning.policy.update.packing import MicroBatch, plan
 from agentlightning.policy.update.value_head import ValueHead
-from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
+from agentlightning.trajectory import FloatArray, Node, TokenTree, TrainingSample
 
 # -- collectives -----------------------------------------------------------------------------------------------------
 
@@ -118,9 +118,6 @@ def divide(prices: Sequence[float], ranks: int) -> list[list[int]]:
             parts[rank].append(index)
             loads[rank] += prices[index]
     return [sorted(part) for part in parts]
-
-
-IDLE_TOKENS = (0, 0)
 
 
 class ShardedForward(Forward):
@@ -213,9 +210,9 @@ def _passes(batch: MicroBatch) -> int:
 
 def _idle_batch() -> MicroBatch:
     """One target behind one token."""
-    place = np.zeros(1, np.int64)
-    table = TokenTable({}, np.ones(1, np.float32), place, place, (), ())
-    return MicroBatch((Row(IDLE_TOKENS, np.ones(1, np.int64), place),), table)
+    tree = TokenTree((Node(-1, (0,)), Node(0, (0,), sampled=True, logprobs=(0.0,))))
+    (batch,) = plan([TrainingSample(tree, weights=ones(tree))], token_budget=1, sharing="rows")
+    return batch
 
 
 def shard(model: PreTrainedModel, ranks: Ranks, dtype: torch.dtype) -> None:

@@ -42,6 +42,7 @@ from agentlightning.policy.update.packing import (
     Line,
     MicroBatch,
     Row,
+    TokenTable,
     join_rows,
     plan,
     token_table,
@@ -211,13 +212,13 @@ class Forward:
 
     def plan(
         self,
-        samples: Sequence[TrainingSample],
+        batch: TokenTable | Sequence[TrainingSample],
         *,
         token_budget: int = 8192,
         sharing: Sharing = "auto",
         trains_zero_advantage: bool = False,
     ) -> list[MicroBatch]:
-        """The micro-batches of `samples`. Raises ConfigError where sharing="shared" and the model cannot share."""
+        """The micro-batches of a batch. Raises ConfigError where sharing="shared" and the model cannot share."""
         if sharing in ("auto", "shared") and not (self.traits.shares and can_share(self.model)):
             if sharing == "shared":
                 raise ConfigError(
@@ -226,7 +227,7 @@ class Forward:
                 )
             sharing = "merged"
         return plan(
-            samples,
+            batch,
             token_budget=token_budget,
             cost=self.cost,
             sharing=sharing,
@@ -292,11 +293,10 @@ class Forward:
     ) -> dict[str, list[tuple[FloatArray, ...]]]:
         """`logprobs` and `entropy` of every sampled token at its temperature, and its `values` by a head: for each tree
         a column, as `TrainingSample` has them."""
-        samples = [TrainingSample(tree, weights=ones(tree)) for tree in trees]
-        table = token_table(samples)
+        table = token_table(TrainingSample(tree, weights=ones(tree)) for tree in trees)
         found = {name: np.zeros(len(table.call), np.float32) for name in what}
         self.model.eval()
-        batches = self.plan(samples, token_budget=token_budget, trains_zero_advantage=True)
+        batches = self.plan(table, token_budget=token_budget, trains_zero_advantage=True)
         with self.aligned(batches):
             for batch in batches:
                 states = self.states(batch)

@@ -62,13 +62,22 @@ class KeptTokens:
 class TokenTable:
     """The sampled tokens of a batch, sample by sample and node by node, as flat arrays [S]."""
 
+    samples: tuple[TrainingSample, ...]
+    part: tuple[int, ...]
+    """The samples that are trained now: those of a minibatch, or of a rank."""
+    nodes: tuple[Node, ...]
+    """The sampled nodes of all trees."""
     columns: Mapping[str, FloatArray]
-    """The columns that all samples have, and `sampled_logprobs`."""
+    """The columns of all samples, 0 where a sample lacks one, and `sampled_logprobs`."""
     temperatures: FloatArray
+    sample: IntArray
+    """The sample of each token."""
+    node: IntArray
+    """Its node, by the place in `nodes`."""
     call: IntArray
-    """The call of each token, numbered within the batch."""
+    """Its call, numbered within the batch."""
     rollout: IntArray
-    """The rollout of each token, numbered likewise."""
+    """Its rollout, numbered likewise."""
     starts: tuple[IntArray, ...]
     """For each sample, where the tokens of each node begin; `NOT_SAMPLED` for prompts."""
     calls: tuple[IntArray, ...]
@@ -76,13 +85,26 @@ class TokenTable:
     kept: KeptTokens | None = None
     """None: every token could be sampled everywhere."""
 
+    @property
+    def within(self) -> NDArray[np.bool_]:
+        """Which tokens are of the samples in `part`."""
+        return np.isin(self.sample, self.part)
 
-def token_table(samples: Sequence[TrainingSample]) -> TokenTable:
+    def has(self, name: str) -> NDArray[np.bool_]:
+        """Which tokens are of samples with a column."""
+        return np.array([name in sample.columns for sample in self.samples], bool)[self.sample]
+
+    def with_columns(self, columns: Mapping[str, FloatArray]) -> TokenTable:
+        """The same with these columns."""
+        return replace(self, columns={**self.columns, **columns})
+
+
+def token_table(samples: Iterable[TrainingSample]) -> TokenTable:
     """The sampled tokens of `samples`, numbered."""
-    shared = set.intersection(*(set(sample.columns) for sample in samples)) if samples else set[str]()
-    nodes: list[tuple[TrainingSample, int, Node]] = []
-    starts, calls, call, count, position = list[IntArray](), list[IntArray](), list[int](), 0, 0
-    for sample in samples:
+    samples = tuple(samples)
+    nodes, owners, call = list[Node](), list[int](), list[int]()
+    starts, calls, count, position = list[IntArray](), list[IntArray](), 0, 0
+    for number, sample in enumerate(samples):
         tree = sample.tree
         begins, numbers = (np.full(len(tree.nodes), NOT_SAMPLED, np.int64) for _ in range(2))
         for index, node in enumerate(tree.nodes):
@@ -91,38 +113,57 @@ def token_table(samples: Sequence[TrainingSample]) -> TokenTable:
             continues = _continues(tree, index)
             begins[index], numbers[index] = position, numbers[node.parent] if continues else count
             position, count = position + len(node.token_ids), count + (not continues)
-            nodes.append((sample, index, node))
+            nodes.append(node)
+            owners.append(number)
             call.append(int(numbers[index]))
         starts.append(begins)
         calls.append(numbers)
-    lengths = [len(node.token_ids) for _, _, node in nodes]
-    columns = {name: _join([sample.columns[name][i] for sample, i, _ in nodes]) for name in shared}
-    columns["sampled_logprobs"] = _join([np.array(node.logprobs, np.float32) for _, _, node in nodes])
+    lengths = [len(node.token_ids) for node in nodes]
     rollouts: dict[tuple[int, object], int] = {}
     rollout = [
-        rollouts.setdefault((id(sample), node.rollout_id or number), len(rollouts))
-        for (sample, _, node), number in zip(nodes, call, strict=True)
+        rollouts.setdefault((owner, node.rollout_id or number), len(rollouts))
+        for owner, node, number in zip(owners, nodes, call, strict=True)
     ]
+
+    def of_tokens(values: Sequence[int]) -> IntArray:
+        return np.repeat(np.array(values, np.int64), lengths)
+
+    columns = {name: _column(samples, name) for name in set[str]().union(*(each.columns for each in samples))}
+    columns["sampled_logprobs"] = _join([np.array(node.logprobs, np.float32) for node in nodes])
     return TokenTable(
+        samples=samples,
+        part=tuple(range(len(samples))),
+        nodes=tuple(nodes),
         columns=columns,
-        temperatures=np.repeat(np.array([node.temperature for _, _, node in nodes], np.float32), lengths),
-        call=np.repeat(np.array(call, np.int64), lengths),
-        rollout=np.repeat(np.array(rollout, np.int64), lengths),
+        temperatures=np.repeat(np.array([node.temperature for node in nodes], np.float32), lengths),
+        sample=of_tokens(owners),
+        node=of_tokens(range(len(nodes))),
+        call=of_tokens(call),
+        rollout=of_tokens(rollout),
         starts=tuple(starts),
         calls=tuple(calls),
-        kept=_kept_tokens([node for _, _, node in nodes]),
+        kept=_kept_tokens(nodes),
     )
 
 
+def _column(samples: Sequence[TrainingSample], name: str) -> FloatArray:
+    return _join([
+        array
+        for sample in samples
+        for array in sample.columns.get(name) or [np.zeros(sample.tree.num_sampled, np.float32)]
+    ])  # fmt: skip
+
+
 def _kept_tokens(nodes: Sequence[Node]) -> KeptTokens | None:
-    if all(node.kept_sets is None for node in nodes):
+    sets = [node.kept_sets for node in nodes]
+    if all(kept is None for kept in sets):
         return None
     none = np.zeros(0, np.int64)
     sizes = [
-        np.zeros(len(node.token_ids), np.int64) if node.kept_sets is None else node.kept_sets.size_array()
-        for node in nodes
+        np.zeros(len(node.token_ids), np.int64) if kept is None else kept.size_array()
+        for node, kept in zip(nodes, sets, strict=True)
     ]
-    ids = [none if node.kept_sets is None else node.kept_sets.id_array() for node in nodes]
+    ids = [none if kept is None else kept.id_array() for kept in sets]
     return KeptTokens(np.concatenate(sizes), np.concatenate(ids))
 
 
@@ -345,7 +386,7 @@ class Choice:
 
 
 def plan(
-    samples: Iterable[TrainingSample],
+    batch: TokenTable | Sequence[TrainingSample],
     *,
     token_budget: int,
     cost: CostModel = CPU_COST,
@@ -353,19 +394,17 @@ def plan(
     trains_zero_advantage: bool = False,
     join: bool = True,
 ) -> list[MicroBatch]:
-    """Divide samples into micro-batches of at most `token_budget` computed tokens; a longer single row goes alone.
+    """Divide the samples of a batch into micro-batches of at most `token_budget` computed tokens; a longer single row goes alone.
 
     "auto" takes the cheapest by `cost` of four plans: nothing shared; everything joined; for each tree what is cheapest
     alone, and what is cheapest once several trees share a launch. A call is trained if one of its tokens has a weight
     and, unless `trains_zero_advantage`, an advantage; all of its tokens are then targets. Without `join` no rows are
     joined, for models that take no mask. Raises PolicyError for a trained token without a prompt.
     """
-    samples = list(samples)
-    packer = _Packer(token_table(samples), token_budget, cost)
-    trees = [
-        _Paths(sample, packer.table, number, trains_zero_advantage, by_call=sharing == "rows")
-        for number, sample in enumerate(samples)
-    ]
+    table = batch if isinstance(batch, TokenTable) else token_table(batch)
+    packer = _Packer(table, token_budget, cost)
+    trained = _trained_calls(table, trains_zero_advantage)
+    trees = [_Paths(table, number, trained, by_call=sharing == "rows") for number in table.part]
     merged = [Choice(tree.rows) for tree in trees]
     if sharing in ("rows", "merged"):
         return packer.pack(merged)
@@ -383,18 +422,17 @@ def plan(
 class _Paths:
     """The rows of one tree."""
 
-    def __init__(
-        self,
-        sample: TrainingSample,
-        table: TokenTable,
-        number: int,
-        trains_zero_advantage: bool,
-        by_call: bool,
-    ) -> None:
-        self._tree = sample.tree
+    def __init__(self, table: TokenTable, number: int, trained: NDArray[np.bool_], by_call: bool) -> None:
+        """`trained`: for each call of the table, whether it is."""
+        self._tree = table.samples[number].tree
         self._starts = table.starts[number]
-        self._depths = _depths(sample.tree)
-        self._calls = _trained_calls(sample, table.calls[number], trains_zero_advantage)
+        self._depths = _depths(self._tree)
+        calls: dict[int, list[int]] = {}
+        for index, call in enumerate(table.calls[number].tolist()):
+            if call != NOT_SAMPLED and trained[call] and self._tree.nodes[index].token_ids:
+                calls.setdefault(call, []).append(index)
+        self._calls = list(calls.values())
+        """The nodes of each trained call, from the root down."""
         self.paths = self._call_paths() if by_call else self._leaf_paths()
         self.rows = [self._row(path, owned) for path, owned in self.paths]
 
@@ -461,22 +499,15 @@ def _depths(tree: TokenTree) -> list[int]:
     return depths
 
 
-def _trained_calls(sample: TrainingSample, calls: IntArray, trains_zero_advantage: bool) -> list[list[int]]:
-    """The nodes of each call that has a trained token, from the root down."""
-    weights = sample.columns.get(TRAINED, sample.columns.get("weights", ()))
-    advantages = None if TRAINED in sample.columns else sample.columns.get("advantages")
-    nodes: dict[int, list[int]] = {}
-    trained: set[int] = set()
-    for index, call in enumerate(calls.tolist()):
-        if call == NOT_SAMPLED or not len(weights[index]):
-            continue
-        nodes.setdefault(call, []).append(index)
-        counts = weights[index] != 0
-        if not trains_zero_advantage and advantages is not None:
-            counts = counts & (advantages[index] != 0)
-        if counts.any():
-            trained.add(call)
-    return [own for call, own in nodes.items() if call in trained]
+def _trained_calls(table: TokenTable, trains_zero_advantage: bool) -> NDArray[np.bool_]:
+    """For each call of the table, whether one of its tokens is trained."""
+    columns = table.columns
+    counts = columns.get(TRAINED, columns.get("weights", table.temperatures)) != 0
+    if TRAINED not in columns and not trains_zero_advantage and "advantages" in columns:
+        counts &= columns["advantages"] != 0
+    trained = np.zeros(table.call.max(initial=-1) + 1, bool)
+    trained[table.call[counts]] = True
+    return trained
 
 
 class _Packer:

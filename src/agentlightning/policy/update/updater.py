@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,7 +35,7 @@ from agentlightning.policy.mismatch import Correction, MismatchSetting
 from agentlightning.policy.update import streams
 from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.optimizer import Optimizer, WeightAverage
-from agentlightning.policy.update.packing import IntArray, KeptTokens, MicroBatch
+from agentlightning.policy.update.packing import IntArray, KeptTokens, MicroBatch, TokenTable
 from agentlightning.policy.update.value_head import NO_HEAD, ValueHead
 from agentlightning.trajectory import TrainingSample
 
@@ -122,14 +122,14 @@ class Updater:
         check_value_head(losses, self.value_head)
         if options.average is not None:
             self._average_at(options.average)
-        samples = streams.for_losses(samples, losses)
-        several = _corrections(samples, losses, options.mismatch)
-        within = several if _interpolates(samples) else ()
-        samples, corrections = streams.corrected(samples, several) if several and not within else (samples, {})
+        table = streams.for_losses(samples, losses)
+        several = _corrections(table, losses, options.mismatch)
+        within = several if INTERPOLATION in table.columns else ()
+        table, corrections = streams.corrected(table, several) if several and not within else (table, {})
         totals, spec = dict.fromkeys(COUNTS, 0.0), LossSpec(losses, within, options)
-        for index, part in enumerate(_split_minibatches(samples, options.minibatches)):
+        for index, part in enumerate(streams.minibatches(table, options.minibatches)):
             sums = self._step(streams.normalized(part, losses), spec)
-            if index == 0 and "approx_kl" in sums and not within and not has_proximal(samples):
+            if index == 0 and "approx_kl" in sums and not within and PROXIMAL_LOGPROBS not in table.columns:
                 # What sampler and trainer disagree about, before the first change of weights.
                 corrections["mismatch_kl"] = sums["approx_kl"] / max(1.0, sums[f"{COUNT_OF}approx_kl"])
             _add(totals, sums)
@@ -140,7 +140,7 @@ class Updater:
             self.entropy.add(metrics["entropy"])
         return {**metrics, **corrections}
 
-    def _step(self, part: Sequence[TrainingSample], spec: LossSpec) -> dict[str, float]:
+    def _step(self, part: TokenTable, spec: LossSpec) -> dict[str, float]:
         """One optimiser step. If the gradient is not finite, the rollouts responsible are left out."""
         sums = self._gradient(part, spec)
         if not sums:
@@ -169,47 +169,40 @@ class Updater:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
-    def _without_not_finite(
-        self, part: Sequence[TrainingSample], spec: LossSpec
-    ) -> tuple[Sequence[TrainingSample], int]:
-        """The samples without the rollouts whose data, loss or gradient is not finite, and their number: 0 where that
-        is so of all, because the weights themselves are broken."""
-        needs = {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in spec.losses))
-        found = {(i, rollout) for i, each in enumerate(part) for rollout in streams.not_finite_in_data(each, needs)}
-        if not found:
-            every = sorted(
-                {(i, str(n.rollout_id)) for i, each in enumerate(part) for n in each.tree.nodes if n.sampled}
-            )
+    def _without_not_finite(self, part: TokenTable, spec: LossSpec) -> tuple[TokenTable, int]:
+        """The batch without the rollouts whose data, loss or gradient is not finite, and their number: 0 where that is
+        so of all, because the weights themselves are broken."""
+        found = streams.not_finite_in_data(part, {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in spec.losses)))
+        if not len(found):
+            every = np.unique(part.rollout[part.within])
             found = self._not_finite(part, every, spec)
             if len(found) == len(every):
                 return part, 0
+        excluded = np.isin(part.rollout, found)
         logger.warning(
             "%d rollouts are left out of this update, because their loss or its gradient is not finite: %s",
             len(found),
-            ", ".join(sorted(rollout for _, rollout in found)),
+            ", ".join(sorted({str(part.nodes[number].rollout_id) for number in np.unique(part.node[excluded])})),
         )
-        return _where(part, lambda rollout: rollout not in found), len(found)
+        return streams.without(part, excluded), len(found)
 
-    def _not_finite(
-        self, part: Sequence[TrainingSample], rollouts: Sequence[tuple[int, str]], spec: LossSpec
-    ) -> set[tuple[int, str]]:
+    def _not_finite(self, part: TokenTable, rollouts: IntArray, spec: LossSpec) -> IntArray:
         """Those of the rollouts whose gradient alone is not finite, found by halving. Several processes that train
         together (`policy.fsdp`) all ask about the same rollouts in the same order: each gradient is theirs together."""
         self.zero_grad()
-        sums = self._gradient(_where(part, set(rollouts).__contains__), spec)
+        sums = self._gradient(streams.without(part, ~np.isin(part.rollout, rollouts)), spec)
         if not sums or _finite(sums, self.optimizer.grad_norm()):
-            return set()
+            return rollouts[:0]
         if len(rollouts) == 1:
-            return set(rollouts)
-        half = len(rollouts) // 2
-        return self._not_finite(part, rollouts[:half], spec) | self._not_finite(part, rollouts[half:], spec)
+            return rollouts
+        return np.concatenate([self._not_finite(part, half, spec) for half in np.array_split(rollouts, 2)])
 
-    def _gradient(self, part: Sequence[TrainingSample], spec: LossSpec) -> dict[str, float]:
+    def _gradient(self, part: TokenTable, spec: LossSpec) -> dict[str, float]:
         """Add the gradient of samples, and return sums over their tokens; empty where nothing is trained."""
         batches = self._plan(part, spec.options)
         return self.accumulate(batches, spec.losses, spec.within) if batches else {}
 
-    def _plan(self, part: Sequence[TrainingSample], options: UpdateOptions) -> list[MicroBatch]:
+    def _plan(self, part: TokenTable, options: UpdateOptions) -> list[MicroBatch]:
         budget = options.token_budget or TOKEN_BUDGET
         return self.forward.plan(part, token_budget=budget, sharing=options.sharing)
 
@@ -324,19 +317,15 @@ class Updater:
         return streams.interpolated(tokens)
 
 
-def _interpolates(samples: Sequence[TrainingSample]) -> bool:
-    """Whether the proximal policy is interpolated, and weights corrected, within each micro-batch."""
-    return any(INTERPOLATION in sample.columns for sample in samples)
-
-
 def _corrections(
-    samples: Sequence[TrainingSample], losses: Sequence[TokenLoss], mismatch: MismatchSetting | None
+    table: TokenTable, losses: Sequence[TokenLoss], mismatch: MismatchSetting | None
 ) -> tuple[Correction, ...]:
     """The corrections of weights; none where none applies."""
     several = mismatches.DEFAULT if mismatch is None else mismatches.check_combination(mismatch, losses)
     decoupled = any(loss.decoupled for loss in losses)
-    if _interpolates(samples):
-        if any(PROXIMAL_LOGPROBS in sample.columns for sample in samples):
+    proximal = PROXIMAL_LOGPROBS in table.columns
+    if INTERPOLATION in table.columns:
+        if proximal:
             raise PolicyError(
                 f"samples have both {INTERPOLATION!r} and {PROXIMAL_LOGPROBS!r}; give one of these columns"
             )
@@ -346,14 +335,9 @@ def _corrections(
         return several
     if mismatches.is_off(several) or not decoupled:
         return ()
-    if mismatch is not None and samples and not has_proximal(samples):
+    if mismatch is not None and table.samples and not proximal:
         raise PolicyError(f'mismatch={mismatch!r} needs the column "{PROXIMAL_LOGPROBS}", which samples do not have')
-    return several if has_proximal(samples) else ()
-
-
-def has_proximal(samples: Sequence[TrainingSample]) -> bool:
-    """Whether ratios are against the weights before the update, and not those that sampled."""
-    return bool(samples) and all(PROXIMAL_LOGPROBS in sample.columns for sample in samples)
+    return several if proximal else ()
 
 
 def check_value_head(losses: Sequence[TokenLoss], head: ValueHead | None) -> None:
@@ -416,31 +400,6 @@ def sum_of_losses(
 
 def _counted(sums: Mapping[str, float | Tensor], count: float) -> dict[str, float | Tensor]:
     return {**sums, **dict.fromkeys((f"{COUNT_OF}{name}" for name in sums), float(count))}
-
-
-def _split_minibatches(samples: Sequence[TrainingSample], minibatches: int) -> list[Sequence[TrainingSample]]:
-    """The samples in so many parts, the weights of each divided by its share: whatever normalised the weights, a part
-    then weighs as a whole batch does."""
-    if minibatches == 1:
-        return [samples]
-    parts = (samples[i::minibatches] for i in range(minibatches))
-    return [_as_whole(part) for part in parts if part]
-
-
-def _as_whole(samples: Sequence[TrainingSample]) -> Sequence[TrainingSample]:
-    share = sum(sample.share for sample in samples)
-    if not share:
-        return samples
-    names = (WEIGHTS, CORRECTED_WEIGHTS)
-    return [
-        replace(s, columns={**s.columns, **{n: [w / share for w in s.columns[n]] for n in names if n in s.columns}})
-        for s in samples
-    ]
-
-
-def _where(samples: Sequence[TrainingSample], chosen: Callable[[tuple[int, str]], bool]) -> Sequence[TrainingSample]:
-    """The samples, with weights for rollouts that are chosen by the place of their sample and their id."""
-    return [streams.without(s, lambda node, i=i: not chosen((i, str(node.rollout_id)))) for i, s in enumerate(samples)]
 
 
 def _finite(sums: Mapping[str, float], norm: Tensor) -> bool:
