@@ -72,7 +72,7 @@ class Capabilities:
     """Whether it trains adapters that began with no effect: the model below them, which `score` takes as the reference
     where none is given, is then the one that it started from."""
     lends_weights: bool = False
-    """Whether its weights can be read in place (`weight_sync.base.WeightOwner`)."""
+    """Whether its weights can be read in place (`weight_sync.transfer.WeightOwner`)."""
     adapters: Mapping[str, Lora] = field(default_factory=dict[str, Lora])
     """The adapters that are trained, by name; empty: all weights are."""
 

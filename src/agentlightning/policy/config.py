@@ -20,7 +20,7 @@ from agentlightning.models.resolve import TINY
 from agentlightning.util.kept_sets import MAX_SET
 from agentlightning.util.plugins import Registry
 from agentlightning.util.settings import Named, Section, by_type
-from agentlightning.weight_sync.select import AUTO, DISK
+from agentlightning.weight_sync.transfer import AUTO, DISK
 
 OPENED: Final = "agentlightning.policy.open:open_policy"
 BACKENDS = Registry("backends", "backend", known={"local": OPENED, "fsdp": OPENED, "tinker": None})

@@ -34,9 +34,8 @@ from agentlightning.policy.base import (
 )
 from agentlightning.policy.config import adapter_table, check_servable
 from agentlightning.trajectory import TokenTree, TrainingSample
-from agentlightning.weight_sync.base import LendWeights, WeightOwner
 from agentlightning.weight_sync.disk import CheckpointFolder
-from agentlightning.weight_sync.select import AUTO, DISK, select_transport
+from agentlightning.weight_sync.transfer import AUTO, DISK, LendWeights, WeightOwner, select_transport
 
 if TYPE_CHECKING:
     from agentlightning.policy.local import LocalPolicy

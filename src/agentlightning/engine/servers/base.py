@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from agentlightning.engine.base import FinishReason, SamplingParams, TopLogprobs
 from agentlightning.errors import AgentLightningError, ConfigError, ContextLengthError, PolicyError
 from agentlightning.transport.base import CONTEXT_ERROR
-from agentlightning.weight_sync.base import LendWeights, WeightSender
+from agentlightning.weight_sync.transfer import LendWeights, WeightSender
 
 
 class ModelServerError(PolicyError):

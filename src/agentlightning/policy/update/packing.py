@@ -394,7 +394,7 @@ def plan(
     trains_zero_advantage: bool = False,
     join: bool = True,
 ) -> list[MicroBatch]:
-    """Divide the samples of a batch into micro-batches of at most `token_budget` computed tokens; a longer single row goes alone.
+    """Divide a batch into micro-batches of at most `token_budget` computed tokens; a longer single row goes alone.
 
     "auto" takes the cheapest by `cost` of four plans: nothing shared; everything joined; for each tree what is cheapest
     alone, and what is cheapest once several trees share a launch. A call is trained if one of its tokens has a weight

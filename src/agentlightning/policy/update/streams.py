@@ -134,7 +134,8 @@ def corrected(table: TokenTable, several: Sequence[Correction]) -> tuple[TokenTa
     table = table.with_columns({CORRECTED_WEIGHTS: weights * product})
     if not (finite := np.isfinite(log_ratio)).any():
         return table, {}
-    measured = measures(log_ratio[finite].astype(np.float64), product[counts][finite])
+    precise: Any = log_ratio[finite].astype(np.float64)
+    measured = measures(precise, product[counts][finite])
     return table, {name: float(values.mean()) for name, values in measured.items()}
 
 
