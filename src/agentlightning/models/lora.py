@@ -111,13 +111,11 @@ class _Stack:
 
 
 class Adapters:
-    """The adapters of one model, whose own weights no longer change. Not thread safe."""
+    """The adapters of one model, whose own weights no longer change once it has one. Not thread safe."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.by_name: dict[str, Adapter] = {}
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
         self._hooked: set[str] = set()
         self._selected: Adapter | Tensor | None = None
         """The adapter of all rows; or of each row, as its number, -1 for none."""
@@ -149,6 +147,7 @@ class Adapters:
             ends = ", ".join(sorted({layer.rpartition(".")[2] for layer in narrow}))
             logger.warning("adapter %r leaves out %d layers narrower than r=%d: %s", name, len(narrow), r, ends)
             layers = {layer: module for layer, module in layers.items() if layer not in narrow}
+        self.model.requires_grad_(False)
         adapter = Adapter(layers, r=r, alpha=alpha, seed=seed + crc32(name.encode()))
         adapter.targets = _targets(self.model, layers)
         for layer in layers.keys() - self._hooked:

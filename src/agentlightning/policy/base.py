@@ -150,7 +150,19 @@ class Policy(Engine, Protocol):
 
 
 class SeparatePolicy(Protocol):
-    """A policy with `Capabilities.separate`."""
+    """A policy with `Capabilities.separate`. Subclass it to inherit `train`, which is both of its steps."""
+
+    async def check_idle(self, in_flight: bool) -> None:
+        """Raises PolicyError for answers in flight that may not be."""
+        ...
+
+    async def train(
+        self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE, *, in_flight: bool = False
+    ) -> Mapping[str, float]:
+        """See `Policy.train`. Raises as `train_apart` and `publish_update` do."""
+        await self.check_idle(in_flight)
+        metrics = await self.train_apart(samples, options)
+        return {**metrics, **await self.publish_update(in_flight=in_flight)}
 
     async def train_apart(
         self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE

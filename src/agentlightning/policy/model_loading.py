@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, cast
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from agentlightning.errors import AgentLightningError, ConfigError, PolicyError
 from agentlightning.models import checkpoint
@@ -95,25 +95,12 @@ def load_model(config: LocalPolicyConfig, *, weights: bool = True) -> tuple[PreT
         raise PolicyError(
             f"{source} holds no tokenizer; save the model's tokenizer there with tokenizer.save_pretrained"
         )
-    try:
+    with checkpoint.reading(source):
         tokenizer = AutoTokenizer.from_pretrained(source)
-        with checkpoint.without_progress_bars():
-            dtype = getattr(torch, config.dtype)
-            model = (
-                AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-                if weights
-                else checkpoint.empty_model(source, dtype)
-            )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise PolicyError(
-            f"model={config.model} cannot be loaded as a causal language model with a tokenizer: {error}; give a "
-            "directory written by save_pretrained, or another model"
-        ) from error
+    model = checkpoint.load_model(source, getattr(torch, config.dtype), weights)
     text: Any = model.config.get_text_config(decoder=True)
-    if getattr(
-        text, "output_router_logits", False
-    ):  # For a loss that is not computed here, from a mask of another kind.
-        text.output_router_logits = False
+    if getattr(text, "output_router_logits", False):
+        text.output_router_logits = False  # For a loss that is not computed here, from a mask of another kind.
     return tokenizer, model
 
 

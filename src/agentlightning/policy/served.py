@@ -29,6 +29,7 @@ from agentlightning.policy.base import (
     Columns,
     Policy,
     ScoreColumn,
+    SeparatePolicy,
     UpdateOptions,
     capabilities_of,
 )
@@ -68,7 +69,7 @@ class PublishedWeights:
             return self.path
 
 
-class ServedPolicy(PooledEngine):
+class ServedPolicy(SeparatePolicy, PooledEngine):
     """Trains `learner` and samples from `servers`; it owns both. Create it with `ServedPolicy.open`."""
 
     def __init__(
@@ -161,14 +162,6 @@ class ServedPolicy(PooledEngine):
     def capabilities(self) -> Capabilities:
         return Capabilities(in_flight=True, separate=True, starts_at_base=capabilities_of(self.learner).starts_at_base)
 
-    async def train(
-        self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE, *, in_flight: bool = False
-    ) -> Mapping[str, float]:
-        """See `Policy.train`. Raises as the learner does, and PolicyError where the servers do not take the weights."""
-        self._require_idle(in_flight)
-        metrics = await self.train_apart(samples, options)
-        return {**metrics, **await self.publish_update(in_flight=in_flight)}
-
     async def train_apart(
         self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE
     ) -> Mapping[str, float]:
@@ -178,7 +171,7 @@ class ServedPolicy(PooledEngine):
 
     async def publish_update(self, *, in_flight: bool = False) -> Mapping[str, float]:
         """See `SeparatePolicy.publish_update`."""
-        self._require_idle(in_flight)
+        await self.check_idle(in_flight)
         metrics = await self.publish()
         return {"server_difference": self.differences[-1], **metrics}
 
@@ -198,7 +191,7 @@ class ServedPolicy(PooledEngine):
 
     async def load(self, directory: Path, *, in_flight: bool = False, above: int = 0) -> None:
         """See `Policy.load`. Raises as `train` does."""
-        self._require_idle(in_flight)
+        await self.check_idle(in_flight)
         self.generation += 1
         await self.learner.load(directory, above=above)
         await self.publish()
@@ -255,7 +248,8 @@ class ServedPolicy(PooledEngine):
             raise PolicyError("the weights have changed since; the server gets those of the next update")
         return directory
 
-    def _require_idle(self, in_flight: bool) -> None:
+    async def check_idle(self, in_flight: bool) -> None:
+        """See `SeparatePolicy.check_idle`."""
         if not in_flight and self.servers.in_flight:
             raise PolicyError(
                 f"{self.servers.in_flight} answers are in flight; wait for them before the weights change, or let them "

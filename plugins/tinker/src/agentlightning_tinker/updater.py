@@ -36,7 +36,7 @@ from agentlightning.policy.losses import (
 )
 from agentlightning.policy.mismatch import Correction
 from agentlightning.policy.update import streams
-from agentlightning.policy.update.packing import MicroBatch, TokenTable, plan
+from agentlightning.policy.update.packing import MicroBatch, TokenTable, plan, token_table
 from agentlightning.policy.update.updater import (
     EntropyHistory,
     LossSpec,
@@ -148,20 +148,12 @@ class RemoteUpdater(Updater):
 
     def logprobs(self, trees: Sequence[TokenTree]) -> list[tuple[FloatArray, ...]]:
         """log p of every sampled token of each tree under the present weights, as `Policy.score` has it."""
-        samples = [
-            TrainingSample(tree, weights=[np.ones(len(n.token_ids) if n.sampled else 0) for n in tree.nodes])
-            for tree in trees
-        ]
-        columns = [[np.zeros(len(each), np.float32) for each in sample.weights] for sample in samples]
-        for batch in self.forward.plan(samples, token_budget=ROW_BUDGET):
+        table = token_table(map(TrainingSample, trees))
+        found = np.zeros(len(table.call), np.float32)
+        for batch in self.forward.plan(table, token_budget=ROW_BUDGET):
             zeros = np.zeros(len(batch.places), np.float32)
-            found = self._send(batch, "cross_entropy", {}, {"weights": zeros}, backward=False).numpy()
-            flat = np.zeros(len(batch.table.call), np.float32)
-            flat[batch.places] = found
-            for own, starts in zip(columns, batch.table.starts, strict=True):
-                for column, start in zip(own, starts.tolist(), strict=True):
-                    column[:] = flat[start : start + len(column)]
-        return [tuple(own) for own in columns]
+            found[batch.places] = self._send(batch, "cross_entropy", {}, {"weights": zeros}, backward=False).numpy()
+        return table.by_node(found)
 
     def restore(self, about: Mapping[str, Any]) -> None:
         """Continue from what a checkpoint says of the optimiser."""

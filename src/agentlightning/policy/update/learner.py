@@ -10,18 +10,16 @@ import ctypes
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models import SHARED, checkpoint
 from agentlightning.models.lora import (
-    Adapter,
     AdapterFiles,
     Adapters,
     adapter_directory,
@@ -35,7 +33,7 @@ from agentlightning.policy.config import LR_FACTOR, LocalPolicyConfig, Lora, Opt
 from agentlightning.policy.model_loading import LARGE
 from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.updater import COUNTS, KEPT_COUNT, Updater
-from agentlightning.policy.update.value_head import open_value_head, reading
+from agentlightning.policy.update.value_head import ValueHead, reading
 from agentlightning.trajectory import TokenTree, TrainingSample
 
 MAX_REFERENCES = 2
@@ -56,44 +54,33 @@ class Learner:
         adapters that the model cannot have, for a critic of several, and where nothing is trained."""
         shapes = config.adapters
         self.model, self.tokenizer, self._config = model, tokenizer, config
-        self.value_head = config.value_head and open_value_head(model, config.value_head, config.model, config.seed)
-        """The critic of the policy itself."""
+        self.value_head = config.value_head and ValueHead.of(model, config.value_head, seed=config.seed)
+        """The critic of the policy itself: the one beside its model, else a new one."""
+        if self.value_head is not None and (weights := self.value_head.read(Path(config.model))) is not None:
+            self.value_head.load_state_dict(weights)
         if shapes and self.value_head is not None and list(shapes) != [SHARED]:
             raise ConfigError(
                 f"policy.value_head is the critic of one policy, and the adapters {', '.join(sorted(shapes))} are"
                 " trained here: leave it out, or let all agents share one policy"
             )
         size = model.num_parameters()
-        self.adapters = Adapters(model) if shapes else None
-        """None where all weights are trained."""
+        self.adapters = Adapters(model)
+        """None of them where all weights are trained."""
+        self.by_name, self.use = self.adapters.by_name, self.adapters.use
         for name, lora in shapes.items():
-            assert self.adapters is not None
             self.adapters.add(name, r=lora.r, alpha=lora.scale_numerator, targets=lora.targets, seed=config.seed)
         self.own: str | None = SHARED if SHARED in shapes else None
         """The name of the policy itself: an adapter, or None for the model's own weights."""
         self.updaters: dict[str | None, Updater] = {}
         """By name. A name that is not here does not learn."""
         if make_updater is not None:
-            forward = self.make_forward(model, config.gradient_checkpointing)
+            self.forward = self.make_forward(model, config.gradient_checkpointing)
+            """Passes with the weights that are in use."""
             for name in shapes or (None,):
                 optimizer = _optimizer(None if name is None else shapes[name], config, size)
                 adapter = None if name is None else self.by_name[name]
-                self.updaters[name] = make_updater(model, optimizer, adapter, self.value_head, forward=forward)
+                self.updaters[name] = make_updater(model, optimizer, adapter, self.value_head, forward=self.forward)
         self._references: dict[Path, Forward] = {}
-
-    @property
-    def by_name(self) -> Mapping[str, Adapter]:
-        """The adapters; empty where all weights are trained."""
-        return {} if self.adapters is None else self.adapters.by_name
-
-    def use(self, name: str | None) -> AbstractContextManager[None]:
-        """Forward passes within use these weights."""
-        return nullcontext() if self.adapters is None else self.adapters.use(name)
-
-    def changed(self) -> None:
-        """The weights have changed."""
-        if self.adapters is not None:
-            self.adapters.drop_stacks()
 
     # -- training --------------------------------------------------------------------------------------------------
 
@@ -153,20 +140,18 @@ class Learner:
         self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], reference: Path | None, adapter: str | None
     ) -> Columns:
         """See `Policy.score`."""
-        found: dict[str, Any] = {}
-        name, updaters = self.own if adapter is None else adapter, self.updaters
+        name, found = self.own, dict[str, Any]()
         if adapter is not None:
-            self._check_trained(adapter)
-        own = updaters[name] if name in updaters else next(iter(updaters.values()))  # The model below is one.
-        if present := what & {"logprobs", "entropy", "values"}:
-            with self.use(name):
-                found |= own.forward.score(trees, present, value_head=self.value_head)
-        if "average_logprobs" in what:
-            with self.use(name), own.average_in_use() if name in updaters else nullcontext():
-                found["average_logprobs"] = own.forward.score(trees, {"logprobs"})["logprobs"]
-        if "ref_logprobs" in what:
-            reference_forward = own.forward if reference is None else self._reference_at(reference)
-            found["ref_logprobs"] = reference_forward.score(trees, {"logprobs"})["logprobs"]
+            self._check_trained(name := adapter)
+        with self.use(name):
+            if present := what & {"logprobs", "entropy", "values"}:
+                found |= self.forward.score(trees, present, value_head=self.value_head)
+            if "average_logprobs" in what:
+                with self.updaters[name].average_in_use() if name in self.updaters else nullcontext():
+                    found["average_logprobs"] = self.forward.score(trees, {"logprobs"})["logprobs"]
+        if "ref_logprobs" in what:  # The model below adapters, where no reference is given.
+            scorer = self.forward if reference is None else self._reference_at(reference)
+            found["ref_logprobs"] = scorer.score(trees, {"logprobs"})["logprobs"]
         return found
 
     def _reference_at(self, reference: Path) -> Forward:
@@ -177,14 +162,9 @@ class Learner:
             self._references[directory] = self.make_forward(self.read_scorer(directory))
         return self._references[directory]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """What it computes in."""
-        return next(iter(self.updaters.values())).forward.dtype
-
     def read_scorer(self, directory: Path) -> PreTrainedModel:
         """A model that scores tokens, on the device of the policy. Raises as `checkpoint.read_scorer`."""
-        scorer = checkpoint.read_scorer(directory, self.model, self.tokenizer, self.dtype)
+        scorer = checkpoint.read_scorer(directory, self.model, self.tokenizer, self.forward.dtype)
         return cast(PreTrainedModel, cast(nn.Module, scorer).to(self.model.device))
 
     def make_forward(self, model: PreTrainedModel, gradient_checkpointing: bool = False) -> Forward:
@@ -196,7 +176,7 @@ class Learner:
     def save(self, directory: Path, state: Mapping[str, Any] | None, *beside: checkpoint.Savable) -> None:
         """See `models.checkpoint.save`."""
         saved: checkpoint.Savable = self.model
-        if self.adapters is not None:
+        if self.by_name:
             agents = {
                 agent: setting.model_dump(exclude_none=True) if isinstance(setting, Lora) else setting
                 for agent, setting in self._config.agents.items()
@@ -207,18 +187,16 @@ class Learner:
     def state_dict(self) -> dict[str, Any]:
         """All that a resume needs beside the weights."""
         states = {name: updater.state_dict() for name, updater in self.updaters.items()}
-        return {"updater": states[None]} if self.adapters is None else {"adapters": states}
+        return {"adapters": states} if self.by_name else {"updater": states[None]}
 
     def read(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
         """What puts the weights in `directory`, and `state`, in place. Raises PolicyError or ConfigError where they do
         not fit, before anything changes."""
-        if self.adapters is None and has_adapters(directory):
+        if not self.by_name and has_adapters(directory):
             raise PolicyError(
                 f"{directory} holds adapters, and all weights are trained here; set policy.lora as it was"
             )
-        states: Mapping[str | None, Any] = (
-            {None: state["updater"]} if self.adapters is None else state.get("adapters", {})
-        )
+        states: Mapping[str | None, Any] = state.get("adapters", {}) if self.by_name else {None: state["updater"]}
         if states.keys() != self.updaters.keys():
             raise PolicyError(
                 f"{directory} holds the adapters {sorted(map(str, states)) or 'none'}, and"
@@ -239,18 +217,18 @@ class Learner:
     def read_weights(self, directory: Path) -> Callable[[], None]:
         """`read` without the state of the optimisers."""
         load_values = reading(self.value_head, directory)
-        weights = checkpoint.read_model(directory, self.model).state_dict() if self.adapters is None else {}
+        weights = checkpoint.read_model(directory, self.model).state_dict() if not self.by_name else {}
         adapted = {
             name: read_weights(adapter_directory(directory, name), adapter) for name, adapter in self.by_name.items()
         }
 
         def load() -> None:
-            if self.adapters is None:
+            if not self.by_name:
                 self.model.load_state_dict(weights)
             for name, adapter in self.by_name.items():
                 set_weights(adapter, adapted[name])
             load_values()
-            self.changed()
+            self.adapters.drop_stacks()
 
         return load
 

@@ -39,7 +39,7 @@ from agentlightning.policy.update.chunked_logprobs import Chosen, Kept, logprobs
 def head_at_positions(
     model: PreTrainedModel, positions_N: Tensor, block: nn.Module | None, hidden: list[Tensor], *, logits: bool = True
 ) -> Generator[None]:
-    """Compute the output head, and `block` (`tokenwise_last_mlp`), at `positions_N` of the flattened [B, T] input only.
+    """Compute the output head, and `block` (`last_mlp`), at `positions_N` of the flattened [B, T] input only.
 
     The head's input hidden_NH is appended to `hidden`. The model's logits are then [1, N, V], and go through whatever
     follows the head; without `logits`, the head computes none.
@@ -73,27 +73,6 @@ def head_at_positions(
             hooks.callback(block.register_forward_pre_hook(narrow).remove)
             hooks.callback(block.register_forward_hook(widen).remove)
         yield
-
-
-@torch.no_grad()
-def tokenwise_last_mlp(model: PreTrainedModel) -> nn.Module | None:
-    """The feed-forward block of the last layer, if it treats every token independently and no attention follows it, as
-    in models that run their layers several times; else None. Found out by computing it at some positions only."""
-    block = last_mlp(model)
-    if block is None:
-        return None
-    ids_BT = torch.tensor([[1, 2, 3], [3, 1, 2]], device=model.device)
-    found: list[Tensor] = []
-    try:
-        for each in (None, block):
-            positions_N = torch.tensor([1, 5], device=model.device)
-            with head_at_positions(model, positions_N, each, found):
-                model(input_ids=ids_BT, use_cache=False)
-    except FORWARD_ERRORS:  # It needs more than hidden states.
-        return None
-    whole, part = found
-    precision = 1e-3 if model.dtype == torch.float32 else 3e-2
-    return block if torch.allclose(whole, part, rtol=precision, atol=precision) else None
 
 
 def last_mlp(model: PreTrainedModel) -> nn.Module | None:

@@ -94,6 +94,14 @@ class TokenTable:
         """Which tokens are of samples with a column."""
         return np.array([name in sample.columns for sample in self.samples], bool)[self.sample]
 
+    def by_node(self, values: FloatArray) -> list[tuple[FloatArray, ...]]:
+        """Of each sample a column, as `TrainingSample` has it, from one number for each token."""
+        ends = np.cumsum([len(node.token_ids) for node in self.nodes])
+        parts = iter(np.split(values, ends[:-1]))
+        return [
+            tuple(next(parts) if node.sampled else values[:0] for node in sample.tree.nodes) for sample in self.samples
+        ]
+
     def with_columns(self, columns: Mapping[str, FloatArray]) -> TokenTable:
         """The same with these columns."""
         return replace(self, columns={**self.columns, **columns})
@@ -398,8 +406,9 @@ def plan(
 
     "auto" takes the cheapest by `cost` of four plans: nothing shared; everything joined; for each tree what is cheapest
     alone, and what is cheapest once several trees share a launch. A call is trained if one of its tokens has a weight
-    and, unless `trains_zero_advantage`, an advantage; all of its tokens are then targets. Without `join` no rows are
-    joined, for models that take no mask. Raises PolicyError for a trained token without a prompt.
+    and, unless `trains_zero_advantage`, an advantage; all of its tokens are then targets. Where samples have no
+    weights, all calls are. Without `join` no rows are joined, for models that take no mask. Raises PolicyError for a
+    trained token without a prompt.
     """
     table = batch if isinstance(batch, TokenTable) else token_table(batch)
     packer = _Packer(table, token_budget, cost)
@@ -502,7 +511,7 @@ def _depths(tree: TokenTree) -> list[int]:
 def _trained_calls(table: TokenTable, trains_zero_advantage: bool) -> NDArray[np.bool_]:
     """For each call of the table, whether one of its tokens is trained."""
     columns = table.columns
-    counts = columns.get(TRAINED, columns.get("weights", table.temperatures)) != 0
+    counts = columns.get(TRAINED, columns.get("weights", np.ones(len(table.call)))) != 0
     if TRAINED not in columns and not trains_zero_advantage and "advantages" in columns:
         counts &= columns["advantages"] != 0
     trained = np.zeros(table.call.max(initial=-1) + 1, bool)

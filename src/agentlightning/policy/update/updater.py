@@ -121,7 +121,8 @@ class Updater:
         losses = token_losses(options.loss)
         check_value_head(losses, self.value_head)
         if options.average is not None:
-            self._average_at(options.average)
+            self.average = self.average or self.new_average(options.average)
+            self.average.rate = options.average
         table = streams.for_losses(samples, losses)
         several = _corrections(table, losses, options.mismatch)
         within = several if INTERPOLATION in table.columns else ()
@@ -226,11 +227,17 @@ class Updater:
                 tokens = tokens if critic is None else replace(tokens, values=critic(states.hidden))
                 value, sums = sum_of_losses(losses, tokens, within)
                 value.backward()
-                _add(totals, {"loss": value.detach(), "entropy": entropy_N.detach().sum(), **sums})
-                _add(totals, {"tokens_trained": len(logprobs_N), "tokens_computed": batch.tokens, "micro_batches": 1})
-                _add(totals, {"shared_prefixes": batch.shared_prefixes})
+                sums |= {
+                    "loss": value.detach(),
+                    "entropy": entropy_N.detach().sum(),
+                    "tokens_trained": len(logprobs_N),
+                    "tokens_computed": batch.tokens,
+                    "micro_batches": 1,
+                    "shared_prefixes": batch.shared_prefixes,
+                }
                 if at_temperature and batch.kept is not None:
-                    _add(totals, _kept_metrics(batch.kept))
+                    sums |= _kept_metrics(batch.kept)
+                _add(totals, sums)
         return totals
 
     @torch.no_grad()
@@ -265,18 +272,9 @@ class Updater:
         """Forward passes within use the moving average of the weights, where one is kept."""
         return nullcontext() if self.average is None else self.average.in_use()
 
-    def _average_at(self, rate: float) -> None:
-        if self.average is None:
-            self.average = WeightAverage(self.optimizer.parameters, self.optimizer.masters, rate)
-        self.average.rate = rate
-
-    def set_average(self, rate: float | None, weights: Sequence[Tensor]) -> None:
-        """Continue a moving average; None: there is none."""
-        self.average = None
-        if rate is not None:
-            self._average_at(float(rate))
-            assert self.average is not None
-            self.average.load_state_dict({"weights": weights})
+    def new_average(self, rate: float) -> WeightAverage:
+        """A moving average that begins at the present weights."""
+        return WeightAverage(self.optimizer.parameters, self.optimizer.masters, rate)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resume needs beside the weights."""
@@ -298,8 +296,10 @@ class Updater:
             self.value_optimizer.load_state_dict(state["value_head"])
         mean, steps = state.get("entropy", (0.0, 0))
         self.entropy = EntropyHistory(float(mean), int(steps))
-        average: Mapping[str, Any] = state.get("average") or {"rate": None, "weights": ()}
-        self.set_average(average["rate"], average["weights"])
+        self.average = None
+        if "average" in state:
+            self.average = self.new_average(0.0)
+            self.average.load_state_dict(state["average"])
 
     def _tokens(self, batch: MicroBatch, logprobs_N: Tensor, entropy_N: Tensor, ratios_R: Tensor | None) -> TokenBatch:
         table, places = batch.table, batch.places
