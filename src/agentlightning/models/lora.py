@@ -22,7 +22,7 @@ import json
 import logging
 import math
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -162,23 +162,17 @@ class Adapters:
         del self.by_name[name]
         self.drop_stacks()
 
-    @contextmanager
-    def use(self, name: str | None) -> Generator[None]:
+    def use(self, name: str | None) -> AbstractContextManager[None]:
         """All rows of the forward passes within use this adapter; None: none."""
-        with self._selecting(None if name is None else self.by_name[name]):
-            yield
+        return self._selecting(None if name is None else self.by_name[name])
 
-    @contextmanager
-    def use_rows(self, names: Sequence[str | None]) -> Generator[None]:
+    def use_rows(self, names: Sequence[str | None]) -> AbstractContextManager[None]:
         """Row i of the forward passes within uses adapter `names[i]`; no gradients."""
         if len(set(names)) == 1:
-            with self.use(names[0]):
-                yield
-            return
+            return self.use(names[0])
         numbers = {name: number for number, name in enumerate(self.by_name)}
         rows_N = torch.tensor([-1 if name is None else numbers[name] for name in names], device=self.model.device)
-        with self._selecting(rows_N):
-            yield
+        return self._selecting(rows_N)
 
     def drop_stacks(self) -> None:
         """Forget what was derived from the matrices; call it after they change."""
@@ -386,8 +380,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_weights(directory: Path, adapter: Adapter) -> list[Tensor]:
-    """The matrices saved in `directory` in the order of `adapter.parameters()`. Raises PolicyError if they are damaged,
+def read_weights(directory: Path, adapter: Adapter) -> dict[str, Tensor]:
+    """The matrices saved in `directory`, for `adapter.load_state_dict`. Raises PolicyError if they are damaged,
     or are those of another adapter."""
     path = directory / WEIGHTS
     try:
@@ -403,15 +397,11 @@ def read_weights(directory: Path, adapter: Adapter) -> list[Tensor]:
             f"{directory} holds another adapter: {min(unlike)} and {len(unlike) - 1} more matrices differ in name or "
             "shape; continue with the r and targets it was saved with"
         )
-    downs = [saved[f"{PREFIX}{layer}.lora_A.weight"] for layer in adapter.layers]
-    return [*downs, *(saved[f"{PREFIX}{layer}.lora_B.weight"] for layer in adapter.layers)]
-
-
-@torch.no_grad()
-def set_weights(adapter: Adapter, weights: list[Tensor]) -> None:
-    """Give an adapter what `read_weights` returned."""
-    for parameter, saved in zip((*adapter.down, *adapter.up), weights, strict=True):
-        parameter.copy_(saved)
+    return {
+        f"{part}.{index}": saved[f"{PREFIX}{layer}.lora_{letter}.weight"]
+        for part, letter in (("down", "A"), ("up", "B"))
+        for index, layer in enumerate(adapter.layers)
+    }
 
 
 # -- merging ---------------------------------------------------------------------------------------------------------

@@ -39,8 +39,7 @@ from agentlightning.models.resolve import shared_name
 from agentlightning.policy.base import UPDATE, Capabilities, Columns, ScoreColumn, UpdateOptions
 from agentlightning.policy.config import LocalPolicyConfig, adapter_table
 from agentlightning.policy.model_loading import find_device, load_model, usable_context_length, with_adapters_of
-from agentlightning.policy.update.learner import Learner
-from agentlightning.policy.update.updater import Updater
+from agentlightning.policy.update.updater import Learner, Updater
 from agentlightning.policy.update.value_head import NO_HEAD
 from agentlightning.trajectory import TokenTree, TrainingSample
 

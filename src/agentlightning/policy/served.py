@@ -36,7 +36,7 @@ from agentlightning.policy.base import (
 from agentlightning.policy.config import adapter_table, check_servable
 from agentlightning.trajectory import TokenTree, TrainingSample
 from agentlightning.weight_sync.disk import CheckpointFolder
-from agentlightning.weight_sync.transfer import AUTO, DISK, LendWeights, WeightOwner, select_transport
+from agentlightning.weight_sync.transfer import AUTO, DISK, WeightOwner, select_transport
 
 if TYPE_CHECKING:
     from agentlightning.policy.local import LocalPolicy
@@ -57,10 +57,7 @@ class PublishedWeights:
         self._policy = policy
         self._generation = policy.generation
         self._writing = asyncio.Lock()
-
-    @property
-    def lend(self) -> LendWeights | None:
-        return None if self._policy.transfer == DISK else cast(WeightOwner, self._policy.learner).lend
+        self.lend = None if policy.transfer == DISK else cast(WeightOwner, policy.learner).lend
 
     async def directory(self) -> Path:
         async with self._writing:
@@ -78,14 +75,13 @@ class ServedPolicy(SeparatePolicy, PooledEngine):
         servers: ReplicaPool,
         checkpoints: CheckpointFolder,
         tolerance: float,
-        transfer: str = DISK,
-        *,
-        config: ServersConfig | None = None,
-        kind: str = "vllm",
+        transfer: str,
+        config: ServersConfig,
+        kind: str,
     ) -> None:
         self.learner = learner
         self.servers = servers
-        self.config = config or ServersConfig()
+        self.config = config
         self.kind = kind
         self.model = servers.model
         self.vocab_size = learner.vocab_size
@@ -141,7 +137,7 @@ class ServedPolicy(SeparatePolicy, PooledEngine):
             device=device,
         )
         tolerance = config.tolerance or TOLERANCES.get(dtype, 0.1)
-        policy = cls(learner, servers, checkpoints, tolerance, transfer, config=config, kind=kind)
+        policy = cls(learner, servers, checkpoints, tolerance, transfer, config, kind)
         try:
             if policy.adapters:
                 await policy._publish_adapters(first=True)

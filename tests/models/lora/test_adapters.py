@@ -30,7 +30,6 @@ from agentlightning.models.lora import (
     read_adapter_config,
     read_weights,
     saved_targets,
-    set_weights,
     write_adapter,
 )
 
@@ -115,7 +114,7 @@ def test_a_saved_adapter_comes_back_exactly_and_only_into_one_of_its_shape(tmp_p
     config = read_adapter_config(tmp_path)
     assert (config["r"], config["target_modules"]) == (2, ["q_proj", "v_proj"])
     fresh = Adapters(tiny_model()).add("writer", r=2, alpha=8.0, targets=("q_proj", "v_proj"))
-    set_weights(fresh, read_weights(tmp_path, fresh))
+    fresh.load_state_dict(read_weights(tmp_path, fresh))
     assert all(torch.equal(own, saved) for own, saved in zip(adapter.parameters(), fresh.parameters(), strict=True))
     with pytest.raises(PolicyError, match="holds another adapter"):
         read_weights(tmp_path, adapters.by_name["other"])

@@ -33,8 +33,7 @@ from agentlightning.policy.fsdp.learner import RankLearner, Ranks, ShardedUpdate
 from agentlightning.policy.losses import COUNT, FACTOR, LOSSES, MARGIN, token_losses
 from agentlightning.policy.mismatch import corrections
 from agentlightning.policy.update import streams
-from agentlightning.policy.update.learner import Learner
-from agentlightning.policy.update.updater import LossSpec
+from agentlightning.policy.update.updater import Learner, LossSpec
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 
 COLUMNS = ("ref_logprobs", "teacher_logprobs", "proximal_logprobs", "returns", "values", MARGIN, FACTOR, COUNT)

@@ -42,10 +42,9 @@ from agentlightning.policy.base import UPDATE, UpdateOptions
 from agentlightning.policy.config import LocalPolicyConfig, OptimizerConfig
 from agentlightning.policy.model_loading import load_model, with_adapters_of
 from agentlightning.policy.update.forward import Forward, ModelTraits, States, cost_model
-from agentlightning.policy.update.learner import Learner
 from agentlightning.policy.update.optimizer import master_values
 from agentlightning.policy.update.packing import MicroBatch, TokenTable, plan
-from agentlightning.policy.update.updater import LossSpec, Updater
+from agentlightning.policy.update.updater import Learner, LossSpec, Updater
 from agentlightning.policy.update.value_head import ValueHead
 from agentlightning.trajectory import FloatArray, Node, TokenTree, TrainingSample
 
@@ -89,14 +88,6 @@ class Ranks:
         found: list[Any] = [None] * self.count
         dist.all_gather_object(found, value, group=self.control)
         return found
-
-    def any(self, value: bool) -> bool:
-        """Whether it is so on one rank."""
-        return any(self.gather(value))
-
-    def most(self, counts: Sequence[int]) -> list[int]:
-        """The largest count at each position."""
-        return [max(each) for each in zip_longest(*self.gather(list(counts)), fillvalue=0)]
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
         """The sums by name, with the same bits on every rank."""
@@ -161,7 +152,8 @@ class ShardedForward(Forward):
     @contextmanager
     def aligned(self, batches: Sequence[MicroBatch]) -> Generator[None]:
         """See `Forward.aligned`: idle passes where another rank has more."""
-        self._left = self.ranks.most([_passes(batch) for batch in batches])
+        counts = self.ranks.gather([_passes(batch) for batch in batches])
+        self._left = [max(passes) for passes in zip_longest(*counts, fillvalue=0)]
         done = False
         try:
             yield
@@ -343,7 +335,7 @@ class ShardedUpdater(Updater):
         return replace(part, part=tuple(part.part[i] for i in parts[self.ranks.rank]))
 
     def _divides_rollouts(self, batches: Sequence[MicroBatch]) -> bool:
-        return self.ranks.any(super()._divides_rollouts(batches))
+        return any(self.ranks.gather(super()._divides_rollouts(batches)))
 
 
 # -- checkpoint ------------------------------------------------------------------------------------------------------

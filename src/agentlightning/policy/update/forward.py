@@ -27,12 +27,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.checkpoint import FORWARD_ERRORS, cache_argument
 from agentlightning.policy.base import Sharing
-from agentlightning.policy.update.chunked_logprobs import Chosen, Kept, logprobs_from_logits
 from agentlightning.policy.update.output_head import (
+    Chosen,
     HeadTraits,
+    Kept,
     OutputHead,
     head_at_positions,
     last_mlp,
+    logprobs_from_logits,
     token_logprobs,
 )
 from agentlightning.policy.update.packing import (
@@ -264,9 +266,12 @@ class Forward:
         temperatures_N = self.tensor(batch.table.temperatures[batch.places]) if at_temperature else None
         sets = batch.kept if at_temperature else None
         kept = None if sets is None else Kept.of(sets, self.head.vocabulary, self.model.device)
+        return self._logprobs(states, Chosen(chosen_N, temperatures_N, entropy_gradient, kept))
+
+    def _logprobs(self, states: States, chosen: Chosen) -> tuple[Tensor, Tensor]:
         if states.logits is not None:
-            return logprobs_from_logits(states.logits, Chosen(chosen_N, temperatures_N, entropy_gradient, kept))
-        return token_logprobs(self.head, states.hidden, chosen_N, temperatures_N, entropy_gradient, kept)
+            return logprobs_from_logits(states.logits, chosen)
+        return token_logprobs(self.head, states.hidden, chosen)
 
     def of_targets(self, inputs: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> Tensor:
         """log p(targets[b][t] | inputs[b][: t + 1]) at temperature 1, all rows one behind the other [N], with gradient.
@@ -274,10 +279,7 @@ class Forward:
         width = max(map(len, inputs))
         places = np.concatenate([np.arange(len(row)) + number * width for number, row in enumerate(inputs)])
         chosen_N = self.tensor(np.concatenate([np.asarray(row, np.int64) for row in targets]))
-        states = self._states(self._padded(inputs, width), places, None)
-        if states.logits is not None:
-            return logprobs_from_logits(states.logits, Chosen(chosen_N, None, False, None))[0]
-        return token_logprobs(self.head, states.hidden, chosen_N, None)[0]
+        return self._logprobs(self._states(self._padded(inputs, width), places, None), Chosen(chosen_N))[0]
 
     @torch.no_grad()
     def score(
