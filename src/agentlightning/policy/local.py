@@ -309,9 +309,10 @@ class InPlacePolicy(LocalPolicy):
         self._given = given
 
     def _save(self, directory: Path, training_state: bool) -> None:
-        saved, state = self._given, None
+        saved: Any = self._given
+        state = None
         if training_state:  # What was given may be an adapter, or hold its weights in a form of its own.
-            saved = SimpleNamespace(save_pretrained=lambda directory: None)
+            saved = SimpleNamespace(save_pretrained=Path.mkdir)
             named = self._model.named_parameters()
             trained = {name: value.detach() for name, value in named if value.requires_grad}
             state = {**self._own_state(), **self._learner.state_dict(), "weights": trained}

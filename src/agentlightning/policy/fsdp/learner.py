@@ -326,8 +326,8 @@ class ShardedUpdater(Updater):
         """The trees of this rank, as rank 0 has divided them."""
         found: tuple[list[list[int]], list[float]] | None = None
         if self.ranks.rank == 0:
-            trees = [self._plan(replace(part, part=(number,)), options) for number in part.part]
-            prices = [sum(map(self.forward.cost.price, batches)) for batches in trees]
+            plans = [self._plan(replace(part, part=(number,)), options) for number in part.part]
+            prices = [sum(map(self.forward.cost.price, batches)) for batches in plans]
             parts = divide(prices, self.ranks.count)
             found = parts, [sum(prices[i] for i in own) for own in parts]
         parts, loads = self.ranks.from_first(found)

@@ -364,31 +364,20 @@ class CostModel:
 CPU_COST = CostModel()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PrefixFamily:
-    """Rows with a common prefix of `shared_length` tokens."""
-
-    rows: tuple[Row, ...]
-    shared_length: int
-
-    @property
-    def width(self) -> int:
-        return max(row.length for row in self.rows) - self.shared_length
-
-
 @dataclass(frozen=True, slots=True)
 class Choice:
     """How the rows of a tree are computed."""
 
     rows: Sequence[Row] = ()
-    family: PrefixFamily | None = None
+    family: MicroBatch | None = None
+    """Rows with a common prefix."""
     lines: Sequence[Line] = ()
 
     def price(self, cost: CostModel) -> float:
         """In passes of its own."""
         total = sum(cost.rows(1, row.length) - cost.launch for row in self.rows) + cost.launch * bool(self.rows)
         if self.family is not None:
-            total += cost.shared(1, self.family.shared_length, len(self.family.rows), self.family.width)
+            total += cost.price(self.family)
         joined = sum(cost.joined(1, len(line.token_ids)) - cost.launch for line in self.lines)
         return total + joined + cost.launch * bool(self.lines)
 
@@ -433,16 +422,18 @@ class _Paths:
 
     def __init__(self, table: TokenTable, number: int, trained: NDArray[np.bool_], by_call: bool) -> None:
         """`trained`: for each call of the table, whether it is."""
-        self._tree = table.samples[number].tree
+        self._table, self._tree = table, table.samples[number].tree
         self._starts = table.starts[number]
-        self._depths = _depths(self._tree)
         calls: dict[int, list[int]] = {}
         for index, call in enumerate(table.calls[number].tolist()):
             if call != NOT_SAMPLED and trained[call] and self._tree.nodes[index].token_ids:
                 calls.setdefault(call, []).append(index)
         self._calls = list(calls.values())
         """The nodes of each trained call, from the root down."""
-        self.paths = self._call_paths() if by_call else self._leaf_paths()
+        self.paths = [(self._tree.path(nodes[-1]), set(nodes)) for nodes in self._calls]
+        """Each with the nodes of the calls that are its own to train."""
+        if not by_call:
+            self.paths = self._leaf_paths()
         self.rows = [self._row(path, owned) for path, owned in self.paths]
 
     def _leaf_paths(self) -> list[tuple[list[int], set[int]]]:
@@ -457,9 +448,6 @@ class _Paths:
             path = self._tree.path(leaf)
             paths.append((path, {node for index in path for node in free.pop(index, ())}))
         return paths
-
-    def _call_paths(self) -> list[tuple[list[int], set[int]]]:
-        return [(self._tree.path(nodes[-1]), set(nodes)) for nodes in self._calls]
 
     def _row(self, path: list[int], owned: set[int]) -> Row:
         tokens: list[int] = []
@@ -478,26 +466,23 @@ class _Paths:
         return Row(tuple(tokens[: joined[-1] + 1]), joined, np.concatenate(places))
 
     def families(self) -> list[Choice]:
-        """The prefix of one node shared, for each node that has several rows below it."""
-        choices: list[Choice] = []
-        for shared_length, members in self._candidates():
-            inside = tuple(row for i, row in enumerate(self.rows) if i in members)
-            outside = [row for i, row in enumerate(self.rows) if i not in members]
-            choices.append(Choice(outside, PrefixFamily(inside, shared_length)))
-        return choices
-
-    def _candidates(self) -> list[tuple[int, frozenset[int]]]:
-        """(shared length, indices of rows) for each set of at least two rows, at the deepest node common to them."""
+        """A prefix shared, at the deepest node common to them, for each set of at least two rows that a node has below
+        it."""
         through: dict[int, list[int]] = {}
         for i, (path, _) in enumerate(self.paths):
             for index in path:
                 through.setdefault(index, []).append(i)
-        deepest: dict[frozenset[int], int] = {}
+        depths, lengths = _depths(self._tree), dict[tuple[int, ...], int]()
         for index, members in through.items():
-            if len(members) > 1:
-                key = frozenset(members)
-                deepest[key] = max(deepest.get(key, 0), self._depths[index] - 1)
-        return [(length, members) for members, length in deepest.items() if length > 0]
+            if len(members) > 1 and depths[index] > 1:
+                key = tuple(members)
+                lengths[key] = max(lengths.get(key, 0), depths[index] - 1)
+        choices: list[Choice] = []
+        for members, length in lengths.items():
+            inside = tuple(self.rows[i] for i in members)
+            outside = [row for i, row in enumerate(self.rows) if i not in members]
+            choices.append(Choice(outside, MicroBatch(inside, self._table, length, (len(inside),))))
+        return choices
 
 
 def _depths(tree: TokenTree) -> list[int]:
@@ -528,7 +513,7 @@ class _Packer:
         self._cost = cost
 
     def pack(self, choices: Sequence[Choice]) -> list[MicroBatch]:
-        families: list[PrefixFamily] = []
+        families: list[MicroBatch] = []
         plain: list[Row] = []
         for choice in choices:
             parts, whole = self._divide(choice.family) if choice.family else ([], [])
@@ -555,27 +540,26 @@ class _Packer:
             batches[-1].append(part)
         return batches
 
-    def _divide(self, family: PrefixFamily) -> tuple[list[PrefixFamily], list[Row]]:
+    def _divide(self, family: MicroBatch) -> tuple[list[MicroBatch], list[Row]]:
         """Families within the budget, each of which computes the prefix; rows that fit none have no prefix."""
         if family.shared_length + 2 * family.width > self._token_budget:
             return [], list(family.rows)
         size = (self._token_budget - family.shared_length) // family.width
         rows = sorted(family.rows, key=lambda row: row.length, reverse=True)
         parts = [tuple(rows[i : i + size]) for i in range(0, len(rows), size)]
-        families = [PrefixFamily(part, family.shared_length) for part in parts if len(part) > 1]
+        families = [replace(family, rows=part, families=(len(part),)) for part in parts if len(part) > 1]
         return families, [part[0] for part in parts if len(part) == 1]
 
-    def _pack_families(self, families: list[PrefixFamily]) -> list[MicroBatch]:
+    def _pack_families(self, families: list[MicroBatch]) -> list[MicroBatch]:
         """Join families while one pass over both is cheaper than two, at the length of the shortest prefix."""
         batches: list[MicroBatch] = []
         for family in sorted(families, key=lambda each: (each.shared_length, each.width), reverse=True):
-            alone = MicroBatch(family.rows, self.table, family.shared_length, (len(family.rows),))
             if batches:
                 last = batches[-1]
-                both = replace(alone, rows=last.rows + alone.rows, families=last.families + alone.families)
-                cheaper = self._cost.price(both) <= self._cost.price(last) + self._cost.price(alone)
+                both = replace(family, rows=last.rows + family.rows, families=last.families + family.families)
+                cheaper = self._cost.price(both) <= self._cost.price(last) + self._cost.price(family)
                 if both.tokens <= self._token_budget and cheaper:
                     batches[-1] = both
                     continue
-            batches.append(alone)
+            batches.append(family)
         return batches

@@ -676,12 +676,13 @@ def joint_metrics(by_name: Mapping[str | None, Mapping[str, float]]) -> dict[str
     if by_name.keys() <= {None, SHARED}:
         return dict(next(iter(by_name.values())))
     joint = {f"{name}/{metric}": value for name, own in by_name.items() for metric, value in own.items()}
-    for metric in sorted({metric for own in by_name.values() for metric in own}):
-        values = [(own[metric], max(own["tokens_trained"], 1.0)) for own in by_name.values() if metric in own]
+    for metric in sorted(set[str]().union(*by_name.values())):
+        having = [own for own in by_name.values() if metric in own]
         if metric in (*COUNTS, KEPT_COUNT):
-            joint[metric] = sum(value for value, _ in values)
+            joint[metric] = sum(own[metric] for own in having)
         else:
-            joint[metric] = sum(value * tokens for value, tokens in values) / sum(tokens for _, tokens in values)
+            tokens = [max(own["tokens_trained"], 1.0) for own in having]
+            joint[metric] = sum(own[metric] * n for own, n in zip(having, tokens, strict=True)) / sum(tokens)
     return joint
 
 
