@@ -47,15 +47,15 @@ def for_losses(samples: Sequence[TrainingSample], losses: Sequence[TokenLoss]) -
     Raises PolicyError for a column that is missing where it is needed, and UnfaithfulSampleError for trained tokens
     that were chosen greedily, if a loss needs the probability they were sampled with."""
     table = token_table(samples)
-    own = {weights_name(loss, table.columns) for loss in losses} | {WEIGHTS}
+    weights = {weights_name(loss, table.columns) for loss in losses} | {WEIGHTS}
     for sample in samples:
-        if not own & set(sample.columns):
+        if not weights & set(sample.columns):
             raise PolicyError(
                 f"a sample of {sample.tree.num_sampled} sampled tokens has no column of weights: give {WEIGHTS!r}, or"
                 " the weights of a stream"
             )
     zeros = np.zeros_like(table.temperatures)
-    needed = own.union(*(loss.needs for loss in losses))
+    needed = weights.union(*(loss.needs for loss in losses))
     columns = {**dict.fromkeys(needed, zeros), **table.columns}
     trained, faithful = np.zeros(len(zeros), bool), np.zeros(len(zeros), bool)
     for loss in losses:
@@ -68,8 +68,8 @@ def for_losses(samples: Sequence[TrainingSample], losses: Sequence[TokenLoss]) -
             faithful |= counts
         trained |= counts & _learning(loss, columns, table.rollout)
     if PROXIMAL_LOGPROBS in columns:
-        own_proximal = table.has(PROXIMAL_LOGPROBS)
-        columns[PROXIMAL_LOGPROBS] = np.where(own_proximal, columns[PROXIMAL_LOGPROBS], columns[SAMPLED_LOGPROBS])
+        proximal, sampled = columns[PROXIMAL_LOGPROBS], columns[SAMPLED_LOGPROBS]
+        columns[PROXIMAL_LOGPROBS] = np.where(table.has(PROXIMAL_LOGPROBS), proximal, sampled)
     columns[TRAINED] = trained.astype(np.float32)
     return _imitated(replace(table, columns=columns), faithful)
 
