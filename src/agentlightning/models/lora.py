@@ -26,12 +26,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, cast
 from urllib.parse import quote
 from warnings import catch_warnings
 from zlib import crc32
 
 import torch
+from pydantic import BaseModel, Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -286,6 +287,32 @@ PREFIX: Final = "base_model.model."
 """What peft writes before the name of a layer."""
 
 
+class AdapterConfig(BaseModel):
+    """What peft says of a plain LoRA adapter in `adapter_config.json`."""
+
+    peft_type: Literal["LORA"]
+    task_type: str | None = None
+    base_model_name_or_path: str | None = None
+    r: int = Field(ge=1)
+    lora_alpha: float = Field(gt=0)
+    lora_dropout: float = 0.0
+    target_modules: list[str] | None = None
+    target_parameters: list[str] | None = None
+    bias: Literal["none"] = "none"
+    fan_in_fan_out: Literal[False] = False
+    use_rslora: Literal[False] = False
+    use_dora: Literal[False] = False
+    modules_to_save: None = None
+    rank_pattern: dict[str, int] = Field(default_factory=dict[str, int], max_length=0)
+    inference_mode: bool = True
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The layers that it changes."""
+        parameters = self.target_parameters or ()
+        return (*(self.target_modules or ()), *(name.removesuffix(".weight") for name in parameters))
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
     """Writes the adapters of a policy to a directory, as `PreTrainedModel.save_pretrained` writes a model."""
@@ -314,20 +341,15 @@ def adapter_directory(directory: Path, name: str) -> Path:
 def write_adapter(directory: Path, adapter: Adapter, base: str) -> None:
     """Write one adapter, over a model that is a directory or hub name."""
     directory.mkdir(parents=True, exist_ok=True)
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": adapter.r,
-        "lora_alpha": adapter.alpha,
-        "lora_dropout": 0.0,
+    config = AdapterConfig(
+        peft_type="LORA",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        r=adapter.r,
+        lora_alpha=adapter.alpha,
         **adapter.targets,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "use_rslora": False,
-        "inference_mode": True,
-    }
-    (directory / CONFIG).write_text(json.dumps(config, indent=2))
+    )
+    (directory / CONFIG).write_text(config.model_dump_json(indent=2, exclude_none=True))
     save_file(named_weights(adapter), directory / WEIGHTS, metadata={"format": "pt"})
 
 
@@ -345,39 +367,15 @@ def has_adapters(directory: Path) -> bool:
     return any((directory / name).is_file() for name in (CONFIG, AGENTS))
 
 
-def read_adapter_config(directory: Path) -> dict[str, Any]:
+def read_adapter_config(directory: Path) -> AdapterConfig:
     """`adapter_config.json`. Raises PolicyError where it is missing, cannot be read, or is no plain LoRA."""
-    config = read_json(directory / CONFIG)
-    unknown = [
-        name
-        for name in ("use_rslora", "use_dora", "fan_in_fan_out", "modules_to_save", "rank_pattern")
-        if config.get(name)
-    ]
-    if config.get("peft_type") != "LORA" or unknown or config.get("bias", "none") != "none":
-        what = ", ".join(unknown) or f"peft_type={config.get('peft_type')!r}, bias={config.get('bias')!r}"
-        raise PolicyError(f"{directory / CONFIG} is no plain LoRA adapter ({what}); merge it into its model first")
-    return config
-
-
-def saved_targets(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The layers that `adapter_config.json` names."""
-    parameters = config.get("target_parameters") or ()
-    return (*config["target_modules"], *(name.removesuffix(".weight") for name in parameters))
-
-
-def read_agents(directory: Path) -> dict[str, Any]:
-    """What `AdapterFiles` wrote to `agents.json`; empty without that file. Raises PolicyError if it cannot be read."""
-    return read_json(directory / AGENTS) if (directory / AGENTS).is_file() else {}
-
-
-def read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
+        return AdapterConfig.model_validate_json((directory / CONFIG).read_bytes())
     except (OSError, ValueError) as error:
-        raise PolicyError(f"{path} cannot be read: {error}; choose another checkpoint") from error
-    if not isinstance(content, dict):
-        raise PolicyError(f"{path} holds {type(content).__name__} instead of a table; choose another checkpoint")
-    return content
+        raise PolicyError(
+            f"{directory / CONFIG} is no plain LoRA adapter that can be read: {error}; merge it into its model first,"
+            " or choose another checkpoint"
+        ) from error
 
 
 def read_weights(directory: Path, adapter: Adapter) -> dict[str, Tensor]:
@@ -417,7 +415,7 @@ def merge(adapter: Path, directory: Path) -> None:
         )
     from peft import PeftModel
 
-    base = resolve_model(str(read_adapter_config(adapter).get("base_model_name_or_path")))
+    base = resolve_model(str(read_adapter_config(adapter).base_model_name_or_path))
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     try:
         with catch_warnings(action="ignore", category=FutureWarning):  # peft asks for a property of an older name.
