@@ -347,7 +347,7 @@ def write_adapter(directory: Path, adapter: Adapter, base: str) -> None:
         base_model_name_or_path=base,
         r=adapter.r,
         lora_alpha=adapter.alpha,
-        **adapter.targets,
+        **cast(Any, adapter.targets),
     )
     (directory / CONFIG).write_text(config.model_dump_json(indent=2, exclude_none=True))
     save_file(named_weights(adapter), directory / WEIGHTS, metadata={"format": "pt"})

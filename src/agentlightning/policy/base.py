@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -149,12 +150,12 @@ class Policy(Engine, Protocol):
     async def close(self) -> None: ...
 
 
-class SeparatePolicy(Protocol):
+class SeparatePolicy(ABC):
     """A policy with `Capabilities.separate`. Subclass it to inherit `train`, which is both of its steps."""
 
+    @abstractmethod
     async def check_idle(self, in_flight: bool) -> None:
         """Raises PolicyError for answers in flight that may not be."""
-        ...
 
     async def train(
         self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE, *, in_flight: bool = False
@@ -164,13 +165,13 @@ class SeparatePolicy(Protocol):
         metrics = await self.train_apart(samples, options)
         return {**metrics, **await self.publish_update(in_flight=in_flight)}
 
+    @abstractmethod
     async def train_apart(
         self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE
     ) -> Mapping[str, float]:
         """`Policy.train`, without changing the weights that sample."""
-        ...
 
+    @abstractmethod
     async def publish_update(self, *, in_flight: bool = False) -> Mapping[str, float]:
         """Let the weights that sample be those that were trained. Raises as `Policy.train` does; PolicyError where they
         cannot be replaced."""
-        ...

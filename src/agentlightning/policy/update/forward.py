@@ -116,7 +116,7 @@ def _cache_index(layer: nn.Module) -> int | None:
     return next((index for index in found if isinstance(index, int)), None)
 
 
-PROBE = (3, 5, 4, 6), (7, 4, 8), (8, 6, 3)
+PROBE = (3, 5, 4, 6), (7, 4, 8, 2), (8, 6, 3, 5)
 """A prompt and two answers, by which is found out what a model can."""
 LAUNCH_CPU = 1.5e7
 LAUNCH_ACCELERATOR = 1e10
