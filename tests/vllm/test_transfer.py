@@ -26,9 +26,8 @@ from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 from agentlightning.transport import Transport
-from agentlightning.weight_sync import select
-from agentlightning.weight_sync.base import TransferError
-from agentlightning.weight_sync.nccl import UNIQUE_ID_BYTES, NcclSender
+from agentlightning.weight_sync import transfer as select
+from agentlightning.weight_sync.transfer import UNIQUE_ID_BYTES, NcclSender, TransferError
 
 NEAR = 1e-3
 HERE = Path(__file__).parent

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentlightning.weight_sync.base import as_bytes, manifest, num_bytes, pack_over
+from agentlightning.weight_sync.transfer import as_bytes, manifest, num_bytes, pack_over
 
 WEIGHTS = {
     "a.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4),

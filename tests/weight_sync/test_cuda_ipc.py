@@ -12,8 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentlightning.weight_sync.base import TransferError, num_bytes
-from agentlightning.weight_sync.cuda_ipc import CudaIpcSender, pack_within
+from agentlightning.weight_sync.transfer import CudaIpcSender, TransferError, num_bytes, pack_within
 
 WEIGHTS = {
     "a.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4),

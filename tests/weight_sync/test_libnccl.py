@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentlightning.weight_sync.base import TransferError
-from agentlightning.weight_sync.nccl import UNIQUE_ID_BYTES, NcclLibrary
+from agentlightning.weight_sync.transfer import UNIQUE_ID_BYTES, NcclLibrary, TransferError
 
 
 class Call:

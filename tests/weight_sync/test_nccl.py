@@ -22,9 +22,8 @@ from agentlightning.errors import ConfigError, PolicyError, ServerError
 from agentlightning.policy.base import Capabilities
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.testing.scripted_engine import ByteChatFormat
-from agentlightning.weight_sync import select
-from agentlightning.weight_sync.base import TransferError
-from agentlightning.weight_sync.nccl import UNIQUE_ID_BYTES, NcclSender
+from agentlightning.weight_sync import transfer as select
+from agentlightning.weight_sync.transfer import UNIQUE_ID_BYTES, NcclSender, TransferError
 
 WEIGHTS = {
     "a.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4),

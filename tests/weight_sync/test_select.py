@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from agentlightning.errors import ConfigError
-from agentlightning.weight_sync import select
-from agentlightning.weight_sync.cuda_ipc import CudaMemory
-from agentlightning.weight_sync.nccl import NcclLibrary
+from agentlightning.weight_sync import transfer as select
+from agentlightning.weight_sync.transfer import CudaMemory, NcclLibrary
 
 
 @pytest.mark.parametrize(

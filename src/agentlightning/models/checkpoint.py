@@ -78,7 +78,7 @@ def save(
 def read_model(directory: Path, model: PreTrainedModel) -> PreTrainedModel:
     """The model saved in `directory`, of the shape and dtype of `model`. Raises PolicyError for weights that are
     damaged or do not fit."""
-    saved = _load_model(directory, model.dtype)
+    saved = load_model(directory, model.dtype)
     weights, own = saved.state_dict(), model.state_dict()
     if unlike := [name for name in own if name not in weights or weights[name].shape != own[name].shape]:
         raise PolicyError(
@@ -105,7 +105,7 @@ def read_scorer(
 ) -> PreTrainedModel:
     """The model saved in `directory`, of any shape, that gives the tokens of `model` a probability; without `weights`,
     on the meta device. Raises PolicyError if it cannot be loaded or has another vocabulary."""
-    saved = _load_model(directory, dtype, weights).eval()
+    saved = load_model(directory, dtype, weights).eval()
     try:
         vocabulary = AutoTokenizer.from_pretrained(directory, local_files_only=True).get_vocab()
     except (OSError, ValueError, KeyError):
@@ -119,15 +119,29 @@ def read_scorer(
     return saved
 
 
-def _load_model(directory: Path, dtype: torch.dtype, weights: bool = True) -> PreTrainedModel:
-    try:
+def load_model(directory: str | Path, dtype: torch.dtype, weights: bool = True) -> PreTrainedModel:
+    """The model in a directory; without `weights`, on the meta device. Raises PolicyError."""
+    with reading(directory):
         if not weights:
             return empty_model(directory, dtype)
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
+
+
+@contextmanager
+def reading(source: str | Path) -> Generator[None]:
+    """Within, a model or tokenizer in a directory that transformers does not load is a PolicyError."""
+    try:
         with without_progress_bars():
-            return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            yield
+    except SafetensorError as error:
         raise PolicyError(
-            f"{directory} holds no model that transformers loads, or a damaged one: {error}; choose another checkpoint"
+            f"the weights in {source} cannot be read: {error}; a file is cut short or damaged: fetch it again, or"
+            " choose another checkpoint"
+        ) from error
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise PolicyError(
+            f"{source} cannot be loaded as a causal language model with a tokenizer: {error}; give a directory written"
+            " by save_pretrained, or another model"
         ) from error
 
 

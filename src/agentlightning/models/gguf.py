@@ -217,19 +217,23 @@ def _add_shape(writer: Any, config: Any, precision: Precision) -> None:
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if (kind := config.rope_parameters.get("rope_type", "default")) not in ("default", "llama3"):
         raise PolicyError(f"the model scales its positions by {kind}, which is not written as GGUF; {OTHER_WAY}")
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head)
-    writer.add_value_length(head)
-    writer.add_rope_dimension_count(head)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_file_type(FILE_TYPES[precision])
+    shape = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads,
+        "head_count_kv": config.num_key_value_heads,
+        "key_length": head,
+        "value_length": head,
+        "rope_dimension_count": head,
+        "rope_freq_base": config.rope_parameters["rope_theta"],
+        "layer_norm_rms_eps": config.rms_norm_eps,
+        "file_type": FILE_TYPES[precision],
+    }
+    for name, value in shape.items():
+        getattr(writer, f"add_{name}")(value)
 
 
 def _add_tokenizer(writer: Any, source: Path, size: int) -> None:

@@ -22,16 +22,17 @@ import json
 import logging
 import math
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, cast
 from urllib.parse import quote
 from warnings import catch_warnings
 from zlib import crc32
 
 import torch
+from pydantic import BaseModel, Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -111,13 +112,11 @@ class _Stack:
 
 
 class Adapters:
-    """The adapters of one model, whose own weights no longer change. Not thread safe."""
+    """The adapters of one model, whose own weights no longer change once it has one. Not thread safe."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.by_name: dict[str, Adapter] = {}
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
         self._hooked: set[str] = set()
         self._selected: Adapter | Tensor | None = None
         """The adapter of all rows; or of each row, as its number, -1 for none."""
@@ -149,6 +148,7 @@ class Adapters:
             ends = ", ".join(sorted({layer.rpartition(".")[2] for layer in narrow}))
             logger.warning("adapter %r leaves out %d layers narrower than r=%d: %s", name, len(narrow), r, ends)
             layers = {layer: module for layer, module in layers.items() if layer not in narrow}
+        self.model.requires_grad_(False)
         adapter = Adapter(layers, r=r, alpha=alpha, seed=seed + crc32(name.encode()))
         adapter.targets = _targets(self.model, layers)
         for layer in layers.keys() - self._hooked:
@@ -163,23 +163,17 @@ class Adapters:
         del self.by_name[name]
         self.drop_stacks()
 
-    @contextmanager
-    def use(self, name: str | None) -> Generator[None]:
+    def use(self, name: str | None) -> AbstractContextManager[None]:
         """All rows of the forward passes within use this adapter; None: none."""
-        with self._selecting(None if name is None else self.by_name[name]):
-            yield
+        return self._selecting(None if name is None else self.by_name[name])
 
-    @contextmanager
-    def use_rows(self, names: Sequence[str | None]) -> Generator[None]:
+    def use_rows(self, names: Sequence[str | None]) -> AbstractContextManager[None]:
         """Row i of the forward passes within uses adapter `names[i]`; no gradients."""
         if len(set(names)) == 1:
-            with self.use(names[0]):
-                yield
-            return
+            return self.use(names[0])
         numbers = {name: number for number, name in enumerate(self.by_name)}
         rows_N = torch.tensor([-1 if name is None else numbers[name] for name in names], device=self.model.device)
-        with self._selecting(rows_N):
-            yield
+        return self._selecting(rows_N)
 
     def drop_stacks(self) -> None:
         """Forget what was derived from the matrices; call it after they change."""
@@ -293,6 +287,32 @@ PREFIX: Final = "base_model.model."
 """What peft writes before the name of a layer."""
 
 
+class AdapterConfig(BaseModel):
+    """What peft says of a plain LoRA adapter in `adapter_config.json`."""
+
+    peft_type: Literal["LORA"]
+    task_type: str | None = None
+    base_model_name_or_path: str | None = None
+    r: int = Field(ge=1)
+    lora_alpha: float = Field(gt=0)
+    lora_dropout: float = 0.0
+    target_modules: list[str] | None = None
+    target_parameters: list[str] | None = None
+    bias: Literal["none"] = "none"
+    fan_in_fan_out: Literal[False] = False
+    use_rslora: Literal[False] = False
+    use_dora: Literal[False] = False
+    modules_to_save: None = None
+    rank_pattern: dict[str, int] = Field(default_factory=dict[str, int], max_length=0)
+    inference_mode: bool = True
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The layers that it changes."""
+        parameters = self.target_parameters or ()
+        return (*(self.target_modules or ()), *(name.removesuffix(".weight") for name in parameters))
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
     """Writes the adapters of a policy to a directory, as `PreTrainedModel.save_pretrained` writes a model."""
@@ -321,20 +341,15 @@ def adapter_directory(directory: Path, name: str) -> Path:
 def write_adapter(directory: Path, adapter: Adapter, base: str) -> None:
     """Write one adapter, over a model that is a directory or hub name."""
     directory.mkdir(parents=True, exist_ok=True)
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": adapter.r,
-        "lora_alpha": adapter.alpha,
-        "lora_dropout": 0.0,
-        **adapter.targets,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "use_rslora": False,
-        "inference_mode": True,
-    }
-    (directory / CONFIG).write_text(json.dumps(config, indent=2))
+    config = AdapterConfig(
+        peft_type="LORA",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        r=adapter.r,
+        lora_alpha=adapter.alpha,
+        **cast(Any, adapter.targets),
+    )
+    (directory / CONFIG).write_text(config.model_dump_json(indent=2, exclude_none=True))
     save_file(named_weights(adapter), directory / WEIGHTS, metadata={"format": "pt"})
 
 
@@ -352,43 +367,19 @@ def has_adapters(directory: Path) -> bool:
     return any((directory / name).is_file() for name in (CONFIG, AGENTS))
 
 
-def read_adapter_config(directory: Path) -> dict[str, Any]:
+def read_adapter_config(directory: Path) -> AdapterConfig:
     """`adapter_config.json`. Raises PolicyError where it is missing, cannot be read, or is no plain LoRA."""
-    config = read_json(directory / CONFIG)
-    unknown = [
-        name
-        for name in ("use_rslora", "use_dora", "fan_in_fan_out", "modules_to_save", "rank_pattern")
-        if config.get(name)
-    ]
-    if config.get("peft_type") != "LORA" or unknown or config.get("bias", "none") != "none":
-        what = ", ".join(unknown) or f"peft_type={config.get('peft_type')!r}, bias={config.get('bias')!r}"
-        raise PolicyError(f"{directory / CONFIG} is no plain LoRA adapter ({what}); merge it into its model first")
-    return config
-
-
-def saved_targets(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The layers that `adapter_config.json` names."""
-    parameters = config.get("target_parameters") or ()
-    return (*config["target_modules"], *(name.removesuffix(".weight") for name in parameters))
-
-
-def read_agents(directory: Path) -> dict[str, Any]:
-    """What `AdapterFiles` wrote to `agents.json`; empty without that file. Raises PolicyError if it cannot be read."""
-    return read_json(directory / AGENTS) if (directory / AGENTS).is_file() else {}
-
-
-def read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
+        return AdapterConfig.model_validate_json((directory / CONFIG).read_bytes())
     except (OSError, ValueError) as error:
-        raise PolicyError(f"{path} cannot be read: {error}; choose another checkpoint") from error
-    if not isinstance(content, dict):
-        raise PolicyError(f"{path} holds {type(content).__name__} instead of a table; choose another checkpoint")
-    return content
+        raise PolicyError(
+            f"{directory / CONFIG} is no plain LoRA adapter that can be read: {error}; merge it into its model first,"
+            " or choose another checkpoint"
+        ) from error
 
 
-def read_weights(directory: Path, adapter: Adapter) -> list[Tensor]:
-    """The matrices saved in `directory` in the order of `adapter.parameters()`. Raises PolicyError if they are damaged,
+def read_weights(directory: Path, adapter: Adapter) -> dict[str, Tensor]:
+    """The matrices saved in `directory`, for `adapter.load_state_dict`. Raises PolicyError if they are damaged,
     or are those of another adapter."""
     path = directory / WEIGHTS
     try:
@@ -404,15 +395,11 @@ def read_weights(directory: Path, adapter: Adapter) -> list[Tensor]:
             f"{directory} holds another adapter: {min(unlike)} and {len(unlike) - 1} more matrices differ in name or "
             "shape; continue with the r and targets it was saved with"
         )
-    downs = [saved[f"{PREFIX}{layer}.lora_A.weight"] for layer in adapter.layers]
-    return [*downs, *(saved[f"{PREFIX}{layer}.lora_B.weight"] for layer in adapter.layers)]
-
-
-@torch.no_grad()
-def set_weights(adapter: Adapter, weights: list[Tensor]) -> None:
-    """Give an adapter what `read_weights` returned."""
-    for parameter, saved in zip((*adapter.down, *adapter.up), weights, strict=True):
-        parameter.copy_(saved)
+    return {
+        f"{part}.{index}": saved[f"{PREFIX}{layer}.lora_{letter}.weight"]
+        for part, letter in (("down", "A"), ("up", "B"))
+        for index, layer in enumerate(adapter.layers)
+    }
 
 
 # -- merging ---------------------------------------------------------------------------------------------------------
@@ -428,7 +415,7 @@ def merge(adapter: Path, directory: Path) -> None:
         )
     from peft import PeftModel
 
-    base = resolve_model(str(read_adapter_config(adapter).get("base_model_name_or_path")))
+    base = resolve_model(str(read_adapter_config(adapter).base_model_name_or_path))
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     try:
         with catch_warnings(action="ignore", category=FutureWarning):  # peft asks for a property of an older name.

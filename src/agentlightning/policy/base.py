@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -72,7 +73,7 @@ class Capabilities:
     """Whether it trains adapters that began with no effect: the model below them, which `score` takes as the reference
     where none is given, is then the one that it started from."""
     lends_weights: bool = False
-    """Whether its weights can be read in place (`weight_sync.base.WeightOwner`)."""
+    """Whether its weights can be read in place (`weight_sync.transfer.WeightOwner`)."""
     adapters: Mapping[str, Lora] = field(default_factory=dict[str, Lora])
     """The adapters that are trained, by name; empty: all weights are."""
 
@@ -149,16 +150,28 @@ class Policy(Engine, Protocol):
     async def close(self) -> None: ...
 
 
-class SeparatePolicy(Protocol):
-    """A policy with `Capabilities.separate`."""
+class SeparatePolicy(ABC):
+    """A policy with `Capabilities.separate`. Subclass it to inherit `train`, which is both of its steps."""
 
+    @abstractmethod
+    async def check_idle(self, in_flight: bool) -> None:
+        """Raises PolicyError for answers in flight that may not be."""
+
+    async def train(
+        self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE, *, in_flight: bool = False
+    ) -> Mapping[str, float]:
+        """See `Policy.train`. Raises as `train_apart` and `publish_update` do."""
+        await self.check_idle(in_flight)
+        metrics = await self.train_apart(samples, options)
+        return {**metrics, **await self.publish_update(in_flight=in_flight)}
+
+    @abstractmethod
     async def train_apart(
         self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE
     ) -> Mapping[str, float]:
         """`Policy.train`, without changing the weights that sample."""
-        ...
 
+    @abstractmethod
     async def publish_update(self, *, in_flight: bool = False) -> Mapping[str, float]:
         """Let the weights that sample be those that were trained. Raises as `Policy.train` does; PolicyError where they
         cannot be replaced."""
-        ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self, TypeAlias, cast
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -20,7 +20,7 @@ from agentlightning.models.resolve import TINY
 from agentlightning.util.kept_sets import MAX_SET
 from agentlightning.util.plugins import Registry
 from agentlightning.util.settings import Named, Section, by_type
-from agentlightning.weight_sync.select import AUTO, DISK
+from agentlightning.weight_sync.transfer import AUTO, DISK
 
 OPENED: Final = "agentlightning.policy.open:open_policy"
 BACKENDS = Registry("backends", "backend", known={"local": OPENED, "fsdp": OPENED, "tinker": None})
@@ -399,14 +399,6 @@ class PolicyConfig(ModelSettings):
     """Where each version of the weights is published for other hosts."""
     tinker: TinkerConfig = Field(default_factory=TinkerConfig)
     """The server that trains and samples with kind "tinker"."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_address(cls, values: Any) -> Any:
-        """Runs of development versions wrote `address = "none"`; torchrun says now where ranks meet."""
-        if isinstance(values, dict) and values.get("address", "") in (None, "none"):
-            return {name: value for name, value in cast(dict[str, Any], values).items() if name != "address"}
-        return values
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:

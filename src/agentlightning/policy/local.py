@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final, cast
 
 import torch
@@ -38,13 +39,12 @@ from agentlightning.models.resolve import shared_name
 from agentlightning.policy.base import UPDATE, Capabilities, Columns, ScoreColumn, UpdateOptions
 from agentlightning.policy.config import LocalPolicyConfig, adapter_table
 from agentlightning.policy.model_loading import find_device, load_model, usable_context_length, with_adapters_of
-from agentlightning.policy.update.learner import Learner
-from agentlightning.policy.update.updater import Updater
+from agentlightning.policy.update.updater import Learner, Updater
 from agentlightning.policy.update.value_head import NO_HEAD
 from agentlightning.trajectory import TokenTree, TrainingSample
 
 RANK_STATE: Final = "ranks"
-"""In the training state of a policy that several processes train (`policy.fsdp`): their counters."""
+"""In the training state of a policy that several processes train (`policy.fsdp`): the steps that they have taken."""
 
 
 class LocalPolicy(AgentEngines):
@@ -81,7 +81,7 @@ class LocalPolicy(AgentEngines):
             prefill_tokens=config.prefill_tokens,
             seed=config.seed,
             grammars=self._grammars,
-            adapters=self._learner.adapters,
+            adapters=self._learner.adapters if config.adapters else None,
             max_kept_tokens=config.max_kept_tokens,
         )
         self._engine = EngineWorker(self._generator, threads=config.threads)
@@ -192,7 +192,7 @@ class LocalPolicy(AgentEngines):
     def _check_scores(self, what: AbstractSet[ScoreColumn], reference: Path | None) -> None:
         if "values" in what and self._learner.value_head is None:
             raise PolicyError(f'"values" need a critic: {NO_HEAD}')
-        if "ref_logprobs" in what and reference is None and self._learner.adapters is None:
+        if "ref_logprobs" in what and reference is None and not self.config.adapters:
             raise PolicyError('"ref_logprobs" need a reference; give the directory of the reference model')
 
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
@@ -230,7 +230,7 @@ class LocalPolicy(AgentEngines):
 
     def _set_version(self, version: int, names: Iterable[str | None]) -> None:
         """The weights of these names have changed."""
-        self._learner.changed()
+        self._learner.adapters.drop_stacks()
         self._version = version
         for name in names:
             if name is None:
@@ -309,20 +309,20 @@ class InPlacePolicy(LocalPolicy):
         self._given = given
 
     def _save(self, directory: Path, training_state: bool) -> None:
-        if not training_state:
-            checkpoint.save(directory, self._given, self._learner.tokenizer, None)
-            return
-        named = self._model.named_parameters()
-        trained = {name: value.detach().clone() for name, value in named if value.requires_grad}
-        directory.mkdir(parents=True, exist_ok=True)
-        torch.save({"weights": trained, "updater": self._learner.state_dict()}, directory / "state.pt")
+        saved: Any = self._given
+        state = None
+        if training_state:  # What was given may be an adapter, or hold its weights in a form of its own.
+            saved = SimpleNamespace(save_pretrained=Path.mkdir)
+            named = self._model.named_parameters()
+            trained = {name: value.detach() for name, value in named if value.requires_grad}
+            state = {**self._own_state(), **self._learner.state_dict(), "weights": trained}
+        checkpoint.save(directory, saved, self._learner.tokenizer, state)
 
     def _load(self, directory: Path, in_flight: bool, above: int) -> None:
-        state = torch.load(directory / "state.pt", weights_only=True)
-        self._prepare_weight_change(in_flight)
-        own = dict(self._model.named_parameters())
-        with torch.no_grad():
-            for name, value in state["weights"].items():
-                own[name].copy_(value)
-        self._learner.updaters[None].load_state_dict(state["updater"]["updater"])
-        self._set_version(max(self._version, above) + 1, self._learner.updaters)
+        state = checkpoint.load_state(directory)
+
+        def load() -> None:
+            self._model.load_state_dict(state["weights"], strict=False)
+            self._learner.updaters[None].load_state_dict(state["updater"])
+
+        self._resume(state, in_flight, above, load)

@@ -112,11 +112,13 @@ class GeometricMask(Correction):
     of_rollout: ClassVar[bool] = True
 
     def factors(self, log_ratio: FloatArray, rollout: Groups) -> FloatArray:
-        sums, counts = _sums(log_ratio, rollout)
-        return _within(_bounded_exp(sums / counts), self.low, self.high)
+        return _within(_bounded_exp(self._log_ratio(*_sums(log_ratio, rollout))), self.low, self.high)
+
+    def _log_ratio(self, sums: Any, counts: Any) -> Any:
+        return sums / counts
 
 
-class SequenceMask(Correction):
+class SequenceMask(GeometricMask):
     """Masks rollouts the product of whose ratios is out of bounds."""
 
     type: Literal["sequence_mask"] = "sequence_mask"  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -126,10 +128,8 @@ class SequenceMask(Correction):
     high: float = Field(default=3.0, gt=1)
     """The largest product that counts."""
 
-    of_rollout: ClassVar[bool] = True
-
-    def factors(self, log_ratio: FloatArray, rollout: Groups) -> FloatArray:
-        return _within(_bounded_exp(_sums(log_ratio, rollout)[0]), self.low, self.high)
+    def _log_ratio(self, sums: Any, counts: Any) -> Any:
+        return sums
 
 
 CORRECTIONS = Registry("corrections", "correction", Correction)

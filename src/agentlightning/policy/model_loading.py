@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Final, Literal, cast
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, Field
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from agentlightning.errors import AgentLightningError, ConfigError, PolicyError
 from agentlightning.models import checkpoint
-from agentlightning.models.lora import CONFIG, has_adapters, read_adapter_config, read_agents, saved_targets
+from agentlightning.models.lora import AGENTS, CONFIG, has_adapters, read_adapter_config
 from agentlightning.models.resolve import TOKENIZER_FILES, resolve_model
 from agentlightning.policy.config import AgentSetting, LocalPolicyConfig, Lora
 
@@ -28,7 +28,13 @@ PROBE_SECONDS: Final = 0.5
 """How long `fastest_threads` tries, one turn at least."""
 LARGE: Final = 50_000_000
 """Weights from which a model gains from bfloat16 and from threads: SmolLM2-135M does, the models of tests do not."""
-_AGENTS: TypeAdapter[dict[str, AgentSetting]] = TypeAdapter(dict[str, AgentSetting])
+
+
+class SavedAgents(BaseModel):
+    """What `AdapterFiles` writes to `agents.json`."""
+
+    base_model_name_or_path: str | None = None
+    agents: dict[str, AgentSetting] = Field(default_factory=dict[str, AgentSetting])
 
 
 def find_device(name: str) -> torch.device:
@@ -95,25 +101,12 @@ def load_model(config: LocalPolicyConfig, *, weights: bool = True) -> tuple[PreT
         raise PolicyError(
             f"{source} holds no tokenizer; save the model's tokenizer there with tokenizer.save_pretrained"
         )
-    try:
+    with checkpoint.reading(source):
         tokenizer = AutoTokenizer.from_pretrained(source)
-        with checkpoint.without_progress_bars():
-            dtype = getattr(torch, config.dtype)
-            model = (
-                AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-                if weights
-                else checkpoint.empty_model(source, dtype)
-            )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise PolicyError(
-            f"model={config.model} cannot be loaded as a causal language model with a tokenizer: {error}; give a "
-            "directory written by save_pretrained, or another model"
-        ) from error
+    model = checkpoint.load_model(source, getattr(torch, config.dtype), weights)
     text: Any = model.config.get_text_config(decoder=True)
-    if getattr(
-        text, "output_router_logits", False
-    ):  # For a loss that is not computed here, from a mask of another kind.
-        text.output_router_logits = False
+    if getattr(text, "output_router_logits", False):
+        text.output_router_logits = False  # For a loss that is not computed here, from a mask of another kind.
     return tokenizer, model
 
 
@@ -155,26 +148,20 @@ def with_adapters_of(config: LocalPolicyConfig) -> tuple[LocalPolicyConfig, Path
     directory = Path(config.model)
     if not (directory.is_dir() and has_adapters(directory)):
         return config, None
-    saved = read_agents(directory)
-    base, lora = saved.get("base_model_name_or_path"), config.lora
+    saved, lora = SavedAgents(), config.lora
+    if (directory / AGENTS).is_file():
+        try:
+            saved = SavedAgents.model_validate_json((directory / AGENTS).read_bytes())
+        except (OSError, ValueError) as error:
+            raise PolicyError(
+                f"the agents of {directory} cannot be read: {error}; choose another checkpoint"
+            ) from error
+    base = saved.base_model_name_or_path
     if (directory / CONFIG).is_file():
         own = read_adapter_config(directory)
-        base, lora = own.get("base_model_name_or_path") or base, lora or _lora(own, directory)
-    if not isinstance(base, str):
+        base = own.base_model_name_or_path or base
+        lora = lora or Lora(r=own.r, alpha=own.lora_alpha, targets=own.targets or None)
+    if base is None:
         raise PolicyError(f"{directory} does not name the model below its adapters (base_model_name_or_path)")
-    agents = config.agents or _agents(saved.get("agents", {}), directory)
+    agents = config.agents or saved.agents
     return config.model_copy(update={"model": base, "lora": lora, "agents": agents}), directory
-
-
-def _lora(saved: dict[str, Any], directory: Path) -> Lora:
-    try:
-        return Lora(r=saved["r"], alpha=saved["lora_alpha"], targets=saved_targets(saved))
-    except (KeyError, TypeError, ValidationError) as error:
-        raise PolicyError(f"{directory / CONFIG} describes no adapter: {error}; choose another checkpoint") from error
-
-
-def _agents(saved: Any, directory: Path) -> dict[str, AgentSetting]:
-    try:
-        return _AGENTS.validate_python(saved)
-    except ValidationError as error:
-        raise PolicyError(f"the agents of {directory} cannot be read: {error}; choose another checkpoint") from error

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.config import ServedModel
-from agentlightning.errors import ConfigError, MissingExtraError, PolicyError
+from agentlightning.errors import ConfigError, MissingExtraError
 from agentlightning.models.resolve import TINY
 from agentlightning.policy.base import Policy
 from agentlightning.policy.config import (
@@ -127,19 +127,12 @@ def policy_config(
 
 async def open_policy(config: LocalPolicyConfig) -> Policy:
     """Raises PolicyError for a model that cannot be loaded."""
-    from safetensors import SafetensorError
-
     if config.kind == "fsdp":
         from agentlightning.policy.fsdp.policy import FsdpPolicy as Opened
     else:
         from agentlightning.policy.local import LocalPolicy as Opened
 
-    try:
-        return await asyncio.to_thread(Opened.open, config)
-    except SafetensorError as error:
-        raise PolicyError(
-            f"the weights in {config.model} cannot be read: {error}; a file is cut short or damaged: fetch it again"
-        ) from error
+    return await asyncio.to_thread(Opened.open, config)
 
 
 async def open_trained(settings: PolicyConfig, config: LocalPolicyConfig) -> Policy:

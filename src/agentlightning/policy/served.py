@@ -29,14 +29,14 @@ from agentlightning.policy.base import (
     Columns,
     Policy,
     ScoreColumn,
+    SeparatePolicy,
     UpdateOptions,
     capabilities_of,
 )
 from agentlightning.policy.config import adapter_table, check_servable
 from agentlightning.trajectory import TokenTree, TrainingSample
-from agentlightning.weight_sync.base import LendWeights, WeightOwner
 from agentlightning.weight_sync.disk import CheckpointFolder
-from agentlightning.weight_sync.select import AUTO, DISK, select_transport
+from agentlightning.weight_sync.transfer import AUTO, DISK, WeightOwner, select_transport
 
 if TYPE_CHECKING:
     from agentlightning.policy.local import LocalPolicy
@@ -57,10 +57,7 @@ class PublishedWeights:
         self._policy = policy
         self._generation = policy.generation
         self._writing = asyncio.Lock()
-
-    @property
-    def lend(self) -> LendWeights | None:
-        return None if self._policy.transfer == DISK else cast(WeightOwner, self._policy.learner).lend
+        self.lend = None if policy.transfer == DISK else cast(WeightOwner, policy.learner).lend
 
     async def directory(self) -> Path:
         async with self._writing:
@@ -69,7 +66,7 @@ class PublishedWeights:
             return self.path
 
 
-class ServedPolicy(PooledEngine):
+class ServedPolicy(SeparatePolicy, PooledEngine):
     """Trains `learner` and samples from `servers`; it owns both. Create it with `ServedPolicy.open`."""
 
     def __init__(
@@ -78,14 +75,13 @@ class ServedPolicy(PooledEngine):
         servers: ReplicaPool,
         checkpoints: CheckpointFolder,
         tolerance: float,
-        transfer: str = DISK,
-        *,
-        config: ServersConfig | None = None,
-        kind: str = "vllm",
+        transfer: str,
+        config: ServersConfig,
+        kind: str,
     ) -> None:
         self.learner = learner
         self.servers = servers
-        self.config = config or ServersConfig()
+        self.config = config
         self.kind = kind
         self.model = servers.model
         self.vocab_size = learner.vocab_size
@@ -141,7 +137,7 @@ class ServedPolicy(PooledEngine):
             device=device,
         )
         tolerance = config.tolerance or TOLERANCES.get(dtype, 0.1)
-        policy = cls(learner, servers, checkpoints, tolerance, transfer, config=config, kind=kind)
+        policy = cls(learner, servers, checkpoints, tolerance, transfer, config, kind)
         try:
             if policy.adapters:
                 await policy._publish_adapters(first=True)
@@ -162,14 +158,6 @@ class ServedPolicy(PooledEngine):
     def capabilities(self) -> Capabilities:
         return Capabilities(in_flight=True, separate=True, starts_at_base=capabilities_of(self.learner).starts_at_base)
 
-    async def train(
-        self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE, *, in_flight: bool = False
-    ) -> Mapping[str, float]:
-        """See `Policy.train`. Raises as the learner does, and PolicyError where the servers do not take the weights."""
-        self._require_idle(in_flight)
-        metrics = await self.train_apart(samples, options)
-        return {**metrics, **await self.publish_update(in_flight=in_flight)}
-
     async def train_apart(
         self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE
     ) -> Mapping[str, float]:
@@ -179,7 +167,7 @@ class ServedPolicy(PooledEngine):
 
     async def publish_update(self, *, in_flight: bool = False) -> Mapping[str, float]:
         """See `SeparatePolicy.publish_update`."""
-        self._require_idle(in_flight)
+        await self.check_idle(in_flight)
         metrics = await self.publish()
         return {"server_difference": self.differences[-1], **metrics}
 
@@ -199,7 +187,7 @@ class ServedPolicy(PooledEngine):
 
     async def load(self, directory: Path, *, in_flight: bool = False, above: int = 0) -> None:
         """See `Policy.load`. Raises as `train` does."""
-        self._require_idle(in_flight)
+        await self.check_idle(in_flight)
         self.generation += 1
         await self.learner.load(directory, above=above)
         await self.publish()
@@ -256,7 +244,8 @@ class ServedPolicy(PooledEngine):
             raise PolicyError("the weights have changed since; the server gets those of the next update")
         return directory
 
-    def _require_idle(self, in_flight: bool) -> None:
+    async def check_idle(self, in_flight: bool) -> None:
+        """See `SeparatePolicy.check_idle`."""
         if not in_flight and self.servers.in_flight:
             raise PolicyError(
                 f"{self.servers.in_flight} answers are in flight; wait for them before the weights change, or let them "

@@ -29,8 +29,6 @@ from agentlightning.models.lora import (
     Adapters,
     read_adapter_config,
     read_weights,
-    saved_targets,
-    set_weights,
     write_adapter,
 )
 
@@ -113,9 +111,9 @@ def test_a_saved_adapter_comes_back_exactly_and_only_into_one_of_its_shape(tmp_p
     adapter = adapters.by_name["writer"]
     write_adapter(tmp_path, adapter, "base")
     config = read_adapter_config(tmp_path)
-    assert (config["r"], config["target_modules"]) == (2, ["q_proj", "v_proj"])
+    assert (config.r, config.target_modules) == (2, ["q_proj", "v_proj"])
     fresh = Adapters(tiny_model()).add("writer", r=2, alpha=8.0, targets=("q_proj", "v_proj"))
-    set_weights(fresh, read_weights(tmp_path, fresh))
+    fresh.load_state_dict(read_weights(tmp_path, fresh))
     assert all(torch.equal(own, saved) for own, saved in zip(adapter.parameters(), fresh.parameters(), strict=True))
     with pytest.raises(PolicyError, match="holds another adapter"):
         read_weights(tmp_path, adapters.by_name["other"])
@@ -192,9 +190,7 @@ def test_peft_loads_all_layers_of_a_mixture_with_shared_experts(
             AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
         )
     torch.testing.assert_close(logits(loaded.eval(), IDS), expected)
-    fresh = Adapters(model).add(
-        "again", r=2, alpha=8.0, targets=saved_targets(read_adapter_config(tmp_path / "adapter"))
-    )
+    fresh = Adapters(model).add("again", r=2, alpha=8.0, targets=read_adapter_config(tmp_path / "adapter").targets)
     assert fresh.layers == adapter.layers
 
 

@@ -29,13 +29,11 @@ from torch.distributed.tensor import DTensor
 from agentlightning.credit import training_samples
 from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.config import LocalPolicyConfig, Lora
-from agentlightning.policy.fsdp.learner import RankLearner, ShardedUpdater
-from agentlightning.policy.fsdp.sharding import Ranks
+from agentlightning.policy.fsdp.learner import RankLearner, Ranks, ShardedUpdater
 from agentlightning.policy.losses import COUNT, FACTOR, LOSSES, MARGIN, token_losses
 from agentlightning.policy.mismatch import corrections
 from agentlightning.policy.update import streams
-from agentlightning.policy.update.learner import Learner
-from agentlightning.policy.update.updater import LossSpec
+from agentlightning.policy.update.updater import Learner, LossSpec
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 
 COLUMNS = ("ref_logprobs", "teacher_logprobs", "proximal_logprobs", "returns", "values", MARGIN, FACTOR, COUNT)

@@ -25,9 +25,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from agentlightning.policy.update import chunked_logprobs, output_head
-from agentlightning.policy.update.chunked_logprobs import Chosen, logprobs_from_logits
-from agentlightning.policy.update.output_head import OutputHead, token_logprobs
+from agentlightning.policy.update import output_head
+from agentlightning.policy.update.output_head import Chosen, OutputHead, logprobs_from_logits, token_logprobs
 
 torch.set_num_threads(1)  # more threads cost more than they bring at this size
 
@@ -90,10 +89,10 @@ def test_chunks_give_the_same_probabilities_and_gradients_as_all_at_once(
     assert (head.linear is not None) == (name in LINEAR)
     widths: list[int] = []
     hidden = head._decoder(input_ids=ids)[0][:, :-1].flatten(0, 1)
-    measure = chunked_logprobs._measure
+    measure = output_head._measure
     record = lambda logits, *rest: (widths.append(len(logits)), measure(logits, *rest))[1]  # noqa: E731
-    monkeypatch.setattr(chunked_logprobs, "_measure", record)
-    found, found_entropy = token_logprobs(head, hidden, chosen, temperatures)
+    monkeypatch.setattr(output_head, "_measure", record)
+    found, found_entropy = token_logprobs(head, hidden, Chosen(chosen, temperatures))
     found.sum().backward()
     assert widths[:3] == [5, 5, 2]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -107,18 +106,18 @@ def test_a_hook_on_the_head_is_not_passed_over() -> None:
     model = untied().eval()
     head = OutputHead(model)
     hidden, chosen = torch.randn(3, 16), torch.tensor([1, 2, 3])
-    before = token_logprobs(head, hidden, chosen, None)[0]
+    before = token_logprobs(head, hidden, Chosen(chosen))[0]
     hook = model.get_output_embeddings().register_forward_hook(lambda _m, _a, logits: 2 * logits)
-    doubled = token_logprobs(head, hidden, chosen, torch.full((3,), 2.0))[0]
+    doubled = token_logprobs(head, hidden, Chosen(chosen, torch.full((3,), 2.0)))[0]
     torch.testing.assert_close(doubled, before)
     hook.remove()
-    assert torch.equal(token_logprobs(head, hidden, chosen, None)[0], before)
+    assert torch.equal(token_logprobs(head, hidden, Chosen(chosen))[0], before)
 
 
 PROGRAM = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from agentlightning.policy.update.chunked_logprobs import Chosen, logprobs_from_logits
+from agentlightning.policy.update.output_head import Chosen, logprobs_from_logits
 from agentlightning.policy.update.output_head import OutputHead, token_logprobs
 torch.set_num_threads(1)
 config = LlamaConfig(vocab_size=32768, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
@@ -148,4 +147,4 @@ def test_memory_is_that_of_a_chunk_and_not_of_all_positions() -> None:
 
     all_logits, chunk = 4096 * 32768 * 4, output_head.CHUNK_LOGITS * 4
     assert peak("logprobs_from_logits(head(hidden), Chosen(chosen, temperatures, True))") > all_logits
-    assert peak("token_logprobs(head, hidden, chosen, temperatures, True)") < 1.25 * chunk
+    assert peak("token_logprobs(head, hidden, Chosen(chosen, temperatures, True))") < 1.25 * chunk

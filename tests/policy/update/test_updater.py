@@ -31,7 +31,7 @@ from agentlightning.errors import ConfigError, PolicyError, UnfaithfulSampleErro
 from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.config import OptimizerConfig
 from agentlightning.policy.losses import GSPOLoss, LossSetting, NLLLoss
-from agentlightning.policy.update.output_head import tokenwise_last_mlp
+from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.updater import Updater
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 
@@ -581,9 +581,9 @@ class Demanding(torch.nn.Module):
 @pytest.mark.parametrize("block", [Mixing(), Demanding(), None])
 def test_a_last_block_that_does_not_treat_tokens_alone_is_left_as_it_is(block: torch.nn.Module | None) -> None:
     model = made(llama)
-    assert tokenwise_last_mlp(model) is model.model.layers[-1].mlp
+    assert Forward(model).last_mlp is model.model.layers[-1].mlp
     model.model.layers[-1].mlp = block
-    assert tokenwise_last_mlp(model) is None
+    assert Forward(model).last_mlp is None
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it

@@ -36,7 +36,7 @@ from agentlightning.policy.losses import (
 )
 from agentlightning.policy.mismatch import Correction
 from agentlightning.policy.update import streams
-from agentlightning.policy.update.packing import MicroBatch, plan
+from agentlightning.policy.update.packing import MicroBatch, TokenTable, plan, token_table
 from agentlightning.policy.update.updater import (
     EntropyHistory,
     LossSpec,
@@ -57,7 +57,7 @@ class RowPlanner:
     """Stands for `Forward`: which rows are computed."""
 
     def plan(
-        self, samples: Sequence[TrainingSample], *, token_budget: int, sharing: Sharing = "auto"
+        self, batch: TokenTable | Sequence[TrainingSample], *, token_budget: int, sharing: Sharing = "auto"
     ) -> list[MicroBatch]:
         """All rows as one micro-batch; calls of a rollout are merged where one continues another. `token_budget` is for
         the server to decide. Raises ConfigError for a way of sharing that needs the model."""
@@ -65,7 +65,7 @@ class RowPlanner:
             raise ConfigError(
                 'sharing="shared" is for a model on this machine; leave it out with policy.kind = "tinker"'
             )
-        batches = plan(samples, token_budget=ROW_BUDGET, sharing="rows" if sharing == "rows" else "merged", join=False)
+        batches = plan(batch, token_budget=ROW_BUDGET, sharing="rows" if sharing == "rows" else "merged", join=False)
         rows = tuple(row for batch in batches for row in batch.rows)
         return [MicroBatch(rows, batches[0].table)] if rows else []
 
@@ -148,33 +148,20 @@ class RemoteUpdater(Updater):
 
     def logprobs(self, trees: Sequence[TokenTree]) -> list[tuple[FloatArray, ...]]:
         """log p of every sampled token of each tree under the present weights, as `Policy.score` has it."""
-        samples = [
-            TrainingSample(tree, weights=[np.ones(len(n.token_ids) if n.sampled else 0) for n in tree.nodes])
-            for tree in trees
-        ]
-        columns = [[np.zeros(len(each), np.float32) for each in sample.weights] for sample in samples]
-        for batch in self.forward.plan(samples, token_budget=ROW_BUDGET):
+        table = token_table(map(TrainingSample, trees))
+        found = np.zeros(len(table.call), np.float32)
+        for batch in self.forward.plan(table, token_budget=ROW_BUDGET):
             zeros = np.zeros(len(batch.places), np.float32)
-            found = self._send(batch, "cross_entropy", {}, {"weights": zeros}, backward=False).numpy()
-            flat = np.zeros(len(batch.table.call), np.float32)
-            flat[batch.places] = found
-            for own, starts in zip(columns, batch.table.starts, strict=True):
-                for column, start in zip(own, starts.tolist(), strict=True):
-                    column[:] = flat[start : start + len(column)]
-        return [tuple(own) for own in columns]
+            found[batch.places] = self._send(batch, "cross_entropy", {}, {"weights": zeros}, backward=False).numpy()
+        return table.by_node(found)
 
-    def _step(self, part: Sequence[TrainingSample], spec: LossSpec) -> dict[str, float]:
+    def _step(self, part: TokenTable, spec: LossSpec) -> dict[str, float]:
         """Rollouts whose data is not finite are left out before anything is sent."""
-        needs = {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in spec.losses))
-        broken = [streams.not_finite_in_data(sample, needs) for sample in part]
-        kept = [
-            streams.without(sample, lambda node, b=own: str(node.rollout_id) in b) if own else sample
-            for sample, own in zip(part, broken, strict=True)
-        ]
-        sums = self._gradient(kept, spec)
+        broken = streams.not_finite_in_data(part, {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in spec.losses)))
+        sums = self._gradient(streams.without(part, np.isin(part.rollout, broken)), spec)
         if not sums:
             return {}
-        return {**sums, **self.optimizer.step(sums["loss"]), "rollouts_not_finite": float(sum(map(len, broken)))}
+        return {**sums, **self.optimizer.step(sums["loss"]), "rollouts_not_finite": float(len(broken))}
 
     def accumulate(
         self, batches: Sequence[MicroBatch], loss: LossSetting = "ppo", within: Sequence[Correction] = ()

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from agentlightning.errors import ConfigError
 from agentlightning.util.plugins import Registry
 from agentlightning.util.settings import Named
-from agentlightning.weight_sync.select import AUTO, DISK, SENDERS
+from agentlightning.weight_sync.transfer import AUTO, DISK, SENDERS
 
 ENGINES = Registry(
     "engines",

@@ -19,7 +19,7 @@ from agentlightning.engine.servers.replica import Replica, WeightChannel
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.resolve import resolve_model
 from agentlightning.transport import Transport
-from agentlightning.weight_sync.select import AUTO, DISK, SENDERS, VISIBLE_DEVICES, server_environment
+from agentlightning.weight_sync.transfer import AUTO, DISK, SENDERS, SERVER_ENVIRONMENT, VISIBLE_DEVICES
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ async def open_servers(
                     log=logs / f"vllm-{index}.log",
                     command=shlex.split(config.command),
                     args=(*config.args, *transfer_args),
-                    env={**server_environment(transfer), **config.env, **devices},
+                    env={**SERVER_ENVIRONMENT.get(transfer, {}), **config.env, **devices},
                     dtype=dtype,
                     max_context=max_context,
                     seconds=config.start_seconds,

@@ -21,7 +21,7 @@ from agentlightning.engine.servers.config import RetryPolicy
 from agentlightning.errors import AgentLightningError, ConfigError, PolicyError
 from agentlightning.transport import Transport
 from agentlightning.transport.servers import Server, ServerSet
-from agentlightning.weight_sync.base import LendWeights, WeightSender
+from agentlightning.weight_sync.transfer import LendWeights, WeightSender
 
 log = logging.getLogger(__name__)
 

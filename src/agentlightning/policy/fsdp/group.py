@@ -42,8 +42,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from agentlightning.errors import AgentLightningError, ConfigError, RankError
 from agentlightning.policy.config import LocalPolicyConfig, ModelSettings
-from agentlightning.policy.fsdp.learner import Load, RankLearner
-from agentlightning.policy.fsdp.sharding import Ranks
+from agentlightning.policy.fsdp.learner import Load, RankLearner, Ranks
 
 logger = logging.getLogger(__name__)
 

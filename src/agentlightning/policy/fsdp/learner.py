@@ -1,36 +1,280 @@
-"""What one rank trains: its share of the model, behind the commands of rank 0."""
+"""What one rank trains: its share of a model (FSDP2, `fully_shard`), behind the commands of rank 0.
+
+Each layer is gathered before it is computed and released afterwards, so that a rank holds its share of the weights
+and one whole layer; embeddings, final norm and output layer are gathered for a whole pass. What the ranks exchange in a
+pass must match: a rank that has fewer micro-batches than another makes idle passes, over two tokens, whose loss counts
+0.
+With weights in bfloat16, the shares are float32: they are the master copies, and only what is gathered is rounded.
+
+Zhao et al. 2023, arXiv:2304.11277; FSDP2: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.checkpoint import read_scorer
 from agentlightning.models.resolve import resolve_model
 from agentlightning.policy.base import UPDATE, UpdateOptions
 from agentlightning.policy.config import LocalPolicyConfig, OptimizerConfig
-from agentlightning.policy.fsdp.sharding import Ranks, ShardedForward, divide
 from agentlightning.policy.model_loading import load_model, with_adapters_of
-from agentlightning.policy.update.forward import Forward
-from agentlightning.policy.update.learner import Learner
-from agentlightning.policy.update.optimizer import Optimizer, WeightAverage
-from agentlightning.policy.update.packing import MicroBatch
-from agentlightning.policy.update.updater import EntropyHistory, LossSpec, Updater
+from agentlightning.policy.update.forward import Forward, ModelTraits, States, cost_model
+from agentlightning.policy.update.optimizer import master_values
+from agentlightning.policy.update.packing import MicroBatch, TokenTable, plan
+from agentlightning.policy.update.updater import Learner, LossSpec, Updater
 from agentlightning.policy.update.value_head import ValueHead
-from agentlightning.trajectory import TrainingSample
+from agentlightning.trajectory import FloatArray, Node, TokenTree, TrainingSample
+
+# -- collectives -----------------------------------------------------------------------------------------------------
+
+# What the ranks do together beside the passes through the model. Every rank calls the same method at the same time.
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The process group of training, seen by one rank."""
+
+    def __init__(self, mesh: DeviceMesh, control: dist.ProcessGroup, device: torch.device) -> None:
+        """`control` carries objects between CPUs; `mesh` divides the weights."""
+        self.mesh = mesh
+        self.control = control
+        self.device = device
+        self.rank = dist.get_rank()
+        self.count = dist.get_world_size()
+
+    def from_first(self, value: T | None) -> T:
+        """What rank 0 gave."""
+        held: list[Any] = [value]
+        dist.broadcast_object_list(held, src=0, group=self.control)
+        return held[0]
+
+    @torch.no_grad()
+    def copy_from_first(self, tensor: Tensor) -> None:
+        """Give a tensor the values that it has on rank 0."""
+        if self.count == 1:
+            return
+        values = tensor.detach().cpu().contiguous()
+        # As bytes: not every type of numbers can be sent.
+        dist.broadcast(values.flatten().view(torch.uint8), src=0, group=self.control)
+        if values.data_ptr() != tensor.data_ptr():
+            tensor.copy_(values)
+
+    def gather(self, value: T) -> list[T]:
+        """What every rank gave, by rank."""
+        found: list[Any] = [None] * self.count
+        dist.all_gather_object(found, value, group=self.control)
+        return found
+
+    def sum(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The sums by name, with the same bits on every rank."""
+        total: dict[str, float] = {}
+        for own in self.gather(dict(values)):
+            for name, value in own.items():
+                total[name] = total.get(name, 0.0) + value
+        return total
+
+    @torch.no_grad()
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Of parameters that every rank has whole. One without a gradient on all of them stays without."""
+        has = self.gather([p.grad is not None for p in parameters])
+        found = [p for p, own in zip(parameters, zip(*has, strict=True), strict=True) if any(own)]
+        if not found:
+            return
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in found])
+        dist.all_reduce(flat)
+        for parameter, summed in zip(found, flat.split([p.numel() for p in found]), strict=True):
+            parameter.grad = summed.view_as(parameter).clone()
+
+
+# -- division --------------------------------------------------------------------------------------------------------
+
+# Which rank computes which trees of a batch: each is whole on one rank, so that no call or rollout is divided.
+
+
+def divide(prices: Sequence[float], ranks: int) -> list[list[int]]:
+    """For each rank the indices of its items, ascending: the dearest first, each to the rank with the least so far
+    (Graham 1969; the dearest rank has at most 4/3 of what the best division gives it). Free items go to nobody."""
+    loads = [0.0] * ranks
+    parts: list[list[int]] = [[] for _ in range(ranks)]
+    for index in sorted(range(len(prices)), key=lambda i: (-prices[i], i)):
+        if prices[index] > 0:
+            rank = loads.index(min(loads))
+            parts[rank].append(index)
+            loads[rank] += prices[index]
+    return [sorted(part) for part in parts]
+
+
+class ShardedForward(Forward):
+    """Passes through a model that it divides over the ranks."""
+
+    always_uses_prefix = True
+
+    def __init__(self, model: PreTrainedModel, ranks: Ranks, *, gradient_checkpointing: bool = False) -> None:
+        """`model` is whole on the CPU of rank 0, and may be on the meta device of others. Raises ConfigError for one
+        without layers that can be divided."""
+        first: ModelTraits | None = None
+        traits = None if ranks.rank == 0 else ranks.from_first(first)
+        self._left: list[int] = []
+        """Passes of the longest rank at each position that is still to come."""
+        super().__init__(model, gradient_checkpointing=gradient_checkpointing, traits=traits)
+        if ranks.rank == 0:  # Which has run the whole model.
+            ranks.from_first(self.traits)
+        self.ranks = ranks
+        self._used = False
+        """Whether there has been a pass, before which torch has no state to reset."""
+        shard(model, ranks, self.dtype)
+        self.cost = cost_model(model)
+
+    @contextmanager
+    def aligned(self, batches: Sequence[MicroBatch]) -> Generator[None]:
+        """See `Forward.aligned`: idle passes where another rank has more."""
+        counts = self.ranks.gather([_passes(batch) for batch in batches])
+        self._left = [max(passes) for passes in zip_longest(*counts, fillvalue=0)]
+        done = False
+        try:
+            yield
+            for passes in self._left:
+                idle = self._idle(passes)
+                if idle.requires_grad:
+                    idle.backward()
+            done = True
+        finally:
+            self._left = []
+            if self._used and not (done and torch.is_grad_enabled()):
+                # What was gathered must not outlive the next change of the weights.
+                cast(FSDPModule, self.model).reset_iter_state()
+
+    def states(self, batch: MicroBatch) -> States:
+        """See `Forward.states`, with the idle passes of this position."""
+        idle = self._idle(self._left.pop(0) - _passes(batch)) if self._left else None
+        states = super().states(batch)
+        return states if idle is None else States(states.hidden + idle.to(states.hidden.dtype), states.logits)
+
+    def _states(
+        self, ids_BT: Tensor, positions: np.ndarray[Any, Any], cache: DynamicCache | None, **inputs: Tensor
+    ) -> States:
+        self._used = True
+        return super()._states(ids_BT, positions, cache, **inputs)
+
+    def score(
+        self,
+        trees: Sequence[TokenTree],
+        what: AbstractSet[str] = frozenset({"logprobs", "entropy"}),
+        *,
+        value_head: ValueHead | None = None,
+        token_budget: int = 8192,
+    ) -> dict[str, list[tuple[FloatArray, ...]]]:
+        """See `Forward.score`: the columns of all trees, on every rank."""
+        plans = [self.plan([TrainingSample(tree)], token_budget=token_budget) for tree in trees]
+        prices = [sum(map(self.cost.price, plan)) for plan in plans]
+        parts = divide([price or 1.0 for price in prices], self.ranks.count)
+        own = parts[self.ranks.rank]
+        found = super().score([trees[i] for i in own], what, value_head=value_head, token_budget=token_budget)
+        columns: dict[str, list[Any]] = {name: [()] * len(trees) for name in what}
+        for part, each in zip(parts, self.ranks.gather(found), strict=True):
+            for name, values in each.items():
+                for index, column in zip(part, values, strict=True):
+                    columns[name][index] = column
+        return columns
+
+    def _idle(self, passes: int) -> Tensor:
+        """Passes whose sum is 0; every weight has a gradient of 0."""
+        total = torch.zeros((), device=self.model.device)
+        batch = _idle_batch()
+        for _ in range(passes):
+            states = super().states(batch)
+            logprobs_1, _ = self.logprobs(batch, states, at_temperature=False)
+            total = total + logprobs_1.sum() * 0.0
+        return total
+
+
+def _passes(batch: MicroBatch) -> int:
+    return 2 if batch.shared_length else 1
+
+
+def _idle_batch() -> MicroBatch:
+    """One target behind one token."""
+    tree = TokenTree((Node(-1, (0,)), Node(0, (0,), sampled=True, logprobs=(0.0,))))
+    (batch,) = plan([TrainingSample(tree)], token_budget=1, sharing="rows")
+    return batch
+
+
+def shard(model: PreTrainedModel, ranks: Ranks, dtype: torch.dtype) -> None:
+    """Divide the weights of rank 0's `model`, computed with in `dtype`, over the ranks, a layer at a time: others hold
+    no more than their share, one whole layer, and the embeddings. Gradients are sums over the ranks."""
+    trains = any(parameter.requires_grad for parameter in model.parameters())
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    layers = _layers(model)
+    inner = {each for layer in layers for each in layer.modules()}
+    for part in (*layers, model):
+        owners = [each for each in part.modules() if part is not model or each not in inner]
+        fill(owners, ranks, masters=trains)
+        fully_shard(part, mesh=ranks.mesh, mp_policy=precision)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
+
+
+@torch.no_grad()
+def fill(owners: Sequence[nn.Module], ranks: Ranks, *, masters: bool) -> None:
+    """Give all ranks the own weights and buffers of these modules of rank 0, in float32 where they are `masters`."""
+    places = [
+        (owner, name, tensor)
+        for owner in owners
+        for named in (owner.named_parameters, owner.named_buffers)
+        for name, tensor in named(recurse=False, remove_duplicate=False)
+    ]
+    dtypes = ranks.from_first([tensor.dtype for _, _, tensor in places])
+    filled: dict[int, Tensor] = {}
+    for (owner, name, tensor), dtype in zip(places, dtypes, strict=True):
+        if (known := filled.get(id(tensor))) is None:  # Two modules may have the same.
+            known = tensor
+            if ranks.rank:
+                known = torch.empty_like(tensor, dtype=dtype, device="cpu")
+                if isinstance(tensor, nn.Parameter):
+                    known = nn.Parameter(known, requires_grad=tensor.requires_grad)
+            ranks.copy_from_first(known)
+            if masters and known.is_floating_point():
+                known.data = master_values(known.data) if known.requires_grad else known.data.float()
+            filled[id(tensor)] = known
+        setattr(owner, name, known)
+
+
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    layers = list(getattr(model.get_decoder(), "layers", None) or getattr(model.get_decoder(), "h", None) or [])
+    if not layers:
+        raise ConfigError(
+            f'policy.kind="fsdp" divides a model by its layers, and {type(model).__name__} names none; train it with'
+            ' policy.kind="local"'
+        )
+    return layers
+
 
 # -- updater ---------------------------------------------------------------------------------------------------------
 
@@ -71,106 +315,37 @@ class ShardedUpdater(Updater):
         imbalance = sum(max(loads) for loads in busy) * self.ranks.count / max(sum(map(sum, busy)), 1e-9)
         return {**metrics, "idle_ranks": float(idle), "rank_imbalance": imbalance}
 
-    def _gradient(self, part: Sequence[TrainingSample], spec: LossSpec) -> dict[str, float]:
-        own = [part[i] for i in self._own(part, spec.options)]
-        batches = self._plan(own, spec.options) if own else []
+    def _gradient(self, part: TokenTable, spec: LossSpec) -> dict[str, float]:
+        own = self._own(part, spec.options)
+        batches = self._plan(own, spec.options) if own.part else []
         sums = self.ranks.sum(self.accumulate(batches, spec.losses, spec.within))
         self.ranks.sum_gradients(self.whole)
         return sums
 
-    def _own(self, part: Sequence[TrainingSample], options: UpdateOptions) -> list[int]:
+    def _own(self, part: TokenTable, options: UpdateOptions) -> TokenTable:
         """The trees of this rank, as rank 0 has divided them."""
         found: tuple[list[list[int]], list[float]] | None = None
         if self.ranks.rank == 0:
-            prices = [sum(map(self.forward.cost.price, self._plan([sample], options))) for sample in part]
+            plans = [self._plan(replace(part, part=(number,)), options) for number in part.part]
+            prices = [sum(map(self.forward.cost.price, batches)) for batches in plans]
             parts = divide(prices, self.ranks.count)
             found = parts, [sum(prices[i] for i in own) for own in parts]
         parts, loads = self.ranks.from_first(found)
         self._loads.append(loads)
-        return parts[self.ranks.rank]
+        return replace(part, part=tuple(part.part[i] for i in parts[self.ranks.rank]))
 
     def _divides_rollouts(self, batches: Sequence[MicroBatch]) -> bool:
-        return self.ranks.any(super()._divides_rollouts(batches))
+        return any(self.ranks.gather(super()._divides_rollouts(batches)))
 
 
 # -- checkpoint ------------------------------------------------------------------------------------------------------
 
 # The training state of ranks on disk, by torch's distributed checkpoint: each rank writes its share, and any number of
-# ranks can read it.
-#
-#     weight/OWNER/NAME          float32, or the frozen dtype
-#     moment/OWNER/NAME/KIND     what the optimiser remembers of it
-#     average/OWNER/NAME         the moving average, where one is kept
-#
-# An owner is the model, an adapter or the value head. Counters are no tensors; `load_state` is given what `save_state`
-# returned.
+# ranks can read it. Beside the weights that are trained it is what `Learner.state_dict` has.
 
 FOLDER = "ranks"
 """In a checkpoint of a policy."""
-MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
 READ_ERRORS = (CheckpointException, OSError, RuntimeError, ValueError, KeyError, EOFError)
-
-
-class TrainedParameters:
-    """The weights that an updater trains, and their names."""
-
-    def __init__(self, owner: str, module: nn.Module, optimizer: Optimizer, updater: Updater) -> None:
-        self.owner, self.optimizer = owner, optimizer
-        self.updater = updater if updater.optimizer is optimizer else None
-        """Whose history and average are those of these weights."""
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self.by_name = {names[id(parameter)]: parameter for parameter in optimizer.masters}
-
-    @property
-    def average(self) -> WeightAverage | None:
-        """The moving average of these weights, where one is kept."""
-        return self.updater and self.updater.average
-
-    def tensors(self) -> dict[str, Tensor]:
-        moments, average = self.optimizer.moments(), self.average
-        found: dict[str, Tensor] = {}
-        for i, (name, parameter) in enumerate(self.by_name.items()):
-            found[f"weight/{self.owner}/{name}"] = parameter.detach()
-            for kind, value in moments.get(parameter, {}).items():
-                found[f"moment/{self.owner}/{name}/{kind}"] = value
-            if average is not None:
-                found[f"average/{self.owner}/{name}"] = average.weights[i]
-        return found
-
-    def counters(self) -> dict[str, Any]:
-        history = EntropyHistory() if self.updater is None else self.updater.entropy
-        return {
-            "type": self.optimizer.config.type,
-            "steps": self.optimizer.steps,
-            "entropy": [history.mean, history.steps],
-            "average": None if self.average is None else self.average.rate,
-        }
-
-    def empty(self, saved: Container[str]) -> dict[str, Tensor]:
-        """New tensors for what is `saved` of these weights, and for all weights."""
-        kinds = [("weight", ""), ("average", ""), *(("moment", f"/{kind}") for kind in MOMENTS)]
-        return {
-            key: torch.zeros(()) if kind == "/step" else torch.zeros_like(parameter.detach())
-            for name, parameter in self.by_name.items()
-            for part, kind in kinds
-            if (key := f"{part}/{self.owner}/{name}{kind}") in saved or part == "weight"
-        }
-
-    @torch.no_grad()
-    def take(self, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
-        """Continue from saved tensors and counters."""
-        moments: dict[Tensor, dict[str, Tensor]] = {}
-        for name, parameter in self.by_name.items():
-            parameter.copy_(tensors[f"weight/{self.owner}/{name}"])
-            keys = {kind: f"moment/{self.owner}/{name}/{kind}" for kind in MOMENTS}
-            moments[parameter] = {kind: tensors[key] for kind, key in keys.items() if key in tensors}
-        self.optimizer.set_moments(moments)
-        self.optimizer.steps = int(counters["steps"])
-        if self.updater is not None:
-            mean, steps = counters["entropy"]
-            self.updater.entropy = EntropyHistory(float(mean), int(steps))
-            averages = [tensors[key] for name in self.by_name if (key := f"average/{self.owner}/{name}") in tensors]
-            self.updater.set_average(counters["average"], averages)
 
 
 def check_complete(directory: Path) -> None:
@@ -244,7 +419,7 @@ class RankLearner(Learner):
     def read_scorer(self, directory: Path) -> PreTrainedModel:
         """See `Learner.read_scorer`. Ranks other than the first get its weights when it is divided."""
         first = self._ranks.rank == 0
-        read = partial(read_scorer, directory, self.model, self.tokenizer, self.dtype, weights=first)
+        read = partial(read_scorer, directory, self.model, self.tokenizer, self.forward.dtype, weights=first)
         return self.load(read).requires_grad_(False)
 
     def make_forward(self, model: PreTrainedModel, gradient_checkpointing: bool = False) -> Forward:
@@ -256,7 +431,7 @@ class RankLearner(Learner):
     ) -> tuple[dict[str, float], list[str | None]]:
         """The metrics of an update, and the names of what it trained."""
         metrics = self.update(samples, options, self.changed_names.append)
-        self.changed()
+        self.adapters.drop_stacks()
         return metrics, list(self.changed_names)
 
     def gather(self, names: Sequence[str | None]) -> Weights:
@@ -265,51 +440,56 @@ class RankLearner(Learner):
         for owner in (*map(owner_of, names), VALUE_HEAD):
             for name, parameter in self._modules[owner].named_parameters() if owner in self._modules else ():
                 whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
-                whole = whole.to(self.dtype) if owner == MODEL else whole
+                whole = whole.to(self.forward.dtype) if owner == MODEL else whole
                 if self._ranks.rank == 0:
                     found.setdefault(owner, {})[name] = whole.detach().cpu()
         return found
 
     def save_state(self, directory: Path) -> dict[str, Any]:
-        """Write the state of all ranks to `directory`, and return the counters. Raises PolicyError."""
-        trained = self._trained()
-        tensors: Any = {key: value for each in trained for key, value in each.tensors().items()}
+        """Write the state of all ranks to `directory`, and return the steps of each owner. Raises PolicyError."""
         try:
-            state_dict_saver.save(tensors, checkpoint_id=directory, process_group=self._ranks.control)
+            state_dict_saver.save(self._state(), checkpoint_id=directory, process_group=self._ranks.control)
         except READ_ERRORS as error:
             raise PolicyError(f"the ranks cannot save to {directory}: {error}; free space or choose another") from error
-        return {each.owner: each.counters() for each in trained}
+        return {owner_of(name): {"steps": updater.optimizer.steps} for name, updater in self.updaters.items()}
 
-    def load_state(self, directory: Path, counters: Mapping[str, Any]) -> list[str | None]:
+    def load_state(self, directory: Path) -> list[str | None]:
         """Continue from the state in `directory`, and return the names of what was loaded. Raises PolicyError for one
-        that is damaged or of another model, and ConfigError for one of another optimiser, before anything changes."""
-        trained = self._trained()
-        for each in trained:
-            own = each.optimizer.config.type
-            if (found := counters.get(each.owner, {}).get("type", own)) != own:
-                raise ConfigError(
-                    f'the optimiser type="{found}" was saved, and "{own}" is set; continue with the type it was saved'
-                    " with"
-                )
+        that is damaged, or of another model or optimiser, before anything changes."""
+        state = deepcopy(self._state())
+        states: dict[str | None, dict[str, Any]] = state["updaters"]
         try:
             saved = FileSystemReader(directory).read_metadata().state_dict_metadata
-            tensors: Any = {key: value for each in trained for key, value in each.empty(saved).items()}
-            state_dict_loader.load(tensors, checkpoint_id=directory, process_group=self._ranks.control)
+            for name, own in states.items():
+                own.pop("average", None)
+                if f"updaters.{name}.average.rate" in saved:
+                    own["average"] = deepcopy(self.updaters[name].new_average(0.0).state_dict())
+            state_dict_loader.load(state, checkpoint_id=directory, process_group=self._ranks.control)
         except READ_ERRORS as error:
             raise PolicyError(
-                f"{directory} holds no state of this model that can be read: {error}; continue with the model and"
-                " policy.lora it was saved with, or choose an earlier checkpoint; ranks on other machines need a"
-                " directory that all of them share"
+                f"{directory} holds no state of this model that can be read: {error}; continue with the model,"
+                " policy.lora and optimizer it was saved with, or choose an earlier checkpoint; ranks on other machines"
+                " need a directory that all of them share"
             ) from error
-        for each in trained:
-            each.take(tensors, counters[each.owner])
-        self.changed()
+        with torch.no_grad():
+            for owner, weights in self._trained().items():
+                for name, weight in weights.items():
+                    weight.copy_(state["weights"][owner][name])
+        for name, updater in self.updaters.items():
+            updater.load_state_dict(states[name])
+        self.adapters.drop_stacks()
         return list(self.updaters)
 
-    def _trained(self) -> list[TrainedParameters]:
-        return [
-            TrainedParameters(owner, self._modules[owner], optimizer, updater)
-            for name, updater in self.updaters.items()
-            for owner, optimizer in ((owner_of(name), updater.optimizer), (VALUE_HEAD, updater.value_optimizer))
-            if optimizer is not None
-        ]
+    def _trained(self) -> Weights:
+        return {
+            owner: {name: each.detach() for name, each in module.named_parameters() if each.requires_grad}
+            for owner, module in self._modules.items()
+        }
+
+    def _state(self) -> dict[str, Any]:
+        """With what the optimisers remember of every weight, also before the first step."""
+        for updater in self.updaters.values():
+            for optimizer in updater.optimizers:
+                optimizer.begin()
+        states = {name: updater.state_dict() for name, updater in self.updaters.items()}
+        return {"weights": self._trained(), "updaters": states}

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentlightning.errors import PolicyError
 from agentlightning.models import checkpoint
-from agentlightning.policy.base import UPDATE, Capabilities, Columns, ScoreColumn, UpdateOptions
+from agentlightning.policy.base import UPDATE, Capabilities, Columns, ScoreColumn, SeparatePolicy, UpdateOptions
 from agentlightning.policy.config import LocalPolicyConfig
 from agentlightning.policy.fsdp.group import RankGroup
 from agentlightning.policy.fsdp.learner import FOLDER, Weights, check_complete, modules_by_owner
@@ -29,7 +29,7 @@ from agentlightning.policy.local import LocalPolicy
 from agentlightning.trajectory import TokenTree, TrainingSample
 
 
-class FsdpPolicy(LocalPolicy):
+class FsdpPolicy(SeparatePolicy, LocalPolicy):
     """Make it with `FsdpPolicy.open`."""
 
     group: RankGroup
@@ -58,21 +58,22 @@ class FsdpPolicy(LocalPolicy):
 
     # -- learning --------------------------------------------------------------------------------------------------
 
-    async def train(
-        self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE, *, in_flight: bool = False
-    ) -> Mapping[str, float]:
-        """See `Policy.train`. Raises RankError for a rank that ends or fails: the policy is then of no more use."""
-        await self._engine.run(lambda: self._require_idle(in_flight))
-        metrics = await self.train_apart(samples, options)
-        return {**metrics, **await self.publish_update(in_flight=in_flight)}
-
     async def train_apart(
         self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE
     ) -> Mapping[str, float]:
-        """See `SeparatePolicy.train_apart`. Raises as `train`."""
+        """See `SeparatePolicy.train_apart`. Raises RankError for a rank that ends or fails: the policy is of no
+        more use then."""
         metrics, names = await self._call("train", list(samples), options)
         self._unpublished = list(dict.fromkeys([*self._unpublished, *names]))
         return metrics
+
+    async def check_idle(self, in_flight: bool) -> None:
+        """See `SeparatePolicy.check_idle`."""
+        if not in_flight and not await self._engine.run(lambda: self._generator.idle):
+            raise PolicyError(
+                "answers are in flight; wait for them before the weights change, or let them continue with"
+                " in_flight=True"
+            )
 
     async def publish_update(self, *, in_flight: bool = False) -> Mapping[str, float]:
         """See `SeparatePolicy.publish_update`. Returns publish_bytes, of what has changed, and publish_seconds."""
@@ -98,8 +99,9 @@ class FsdpPolicy(LocalPolicy):
     async def load(self, directory: Path, *, in_flight: bool = False, above: int = 0) -> None:
         """See `Policy.load`; saved by any number of ranks. Raises as `LocalPolicy.load`, and RankError."""
         path = _absolute(Path(directory))
-        state = await self._engine.run(lambda: self._state_in(path, in_flight))
-        names = await self._call("load_state", path / FOLDER, state[STATE])
+        await self.check_idle(in_flight)
+        state = await asyncio.to_thread(_state_in, path)
+        names = await self._call("load_state", path / FOLDER)
         weights = await self._call("gather", names)
         await self._engine.run(lambda: self._resume(state, in_flight, above, lambda: self._copy(weights)))
         self._unpublished = []
@@ -117,13 +119,6 @@ class FsdpPolicy(LocalPolicy):
             return await asyncio.to_thread(self.group.call, name, *arguments)
 
     # -- in the worker thread --------------------------------------------------------------------------------------
-
-    def _require_idle(self, in_flight: bool) -> None:
-        if not in_flight and not self._generator.idle:
-            raise PolicyError(
-                "answers are in flight; wait for them before the weights change, or let them continue with"
-                " in_flight=True"
-            )
 
     def _publish(self, weights: Weights, names: Sequence[str | None], in_flight: bool) -> None:
         self._prepare_weight_change(in_flight, names)
@@ -151,16 +146,16 @@ class FsdpPolicy(LocalPolicy):
         ranks: Any = SimpleNamespace(save_pretrained=save_ranks)
         self._learner.save(directory.absolute(), state, ranks)
 
-    def _state_in(self, directory: Path, in_flight: bool) -> dict[str, Any]:
-        """The training state in a checkpoint. Raises PolicyError for that of a local policy."""
-        self._require_idle(in_flight)
-        state = checkpoint.load_state(directory)
-        if STATE not in state:
-            raise PolicyError(
-                f'{directory} was saved by policy.kind = "local"; continue with that, or start a new run from its'
-                " weights with policy.model"
-            )
-        return state
+
+def _state_in(directory: Path) -> dict[str, Any]:
+    """The training state in a checkpoint. Raises PolicyError for that of a local policy."""
+    state = checkpoint.load_state(directory)
+    if STATE not in state:
+        raise PolicyError(
+            f'{directory} was saved by policy.kind = "local"; continue with that, or start a new run from its weights'
+            " with policy.model"
+        )
+    return state
 
 
 def _absolute(path: Path) -> Path:

@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,26 +27,27 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.checkpoint import FORWARD_ERRORS, cache_argument
 from agentlightning.policy.base import Sharing
-from agentlightning.policy.update.chunked_logprobs import Chosen, Kept, logprobs_from_logits
 from agentlightning.policy.update.output_head import (
+    Chosen,
     HeadTraits,
+    Kept,
     OutputHead,
     head_at_positions,
     last_mlp,
+    logprobs_from_logits,
     token_logprobs,
-    tokenwise_last_mlp,
 )
 from agentlightning.policy.update.packing import (
     CostModel,
     Line,
     MicroBatch,
-    Row,
+    TokenTable,
     join_rows,
     plan,
     token_table,
 )
 from agentlightning.policy.update.value_head import ValueHead
-from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
+from agentlightning.trajectory import FloatArray, Node, TokenTree, TrainingSample
 
 # -- gradient checkpointing ------------------------------------------------------------------------------------------
 
@@ -116,6 +116,8 @@ def _cache_index(layer: nn.Module) -> int | None:
     return next((index for index in found if isinstance(index, int)), None)
 
 
+PROBE = (3, 5, 4, 6), (7, 4, 8, 2), (8, 6, 3, 5)
+"""A prompt and two answers, by which is found out what a model can."""
 LAUNCH_CPU = 1.5e7
 LAUNCH_ACCELERATOR = 1e10
 """What launching the kernels of one layer costs, in multiply-adds the device could have done."""
@@ -167,57 +169,55 @@ class Forward:
         """What it computes in."""
         self.recomputed_layers = layers_to_recompute(model) if gradient_checkpointing else []
         self.cost = cost_model(model)
-        if traits is None:  # What is computed at trained positions only; None turns that off.
-            self.last_mlp = tokenwise_last_mlp(model)
-        else:
-            self.last_mlp = last_mlp(model) if traits.tokenwise_mlp else None
         self.head = OutputHead(model, traits and traits.head)
-        self.traits = traits or ModelTraits(self.head.traits, self.last_mlp is not None, *self._probe_rows())
+        self.last_mlp = last_mlp(model)
+        """What is computed at trained positions only; None turns that off."""
+        self.traits = traits or self._probe()
+        if not self.traits.tokenwise_mlp:
+            self.last_mlp = None
 
     @torch.no_grad()
-    def _probe_rows(self) -> tuple[bool, bool]:
-        """`shares` and `joins` of the traits, by comparing with rows of their own: a model may count positions from
-        another number, or take masks of its own kind only."""
-        if not can_share(self.model):
-            return False, False
-        each = [number % self.head.vocabulary for number in (3, 5, 4, 6, 7, 4, 8, 8, 6, 3)]
-        prefix, rows = each[:4], [each[4:7], each[7:]]
-        tensor = partial(torch.tensor, device=self.model.device)
-        whole = self.model(input_ids=tensor([prefix + row for row in rows]), use_cache=False).logits[:, 4:]
-        spread = whole.amax() - whole.amin()
+    def _probe(self) -> ModelTraits:
+        """The traits, by comparing the hidden states of passes over one small tree: a model may have a last block that
+        mixes tokens, count positions from another number, or take masks of its own kind only."""
+        prompt, *answers = [tuple(token % self.head.vocabulary for token in each) for each in PROBE]
+        nodes = [Node(0, answer, sampled=True, logprobs=(0.0,) * len(answer)) for answer in answers]
+        batch = [TrainingSample(TokenTree((Node(-1, prompt), *nodes)))]
+        (plain,) = plan(batch, token_budget=64, sharing="merged")
+        (shared,) = plan(batch, token_budget=64, sharing="shared", join=False)
+        (line,) = join_rows(plain.rows, 64)
+        block, self.last_mlp = self.last_mlp, None
+        whole_NH = self._hidden(plain)
 
-        def agrees(find: Callable[[], Tensor]) -> bool:
-            try:
-                found = find().view_as(whole)
-            except (*FORWARD_ERRORS, PolicyError):
+        def agrees(other: MicroBatch) -> bool:
+            found_NH = self._hidden(other)
+            if found_NH is None or whole_NH is None:
                 return False
-            return bool((found - whole).abs().amax() <= spread * (3e-4 if self.dtype == torch.float32 else 0.1))
+            precision = (whole_NH.amax() - whole_NH.amin()) * (3e-4 if self.dtype == torch.float32 else 0.1)
+            return bool((found_NH - whole_NH).abs().amax() <= precision)
 
-        def shared() -> Tensor:
-            cache = DynamicCache(config=self.model.config)
-            cached = {self.cache_argument: cache, "use_cache": True}
-            self.model(input_ids=tensor([prefix]), **cached)
-            _expand_to_rows(cache, [2])
-            return self.model(input_ids=tensor(rows), **cached).logits
+        shares = can_share(self.model) and agrees(shared)
+        joins = can_share(self.model) and can_mask(self.model) and agrees(replace(plain, rows=line.rows, lines=(line,)))
+        self.last_mlp = block
+        return ModelTraits(self.head.traits, block is not None and agrees(plain), shares, joins)
 
-        def joined() -> Tensor:
-            nothing = np.zeros(0, np.int64)
-            (line,) = join_rows([Row((*prefix, *row, 0), nothing, nothing) for row in rows], 10)
-            inputs = self._line_inputs([line], 10)
-            logits_T = self.model(input_ids=tensor([line.token_ids]), use_cache=False, **inputs).logits[0]
-            return torch.stack([logits_T[torch.from_numpy(index[4:])] for index in line.index])
-
-        return agrees(shared), can_mask(self.model) and agrees(joined)
+    def _hidden(self, batch: MicroBatch) -> Tensor | None:
+        """The hidden states for the targets of a micro-batch, in the order of the table [N, H]; None where the model
+        cannot compute them."""
+        try:
+            return self.states(batch).hidden[self.tensor(batch.places.argsort())]
+        except (*FORWARD_ERRORS, PolicyError):
+            return None
 
     def plan(
         self,
-        samples: Sequence[TrainingSample],
+        batch: TokenTable | Sequence[TrainingSample],
         *,
         token_budget: int = 8192,
         sharing: Sharing = "auto",
         trains_zero_advantage: bool = False,
     ) -> list[MicroBatch]:
-        """The micro-batches of `samples`. Raises ConfigError where sharing="shared" and the model cannot share."""
+        """The micro-batches of a batch. Raises ConfigError where sharing="shared" and the model cannot share."""
         if sharing in ("auto", "shared") and not (self.traits.shares and can_share(self.model)):
             if sharing == "shared":
                 raise ConfigError(
@@ -226,7 +226,7 @@ class Forward:
                 )
             sharing = "merged"
         return plan(
-            samples,
+            batch,
             token_budget=token_budget,
             cost=self.cost,
             sharing=sharing,
@@ -266,9 +266,12 @@ class Forward:
         temperatures_N = self.tensor(batch.table.temperatures[batch.places]) if at_temperature else None
         sets = batch.kept if at_temperature else None
         kept = None if sets is None else Kept.of(sets, self.head.vocabulary, self.model.device)
+        return self._logprobs(states, Chosen(chosen_N, temperatures_N, entropy_gradient, kept))
+
+    def _logprobs(self, states: States, chosen: Chosen) -> tuple[Tensor, Tensor]:
         if states.logits is not None:
-            return logprobs_from_logits(states.logits, Chosen(chosen_N, temperatures_N, entropy_gradient, kept))
-        return token_logprobs(self.head, states.hidden, chosen_N, temperatures_N, entropy_gradient, kept)
+            return logprobs_from_logits(states.logits, chosen)
+        return token_logprobs(self.head, states.hidden, chosen)
 
     def of_targets(self, inputs: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> Tensor:
         """log p(targets[b][t] | inputs[b][: t + 1]) at temperature 1, all rows one behind the other [N], with gradient.
@@ -276,10 +279,7 @@ class Forward:
         width = max(map(len, inputs))
         places = np.concatenate([np.arange(len(row)) + number * width for number, row in enumerate(inputs)])
         chosen_N = self.tensor(np.concatenate([np.asarray(row, np.int64) for row in targets]))
-        states = self._states(self._padded(inputs, width), places, None)
-        if states.logits is not None:
-            return logprobs_from_logits(states.logits, Chosen(chosen_N, None, False, None))[0]
-        return token_logprobs(self.head, states.hidden, chosen_N, None)[0]
+        return self._logprobs(self._states(self._padded(inputs, width), places, None), Chosen(chosen_N))[0]
 
     @torch.no_grad()
     def score(
@@ -292,11 +292,10 @@ class Forward:
     ) -> dict[str, list[tuple[FloatArray, ...]]]:
         """`logprobs` and `entropy` of every sampled token at its temperature, and its `values` by a head: for each tree
         a column, as `TrainingSample` has them."""
-        samples = [TrainingSample(tree, weights=ones(tree)) for tree in trees]
-        table = token_table(samples)
+        table = token_table(map(TrainingSample, trees))
         found = {name: np.zeros(len(table.call), np.float32) for name in what}
         self.model.eval()
-        batches = self.plan(samples, token_budget=token_budget, trains_zero_advantage=True)
+        batches = self.plan(table, token_budget=token_budget)
         with self.aligned(batches):
             for batch in batches:
                 states = self.states(batch)
@@ -305,10 +304,7 @@ class Forward:
                     columns["logprobs"], columns["entropy"] = self.logprobs(batch, states, at_temperature=True)
                 for name in columns.keys() & what:
                     found[name][batch.places] = columns[name].cpu().numpy()
-        return {
-            name: [_by_node(tree, values, starts) for tree, starts in zip(trees, table.starts, strict=True)]
-            for name, values in found.items()
-        }
+        return {name: table.by_node(values) for name, values in found.items()}
 
     def tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(values).to(self.model.device)
@@ -407,16 +403,3 @@ def _repeat(states_GHTD: Tensor, counts: Sequence[int]) -> Tensor:
     scatter, several times slower on a CPU."""
     entries = zip(states_GHTD.split(1), counts, strict=True)
     return torch.cat([entry.expand(count, -1, -1, -1) for entry, count in entries])
-
-
-def ones(tree: TokenTree) -> list[FloatArray]:
-    """A weight of 1 for every sampled token of each node."""
-    return [np.ones(len(node.token_ids) if node.sampled else 0, np.float32) for node in tree.nodes]
-
-
-def _by_node(tree: TokenTree, values: FloatArray, starts: np.ndarray[Any, Any]) -> tuple[FloatArray, ...]:
-    empty = values[:0]
-    return tuple(
-        values[start : start + len(node.token_ids)] if node.sampled else empty
-        for node, start in zip(tree.nodes, starts.tolist(), strict=True)
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -17,10 +17,10 @@ from agentlightning.policy.config import OptimizerConfig
 
 # -- muon ------------------------------------------------------------------------------------------------------------
 
-# Muon whose orthogonalisation on a CPU computes in float32.
+# Muon whose orthogonalisation computes in bfloat16 on GPUs alone.
 #
-# torch's own computes in bfloat16 everywhere, which a CPU without such instructions emulates: an update of a small
-# model takes four times as long there. State and settings are those of `torch.optim.Muon`, so checkpoints fit both.
+# torch's own does so everywhere, and a CPU without such instructions emulates it: an update of a small model takes four
+# times as long there. State and settings are those of `torch.optim.Muon`, so checkpoints fit both.
 
 Coefficients = tuple[float, float, float]
 
@@ -30,19 +30,11 @@ class Muon(torch.optim.Muon):
     2024, https://kellerjordan.github.io/posts/muon/)."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        if any(parameter.is_cuda and not isinstance(parameter, DTensor) for parameter in parameters):
-            return super().step(closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad, group)
-        return loss
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state, momentum = self.state[parameter], group["momentum"]
@@ -51,7 +43,7 @@ class Muon(torch.optim.Muon):
         buffer: Tensor = state["momentum_buffer"]
         buffer.lerp_(gradient, 1 - momentum)
         update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
-        update = _orthogonalized(update.float(), group)
+        update = _orthogonalized(update.bfloat16() if update.is_cuda else update.float(), group)
         rows, columns = parameter.shape
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(update, alpha=-group["lr"] * math.sqrt(max(1.0, rows / columns)))
@@ -109,6 +101,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.rate = float(state["rate"])
         for own, saved in zip(self.weights, state["weights"], strict=True):
             own.copy_(saved)
 
@@ -204,16 +197,17 @@ class Optimizer:
         for parameter in (*self.parameters, *self.masters):
             parameter.grad = None
 
-    def moments(self) -> dict[Tensor, dict[str, Tensor]]:
-        """What is remembered of each of `masters`, by its name in torch; empty before the first step."""
-        return {parameter: dict(state) for each in self._optimizers for parameter, state in each.state.items()}
-
-    def set_moments(self, moments: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-        """Continue from what another optimiser of the same type remembered."""
+    def begin(self) -> None:
+        """Remember of each weight what a first step begins with, so that a state has the same parts at any time."""
         for optimizer in self._optimizers:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            optimizer.state.clear()
-            optimizer.state.update({p: dict(moments[p]) for p in parameters if p in moments})
+            for group in optimizer.param_groups:
+                for weight in group["params"]:
+                    state, zeros = optimizer.state[weight], torch.zeros_like(weight.detach())
+                    if isinstance(optimizer, Muon):
+                        state.setdefault("momentum_buffer", zeros)
+                    elif not state:
+                        step = torch.zeros((), device=weight.device if group["fused"] else "cpu")
+                        state.update(step=step, exp_avg=zeros, exp_avg_sq=zeros.clone())
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -224,20 +218,16 @@ class Optimizer:
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises ConfigError for the state of an optimiser of another configuration or model."""
-        states, masters = state["optimizers"], state.get("masters", ())
-        if len(states) != len(self._optimizers):
+        own, saved = (
+            [[len(group["params"]) for group in groups] for groups in found]
+            for found in ([o.param_groups for o in self._optimizers], [s["param_groups"] for s in state["optimizers"]])
+        )
+        if own != saved:
             raise ConfigError(
-                f'saved state holds {len(states)} optimisers, type="{self.config.type}" has {len(self._optimizers)}; '
-                "continue with the type it was saved with"
+                f"saved state holds {len(saved)} optimisers over groups of {saved} weights, and this one"
+                f' (type="{self.config.type}") has {own}; continue with the model and the type it was saved with'
             )
-        for optimizer, saved in zip(self._optimizers, states, strict=True):
-            own, kept = ([len(g["params"]) for g in each] for each in (optimizer.param_groups, saved["param_groups"]))
-            if own != kept:
-                raise ConfigError(
-                    f"saved state is for groups of {kept} weights, this model has {own}; continue with the model it "
-                    "was saved from"
-                )
-        if masters and [m.shape for m in masters] != [m.shape for _, m in self._copied]:
+        if (masters := state.get("masters")) and [m.shape for m in masters] != [m.shape for _, m in self._copied]:
             raise ConfigError("saved state holds the master weights of another model or dtype; continue with its own")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Log-probabilities of chosen tokens from hidden states, in chunks: [N, V] logits of all positions never exist at once.
 
 If there is more than one chunk, its logits are computed again in the backward pass: the output head runs twice. Memory
-holds one chunk where the head is a linear layer and nothing else (`chunked_logprobs`), and a few where more happens to
+holds one chunk where the head is a linear layer and nothing else, and a few where more happens to
 its logits: a soft cap, a scale, an adapter.
 
 Shapes: N trained positions, C positions of a chunk, V vocabulary, H hidden.
@@ -10,20 +10,342 @@ Shapes: N trained positions, C positions of a chunk, V vocabulary, H hidden.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from agentlightning.engine.local.sampler import MIN_TEMPERATURE
 from agentlightning.errors import PolicyError
 from agentlightning.models.checkpoint import FORWARD_ERRORS
-from agentlightning.policy.update.chunked_logprobs import Chosen, Kept, logprobs_from_linear, logprobs_from_logits
+from agentlightning.policy.update.packing import KeptTokens
+
+# -- chunked log-probabilities ----------------------------------------------------------------------------------------
+
+# Log-probabilities and entropies of next tokens with an exact gradient, in the memory of one chunk of logits.
+#
+#     z = logits / T        p = softmax(z)        log p(chosen) = z[chosen] - log sum exp z        H = - sum p log p
+#
+#     d log p(chosen) / dz = onehot(chosen) - p                dH / dz = - p (log p + H)
+#
+# Where only some tokens could be sampled (top-k, top-p), z is -inf for all others: p, its entropy and its gradient are
+# those of the distribution that was sampled from (DeepSeek-V3.2, 2025, arXiv:2512.02556, keep sampling mask).
+#
+# Softmax is computed in blocks of rows. Behind a linear output layer all chunks use one buffer: the backward pass
+# computes their logits again, the last chunk excepted, writes their gradient over them, and adds its product with the
+# hidden states to one gradient of the weights, which is summed in float32 where weights have less precision.
+#
+# Shapes: N positions, C positions of a chunk, B of a block, V vocabulary, H hidden, K ids of all kept sets.
+
+BLOCK_CPU = 1 << 17
+"""Logits of a block, where its float32 copies (two of 512 KiB) should stay in the cache of a core."""
+BLOCK_ACCELERATOR = 1 << 24
+"""Logits of a block, where a kernel should have enough to do."""
+SLICE = 1 << 22
+"""Numbers of a gradient of half precision that are added to its float32 sum at once."""
+
+
+FAR = -1e4
+"""A shifted logit whose exp() is 0 in any precision, and finite, so that 0 times it is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The tokens that N distributions are over."""
+
+    ids: Tensor
+    """[K]"""
+    rows: Tensor
+    """The distribution of each id [K], ascending."""
+    ends: Sequence[int]
+    """Where the ids of each distribution begin, and where the last ones end: N + 1."""
+    limited: Tensor
+    """Whether a distribution is not over the whole vocabulary [N]."""
+
+    @classmethod
+    def of(cls, kept: KeptTokens, vocabulary: int, device: torch.device) -> Kept:
+        """Without ids outside the vocabulary, which another model may lack."""
+        rows, within = np.repeat(np.arange(len(kept.sizes)), kept.sizes), kept.ids < vocabulary
+        rows = rows[within]
+        ends = np.searchsorted(rows, np.arange(len(kept.sizes) + 1))
+        ids_K, rows_K, limited_N = (
+            torch.from_numpy(each).to(device) for each in (kept.ids[within], rows, kept.sizes > 0)
+        )
+        return cls(ids_K, rows_K, ends.tolist(), limited_N)
+
+    def part(self, part: slice) -> Kept:
+        """The same of some distributions."""
+        start, stop = self.ends[part.start], self.ends[part.stop]
+        ends = [end - start for end in self.ends[part.start : part.stop + 1]]
+        return Kept(self.ids[start:stop], self.rows[start:stop] - part.start, ends, self.limited[part])
+
+    def excluded(self, part: slice, vocabulary: int) -> Tensor | None:
+        """Which tokens some distributions are not over [B, V]; None: they are over all."""
+        own = self.part(part)
+        if not len(own.ids):
+            return None
+        excluded_BV = own.limited[:, None].expand(-1, vocabulary).clone()
+        excluded_BV[own.rows, own.ids] = False
+        return excluded_BV
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What is asked of N distributions: each entry [N]."""
+
+    tokens: Tensor
+    temperatures: Tensor | None = None
+    """None: 1."""
+    entropy_gradient: bool = False
+    """Whether entropies have a gradient."""
+    kept: Kept | None = None
+    """None: all distributions are over the whole vocabulary."""
+
+    def split(self, size: int) -> list[Chosen]:
+        """The same of each chunk."""
+        parts = _parts(len(self.tokens), size)
+        return [
+            replace(
+                self,
+                tokens=self.tokens[part],
+                temperatures=None if self.temperatures is None else self.temperatures[part],
+                kept=None if self.kept is None else self.kept.part(part),
+            )
+            for part in parts
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Softmax:
+    """What a forward pass keeps of N distributions: each [N] in float32, or float64 for logits of that precision."""
+
+    entropy: Tensor
+    largest: Tensor
+    """The largest logit."""
+    total: Tensor
+    """sum_v exp((logit_v - max) / T)"""
+
+
+def logprobs_from_logits(logits_NV: Tensor, chosen: Chosen) -> tuple[Tensor, Tensor]:
+    """log p of the chosen tokens and the entropies, [N]."""
+    return _logprobs(logits_NV, None, None, chosen, len(logits_NV) or 1, False)
+
+
+def logprobs_from_linear(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    chosen: Chosen,
+    size: int,
+    *,
+    adds_to_grad: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`logprobs_from_logits` of the logits of a linear layer, `size` positions at a time. With `adds_to_grad`, only for
+    `Tensor.backward`, the gradient of the weight is added to its `grad` in place where there is one already."""
+    return _logprobs(hidden_NH, weight_VH, bias_V, chosen, size, adds_to_grad)
+
+
+class _LogProbs(Function):
+    """Of the logits of a linear layer for hidden_NH; without a weight, these are the logits themselves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor | None,
+        bias_V: Tensor | None,
+        chosen: Chosen,
+        size: int,
+        adds_to_grad: bool,
+    ) -> tuple[Tensor, Tensor]:
+        buffer_CV = None if weight_VH is None else hidden_NH.new_empty(min(size, len(hidden_NH)), len(weight_VH))
+        logprobs_N, found = _empty(hidden_NH)
+        for part in _parts(len(hidden_NH), size):
+            _measure(_logits(hidden_NH[part], weight_VH, bias_V, buffer_CV), chosen, logprobs_N, found, part)
+        ctx.chosen, ctx.size, ctx.adds_to_grad = chosen, size, adds_to_grad
+        ctx.last_chunk = buffer_CV if any(ctx.needs_input_grad) else None
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V)
+        ctx.softmax = replace(found, entropy=found.entropy.clone())  # A context that holds its outputs is never freed.
+        if not chosen.entropy_gradient:
+            ctx.mark_non_differentiable(found.entropy)
+        return logprobs_N, found.entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        if weight_VH is None:
+            gradient_NV = torch.empty_like(hidden_NH)
+            _write_gradient(hidden_NH, ctx.chosen, ctx.softmax, slice(None), gradients, gradient_NV)
+            return gradient_NV, None, None, None, None, None
+        of_hidden = torch.empty_like(hidden_NH) if wanted[0] else None
+        parts = _parts(len(hidden_NH), ctx.size)
+        earlier = _earlier(weight_VH) if ctx.adds_to_grad else None
+        of_weight = (_sum_for(weight_VH, len(parts)) if earlier is None else earlier) if wanted[1] else None
+        of_bias = _sum_for(bias_V, len(parts)) if wanted[2] else None
+        buffer_CV, ctx.last_chunk = ctx.last_chunk, None  # A second backward pass computes every chunk again.
+        known = buffer_CV is not None
+        if buffer_CV is None:
+            buffer_CV = hidden_NH.new_empty(min(ctx.size, len(hidden_NH)), len(weight_VH))
+        for part in reversed(parts):
+            hidden_CH = hidden_NH[part]
+            logits_CV = buffer_CV[: len(hidden_CH)] if known else _logits(hidden_CH, weight_VH, bias_V, buffer_CV)
+            known = False
+            _write_gradient(logits_CV, ctx.chosen, ctx.softmax, part, gradients, logits_CV)
+            if of_hidden is not None:
+                torch.mm(logits_CV, weight_VH, out=of_hidden[part])
+            if of_weight is not None:
+                _add_product(of_weight, logits_CV, hidden_CH)
+            if of_bias is not None:
+                of_bias += logits_CV.sum(0, dtype=of_bias.dtype)
+        returned = _as(of_weight, weight_VH) if earlier is None else None
+        return of_hidden, returned, _as(of_bias, bias_V), None, None, None
+
+
+def _logprobs(*arguments: Any) -> tuple[Tensor, Tensor]:
+    logprobs_N, entropy_N = _LogProbs.apply(*arguments)  # pyright: ignore[reportUnknownVariableType]
+    return logprobs_N, entropy_N
+
+
+def _parts(count: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _blocks(logits_CV: Tensor, part: slice) -> Iterator[tuple[slice, slice]]:
+    """The rows of each block in a chunk, and among the N positions of which the chunk is `part`."""
+    first = part.start or 0
+    numbers = BLOCK_CPU if logits_CV.device.type == "cpu" else BLOCK_ACCELERATOR
+    for rows in _parts(len(logits_CV), max(1, numbers // max(1, logits_CV.shape[1]))):
+        yield rows, slice(first + rows.start, first + rows.stop)
+
+
+def _empty(like: Tensor) -> tuple[Tensor, Softmax]:
+    """logprobs_N and the rest, to be filled in."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    logprobs_N, *others = (torch.empty(len(like), dtype=dtype, device=like.device) for _ in range(4))
+    return logprobs_N, Softmax(*others)
+
+
+def _logits(hidden_CH: Tensor, weight_VH: Tensor | None, bias_V: Tensor | None, buffer_CV: Tensor | None) -> Tensor:
+    """logits_CV, in the first rows of the buffer."""
+    if weight_VH is None or buffer_CV is None:
+        return hidden_CH
+    logits_CV = buffer_CV[: len(hidden_CH)]
+    if bias_V is None:
+        return torch.mm(hidden_CH, weight_VH.T, out=logits_CV)
+    return torch.addmm(bias_V, hidden_CH, weight_VH.T, out=logits_CV)
+
+
+def _temperatures(chosen: Chosen, rows: slice, like: Tensor) -> Tensor | None:
+    if chosen.temperatures is None:
+        return None
+    return chosen.temperatures[rows, None].to(like.dtype).clamp(min=MIN_TEMPERATURE)
+
+
+def _excluded(logits_BV: Tensor, chosen: Chosen, places: slice) -> Tensor | None:
+    return None if chosen.kept is None else chosen.kept.excluded(places, logits_BV.shape[1])
+
+
+def _shifted(
+    logits_BV: Tensor, max_B1: Tensor, temperatures_B1: Tensor | None, excluded_BV: Tensor | None = None
+) -> Tensor:
+    """(logits - max) / T in float32 or more: at most 0, and `FAR` for excluded tokens."""
+    shifted_BV = logits_BV.to(max_B1.dtype) - max_B1
+    shifted_BV = shifted_BV if temperatures_B1 is None else shifted_BV.div_(temperatures_B1)
+    return shifted_BV if excluded_BV is None else shifted_BV.masked_fill_(excluded_BV, FAR)
+
+
+def _measure(logits_CV: Tensor, chosen: Chosen, logprobs_N: Tensor, found: Softmax, part: slice) -> None:
+    """Fill in the entries of a chunk."""
+    for rows, places in _blocks(logits_CV, part):
+        logits_BV = logits_CV[rows]
+        excluded_BV = _excluded(logits_BV, chosen, places)
+        within_BV = logits_BV if excluded_BV is None else logits_BV.masked_fill(excluded_BV, -math.inf)
+        max_B1 = within_BV.amax(-1, keepdim=True).to(found.largest.dtype)
+        shifted_BV = _shifted(logits_BV, max_B1, _temperatures(chosen, places, max_B1), excluded_BV)
+        exp_BV = shifted_BV.exp()
+        sum_B = exp_BV.sum(-1)
+        log_sum_B = sum_B.log()
+        found.largest[places], found.total[places] = max_B1[:, 0], sum_B
+        logprobs_N[places] = shifted_BV.gather(1, chosen.tokens[places, None])[:, 0] - log_sum_B
+        found.entropy[places] = log_sum_B - exp_BV.mul_(shifted_BV).sum(-1) / sum_B
+
+
+def _write_gradient(
+    logits_CV: Tensor, chosen: Chosen, found: Softmax, part: slice, gradients: Sequence[Tensor], out_CV: Tensor
+) -> None:
+    """Write the gradient of a chunk of logits, which may be `out_CV` itself."""
+    of_logprobs_N, of_entropy_N = gradients
+    for rows, places in _blocks(logits_CV, part):
+        max_B1 = found.largest[places, None]
+        temperatures_B1 = _temperatures(chosen, places, max_B1)
+        excluded_BV = _excluded(logits_CV[rows], chosen, places)
+        shifted_BV = _shifted(logits_CV[rows], max_B1, temperatures_B1, excluded_BV)
+        scale_B1 = of_logprobs_N[places, None]
+        factor_B1 = -scale_B1 / found.total[places, None]
+        if temperatures_B1 is not None:
+            scale_B1, factor_B1 = scale_B1 / temperatures_B1, factor_B1 / temperatures_B1
+        if chosen.entropy_gradient:
+            weights_BV = _with_entropy(shifted_BV, found, places, of_entropy_N, temperatures_B1, factor_B1)
+            gradient_BV = shifted_BV.exp_().mul_(weights_BV)
+        else:
+            gradient_BV = shifted_BV.exp_().mul_(factor_B1)
+        gradient_BV.scatter_add_(1, chosen.tokens[places, None], scale_B1)
+        out_CV[rows] = gradient_BV
+
+
+def _with_entropy(
+    shifted_BV: Tensor,
+    found: Softmax,
+    places: slice,
+    of_entropy_N: Tensor,
+    temperatures_B1: Tensor | None,
+    factor_B1: Tensor,
+) -> Tensor:
+    """What exp(shifted) is multiplied by in the gradient of both, the chosen token's own share excepted."""
+    own_B1 = -of_entropy_N[places, None] / found.total[places, None]
+    own_B1 = own_B1 if temperatures_B1 is None else own_B1 / temperatures_B1
+    offset_B1 = (found.entropy - found.total.log())[places, None]
+    return (shifted_BV + offset_B1).mul_(own_B1).add_(factor_B1)
+
+
+def _sum_for(weight: Tensor, products: int) -> Tensor:
+    """Zeros to which that many products are added: of the weight's precision for one, else at least of float32."""
+    dtype = weight.dtype if products == 1 else torch.promote_types(weight.dtype, torch.float32)
+    return torch.zeros_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _earlier(weight: Tensor) -> Tensor | None:
+    """The gradient of earlier backward passes, if products can be added to it without a loss of precision."""
+    grad = weight.grad if weight.is_leaf else None
+    return grad if grad is not None and torch.finfo(grad.dtype).bits >= 32 and grad.dtype == weight.dtype else None
+
+
+def _add_product(sum_VH: Tensor, gradient_CV: Tensor, hidden_CH: Tensor) -> None:
+    """sum += gradient^T hidden."""
+    if sum_VH.dtype == gradient_CV.dtype:
+        sum_VH.addmm_(gradient_CV.T, hidden_CH)
+        return
+    for rows in _parts(len(sum_VH), max(1, SLICE // sum_VH.shape[1])):
+        sum_VH[rows] += gradient_CV[:, rows].T @ hidden_CH
+
+
+def _as(gradient: Tensor | None, weight: Tensor | None) -> Tensor | None:
+    return None if gradient is None or weight is None else gradient.to(weight.dtype)
+
 
 # -- head positions --------------------------------------------------------------------------------------------------
 
@@ -39,7 +361,7 @@ from agentlightning.policy.update.chunked_logprobs import Chosen, Kept, logprobs
 def head_at_positions(
     model: PreTrainedModel, positions_N: Tensor, block: nn.Module | None, hidden: list[Tensor], *, logits: bool = True
 ) -> Generator[None]:
-    """Compute the output head, and `block` (`tokenwise_last_mlp`), at `positions_N` of the flattened [B, T] input only.
+    """Compute the output head, and `block` (`last_mlp`), at `positions_N` of the flattened [B, T] input only.
 
     The head's input hidden_NH is appended to `hidden`. The model's logits are then [1, N, V], and go through whatever
     follows the head; without `logits`, the head computes none.
@@ -73,27 +395,6 @@ def head_at_positions(
             hooks.callback(block.register_forward_pre_hook(narrow).remove)
             hooks.callback(block.register_forward_hook(widen).remove)
         yield
-
-
-@torch.no_grad()
-def tokenwise_last_mlp(model: PreTrainedModel) -> nn.Module | None:
-    """The feed-forward block of the last layer, if it treats every token independently and no attention follows it, as
-    in models that run their layers several times; else None. Found out by computing it at some positions only."""
-    block = last_mlp(model)
-    if block is None:
-        return None
-    ids_BT = torch.tensor([[1, 2, 3], [3, 1, 2]], device=model.device)
-    found: list[Tensor] = []
-    try:
-        for each in (None, block):
-            positions_N = torch.tensor([1, 5], device=model.device)
-            with head_at_positions(model, positions_N, each, found):
-                model(input_ids=ids_BT, use_cache=False)
-    except FORWARD_ERRORS:  # It needs more than hidden states.
-        return None
-    whole, part = found
-    precision = 1e-3 if model.dtype == torch.float32 else 3e-2
-    return block if torch.allclose(whole, part, rtol=precision, atol=precision) else None
 
 
 def last_mlp(model: PreTrainedModel) -> nn.Module | None:
@@ -192,19 +493,10 @@ class OutputHead:
         return True
 
 
-def token_logprobs(
-    head: OutputHead,
-    hidden_NH: Tensor,
-    chosen_N: Tensor,
-    temperatures_N: Tensor | None,
-    entropy_gradient: bool = False,
-    kept: Kept | None = None,
-) -> tuple[Tensor, Tensor]:
-    """log p of the chosen tokens at their temperatures, and the entropies there: [N], float32 or more. Entropies have a
-    gradient if asked for. With `kept`, the distributions are over these tokens only. The gradient is for
-    `Tensor.backward` alone (`logprobs_from_linear`)."""
+def token_logprobs(head: OutputHead, hidden_NH: Tensor, chosen: Chosen) -> tuple[Tensor, Tensor]:
+    """log p of the chosen tokens at their temperatures, and the entropies there: [N], float32 or more. The gradient is
+    for `Tensor.backward` alone (`logprobs_from_linear`)."""
     size = max(1, CHUNK_LOGITS // head.vocabulary)
-    chosen = Chosen(chosen_N, temperatures_N, entropy_gradient, kept)
     if (linear := head.linear) is not None:
         return logprobs_from_linear(hidden_NH, linear.weight, linear.bias, chosen, size, adds_to_grad=True)
     if len(hidden_NH) <= size:

@@ -62,13 +62,22 @@ class KeptTokens:
 class TokenTable:
     """The sampled tokens of a batch, sample by sample and node by node, as flat arrays [S]."""
 
+    samples: tuple[TrainingSample, ...]
+    part: tuple[int, ...]
+    """The samples that are trained now: those of a minibatch, or of a rank."""
+    nodes: tuple[Node, ...]
+    """The sampled nodes of all trees."""
     columns: Mapping[str, FloatArray]
-    """The columns that all samples have, and `sampled_logprobs`."""
+    """The columns of all samples, 0 where a sample lacks one, and `sampled_logprobs`."""
     temperatures: FloatArray
+    sample: IntArray
+    """The sample of each token."""
+    node: IntArray
+    """Its node, by the place in `nodes`."""
     call: IntArray
-    """The call of each token, numbered within the batch."""
+    """Its call, numbered within the batch."""
     rollout: IntArray
-    """The rollout of each token, numbered likewise."""
+    """Its rollout, numbered likewise."""
     starts: tuple[IntArray, ...]
     """For each sample, where the tokens of each node begin; `NOT_SAMPLED` for prompts."""
     calls: tuple[IntArray, ...]
@@ -76,13 +85,34 @@ class TokenTable:
     kept: KeptTokens | None = None
     """None: every token could be sampled everywhere."""
 
+    @property
+    def within(self) -> NDArray[np.bool_]:
+        """Which tokens are of the samples in `part`."""
+        return np.isin(self.sample, self.part)
 
-def token_table(samples: Sequence[TrainingSample]) -> TokenTable:
+    def has(self, name: str) -> NDArray[np.bool_]:
+        """Which tokens are of samples with a column."""
+        return np.array([name in sample.columns for sample in self.samples], bool)[self.sample]
+
+    def by_node(self, values: FloatArray) -> list[tuple[FloatArray, ...]]:
+        """Of each sample a column, as `TrainingSample` has it, from one number for each token."""
+        ends = np.cumsum([len(node.token_ids) for node in self.nodes])
+        parts = iter(np.split(values, ends[:-1]))
+        return [
+            tuple(next(parts) if node.sampled else values[:0] for node in sample.tree.nodes) for sample in self.samples
+        ]
+
+    def with_columns(self, columns: Mapping[str, FloatArray]) -> TokenTable:
+        """The same with these columns."""
+        return replace(self, columns={**self.columns, **columns})
+
+
+def token_table(samples: Iterable[TrainingSample]) -> TokenTable:
     """The sampled tokens of `samples`, numbered."""
-    shared = set.intersection(*(set(sample.columns) for sample in samples)) if samples else set[str]()
-    nodes: list[tuple[TrainingSample, int, Node]] = []
-    starts, calls, call, count, position = list[IntArray](), list[IntArray](), list[int](), 0, 0
-    for sample in samples:
+    samples = tuple(samples)
+    nodes, owners, call = list[Node](), list[int](), list[int]()
+    starts, calls, count, position = list[IntArray](), list[IntArray](), 0, 0
+    for number, sample in enumerate(samples):
         tree = sample.tree
         begins, numbers = (np.full(len(tree.nodes), NOT_SAMPLED, np.int64) for _ in range(2))
         for index, node in enumerate(tree.nodes):
@@ -91,38 +121,57 @@ def token_table(samples: Sequence[TrainingSample]) -> TokenTable:
             continues = _continues(tree, index)
             begins[index], numbers[index] = position, numbers[node.parent] if continues else count
             position, count = position + len(node.token_ids), count + (not continues)
-            nodes.append((sample, index, node))
+            nodes.append(node)
+            owners.append(number)
             call.append(int(numbers[index]))
         starts.append(begins)
         calls.append(numbers)
-    lengths = [len(node.token_ids) for _, _, node in nodes]
-    columns = {name: _join([sample.columns[name][i] for sample, i, _ in nodes]) for name in shared}
-    columns["sampled_logprobs"] = _join([np.array(node.logprobs, np.float32) for _, _, node in nodes])
+    lengths = [len(node.token_ids) for node in nodes]
     rollouts: dict[tuple[int, object], int] = {}
     rollout = [
-        rollouts.setdefault((id(sample), node.rollout_id or number), len(rollouts))
-        for (sample, _, node), number in zip(nodes, call, strict=True)
+        rollouts.setdefault((owner, node.rollout_id or number), len(rollouts))
+        for owner, node, number in zip(owners, nodes, call, strict=True)
     ]
+
+    def of_tokens(values: Sequence[int]) -> IntArray:
+        return np.repeat(np.array(values, np.int64), lengths)
+
+    columns = {name: _column(samples, name) for name in set[str]().union(*(each.columns for each in samples))}
+    columns["sampled_logprobs"] = _join([np.array(node.logprobs, np.float32) for node in nodes])
     return TokenTable(
+        samples=samples,
+        part=tuple(range(len(samples))),
+        nodes=tuple(nodes),
         columns=columns,
-        temperatures=np.repeat(np.array([node.temperature for _, _, node in nodes], np.float32), lengths),
-        call=np.repeat(np.array(call, np.int64), lengths),
-        rollout=np.repeat(np.array(rollout, np.int64), lengths),
+        temperatures=np.repeat(np.array([node.temperature for node in nodes], np.float32), lengths),
+        sample=of_tokens(owners),
+        node=of_tokens(range(len(nodes))),
+        call=of_tokens(call),
+        rollout=of_tokens(rollout),
         starts=tuple(starts),
         calls=tuple(calls),
-        kept=_kept_tokens([node for _, _, node in nodes]),
+        kept=_kept_tokens(nodes),
     )
 
 
+def _column(samples: Sequence[TrainingSample], name: str) -> FloatArray:
+    return _join([
+        array
+        for sample in samples
+        for array in sample.columns.get(name) or [np.zeros(sample.tree.num_sampled, np.float32)]
+    ])  # fmt: skip
+
+
 def _kept_tokens(nodes: Sequence[Node]) -> KeptTokens | None:
-    if all(node.kept_sets is None for node in nodes):
+    sets = [node.kept_sets for node in nodes]
+    if all(kept is None for kept in sets):
         return None
     none = np.zeros(0, np.int64)
     sizes = [
-        np.zeros(len(node.token_ids), np.int64) if node.kept_sets is None else node.kept_sets.size_array()
-        for node in nodes
+        np.zeros(len(node.token_ids), np.int64) if kept is None else kept.size_array()
+        for node, kept in zip(nodes, sets, strict=True)
     ]
-    ids = [none if node.kept_sets is None else node.kept_sets.id_array() for node in nodes]
+    ids = [none if kept is None else kept.id_array() for kept in sets]
     return KeptTokens(np.concatenate(sizes), np.concatenate(ids))
 
 
@@ -315,37 +364,26 @@ class CostModel:
 CPU_COST = CostModel()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PrefixFamily:
-    """Rows with a common prefix of `shared_length` tokens."""
-
-    rows: tuple[Row, ...]
-    shared_length: int
-
-    @property
-    def width(self) -> int:
-        return max(row.length for row in self.rows) - self.shared_length
-
-
 @dataclass(frozen=True, slots=True)
 class Choice:
     """How the rows of a tree are computed."""
 
     rows: Sequence[Row] = ()
-    family: PrefixFamily | None = None
+    family: MicroBatch | None = None
+    """Rows with a common prefix."""
     lines: Sequence[Line] = ()
 
     def price(self, cost: CostModel) -> float:
         """In passes of its own."""
         total = sum(cost.rows(1, row.length) - cost.launch for row in self.rows) + cost.launch * bool(self.rows)
         if self.family is not None:
-            total += cost.shared(1, self.family.shared_length, len(self.family.rows), self.family.width)
+            total += cost.price(self.family)
         joined = sum(cost.joined(1, len(line.token_ids)) - cost.launch for line in self.lines)
         return total + joined + cost.launch * bool(self.lines)
 
 
 def plan(
-    samples: Iterable[TrainingSample],
+    batch: TokenTable | Sequence[TrainingSample],
     *,
     token_budget: int,
     cost: CostModel = CPU_COST,
@@ -353,19 +391,18 @@ def plan(
     trains_zero_advantage: bool = False,
     join: bool = True,
 ) -> list[MicroBatch]:
-    """Divide samples into micro-batches of at most `token_budget` computed tokens; a longer single row goes alone.
+    """Divide a batch into micro-batches of at most `token_budget` computed tokens; a longer single row goes alone.
 
     "auto" takes the cheapest by `cost` of four plans: nothing shared; everything joined; for each tree what is cheapest
     alone, and what is cheapest once several trees share a launch. A call is trained if one of its tokens has a weight
-    and, unless `trains_zero_advantage`, an advantage; all of its tokens are then targets. Without `join` no rows are
-    joined, for models that take no mask. Raises PolicyError for a trained token without a prompt.
+    and, unless `trains_zero_advantage`, an advantage; all of its tokens are then targets. Where samples have no
+    weights, all calls are. Without `join` no rows are joined, for models that take no mask. Raises PolicyError for a
+    trained token without a prompt.
     """
-    samples = list(samples)
-    packer = _Packer(token_table(samples), token_budget, cost)
-    trees = [
-        _Paths(sample, packer.table, number, trains_zero_advantage, by_call=sharing == "rows")
-        for number, sample in enumerate(samples)
-    ]
+    table = batch if isinstance(batch, TokenTable) else token_table(batch)
+    packer = _Packer(table, token_budget, cost)
+    trained = _trained_calls(table, trains_zero_advantage)
+    trees = [_Paths(table, number, trained, by_call=sharing == "rows") for number in table.part]
     merged = [Choice(tree.rows) for tree in trees]
     if sharing in ("rows", "merged"):
         return packer.pack(merged)
@@ -386,19 +423,20 @@ def plan(
 class _Paths:
     """The rows of one tree."""
 
-    def __init__(
-        self,
-        sample: TrainingSample,
-        table: TokenTable,
-        number: int,
-        trains_zero_advantage: bool,
-        by_call: bool,
-    ) -> None:
-        self._tree = sample.tree
+    def __init__(self, table: TokenTable, number: int, trained: NDArray[np.bool_], by_call: bool) -> None:
+        """`trained`: for each call of the table, whether it is."""
+        self._table, self._tree = table, table.samples[number].tree
         self._starts = table.starts[number]
-        self._depths = _depths(sample.tree)
-        self._calls = _trained_calls(sample, table.calls[number], trains_zero_advantage)
-        self.paths = self._call_paths() if by_call else self._leaf_paths()
+        calls: dict[int, list[int]] = {}
+        for index, call in enumerate(table.calls[number].tolist()):
+            if call != NOT_SAMPLED and trained[call] and self._tree.nodes[index].token_ids:
+                calls.setdefault(call, []).append(index)
+        self._calls = list(calls.values())
+        """The nodes of each trained call, from the root down."""
+        self.paths = [(self._tree.path(nodes[-1]), set(nodes)) for nodes in self._calls]
+        """Each with the nodes of the calls that are its own to train."""
+        if not by_call:
+            self.paths = self._leaf_paths()
         self.rows = [self._row(path, owned) for path, owned in self.paths]
 
     def _leaf_paths(self) -> list[tuple[list[int], set[int]]]:
@@ -413,9 +451,6 @@ class _Paths:
             path = self._tree.path(leaf)
             paths.append((path, {node for index in path for node in free.pop(index, ())}))
         return paths
-
-    def _call_paths(self) -> list[tuple[list[int], set[int]]]:
-        return [(self._tree.path(nodes[-1]), set(nodes)) for nodes in self._calls]
 
     def _row(self, path: list[int], owned: set[int]) -> Row:
         tokens: list[int] = []
@@ -434,26 +469,23 @@ class _Paths:
         return Row(tuple(tokens[: joined[-1] + 1]), joined, np.concatenate(places))
 
     def families(self) -> list[Choice]:
-        """The prefix of one node shared, for each node that has several rows below it."""
-        choices: list[Choice] = []
-        for shared_length, members in self._candidates():
-            inside = tuple(row for i, row in enumerate(self.rows) if i in members)
-            outside = [row for i, row in enumerate(self.rows) if i not in members]
-            choices.append(Choice(outside, PrefixFamily(inside, shared_length)))
-        return choices
-
-    def _candidates(self) -> list[tuple[int, frozenset[int]]]:
-        """(shared length, indices of rows) for each set of at least two rows, at the deepest node common to them."""
+        """A prefix shared, at the deepest node common to them, for each set of at least two rows that a node has below
+        it."""
         through: dict[int, list[int]] = {}
         for i, (path, _) in enumerate(self.paths):
             for index in path:
                 through.setdefault(index, []).append(i)
-        deepest: dict[frozenset[int], int] = {}
+        depths, lengths = _depths(self._tree), dict[tuple[int, ...], int]()
         for index, members in through.items():
-            if len(members) > 1:
-                key = frozenset(members)
-                deepest[key] = max(deepest.get(key, 0), self._depths[index] - 1)
-        return [(length, members) for members, length in deepest.items() if length > 0]
+            if len(members) > 1 and depths[index] > 1:
+                key = tuple(members)
+                lengths[key] = max(lengths.get(key, 0), depths[index] - 1)
+        choices: list[Choice] = []
+        for members, length in lengths.items():
+            inside = tuple(self.rows[i] for i in members)
+            outside = [row for i, row in enumerate(self.rows) if i not in members]
+            choices.append(Choice(outside, MicroBatch(inside, self._table, length, (len(inside),))))
+        return choices
 
 
 def _depths(tree: TokenTree) -> list[int]:
@@ -464,22 +496,15 @@ def _depths(tree: TokenTree) -> list[int]:
     return depths
 
 
-def _trained_calls(sample: TrainingSample, calls: IntArray, trains_zero_advantage: bool) -> list[list[int]]:
-    """The nodes of each call that has a trained token, from the root down."""
-    weights = sample.columns.get(TRAINED, sample.columns.get("weights", ()))
-    advantages = None if TRAINED in sample.columns else sample.columns.get("advantages")
-    nodes: dict[int, list[int]] = {}
-    trained: set[int] = set()
-    for index, call in enumerate(calls.tolist()):
-        if call == NOT_SAMPLED or not len(weights[index]):
-            continue
-        nodes.setdefault(call, []).append(index)
-        counts = weights[index] != 0
-        if not trains_zero_advantage and advantages is not None:
-            counts = counts & (advantages[index] != 0)
-        if counts.any():
-            trained.add(call)
-    return [own for call, own in nodes.items() if call in trained]
+def _trained_calls(table: TokenTable, trains_zero_advantage: bool) -> NDArray[np.bool_]:
+    """For each call of the table, whether one of its tokens is trained."""
+    columns = table.columns
+    counts = columns.get(TRAINED, columns.get("weights", np.ones(len(table.call)))) != 0
+    if TRAINED not in columns and not trains_zero_advantage and "advantages" in columns:
+        counts &= columns["advantages"] != 0
+    trained = np.zeros(table.call.max(initial=-1) + 1, bool)
+    trained[table.call[counts]] = True
+    return trained
 
 
 class _Packer:
@@ -491,7 +516,7 @@ class _Packer:
         self._cost = cost
 
     def pack(self, choices: Sequence[Choice]) -> list[MicroBatch]:
-        families: list[PrefixFamily] = []
+        families: list[MicroBatch] = []
         plain: list[Row] = []
         for choice in choices:
             parts, whole = self._divide(choice.family) if choice.family else ([], [])
@@ -518,27 +543,26 @@ class _Packer:
             batches[-1].append(part)
         return batches
 
-    def _divide(self, family: PrefixFamily) -> tuple[list[PrefixFamily], list[Row]]:
+    def _divide(self, family: MicroBatch) -> tuple[list[MicroBatch], list[Row]]:
         """Families within the budget, each of which computes the prefix; rows that fit none have no prefix."""
         if family.shared_length + 2 * family.width > self._token_budget:
             return [], list(family.rows)
         size = (self._token_budget - family.shared_length) // family.width
         rows = sorted(family.rows, key=lambda row: row.length, reverse=True)
         parts = [tuple(rows[i : i + size]) for i in range(0, len(rows), size)]
-        families = [PrefixFamily(part, family.shared_length) for part in parts if len(part) > 1]
+        families = [replace(family, rows=part, families=(len(part),)) for part in parts if len(part) > 1]
         return families, [part[0] for part in parts if len(part) == 1]
 
-    def _pack_families(self, families: list[PrefixFamily]) -> list[MicroBatch]:
+    def _pack_families(self, families: list[MicroBatch]) -> list[MicroBatch]:
         """Join families while one pass over both is cheaper than two, at the length of the shortest prefix."""
         batches: list[MicroBatch] = []
         for family in sorted(families, key=lambda each: (each.shared_length, each.width), reverse=True):
-            alone = MicroBatch(family.rows, self.table, family.shared_length, (len(family.rows),))
             if batches:
                 last = batches[-1]
-                both = replace(alone, rows=last.rows + alone.rows, families=last.families + alone.families)
-                cheaper = self._cost.price(both) <= self._cost.price(last) + self._cost.price(alone)
+                both = replace(family, rows=last.rows + family.rows, families=last.families + family.families)
+                cheaper = self._cost.price(both) <= self._cost.price(last) + self._cost.price(family)
                 if both.tokens <= self._token_budget and cheaper:
                     batches[-1] = both
                     continue
-            batches.append(alone)
+            batches.append(family)
         return batches

@@ -7,11 +7,12 @@ Nothing here needs torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agentlightning.errors import PolicyError, UnfaithfulSampleError
 from agentlightning.policy.losses import (
@@ -26,10 +27,11 @@ from agentlightning.policy.losses import (
     TokenLoss,
 )
 from agentlightning.policy.mismatch import Correction, factors, measures
-from agentlightning.policy.update.packing import TRAINED
-from agentlightning.trajectory import FloatArray, Node, TokenTree, TrainingSample
+from agentlightning.policy.update.packing import TRAINED, IntArray, KeptTokens, TokenTable, token_table
+from agentlightning.trajectory import FloatArray, TrainingSample
 
-Column = tuple[FloatArray, ...]
+Tokens: TypeAlias = NDArray[np.bool_]
+"""Which tokens of a table."""
 
 
 def weights_name(loss: TokenLoss, columns: Iterable[str]) -> str:
@@ -38,112 +40,103 @@ def weights_name(loss: TokenLoss, columns: Iterable[str]) -> str:
     return own if own in columns else WEIGHTS
 
 
-def for_losses(samples: Sequence[TrainingSample], losses: Sequence[TokenLoss]) -> list[TrainingSample]:
-    """The samples with every column that a loss needs and with the weights of each stream, all 0 where a sample has no
-    part in it; and with a column `trained`, 1 for each token that counts in a loss.
+def for_losses(samples: Sequence[TrainingSample], losses: Sequence[TokenLoss]) -> TokenTable:
+    """The tokens of the samples with every column that a loss needs and with the weights of each stream, all 0 where a
+    sample has no part in it; and with a column `trained`, 1 for each token that counts in a loss.
 
     Raises PolicyError for a column that is missing where it is needed, and UnfaithfulSampleError for trained tokens
     that were chosen greedily, if a loss needs the probability they were sampled with."""
-    given = set[str]().union(*(sample.columns for sample in samples))
-    streams = {weights_name(loss, given) for loss in losses}
-    return [_completed(sample, losses, given, streams) for sample in samples]
-
-
-def _completed(
-    sample: TrainingSample, losses: Sequence[TokenLoss], given: set[str], streams: set[str]
-) -> TrainingSample:
-    tree, columns = sample.tree, dict(sample.columns)
-    if WEIGHTS not in columns and not streams & set(columns):
-        raise PolicyError(
-            f"a sample of {tree.num_sampled} sampled tokens has no column of weights: give {WEIGHTS!r}, or the weights "
-            "of a stream"
-        )
-    for name in streams | {WEIGHTS}:
-        columns.setdefault(name, _zeros(tree.nodes))
-    for loss in losses:
-        weights = columns[weights_name(loss, given)]
-        missing = loss.needs - {SAMPLED_LOGPROBS} - set(columns)
-        if missing and _any(weights):
-            raise PolicyError(f'loss "{loss.type}" needs the columns {sorted(missing)}, which samples do not have')
-        columns |= dict.fromkeys(missing, _zeros(tree.nodes))
-        if SAMPLED_LOGPROBS in loss.needs:
-            _refuse_greedy(tree.nodes, weights)
-    if PROXIMAL_LOGPROBS in given:
-        columns.setdefault(PROXIMAL_LOGPROBS, tuple(_array(node.logprobs) for node in tree.nodes))
-    if INTERPOLATION in given:
-        columns.setdefault(INTERPOLATION, _zeros(tree.nodes))
-    columns[TRAINED] = _trained(tree.nodes, columns, losses, given)
-    faithful = {weights_name(loss, given) for loss in losses if SAMPLED_LOGPROBS in loss.needs}
-    if not any(_any(columns[name]) for name in faithful):  # Imitated only: the whole distribution at temperature 1.
-        tree = TokenTree(tuple(replace(node, temperature=1.0, kept_sets=None) for node in tree.nodes))
-    share = sample.share if WEIGHTS in sample.columns else 0.0
-    return replace(sample, tree=tree, columns=columns, share=share)
-
-
-def _trained(
-    nodes: Sequence[Node], columns: Mapping[str, Column], losses: Sequence[TokenLoss], given: set[str]
-) -> Column:
-    advantages = columns.get(ADVANTAGES)
-    learning = {node.rollout_id for node, own in zip(nodes, advantages or (), strict=False) if own.any()}
-    counts = [np.zeros(len(each), bool) for each in columns[WEIGHTS]]
-    for loss in losses:
-        for i, weight in enumerate(columns[weights_name(loss, given)]):
-            own = weight != 0
-            if advantages is not None and not loss.trains_zero_advantage:
-                own &= nodes[i].rollout_id in learning if loss.spans_rollout else advantages[i] != 0
-            counts[i] |= own
-    return tuple(each.astype(np.float32) for each in counts)
-
-
-def _refuse_greedy(nodes: Sequence[Node], weights: Column) -> None:
-    for node, own in zip(nodes, weights, strict=True):
-        if node.sampled and node.temperature <= 0 and own.any():
-            raise UnfaithfulSampleError(
-                f"call {node.call} of rollout {node.rollout_id} was sampled with temperature={node.temperature:g}; "
-                'sample training rollouts with a temperature above 0, or train with loss="nll"'
-            )
-
-
-def normalized(samples: Sequence[TrainingSample], losses: Sequence[TokenLoss]) -> list[TrainingSample]:
-    """The weights of each stream but `weights`, divided by the number of tokens in the stream."""
-    names = {weights_name(loss, samples[0].columns) for loss in losses} - {WEIGHTS} if samples else set[str]()
-    tokens = {name: sum(int((a != 0).sum()) for sample in samples for a in sample.columns[name]) for name in names}
-    return [
-        replace(s, columns={**s.columns, **{name: _divided(s.columns[name], n) for name, n in tokens.items()}})
-        for s in samples
-    ]
-
-
-def _divided(column: Column, count: int) -> Column:
-    return tuple(each / np.float32(max(1, count)) for each in column)
-
-
-def corrected(
-    samples: Sequence[TrainingSample], several: Sequence[Correction]
-) -> tuple[list[TrainingSample], dict[str, float]]:
-    """The samples with `corrected_weights`, and the means of `measures` over the tokens of `weights`."""
-    found: list[TrainingSample] = []
-    log_ratios: list[Any] = []
-    products: list[FloatArray] = []
+    table = token_table(samples)
+    weights = {weights_name(loss, table.columns) for loss in losses} | {WEIGHTS}
     for sample in samples:
-        if not _any(sample.columns.get(TRAINED, sample.weights)):
-            found.append(replace(sample, columns={**sample.columns, CORRECTED_WEIGHTS: sample.weights}))
-            continue
-        counts = np.concatenate([a != 0 for a in sample.weights])
-        sampled = np.concatenate([_array(node.logprobs) for node in sample.tree.nodes])
-        log_ratio = (np.concatenate(sample.columns[PROXIMAL_LOGPROBS]) - sampled)[counts]
-        product = np.ones(len(counts), np.float32)
-        product[counts] = factors(log_ratio, _rollouts(sample)[counts], several)
-        ends = np.cumsum([len(a) for a in sample.weights])[:-1]
-        weights = [w * f for w, f in zip(sample.weights, np.split(product, ends), strict=True)]
-        found.append(replace(sample, columns={**sample.columns, CORRECTED_WEIGHTS: weights}))
-        finite = np.isfinite(log_ratio)
-        log_ratios.append(log_ratio[finite].astype(np.float64))
-        products.append(product[counts][finite])
-    if not sum(map(len, products)):
-        return found, {}
-    measured = measures(np.concatenate(log_ratios), np.concatenate(products))
-    return found, {name: float(values.mean()) for name, values in measured.items()}
+        if not weights & set(sample.columns):
+            raise PolicyError(
+                f"a sample of {sample.tree.num_sampled} sampled tokens has no column of weights: give {WEIGHTS!r}, or"
+                " the weights of a stream"
+            )
+    zeros = np.zeros_like(table.temperatures)
+    needed = weights.union(*(loss.needs for loss in losses))
+    columns = {**dict.fromkeys(needed, zeros), **table.columns}
+    trained, faithful = np.zeros(len(zeros), bool), np.zeros(len(zeros), bool)
+    for loss in losses:
+        counts = columns[weights_name(loss, table.columns)] != 0
+        missing = sorted(n for n in loss.needs - {SAMPLED_LOGPROBS} if (counts & ~table.has(n)).any())
+        if missing:
+            raise PolicyError(f'loss "{loss.type}" needs the columns {missing}, which samples do not have')
+        if SAMPLED_LOGPROBS in loss.needs:
+            _refuse_greedy(table, counts)
+            faithful |= counts
+        trained |= counts & _learning(loss, columns, table.rollout)
+    if PROXIMAL_LOGPROBS in columns:
+        proximal, sampled = columns[PROXIMAL_LOGPROBS], columns[SAMPLED_LOGPROBS]
+        columns[PROXIMAL_LOGPROBS] = np.where(table.has(PROXIMAL_LOGPROBS), proximal, sampled)
+    columns[TRAINED] = trained.astype(np.float32)
+    return _imitated(replace(table, columns=columns), faithful)
+
+
+def _learning(loss: TokenLoss, columns: Mapping[str, FloatArray], rollout: IntArray) -> Any:
+    """Which tokens have a gradient if they have a weight."""
+    if loss.trains_zero_advantage:
+        return True
+    own = columns[ADVANTAGES] != 0
+    return np.isin(rollout, rollout[own]) if loss.spans_rollout else own
+
+
+def _refuse_greedy(table: TokenTable, counts: Tokens) -> None:
+    for place in np.flatnonzero(counts & (table.temperatures <= 0))[:1]:
+        node = table.nodes[table.node[place]]
+        raise UnfaithfulSampleError(
+            f"call {node.call} of rollout {node.rollout_id} was sampled with temperature={node.temperature:g}; sample"
+            ' training rollouts with a temperature above 0, or train with loss="nll"'
+        )
+
+
+def _imitated(table: TokenTable, faithful: Tokens) -> TokenTable:
+    """Samples without a `faithful` token are imitated only: the whole distribution at temperature 1."""
+    sampled, kept = np.isin(table.sample, table.sample[faithful]), table.kept
+    if kept is not None:
+        kept = KeptTokens(kept.sizes * sampled, kept.ids[np.repeat(sampled, kept.sizes)])
+    return replace(table, temperatures=np.where(sampled, table.temperatures, np.float32(1)), kept=kept)
+
+
+def minibatches(table: TokenTable, count: int) -> list[TokenTable]:
+    """The samples in so many parts, the weights of each divided by its share: whatever normalised the weights, a part
+    then weighs as a whole batch does."""
+    if count == 1:
+        return [table]
+    parts = [replace(table, part=table.part[i::count]) for i in range(count)]
+    return [_as_whole(part) for part in parts if part.part]
+
+
+def _as_whole(table: TokenTable) -> TokenTable:
+    samples = [table.samples[i] for i in table.part]
+    share = sum(sample.share for sample in samples if WEIGHTS in sample.columns)
+    names = {WEIGHTS, CORRECTED_WEIGHTS} & set(table.columns) if share else ()
+    return table.with_columns({name: table.columns[name] / np.float32(share) for name in names})
+
+
+def normalized(table: TokenTable, losses: Sequence[TokenLoss]) -> TokenTable:
+    """The weights of each stream but `weights`, divided by the number of tokens in the stream."""
+    within = table.within
+    names = {weights_name(loss, table.columns) for loss in losses} - {WEIGHTS}
+    counts = {name: np.count_nonzero(table.columns[name][within]) for name in names}
+    return table.with_columns({name: table.columns[name] / np.float32(max(1, n)) for name, n in counts.items()})
+
+
+def corrected(table: TokenTable, several: Sequence[Correction]) -> tuple[TokenTable, dict[str, float]]:
+    """The tokens with `corrected_weights`, and the means of `measures` over the tokens of `weights`."""
+    columns, weights = table.columns, table.columns[WEIGHTS]
+    learning = np.isin(table.sample, table.sample[columns[TRAINED] != 0])
+    counts = learning & (weights != 0)
+    log_ratio = (columns[PROXIMAL_LOGPROBS] - columns[SAMPLED_LOGPROBS])[counts]
+    product = np.ones_like(weights)
+    product[counts] = factors(log_ratio, table.rollout[counts], several)
+    table = table.with_columns({CORRECTED_WEIGHTS: weights * product})
+    if not (finite := np.isfinite(log_ratio)).any():
+        return table, {}
+    precise: Any = log_ratio[finite].astype(np.float64)
+    measured = measures(precise, product[counts][finite])
+    return table, {name: float(values.mean()) for name, values in measured.items()}
 
 
 def interpolated(tokens: TokenBatch) -> TokenBatch:
@@ -167,48 +160,14 @@ def corrected_tokens(tokens: TokenBatch, several: Sequence[Correction]) -> tuple
     return tokens, sums, int(counts.sum())
 
 
-def _rollouts(sample: TrainingSample) -> np.ndarray[Any, Any]:
-    """The rollout of each token, numbered within the sample."""
-    numbers: dict[object, int] = {}
-    found = [
-        np.full(len(weights), numbers.setdefault(node.rollout_id or index, len(numbers)), np.int64)
-        for index, (node, weights) in enumerate(zip(sample.tree.nodes, sample.weights, strict=True))
-    ]
-    return np.concatenate(found)
+def without(table: TokenTable, excluded: Tokens) -> TokenTable:
+    """The same with all weights of some tokens 0."""
+    names = {*STREAM_WEIGHTS.values(), CORRECTED_WEIGHTS, TRAINED} & set(table.columns)
+    return table.with_columns({name: np.where(excluded, np.float32(0), table.columns[name]) for name in names})
 
 
-def without(sample: TrainingSample, excluded: Callable[[Node], bool]) -> TrainingSample:
-    """The sample with all weights of some nodes 0."""
-    names = [*STREAM_WEIGHTS.values(), CORRECTED_WEIGHTS, TRAINED]
-    columns = dict(sample.columns)
-    for name in set(names) & set(columns):
-        pairs = zip(sample.tree.nodes, columns[name], strict=True)
-        columns[name] = tuple(np.zeros_like(a) if excluded(node) else a for node, a in pairs)
-    return replace(sample, columns=columns)
-
-
-def not_finite_in_data(sample: TrainingSample, needs: Iterable[str]) -> set[str]:
-    """The rollouts with a value that is not finite, in a column that a loss reads or among their recorded
-    log-probabilities."""
-    found: set[str] = set()
-    columns = [sample.columns[name] for name in {*needs, CORRECTED_WEIGHTS, WEIGHTS} & set(sample.columns)]
-    for index, node in enumerate(sample.tree.nodes):
-        counts = sample.columns[TRAINED][index] != 0
-        values = [column[index] for column in columns]
-        if SAMPLED_LOGPROBS in needs and node.sampled:
-            values.append(_array(node.logprobs))
-        if any(not np.isfinite(each[counts]).all() for each in values if len(each) == len(counts)):
-            found.add(str(node.rollout_id))
-    return found
-
-
-def _zeros(nodes: Sequence[Node]) -> Column:
-    return tuple(np.zeros(len(node.token_ids) if node.sampled else 0, np.float32) for node in nodes)
-
-
-def _array(values: Sequence[float]) -> FloatArray:
-    return np.asarray(values, np.float32)
-
-
-def _any(column: Column) -> bool:
-    return any(each.any() for each in column)
+def not_finite_in_data(table: TokenTable, needs: Iterable[str]) -> IntArray:
+    """The rollouts with a value that is not finite, in a column that a loss reads."""
+    columns = [table.columns[name] for name in {*needs, CORRECTED_WEIGHTS, WEIGHTS} & set(table.columns)]
+    finite = np.logical_and.reduce([np.isfinite(each) for each in columns])
+    return np.unique(table.rollout[table.within & (table.columns[TRAINED] != 0) & ~finite])

@@ -1,23 +1,41 @@
-"""One update of a policy: training samples in, an optimiser step done."""
+"""What a policy trains, and scores tokens with: all weights of its model, or adapters over them.
+
+Each has its own optimiser, and a policy trains one kind for its whole life. The weights of a name are those of
+`TrainingSample.adapter`; each sample trains the weights that it is for. `Updater` makes one update of one of them:
+training samples in, an optimiser step done. `Learner` has them all.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.models import SHARED, checkpoint
+from agentlightning.models.lora import (
+    AdapterFiles,
+    Adapters,
+    adapter_directory,
+    has_adapters,
+    read_weights,
+)
+from agentlightning.models.resolve import resolve_model, shared_name
 from agentlightning.policy import mismatch as mismatches
-from agentlightning.policy.base import UPDATE, UpdateOptions
-from agentlightning.policy.config import OptimizerConfig
+from agentlightning.policy.base import UPDATE, Columns, ScoreColumn, UpdateOptions
+from agentlightning.policy.config import LR_FACTOR, LocalPolicyConfig, Lora, OptimizerConfig, default_lr
 from agentlightning.policy.losses import (
     CORRECTED_WEIGHTS,
     INTERPOLATION,
@@ -32,12 +50,13 @@ from agentlightning.policy.losses import (
     value_of,
 )
 from agentlightning.policy.mismatch import Correction, MismatchSetting
+from agentlightning.policy.model_loading import LARGE
 from agentlightning.policy.update import streams
 from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.optimizer import Optimizer, WeightAverage
-from agentlightning.policy.update.packing import IntArray, KeptTokens, MicroBatch
-from agentlightning.policy.update.value_head import NO_HEAD, ValueHead
-from agentlightning.trajectory import TrainingSample
+from agentlightning.policy.update.packing import IntArray, KeptTokens, MicroBatch, TokenTable
+from agentlightning.policy.update.value_head import NO_HEAD, ValueHead, reading
+from agentlightning.trajectory import TokenTree, TrainingSample
 
 logger = logging.getLogger(__name__)
 
@@ -121,15 +140,16 @@ class Updater:
         losses = token_losses(options.loss)
         check_value_head(losses, self.value_head)
         if options.average is not None:
-            self._average_at(options.average)
-        samples = streams.for_losses(samples, losses)
-        several = _corrections(samples, losses, options.mismatch)
-        within = several if _interpolates(samples) else ()
-        samples, corrections = streams.corrected(samples, several) if several and not within else (samples, {})
+            self.average = self.average or self.new_average(options.average)
+            self.average.rate = options.average
+        table = streams.for_losses(samples, losses)
+        several = _corrections(table, losses, options.mismatch)
+        within = several if INTERPOLATION in table.columns else ()
+        table, corrections = streams.corrected(table, several) if several and not within else (table, {})
         totals, spec = dict.fromkeys(COUNTS, 0.0), LossSpec(losses, within, options)
-        for index, part in enumerate(_split_minibatches(samples, options.minibatches)):
+        for index, part in enumerate(streams.minibatches(table, options.minibatches)):
             sums = self._step(streams.normalized(part, losses), spec)
-            if index == 0 and "approx_kl" in sums and not within and not has_proximal(samples):
+            if index == 0 and "approx_kl" in sums and not within and PROXIMAL_LOGPROBS not in table.columns:
                 # What sampler and trainer disagree about, before the first change of weights.
                 corrections["mismatch_kl"] = sums["approx_kl"] / max(1.0, sums[f"{COUNT_OF}approx_kl"])
             _add(totals, sums)
@@ -140,7 +160,7 @@ class Updater:
             self.entropy.add(metrics["entropy"])
         return {**metrics, **corrections}
 
-    def _step(self, part: Sequence[TrainingSample], spec: LossSpec) -> dict[str, float]:
+    def _step(self, part: TokenTable, spec: LossSpec) -> dict[str, float]:
         """One optimiser step. If the gradient is not finite, the rollouts responsible are left out."""
         sums = self._gradient(part, spec)
         if not sums:
@@ -169,47 +189,40 @@ class Updater:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
-    def _without_not_finite(
-        self, part: Sequence[TrainingSample], spec: LossSpec
-    ) -> tuple[Sequence[TrainingSample], int]:
-        """The samples without the rollouts whose data, loss or gradient is not finite, and their number: 0 where that
-        is so of all, because the weights themselves are broken."""
-        needs = {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in spec.losses))
-        found = {(i, rollout) for i, each in enumerate(part) for rollout in streams.not_finite_in_data(each, needs)}
-        if not found:
-            every = sorted(
-                {(i, str(n.rollout_id)) for i, each in enumerate(part) for n in each.tree.nodes if n.sampled}
-            )
+    def _without_not_finite(self, part: TokenTable, spec: LossSpec) -> tuple[TokenTable, int]:
+        """The batch without the rollouts whose data, loss or gradient is not finite, and their number: 0 where that is
+        so of all, because the weights themselves are broken."""
+        found = streams.not_finite_in_data(part, {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in spec.losses)))
+        if not len(found):
+            every = np.unique(part.rollout[part.within])
             found = self._not_finite(part, every, spec)
             if len(found) == len(every):
                 return part, 0
+        excluded = np.isin(part.rollout, found)
         logger.warning(
             "%d rollouts are left out of this update, because their loss or its gradient is not finite: %s",
             len(found),
-            ", ".join(sorted(rollout for _, rollout in found)),
+            ", ".join(sorted({str(part.nodes[number].rollout_id) for number in np.unique(part.node[excluded])})),
         )
-        return _where(part, lambda rollout: rollout not in found), len(found)
+        return streams.without(part, excluded), len(found)
 
-    def _not_finite(
-        self, part: Sequence[TrainingSample], rollouts: Sequence[tuple[int, str]], spec: LossSpec
-    ) -> set[tuple[int, str]]:
+    def _not_finite(self, part: TokenTable, rollouts: IntArray, spec: LossSpec) -> IntArray:
         """Those of the rollouts whose gradient alone is not finite, found by halving. Several processes that train
         together (`policy.fsdp`) all ask about the same rollouts in the same order: each gradient is theirs together."""
         self.zero_grad()
-        sums = self._gradient(_where(part, set(rollouts).__contains__), spec)
+        sums = self._gradient(streams.without(part, ~np.isin(part.rollout, rollouts)), spec)
         if not sums or _finite(sums, self.optimizer.grad_norm()):
-            return set()
+            return rollouts[:0]
         if len(rollouts) == 1:
-            return set(rollouts)
-        half = len(rollouts) // 2
-        return self._not_finite(part, rollouts[:half], spec) | self._not_finite(part, rollouts[half:], spec)
+            return rollouts
+        return np.concatenate([self._not_finite(part, half, spec) for half in np.array_split(rollouts, 2)])
 
-    def _gradient(self, part: Sequence[TrainingSample], spec: LossSpec) -> dict[str, float]:
+    def _gradient(self, part: TokenTable, spec: LossSpec) -> dict[str, float]:
         """Add the gradient of samples, and return sums over their tokens; empty where nothing is trained."""
         batches = self._plan(part, spec.options)
         return self.accumulate(batches, spec.losses, spec.within) if batches else {}
 
-    def _plan(self, part: Sequence[TrainingSample], options: UpdateOptions) -> list[MicroBatch]:
+    def _plan(self, part: TokenTable, options: UpdateOptions) -> list[MicroBatch]:
         budget = options.token_budget or TOKEN_BUDGET
         return self.forward.plan(part, token_budget=budget, sharing=options.sharing)
 
@@ -233,11 +246,17 @@ class Updater:
                 tokens = tokens if critic is None else replace(tokens, values=critic(states.hidden))
                 value, sums = sum_of_losses(losses, tokens, within)
                 value.backward()
-                _add(totals, {"loss": value.detach(), "entropy": entropy_N.detach().sum(), **sums})
-                _add(totals, {"tokens_trained": len(logprobs_N), "tokens_computed": batch.tokens, "micro_batches": 1})
-                _add(totals, {"shared_prefixes": batch.shared_prefixes})
+                sums |= {
+                    "loss": value.detach(),
+                    "entropy": entropy_N.detach().sum(),
+                    "tokens_trained": len(logprobs_N),
+                    "tokens_computed": batch.tokens,
+                    "micro_batches": 1,
+                    "shared_prefixes": batch.shared_prefixes,
+                }
                 if at_temperature and batch.kept is not None:
-                    _add(totals, _kept_metrics(batch.kept))
+                    sums |= _kept_metrics(batch.kept)
+                _add(totals, sums)
         return totals
 
     @torch.no_grad()
@@ -272,18 +291,9 @@ class Updater:
         """Forward passes within use the moving average of the weights, where one is kept."""
         return nullcontext() if self.average is None else self.average.in_use()
 
-    def _average_at(self, rate: float) -> None:
-        if self.average is None:
-            self.average = WeightAverage(self.optimizer.parameters, self.optimizer.masters, rate)
-        self.average.rate = rate
-
-    def set_average(self, rate: float | None, weights: Sequence[Tensor]) -> None:
-        """Continue a moving average; None: there is none."""
-        self.average = None
-        if rate is not None:
-            self._average_at(float(rate))
-            assert self.average is not None
-            self.average.load_state_dict({"weights": weights})
+    def new_average(self, rate: float) -> WeightAverage:
+        """A moving average that begins at the present weights."""
+        return WeightAverage(self.optimizer.parameters, self.optimizer.masters, rate)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resume needs beside the weights."""
@@ -305,8 +315,10 @@ class Updater:
             self.value_optimizer.load_state_dict(state["value_head"])
         mean, steps = state.get("entropy", (0.0, 0))
         self.entropy = EntropyHistory(float(mean), int(steps))
-        average: Mapping[str, Any] = state.get("average") or {"rate": None, "weights": ()}
-        self.set_average(average["rate"], average["weights"])
+        self.average = None
+        if "average" in state:
+            self.average = self.new_average(0.0)
+            self.average.load_state_dict(state["average"])
 
     def _tokens(self, batch: MicroBatch, logprobs_N: Tensor, entropy_N: Tensor, ratios_R: Tensor | None) -> TokenBatch:
         table, places = batch.table, batch.places
@@ -324,19 +336,15 @@ class Updater:
         return streams.interpolated(tokens)
 
 
-def _interpolates(samples: Sequence[TrainingSample]) -> bool:
-    """Whether the proximal policy is interpolated, and weights corrected, within each micro-batch."""
-    return any(INTERPOLATION in sample.columns for sample in samples)
-
-
 def _corrections(
-    samples: Sequence[TrainingSample], losses: Sequence[TokenLoss], mismatch: MismatchSetting | None
+    table: TokenTable, losses: Sequence[TokenLoss], mismatch: MismatchSetting | None
 ) -> tuple[Correction, ...]:
     """The corrections of weights; none where none applies."""
     several = mismatches.DEFAULT if mismatch is None else mismatches.check_combination(mismatch, losses)
     decoupled = any(loss.decoupled for loss in losses)
-    if _interpolates(samples):
-        if any(PROXIMAL_LOGPROBS in sample.columns for sample in samples):
+    proximal = PROXIMAL_LOGPROBS in table.columns
+    if INTERPOLATION in table.columns:
+        if proximal:
             raise PolicyError(
                 f"samples have both {INTERPOLATION!r} and {PROXIMAL_LOGPROBS!r}; give one of these columns"
             )
@@ -346,14 +354,9 @@ def _corrections(
         return several
     if mismatches.is_off(several) or not decoupled:
         return ()
-    if mismatch is not None and samples and not has_proximal(samples):
+    if mismatch is not None and table.samples and not proximal:
         raise PolicyError(f'mismatch={mismatch!r} needs the column "{PROXIMAL_LOGPROBS}", which samples do not have')
-    return several if has_proximal(samples) else ()
-
-
-def has_proximal(samples: Sequence[TrainingSample]) -> bool:
-    """Whether ratios are against the weights before the update, and not those that sampled."""
-    return bool(samples) and all(PROXIMAL_LOGPROBS in sample.columns for sample in samples)
+    return several if proximal else ()
 
 
 def check_value_head(losses: Sequence[TokenLoss], head: ValueHead | None) -> None:
@@ -418,31 +421,6 @@ def _counted(sums: Mapping[str, float | Tensor], count: float) -> dict[str, floa
     return {**sums, **dict.fromkeys((f"{COUNT_OF}{name}" for name in sums), float(count))}
 
 
-def _split_minibatches(samples: Sequence[TrainingSample], minibatches: int) -> list[Sequence[TrainingSample]]:
-    """The samples in so many parts, the weights of each divided by its share: whatever normalised the weights, a part
-    then weighs as a whole batch does."""
-    if minibatches == 1:
-        return [samples]
-    parts = (samples[i::minibatches] for i in range(minibatches))
-    return [_as_whole(part) for part in parts if part]
-
-
-def _as_whole(samples: Sequence[TrainingSample]) -> Sequence[TrainingSample]:
-    share = sum(sample.share for sample in samples)
-    if not share:
-        return samples
-    names = (WEIGHTS, CORRECTED_WEIGHTS)
-    return [
-        replace(s, columns={**s.columns, **{n: [w / share for w in s.columns[n]] for n in names if n in s.columns}})
-        for s in samples
-    ]
-
-
-def _where(samples: Sequence[TrainingSample], chosen: Callable[[tuple[int, str]], bool]) -> Sequence[TrainingSample]:
-    """The samples, with weights for rollouts that are chosen by the place of their sample and their id."""
-    return [streams.without(s, lambda node, i=i: not chosen((i, str(node.rollout_id)))) for i, s in enumerate(samples)]
-
-
 def _finite(sums: Mapping[str, float], norm: Tensor) -> bool:
     return math.isfinite(sums["loss"]) and bool(torch.isfinite(norm))
 
@@ -483,3 +461,233 @@ def _means(totals: dict[str, float]) -> dict[str, float]:
         return max(1.0, totals.get(f"{COUNT_OF}{name}", totals["tokens_trained"]))
 
     return {name: totals[name] / divisors.get(name, tokens(name)) for name in names}
+
+
+# -- learner ----------------------------------------------------------------------------------------------------------
+
+MAX_REFERENCES = 2
+"""Models kept to score tokens with: a reference and a teacher."""
+
+
+class Learner:
+    """Not thread safe: nothing may use the weights during a step."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: LocalPolicyConfig,
+        make_updater: Callable[..., Updater] | None = Updater,
+    ) -> None:
+        """`make_updater`: called as the class is; None: other processes train the weights. Raises ConfigError for
+        adapters that the model cannot have, for a critic of several, and where nothing is trained."""
+        shapes = config.adapters
+        self.model, self.tokenizer, self._config = model, tokenizer, config
+        self.value_head = config.value_head and ValueHead.of(model, config.value_head, seed=config.seed)
+        """The critic of the policy itself: the one beside its model, else a new one."""
+        if self.value_head is not None and (weights := self.value_head.read(Path(config.model))) is not None:
+            self.value_head.load_state_dict(weights)
+        if shapes and self.value_head is not None and list(shapes) != [SHARED]:
+            raise ConfigError(
+                f"policy.value_head is the critic of one policy, and the adapters {', '.join(sorted(shapes))} are"
+                " trained here: leave it out, or let all agents share one policy"
+            )
+        size = model.num_parameters()
+        self.adapters = Adapters(model)
+        """None of them where all weights are trained."""
+        self.by_name, self.use = self.adapters.by_name, self.adapters.use
+        for name, lora in shapes.items():
+            self.adapters.add(name, r=lora.r, alpha=lora.scale_numerator, targets=lora.targets, seed=config.seed)
+        self.own: str | None = SHARED if SHARED in shapes else None
+        """The name of the policy itself: an adapter, or None for the model's own weights."""
+        self.updaters: dict[str | None, Updater] = {}
+        """By name. A name that is not here does not learn."""
+        if make_updater is not None:
+            self.forward = self.make_forward(model, config.gradient_checkpointing)
+            """Passes with the weights that are in use."""
+            for name in shapes or (None,):
+                optimizer = _optimizer(None if name is None else shapes[name], config, size)
+                adapter = None if name is None else self.by_name[name]
+                self.updaters[name] = make_updater(model, optimizer, adapter, self.value_head, forward=self.forward)
+        self._references: dict[Path, Forward] = {}
+
+    # -- training --------------------------------------------------------------------------------------------------
+
+    def update(
+        self,
+        samples: Sequence[TrainingSample],
+        options: UpdateOptions,
+        changed: Callable[[str | None], None],
+        before: Callable[[Collection[str | None]], None] = lambda names: None,
+    ) -> dict[str, float]:
+        """The metrics of an update. Calls `before` with the names of the weights that it trains, and `changed` with
+        each of them once they have changed, also where a later minibatch fails. Raises PolicyError, before anything
+        changes, for weights that do not learn."""
+        by_name: dict[str | None, list[TrainingSample]] = {}
+        for sample in samples:
+            by_name.setdefault(self.own if sample.adapter is None else sample.adapter, []).append(sample)
+        for name in by_name:
+            self._check_trained(name)
+        by_name = by_name or {self.own if self.own in self.updaters else next(iter(self.updaters)): []}
+        before(by_name)
+        return joint_metrics({name: self._step(name, own, options, changed) for name, own in by_name.items()})
+
+    def _check_trained(self, name: str | None) -> None:
+        if name not in self.updaters:
+            raise PolicyError(
+                f"samples are for the adapter {name!r}, which this policy does not train; it trains "
+                f"{', '.join(repr(each) for each in self.updaters if each is not None) or 'all weights'}"
+            )
+
+    def _step(
+        self,
+        name: str | None,
+        samples: Sequence[TrainingSample],
+        options: UpdateOptions,
+        changed: Callable[[str | None], None],
+    ) -> dict[str, float]:
+        """`Updater.step` of the weights of a name."""
+        updater = self.updaters[name]
+        steps = updater.optimizer.steps
+        try:
+            with self.use(name):
+                metrics = updater.step(samples, options)
+        except BaseException:
+            updater.zero_grad()  # The next step must not start from these gradients.
+            if updater.optimizer.steps > steps:
+                changed(name)
+            raise
+        finally:
+            if self.model.num_parameters() >= LARGE:
+                _return_memory()
+        changed(name)
+        return metrics
+
+    # -- scoring ---------------------------------------------------------------------------------------------------
+
+    def score(
+        self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], reference: Path | None, adapter: str | None
+    ) -> Columns:
+        """See `Policy.score`."""
+        name, found = self.own, dict[str, Any]()
+        if adapter is not None:
+            self._check_trained(name := adapter)
+        with self.use(name):
+            if present := what & {"logprobs", "entropy", "values"}:
+                found |= self.forward.score(trees, present, value_head=self.value_head)
+            if "average_logprobs" in what:
+                with self.updaters[name].average_in_use() if name in self.updaters else nullcontext():
+                    found["average_logprobs"] = self.forward.score(trees, {"logprobs"})["logprobs"]
+        if "ref_logprobs" in what:  # The model below adapters, where no reference is given.
+            scorer = self.forward if reference is None else self._reference_at(reference)
+            found["ref_logprobs"] = scorer.score(trees, {"logprobs"})["logprobs"]
+        return found
+
+    def _reference_at(self, reference: Path) -> Forward:
+        directory = Path(resolve_model(reference)).absolute()
+        if directory not in self._references:
+            while len(self._references) >= MAX_REFERENCES:  # Frees the memory of the oldest before the next is loaded.
+                del self._references[next(iter(self._references))]
+            self._references[directory] = self.make_forward(self.read_scorer(directory))
+        return self._references[directory]
+
+    def read_scorer(self, directory: Path) -> PreTrainedModel:
+        """A model that scores tokens, on the device of the policy. Raises as `checkpoint.read_scorer`."""
+        scorer = checkpoint.read_scorer(directory, self.model, self.tokenizer, self.forward.dtype)
+        return cast(PreTrainedModel, cast(nn.Module, scorer).to(self.model.device))
+
+    def make_forward(self, model: PreTrainedModel, gradient_checkpointing: bool = False) -> Forward:
+        """Passes through a model."""
+        return Forward(model, gradient_checkpointing=gradient_checkpointing)
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def save(self, directory: Path, state: Mapping[str, Any] | None, *beside: checkpoint.Savable) -> None:
+        """See `models.checkpoint.save`."""
+        saved: checkpoint.Savable = self.model
+        if self.by_name:
+            agents = {
+                agent: setting.model_dump(exclude_none=True) if isinstance(setting, Lora) else setting
+                for agent, setting in self._config.agents.items()
+            }
+            saved = AdapterFiles(shared_name(self._config.model), self.by_name, agents)
+        checkpoint.save(directory, saved, self.tokenizer, state, self.value_head, *beside)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resume needs beside the weights."""
+        states = {name: updater.state_dict() for name, updater in self.updaters.items()}
+        return {"adapters": states} if self.by_name else {"updater": states[None]}
+
+    def read(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
+        """What puts the weights in `directory`, and `state`, in place. Raises PolicyError or ConfigError where they do
+        not fit, before anything changes."""
+        if not self.by_name and has_adapters(directory):
+            raise PolicyError(
+                f"{directory} holds adapters, and all weights are trained here; set policy.lora as it was"
+            )
+        states: Mapping[str | None, Any] = state.get("adapters", {}) if self.by_name else {None: state["updater"]}
+        if states.keys() != self.updaters.keys():
+            raise PolicyError(
+                f"{directory} holds the adapters {sorted(map(str, states)) or 'none'}, and"
+                f" {sorted(map(str, self.updaters))} are trained here; continue with the policy.lora and agents that it"
+                " was saved with"
+            )
+        load_weights = self.read_weights(directory)
+        for name, updater in self.updaters.items():
+            updater.check_state_dict(states[name])
+
+        def load() -> None:
+            load_weights()
+            for name, updater in self.updaters.items():
+                updater.load_state_dict(states[name])
+
+        return load
+
+    def read_weights(self, directory: Path) -> Callable[[], None]:
+        """`read` without the state of the optimisers."""
+        load_values = reading(self.value_head, directory)
+        weights = checkpoint.read_model(directory, self.model).state_dict() if not self.by_name else {}
+        adapted = {
+            name: read_weights(adapter_directory(directory, name), adapter) for name, adapter in self.by_name.items()
+        }
+
+        def load() -> None:
+            if not self.by_name:
+                self.model.load_state_dict(weights)
+            for name, adapter in self.by_name.items():
+                adapter.load_state_dict(adapted[name])
+            load_values()
+            self.adapters.drop_stacks()
+
+        return load
+
+
+def _optimizer(lora: Lora | None, config: LocalPolicyConfig, weights: int) -> OptimizerConfig:
+    given = (lora and lora.optimizer) or config.optimizer
+    completed = given.completed(weights=weights, objective=config.objective, total_steps=config.optimizer.total_steps)
+    if lora is None or given.lr is not None:
+        return completed
+    return completed.model_copy(update={"lr": LR_FACTOR * default_lr(weights, config.objective)})
+
+
+def joint_metrics(by_name: Mapping[str | None, Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of an update of several adapters: each under `NAME/metric`, and over all of them under its own name,
+    counts as sums, others as means weighted by trained tokens."""
+    if by_name.keys() <= {None, SHARED}:
+        return dict(next(iter(by_name.values())))
+    joint = {f"{name}/{metric}": value for name, own in by_name.items() for metric, value in own.items()}
+    for metric in sorted(set[str]().union(*by_name.values())):
+        having = [own for own in by_name.values() if metric in own]
+        if metric in (*COUNTS, KEPT_COUNT):
+            joint[metric] = sum(own[metric] for own in having)
+        else:
+            tokens = [max(own["tokens_trained"], 1.0) for own in having]
+            joint[metric] = sum(own[metric] * n for own, n in zip(having, tokens, strict=True)) / sum(tokens)
+    return joint
+
+
+def _return_memory() -> None:
+    """Give the system back what an update has freed: glibc keeps it, gigabytes that the next one fragments further."""
+    if sys.platform == "linux":
+        with suppress(AttributeError):  # Of another C library.
+            ctypes.CDLL(None).malloc_trim(0)

@@ -10,15 +10,14 @@ Shapes: N tokens, H hidden.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -69,8 +68,7 @@ class ValueHead(nn.Module):
         """Write it beside a model."""
         path = directory / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        weights = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
-        save_file(weights, path, {"format": "pt", "shape": json.dumps(self._shape)})
+        save_file({name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}, path)
 
     def read(self, directory: Path) -> dict[str, Tensor] | None:
         """The weights of the head saved beside a model; None where there is none. Raises PolicyError for a damaged file
@@ -79,32 +77,18 @@ class ValueHead(nn.Module):
         if not path.is_file():
             return None
         try:
-            with safe_open(path, "pt") as file:
-                shape = json.loads((file.metadata() or {}).get("shape", "null"))
-                weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError, ValueError) as error:
+            weights = load_file(path)
+        except (OSError, SafetensorError) as error:
             raise PolicyError(f"{path} cannot be read: {error}; choose another checkpoint") from error
-        if shape != self._shape:
+        own, saved = (
+            {name: list(each.shape) for name, each in found.items()} for found in (self.state_dict(), weights)
+        )
+        if own != saved:
             raise PolicyError(
-                f"{path} holds a value head of shape {shape}, policy.value_head asks for {self._shape}; continue with "
-                "the settings it was saved with"
+                f"{path} holds a value head of shape {saved}, policy.value_head asks for {own}; continue with the"
+                " settings it was saved with"
             )
         return weights
-
-    @property
-    def _shape(self) -> list[int]:
-        return [self.size, *([self.config.hidden_size] if self.config.type == "mlp" else []), 1]
-
-
-def open_value_head(model: PreTrainedModel, config: ValueHeadConfig, source: str | Path, seed: int) -> ValueHead:
-    """The head saved beside the model in `source`, else a new one. Raises as `ValueHead.read`."""
-    head = ValueHead.of(model, config, seed=seed)
-    weights = head.read(Path(source))
-    if weights is None:
-        logger.info("%s holds no value head; it starts at 0", source)
-    else:
-        head.load_state_dict(weights)
-    return head
 
 
 def reading(head: ValueHead | None, directory: Path) -> Callable[[], None]:

@@ -31,7 +31,7 @@ from agentlightning.engine.local.worker import EngineWorker
 from agentlightning.errors import PolicyError
 from agentlightning.models import SHARED
 from agentlightning.models.checkpoint import refusing
-from agentlightning.models.lora import Adapter, Adapters, find_layers, read_weights, set_weights, write_adapter
+from agentlightning.models.lora import Adapter, Adapters, find_layers, read_weights, write_adapter
 from agentlightning.models.resolve import shared_name
 from agentlightning.policy.config import LocalPolicyConfig
 from agentlightning.policy.losses import ADVANTAGES, SAMPLED_LOGPROBS, WEIGHTS, TokenBatch, TokenLoss
@@ -240,7 +240,7 @@ class AdapterHost:
                     f"{directory} holds no state of an optimiser: {error}; load it without, or choose one that"
                     " save_state wrote"
                 ) from error
-        set_weights(own.adapter, weights)
+        own.adapter.load_state_dict(weights)
         if state is not None:
             own.optimizer.load_state_dict(state)
         own.optimizer.zero_grad()
@@ -316,7 +316,7 @@ class AdapterHost:
     def _read_copy(self, name: str, directory: Path, shape: LoraShape) -> None:
         adapter = self._add(name, shape)
         try:
-            set_weights(adapter, read_weights(directory, adapter))
+            adapter.load_state_dict(read_weights(directory, adapter))
         except BaseException:
             self._adapters.remove(name)
             raise

@@ -37,7 +37,7 @@ from agentlightning.engine.servers.clients.http import (
 from agentlightning.errors import ConfigError, PolicyError, ServerError
 from agentlightning.transport import Transport
 from agentlightning.util import guard_process
-from agentlightning.weight_sync.base import LendWeights, TransferError, WeightSender
+from agentlightning.weight_sync.transfer import LendWeights, TransferError, WeightSender
 
 # -- vllm wire -------------------------------------------------------------------------------------------------------
 
