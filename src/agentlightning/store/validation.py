@@ -64,10 +64,10 @@ def find_not_finite(value: Any) -> tuple[str, float] | None:
 # -- arguments -------------------------------------------------------------------------------------------------------
 
 
-def check_text(value: Any, what: str, of: str = "", limit: int = MAX_TEXT) -> None:
+def check_text(value: Any, what: str, of: str = "", limit: int = MAX_TEXT) -> str:
     """Refuse what is not text that every database can store. `of` says what it belongs to."""
     if type(value) is str and value.isascii() and len(value) <= MAX_TEXT and "\0" not in value:
-        return
+        return value
     if not isinstance(value, str):
         raise ConfigError(f"{what}={value!r}{of} is not a string")
     if len(value) > limit:
@@ -78,6 +78,7 @@ def check_text(value: Any, what: str, of: str = "", limit: int = MAX_TEXT) -> No
         value.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(f"{what}={value!r}{of} is not Unicode text: {error.reason}") from error
+    return value
 
 
 def check_texts(values: Sequence[Any] | None, what: str) -> None:
@@ -95,9 +96,10 @@ def check_new_id(value: Any, what: str) -> None:
         raise ConfigError(f"{what}={value!r} cannot be part of a URL; use up to 128 letters, digits, - _ and :")
 
 
-def check_time(value: Any, what: str) -> None:
+def check_time(value: Any, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ConfigError(f"{what}={value!r} is not a time in seconds")
+    return value
 
 
 def check_page(limit: Any, offset: Any = 0) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from agentlightning.store.sql import mapping
 from agentlightning.store.sql.rollouts import beat_worker, failure, is_current, set_aside, set_attempt_status
 from agentlightning.store.sql.schema import OPEN, AttemptRow, WorkerRow
 from agentlightning.store.sql.tx import Tx
-from agentlightning.store.types import UNSET, Unset, Worker
+from agentlightning.store.types import Worker
 
 FAILURES: Final = frozenset({"failed", "timeout", "unresponsive"})
 EXPIRY_BATCH: Final = 200
@@ -35,31 +35,29 @@ def update(
     tx: Tx,
     rollout_id: str,
     attempt_id: str,
-    status: str | Unset = UNSET,
-    worker_id: str | Unset = UNSET,
-    heartbeat: float | Unset = UNSET,
-    metadata: dict[str, Any] | Unset = UNSET,
+    status: str | None = None,
+    worker_id: str | None = None,
+    last_heartbeat_time: float | None = None,
+    metadata: dict[str, Any] | None = None,
 ) -> Attempt:
-    """Change a current attempt; any other is returned unchanged."""
+    """Change what is given of a current attempt; any other is returned unchanged."""
     row = tx.attempt(rollout_id, attempt_id)
     if row.superseded or (row.status == "unresponsive" and not is_current(row)):
         attempt = mapping.to_attempt(row, rollout_id)
         return replace(attempt, metadata={**attempt.metadata, "superseded": True})
     failed = status in FAILURES and status != row.status
     worker = worker_of(tx, row) if failed else None
-    if isinstance(worker_id, str):
+    if worker_id is not None:
         worker = tx.worker(worker_id)
-    if not isinstance(heartbeat, Unset):
-        beat(tx, row, heartbeat)
-    if not isinstance(status, Unset):
+    if last_heartbeat_time is not None:
+        beat(tx, row, last_heartbeat_time)
+    if status is not None:
         set_attempt_status(tx, row, status)
-    if not isinstance(metadata, Unset):
+    if metadata is not None:
         merged = metadata if row.metadata == "{}" else {**mapping.metadata_of(row), **metadata}
         tx.set(row, metadata=validation.to_json(merged, "metadata"))
-    if isinstance(worker_id, str):
-        before = row.worker_id
+    if worker_id is not None:
         tx.set(row, worker_id=worker_id)
-        tx.track(row, before)
         if worker is not None:
             beat_worker(tx, worker)
     if failed:
@@ -91,17 +89,22 @@ def record_failure(tx: Tx, worker: WorkerRow | None, attempt: AttemptRow) -> Non
 def update_worker(tx: Tx, worker_id: str, stats: str | None, lease_seconds: float | None) -> Worker:
     """The heartbeat of a worker, which keeps its open attempts alive. stats is JSON."""
     worker = tx.worker(worker_id)
-    tx.load(worker.open_attempts.values())
     given = {"stats": stats, "lease_seconds": lease_seconds}
     beat_worker(tx, worker, **{name: value for name, value in given.items() if value is not None})
-    for attempt_id, rollout_id in worker.open_attempts.items():
-        attempt = tx.rollout(rollout_id).attempts[attempt_id]
-        if attempt.status in OPEN:
-            silent_at = attempt.silent_at if attempt.silence is None else tx.steady + attempt.silence
-            tx.set(attempt, last_heartbeat_time=tx.wall, silent_at=silent_at)
-    latest = next(reversed(worker.open_attempts.items()), None)
-    current = None if latest is None else (latest[1], latest[0])
-    return mapping.to_worker(worker, current, len(worker.open_attempts))
+    attempts = _open_attempts(tx, worker)
+    for attempt in attempts:
+        silent_at = attempt.silent_at if attempt.silence is None else tx.steady + attempt.silence
+        tx.set(attempt, last_heartbeat_time=tx.wall, silent_at=silent_at)
+    current = (attempts[-1].rollout.rollout_id, attempts[-1].attempt_id) if attempts else None
+    return mapping.to_worker(worker, current, len(attempts))
+
+
+def _open_attempts(tx: Tx, worker: WorkerRow) -> list[AttemptRow]:
+    """Those of a worker that are open still, the newest last."""
+    tx.load(worker.open_attempts.values())
+    rollouts = [(attempt_id, tx.rollouts[rollout_id]) for attempt_id, rollout_id in worker.open_attempts.items()]
+    found = [None if rollout is None else rollout.attempts.get(attempt_id) for attempt_id, rollout in rollouts]
+    return [row for row in found if row is not None and row.status in OPEN and not row.superseded]
 
 
 # -- deadlines -------------------------------------------------------------------------------------------------------
@@ -131,13 +134,11 @@ def expire(tx: Tx) -> float | None:
             _end(tx, attempt, "unresponsive", failure("Unresponsive", message))
     names = [name for (name,) in tx.all(_LOST, now, EXPIRY_BATCH)]
     tx.load_workers(names)
-    tx.load(rollout_id for name in names for rollout_id in tx.worker(name).open_attempts.values())
     for worker in map(tx.worker, names):
         if worker.lost_at is not None and worker.lost_at <= now:
             tx.set(worker, lost_at=None, lost=1)
             message = f"its worker {worker.worker_id!r} gave no sign of life for {worker.lease_seconds or 0:g} s"
-            for attempt_id, rollout_id in list(worker.open_attempts.items()):
-                attempt = tx.rollout(rollout_id).attempts[attempt_id]
+            for attempt in _open_attempts(tx, worker):
                 _end(tx, attempt, "unresponsive", failure("WorkerLost", message))
     (deadlines,) = tx.all(_NEXT)
     return min((deadline for deadline in deadlines if deadline is not None), default=None)

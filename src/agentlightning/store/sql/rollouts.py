@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from agentlightning.errors import ConflictError, StoreError
+from agentlightning.errors import ConfigError, ConflictError, StoreError
 from agentlightning.rollouts import (
     ATTEMPT_TRANSITIONS,
     FINISHED,
@@ -78,8 +78,6 @@ def _set_status(tx: Tx, attempt: AttemptRow, status: str, keep_timeout: bool) ->
     keep_timeout = keep_timeout and (is_open or status == "unresponsive")
     timeout_at, end_time = attempt.timeout_at if keep_timeout else None, None if is_open else tx.wall
     tx.set(attempt, status=status, silent_at=silent_at, timeout_at=timeout_at, end_time=end_time)
-    if attempt.worker_id is not None:
-        tx.track(attempt)
 
 
 def _rollout_status(attempt: AttemptRow, status: str) -> str:
@@ -110,7 +108,6 @@ def _fence(tx: Tx, rollout: RolloutRow) -> None:
     latest = rollout.latest
     if latest is not None and not latest.superseded:
         tx.set(latest, superseded=1, timeout_at=None, silent_at=None)
-        tx.track(latest)
 
 
 # -- status of rollouts ----------------------------------------------------------------------------------------------
@@ -292,6 +289,13 @@ def start_attempt(tx: Tx, rollout_id: str, worker_id: str | None, claim_id: str 
 # -- claims ----------------------------------------------------------------------------------------------------------
 
 
+def check_claimer(worker_id: str | None, claim_id: str | None) -> None:
+    if worker_id is not None:
+        validation.check_text(worker_id, "worker_id")
+    if claim_id is not None:
+        validation.check_text(claim_id, "claim_id")
+
+
 def claim(tx: Tx, rollout: RolloutRow, worker_id: str | None, attempt_id: str | None = None) -> AttemptedRollout:
     """Start the next attempt of a rollout."""
     allowed = ROLLOUT_TRANSITIONS[rollout.status]
@@ -367,6 +371,10 @@ class ClaimRollouts(Command):
     def __init__(
         self, name: str, limit: int, worker_id: str | None, queues: Sequence[str] | None, claim_id: str | None
     ) -> None:
+        check_claimer(worker_id, claim_id)
+        validation.check_texts(queues, "queues")
+        if limit < 0:
+            raise ConfigError(f"limit={limit} is negative; use 0 or more")
         super().__init__(name, self._repeat)
         self.workers, self.attempts = given(worker_id), given(first_of_claim(claim_id))
         self.queues: QueueNames = None if queues is None else tuple(dict.fromkeys(queues))

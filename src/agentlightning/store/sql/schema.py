@@ -110,7 +110,7 @@ class WorkerColumns(Struct, eq=False):
 
 
 class WorkerRow(WorkerColumns, eq=False, kw_only=True):
-    """A worker with its open attempts."""
+    """A worker with the attempts that were open when the transaction began."""
 
     table: ClassVar[str] = "workers"
     stored: bool = True

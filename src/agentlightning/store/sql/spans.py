@@ -21,7 +21,6 @@ from agentlightning.store.sql.prompts import PromptCache, PromptReader, place_of
 from agentlightning.store.sql.queries import Order, attempts_of, check_logic
 from agentlightning.store.sql.schema import MAX_PACK, PACK, AttemptColumns, AttemptRow, select
 from agentlightning.store.sql.tx import Connection, Tx
-from agentlightning.store.sql.waiting import check_known
 from agentlightning.store.types import FilterLogic, SortOrder
 
 # -- the spans of one call -------------------------------------------------------------------------------------------
@@ -300,9 +299,6 @@ _PACKS_OF: Final = (
     f"SELECT {_COLUMNS} FROM span_packs p WHERE p.attempt_key = ? AND p.first_sequence >= ? "
     "ORDER BY p.first_sequence, p.key LIMIT ? OFFSET ?"
 )
-_PACKS_AMONG: Final = (
-    f"SELECT {_COLUMNS} FROM span_packs p WHERE p.attempt_key = ANY (?) ORDER BY p.attempt_key, p.first_sequence, p.key"
-)
 _FIRST_AROUND: Final = (
     "SELECT min(first_sequence) FROM span_packs WHERE attempt_key = ? AND first_sequence > ? "
     "AND first_sequence + count > ? AND first_sequence <= ?"
@@ -311,10 +307,6 @@ _FIRST_AROUND: Final = (
 _NEWEST: Final = (
     f"SELECT {_COLUMNS}, r.rollout_id, a.attempt_id FROM span_packs p JOIN attempts a ON a.key = p.attempt_key "
     "JOIN rollouts r ON r.key = a.rollout_key WHERE p.key < ? ORDER BY p.key DESC LIMIT ?"
-)
-_LATEST_AMONG: Final = (
-    "SELECT r.rollout_id, a.key, a.attempt_id FROM rollouts r JOIN attempts a ON a.rollout_key = r.key "
-    "WHERE r.rollout_id = ANY (?) AND a.sequence_id = r.attempt_count"
 )
 
 
@@ -548,26 +540,4 @@ def newest(connection: Connection, limit: int = 100) -> list[Span]:
 
 def latest(connection: Connection, rollout_ids: list[str], tokens: bool = True) -> dict[str, list[Span]]:
     """The spans of the latest attempt of each rollout, by rollout."""
-    spans: dict[str, list[Span]] = {rollout_id: [] for rollout_id in rollout_ids}
-    owners = {
-        key: (rollout_id, attempt_id) for rollout_id, key, attempt_id in connection.all(_LATEST_AMONG, list(spans))
-    }
-    by_attempt: dict[int, list[Any]] = {}
-    for row in connection.all(_PACKS_AMONG, list(owners)):
-        by_attempt.setdefault(row[1], []).append(row)
-    reader = PromptReader(connection)
-    if tokens and by_attempt:
-        reader.load(list(by_attempt))
-    for key, rows in by_attempt.items():
-        rollout_id, attempt_id = owners[key]
-        positions = [
-            ((span.sequence_id, row[0], index), span)
-            for row, found in zip(rows, _unpack(reader, rows, rollout_id, attempt_id, tokens), strict=True)
-            for index, span in enumerate(found)
-        ]
-        positions.sort(key=lambda each: each[0])
-        spans[rollout_id] = [span for _, span in positions]
-    missing = [rollout_id for rollout_id, found in spans.items() if not found]
-    if missing:
-        check_known(connection, missing)
-    return spans
+    return {rollout_id: query(connection, rollout_id, "latest", tokens=tokens) for rollout_id in rollout_ids}

@@ -23,7 +23,6 @@ from agentlightning.rollouts import (
     ATTEMPT_TRANSITIONS,
     Attempt,
     AttemptedRollout,
-    AttemptStatus,
     EnqueueRolloutRequest,
     Rollout,
     RolloutConfig,
@@ -41,7 +40,7 @@ from agentlightning.store.sql import rollouts as rollout_commands
 from agentlightning.store.sql import spans as span_commands
 from agentlightning.store.sql.admin import DELETE_BATCH, Excess, RolloutSize
 from agentlightning.store.sql.committer import CommandObserver, Committer, DatabaseThread
-from agentlightning.store.sql.rollouts import ClaimRollouts
+from agentlightning.store.sql.rollouts import ClaimRollouts, check_claimer
 from agentlightning.store.sql.spans import SpanWriteResult, group_by_attempt
 from agentlightning.store.sql.sqlite import SqliteDatabase, locate
 from agentlightning.store.sql.tx import Connection, Database, Tx
@@ -179,7 +178,7 @@ class SqlStore(LightningStoreBase):
         queue: str | None = None,
         claim_id: str | None = None,
     ) -> AttemptedRollout:
-        _check_claimer(worker_id, claim_id)
+        check_claimer(worker_id, claim_id)
         request = EnqueueRolloutRequest(input, mode, resources_id, config, metadata, rollout_id, queue)
         new = mapping.new_rollout(request, self.clock.wall())
         has_id = rollout_id is not None
@@ -234,8 +233,6 @@ class SqlStore(LightningStoreBase):
         queues: Sequence[str] | None = None,
         claim_id: str | None = None,
     ) -> AttemptedRollout | None:
-        _check_claimer(worker_id, claim_id)
-        validation.check_texts(queues, "queues")
         command = ClaimRollouts("dequeue_rollout", 1, worker_id, queues, claim_id)
         claimed = await self.write_and_wait(command, timeout or 0.0)
         return claimed[0] if claimed else None
@@ -249,20 +246,14 @@ class SqlStore(LightningStoreBase):
         queues: Sequence[str] | None = None,
         claim_id: str | None = None,
     ) -> list[AttemptedRollout]:
-        if limit < 0:
-            raise ConfigError(f"limit={limit} is negative; use 0 or more")
-        if limit == 0:
-            return []
-        _check_claimer(worker_id, claim_id)
-        validation.check_texts(queues, "queues")
         command = ClaimRollouts("dequeue_many_rollouts", limit, worker_id, queues, claim_id)
-        return await self.write_and_wait(command, timeout or 0.0)
+        return await self.write_and_wait(command, timeout or 0.0) if limit else []
 
     async def start_attempt(
         self, rollout_id: str, worker_id: str | None = None, *, claim_id: str | None = None
     ) -> AttemptedRollout:
         validation.check_text(rollout_id, "rollout_id")
-        _check_claimer(worker_id, claim_id)
+        check_claimer(worker_id, claim_id)
 
         command = Command(
             "start_attempt",
@@ -286,30 +277,9 @@ class SqlStore(LightningStoreBase):
 
     # -- rollouts: queries and changes ----------------------------------------------------------------------------
 
-    async def update_rollout(
-        self,
-        rollout_id: str,
-        *,
-        input: Any | Unset = UNSET,
-        mode: RolloutMode | Unset | None = UNSET,
-        resources_id: str | Unset | None = UNSET,
-        status: RolloutStatus | Unset = UNSET,
-        config: RolloutConfig | Unset = UNSET,
-        metadata: dict[str, Any] | Unset = UNSET,
-    ) -> Rollout:
+    async def update_rollout(self, rollout_id: str, *, status: RolloutStatus | Unset = UNSET, **fields: Any) -> Rollout:
         validation.check_text(rollout_id, "rollout_id")
-        for name, value in (("mode", mode), ("resources_id", resources_id)):
-            if not isinstance(value, Unset) and value is not None:
-                validation.check_text(value, name)
-        new: dict[str, Any] = {
-            "input": input if isinstance(input, Unset) else validation.to_json(input, "input"),
-            "mode": mode,
-            "resources_id": resources_id,
-            "config": config if isinstance(config, Unset) else mapping.config_text(config),
-            "metadata": metadata if isinstance(metadata, Unset) else validation.dict_to_json(metadata, "metadata"),
-        }
-        changes = {name: value for name, value in new.items() if not isinstance(value, Unset)}
-
+        changes = _checked(_ROLLOUT_CHANGES, fields)
         return await self.do(
             "update_rollout", lambda tx: rollout_commands.update(tx, rollout_id, changes, status), rollout_id
         )
@@ -325,33 +295,15 @@ class SqlStore(LightningStoreBase):
 
     # -- attempts --------------------------------------------------------------------------------------------------
 
-    async def update_attempt(
-        self,
-        rollout_id: str,
-        attempt_id: str,
-        *,
-        status: AttemptStatus | Unset = UNSET,
-        worker_id: str | Unset = UNSET,
-        last_heartbeat_time: float | Unset = UNSET,
-        metadata: dict[str, Any] | Unset = UNSET,
-    ) -> Attempt:
+    async def update_attempt(self, rollout_id: str, attempt_id: str, **fields: Any) -> Attempt:
         validation.check_text(rollout_id, "rollout_id")
         validation.check_text(attempt_id, "attempt_id")
-        if status is not UNSET:
-            validation.check_status(status, ATTEMPT_TRANSITIONS)
-        if worker_id is not UNSET:
-            validation.check_text(worker_id, "worker_id")
-        if last_heartbeat_time is not UNSET:
-            validation.check_time(last_heartbeat_time, "last_heartbeat_time")
-        if metadata is not UNSET:
-            validation.dict_to_json(metadata, "metadata")
+        changes = _checked(_ATTEMPT_CHANGES, fields)
         return await self.do(
             "update_attempt",
-            lambda tx: attempt_commands.update(
-                tx, rollout_id, attempt_id, status, worker_id, last_heartbeat_time, metadata
-            ),
+            lambda tx: attempt_commands.update(tx, rollout_id, attempt_id, **changes),
             rollout_id,
-            worker=worker_id if isinstance(worker_id, str) else None,
+            worker=changes.get("worker_id"),
         )
 
     # -- spans -----------------------------------------------------------------------------------------------------
@@ -379,22 +331,21 @@ class SqlStore(LightningStoreBase):
         return await self.write(Command(name, lambda tx: self.writer.spans.add(tx, groups), ids), convert)
 
     async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
-        _check_pair((rollout_id, attempt_id))
-        return await self.do(
-            "get_next_span_sequence_id",
-            lambda tx: span_commands.reserve_sequence_ids(tx, [(rollout_id, attempt_id)])[0],
-            rollout_id,
-        )
+        return await self._reserve("get_next_span_sequence_id", [(rollout_id, attempt_id)], itemgetter(0))
 
     async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> list[int]:
-        pairs = list(rollout_attempt_ids)
+        return await self._reserve("get_many_span_sequence_ids", list(rollout_attempt_ids))
+
+    async def _reserve(
+        self, name: str, pairs: Sequence[tuple[str, str]], convert: Callable[[Any], Any] | None = None
+    ) -> Any:
         for pair in pairs:
-            _check_pair(pair)
-        return await self.do(
-            "get_many_span_sequence_ids",
-            lambda tx: span_commands.reserve_sequence_ids(tx, pairs),
-            *[rollout_id for rollout_id, _ in pairs],
-        )
+            if isinstance(pair, str) or len(pair) != 2:
+                raise ConfigError(f"rollout_attempt_ids: {pair!r} is not a pair of a rollout_id and an attempt_id")
+            validation.check_text(pair[0], "rollout_id")
+            validation.check_text(pair[1], "attempt_id")
+        ids = [rollout_id for rollout_id, _ in pairs]
+        return await self.write(Command(name, lambda tx: span_commands.reserve_sequence_ids(tx, pairs), ids), convert)
 
     async def iter_spans(
         self, rollout_ids: Sequence[str], tokens: bool = True
@@ -541,18 +492,27 @@ _READS: Final[Mapping[str, Callable[..., Any]]] = {
 implement(SqlStore, {name: _reader(name, query) for name, query in _READS.items()})
 
 
-def _check_claimer(worker_id: str | None, claim_id: str | None) -> None:
-    if worker_id is not None:
-        validation.check_text(worker_id, "worker_id")
-    if claim_id is not None:
-        validation.check_text(claim_id, "claim_id")
+def _checked(checks: Mapping[str, Callable[[Any, str], Any]], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that were given, as they are stored."""
+    if unknown := fields.keys() - checks.keys():
+        raise TypeError(f"unexpected arguments: {', '.join(sorted(unknown))}")
+    return {name: checks[name](value, name) for name, value in fields.items() if value is not UNSET}
 
 
-def _check_pair(pair: tuple[str, str]) -> None:
-    if isinstance(pair, str) or len(pair) != 2:
-        raise ConfigError(f"rollout_attempt_ids: {pair!r} is not a pair of a rollout_id and an attempt_id")
-    validation.check_text(pair[0], "rollout_id")
-    validation.check_text(pair[1], "attempt_id")
+_ROLLOUT_CHANGES: Final[Mapping[str, Callable[[Any, str], Any]]] = {
+    "input": validation.to_json,
+    "mode": lambda value, name: value if value is None else validation.check_text(value, name),
+    "resources_id": lambda value, name: value if value is None else validation.check_text(value, name),
+    "config": lambda value, _: mapping.config_text(value),
+    "metadata": validation.dict_to_json,
+}
+_ATTEMPT_CHANGES: Final[Mapping[str, Callable[[Any, str], Any]]] = {
+    "status": lambda value, _: validation.check_status(value, ATTEMPT_TRANSITIONS),
+    "worker_id": validation.check_text,
+    "last_heartbeat_time": validation.check_time,
+    "metadata": lambda value, name: validation.dict_to_json(value, name) and value,
+}
+"""By field that an update may change: its check, which returns what is stored."""
 
 
 def _stop(threads: Sequence[DatabaseThread]) -> None:
