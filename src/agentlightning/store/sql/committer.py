@@ -26,9 +26,8 @@ from typing import Any, Final, NamedTuple
 from agentlightning.errors import StoreClosedError, StoreError, StoreVersionError
 from agentlightning.rollouts import is_private_queue
 from agentlightning.store.clock import Clock
-from agentlightning.store.sql import attempts
 from agentlightning.store.sql.answers import AnsweredCalls
-from agentlightning.store.sql.rollouts import ClaimRollouts, Claims
+from agentlightning.store.sql.rollouts import ClaimRollouts, Claims, expire
 from agentlightning.store.sql.spans import SpanWriter
 from agentlightning.store.sql.tx import Connection, Database, Tx
 from agentlightning.store.sql.waiting import WAIT, Command, QueueNames, Waiters
@@ -459,7 +458,7 @@ class Committer(DatabaseThread):
         for command in writing:
             if not isinstance(command, ClaimRollouts):
                 self._run_command(command, results)
-        next_deadline = attempts.expire(tx) if due or changed_elsewhere else self._next_deadline
+        next_deadline = expire(tx) if due or changed_elsewhere else self._next_deadline
         notification = tx.queued, list(tx.finished)
         self._apply_notifications(changed_elsewhere)
         self._serve_claims([command for command in writing if isinstance(command, ClaimRollouts)], results)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, Final
 
@@ -15,10 +15,11 @@ from msgspec import Struct
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.span import DAMAGED, SUPERSEDED, Span
 from agentlightning.store import validation
-from agentlightning.store.sql import attempts, mapping, pack
+from agentlightning.store.sql import mapping, pack
 from agentlightning.store.sql.pack import SpanPack
 from agentlightning.store.sql.prompts import PromptCache, PromptReader, place_of
 from agentlightning.store.sql.queries import Order, attempts_of, check_logic
+from agentlightning.store.sql.rollouts import beat
 from agentlightning.store.sql.schema import MAX_PACK, PACK, AttemptColumns, AttemptRow, select
 from agentlightning.store.sql.tx import Connection, Tx
 from agentlightning.store.types import FilterLogic, SortOrder
@@ -200,10 +201,10 @@ class SpanWriter:
             before = attempt.spans
             last_span = max(attempt.last_span, max(sequence_ids))
             size += attempt.bytes
-            attempts.beat(tx, attempt, tx.wall, spans=before + count, bytes=size, last_span=last_span)
+            beat(tx, attempt, tx.wall, spans=before + count, bytes=size, last_span=last_span)
             self._ids.add(attempt, before, new.span_ids, group.named)
         else:
-            attempts.beat(tx, attempt, tx.wall)
+            beat(tx, attempt, tx.wall)
         return SpanWriteResult(attempt.attempt_id, sequence_ids, bool(superseded), existing)
 
     def _repeated(self, tx: Tx, group: AttemptSpans, attempt: AttemptRow) -> dict[int, str]:
@@ -375,37 +376,8 @@ def _contains(name: str, part: str) -> Callable[[Span], bool]:
     return lambda span: part in (field_of(span) or "")
 
 
-@dataclass(frozen=True, slots=True)
-class _Page:
-    """Which of the spans that follow a position are wanted."""
-
-    tests: Sequence[Callable[[Span], bool]]
-    any_of: bool
-    """Whether one of the tests is enough."""
-    order: Order
-    limit: int
-    offset: int
-
-    def of(self, spans: Iterable[Span]) -> list[Span]:
-        tests, enough = self.tests, any if self.any_of else all
-        if not self.order.natural:
-            matching = [span for span in spans if not tests or enough(test(span) for test in tests)]
-            return self.order.page(matching, self.limit, self.offset)
-        skip, found = self.offset, list[Span]()
-        if self.limit == -1 and not skip and not tests:
-            return list(spans)
-        if self.limit == 0:
-            return found
-        for span in spans:
-            if tests and not enough(test(span) for test in tests):
-                continue
-            if skip:
-                skip -= 1
-                continue
-            found.append(span)
-            if len(found) == self.limit:
-                break
-        return found
+_FIELDS: Final = frozenset({"name", "trace_id", "span_id", "parent_id"})
+"""Fields that a filter names, alone or with `_contains`."""
 
 
 def query(
@@ -413,14 +385,6 @@ def query(
     rollout_id: str,
     attempt_id: str | None = None,
     *,
-    name: str | None = None,
-    name_contains: str | None = None,
-    trace_id: str | None = None,
-    trace_id_contains: str | None = None,
-    span_id: str | None = None,
-    span_id_contains: str | None = None,
-    parent_id: str | None = None,
-    parent_id_contains: str | None = None,
     filter_logic: FilterLogic = "and",
     sort_by: str | None = None,
     sort_order: SortOrder = "asc",
@@ -428,23 +392,30 @@ def query(
     limit: int = -1,
     offset: int = 0,
     tokens: bool = True,
+    **filters: str | None,
 ) -> list[Span]:
     """Spans from the database, with few queries and memory bounded by the result."""
     validation.check_cursor(after, limit, offset)
-    exact = {"name": name, "trace_id": trace_id, "span_id": span_id, "parent_id": parent_id}
-    tests = [_has(field, value) for field, value in exact.items() if value is not None]
-    parts = (name_contains, trace_id_contains, span_id_contains, parent_id_contains)
-    tests += [_contains(field, part) for field, part in zip(exact, parts, strict=True) if part is not None]
-    page = _Page(tests, check_logic(filter_logic), Order.of("spans", sort_by, sort_order, after), limit, offset)
+    tests: list[Callable[[Span], bool]] = []
+    for name, value in filters.items():
+        field = name.removesuffix("_contains")
+        if field not in _FIELDS:
+            raise TypeError(f"unexpected argument: {name}")
+        if value is not None:
+            tests.append(_has(field, value) if field == name else _contains(field, value))
+    enough = any if check_logic(filter_logic) else all
+    order = Order.of("spans", sort_by, sort_order, after)
     rows, start = attempts_of(connection, rollout_id, attempt_id), None
     if after is not None:
         rows, start = _find(connection, rows, rollout_id, after)
     starts = [start, *[None] * len(rows)]
-    return page.of(
-        span
-        for row, position in zip(rows, starts, strict=False)
-        for span in _stream(connection, rollout_id, row, position, tokens)
+    spans = chain.from_iterable(
+        _stream(connection, rollout_id, row, position, tokens) for row, position in zip(rows, starts, strict=False)
     )
+    matching = filter(lambda span: enough(test(span) for test in tests), spans) if tests else spans
+    if order.natural:
+        return list(islice(matching, offset, None if limit < 0 else offset + limit))
+    return order.page(list(matching), limit, offset)
 
 
 Position = tuple[int, int, int]
@@ -536,8 +507,3 @@ def newest(connection: Connection, limit: int = 100) -> list[Span]:
             break
         key = rows[-1][0]
     return found[:limit]
-
-
-def latest(connection: Connection, rollout_ids: list[str], tokens: bool = True) -> dict[str, list[Span]]:
-    """The spans of the latest attempt of each rollout, by rollout."""
-    return {rollout_id: query(connection, rollout_id, "latest", tokens=tokens) for rollout_id in rollout_ids}

@@ -35,7 +35,6 @@ from agentlightning.store.base import LightningStoreBase, implement, store_url
 from agentlightning.store.clock import Clock
 from agentlightning.store.ids import first_of_claim, new_id
 from agentlightning.store.sql import admin, mapping, queries
-from agentlightning.store.sql import attempts as attempt_commands
 from agentlightning.store.sql import rollouts as rollout_commands
 from agentlightning.store.sql import spans as span_commands
 from agentlightning.store.sql.admin import DELETE_BATCH, Excess, RolloutSize
@@ -59,8 +58,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ITER_BATCH: Final = 32
-"""Rollouts whose spans `iter_spans` reads at once."""
 _LARGE: Final = 256 * 1024
 """Characters and tokens of spans that are packed in a thread."""
 
@@ -301,7 +298,7 @@ class SqlStore(LightningStoreBase):
         changes = _checked(_ATTEMPT_CHANGES, fields)
         return await self.do(
             "update_attempt",
-            lambda tx: attempt_commands.update(tx, rollout_id, attempt_id, **changes),
+            lambda tx: rollout_commands.update_attempt(tx, rollout_id, attempt_id, **changes),
             rollout_id,
             worker=changes.get("worker_id"),
         )
@@ -347,16 +344,6 @@ class SqlStore(LightningStoreBase):
         ids = [rollout_id for rollout_id, _ in pairs]
         return await self.write(Command(name, lambda tx: span_commands.reserve_sequence_ids(tx, pairs), ids), convert)
 
-    async def iter_spans(
-        self, rollout_ids: Sequence[str], tokens: bool = True
-    ) -> AsyncIterator[tuple[str, list[Span]]]:
-        validation.check_texts(rollout_ids, "rollout_ids")
-        for start in range(0, len(rollout_ids), ITER_BATCH):
-            chunk = list(rollout_ids[start : start + ITER_BATCH])
-            found = await self.read("iter_spans", lambda db, chunk=chunk: span_commands.latest(db, chunk, tokens))
-            for rollout_id in chunk:
-                yield rollout_id, found[rollout_id]
-
     # -- resources -------------------------------------------------------------------------------------------------
 
     async def add_resources(self, resources: NamedResources, resources_id: str | None = None) -> ResourcesUpdate:
@@ -393,7 +380,7 @@ class SqlStore(LightningStoreBase):
                 raise ConfigError(f"lease_seconds={lease_seconds} is not positive; use more than 0")
         return await self.do(
             "update_worker",
-            lambda tx: attempt_commands.update_worker(tx, worker_id, text, lease_seconds),
+            lambda tx: rollout_commands.update_worker(tx, worker_id, text, lease_seconds),
             worker=worker_id,
         )
 

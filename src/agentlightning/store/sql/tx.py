@@ -1,6 +1,6 @@
 """A transaction: the rows it has loaded, the changes it has not written yet, and the SQL to read and write the rest.
 
-Commands (rollouts.py, attempts.py, spans.py, admin.py) are plain functions of a transaction. A row is loaded once in a
+Commands (rollouts.py, spans.py, admin.py) are plain functions of a transaction. A row is loaded once in a
 transaction, locked until its end, and changed with `set`; changes are written together, before the next query.
 Commands check before they change anything: one that raises later has the committer roll the transaction back, and run
 the other commands again.
