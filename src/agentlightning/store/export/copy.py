@@ -110,14 +110,15 @@ def _finish(writer: Writer, part: Path, target: Path) -> int:
 async def _export_resources(store: LightningStoreBase, writer: Writer) -> tuple[int, int]:
     """Export in the order of publication, which is that of the versions, not that in which the store lists them. How
     many, and how many had an API key, which stays behind."""
+    records: list[ResourcesRecord] = []
     keys = 0
-    updates = await store.query_resources(sort_by="version")
-    for update in updates:
+    for update in await store.query_resources(sort_by="version"):
         secret = [name for name, each in update.resources.items() if getattr(each, "api_key", None)]
         public = {name: update.resources[name].model_copy(update={"api_key": None}) for name in secret}
-        writer.write([ResourcesRecord(update.resources_id, {**update.resources, **public})])
+        records.append(ResourcesRecord(update.resources_id, {**update.resources, **public}))
         keys += len(secret)
-    return len(updates), keys
+    await _in_thread(writer.write, records)
+    return len(records), keys
 
 
 async def _export_rollouts(

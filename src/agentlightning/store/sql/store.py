@@ -7,6 +7,7 @@ spans packed, in the caller's event loop. What only reads is a function of a con
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
 import threading
@@ -25,8 +26,6 @@ from agentlightning.rollouts import (
     AttemptedRollout,
     EnqueueRolloutRequest,
     Rollout,
-    RolloutConfig,
-    RolloutMode,
     RolloutStatus,
 )
 from agentlightning.span import Span
@@ -162,63 +161,16 @@ class SqlStore(LightningStoreBase):
 
     # -- rollouts: the queue ---------------------------------------------------------------------------------------
 
-    async def start_rollout(
-        self,
-        input: Any,
-        mode: RolloutMode | None = None,
-        resources_id: str | None = None,
-        config: RolloutConfig | None = None,
-        metadata: dict[str, Any] | None = None,
-        worker_id: str | None = None,
-        rollout_id: str | None = None,
-        *,
-        queue: str | None = None,
-        claim_id: str | None = None,
-    ) -> AttemptedRollout:
-        check_claimer(worker_id, claim_id)
-        request = EnqueueRolloutRequest(input, mode, resources_id, config, metadata, rollout_id, queue)
-        new = mapping.new_rollout(request, self.clock.wall())
-        has_id = rollout_id is not None
-        command = Command(
-            "start_rollout",
-            lambda tx: rollout_commands.start(tx, new, has_id, worker_id, claim_id),
-            given(rollout_id),
-            given(worker_id),
-            given(first_of_claim(claim_id)),
-            new_rollouts=1,
-        )
-        return await self.write(command)
-
-    async def enqueue_rollout(
-        self,
-        input: Any,
-        mode: RolloutMode | None = None,
-        resources_id: str | None = None,
-        config: RolloutConfig | None = None,
-        metadata: dict[str, Any] | None = None,
-        rollout_id: str | None = None,
-        *,
-        queue: str | None = None,
-        priority: int = 0,
-    ) -> Rollout:
-        request = EnqueueRolloutRequest(input, mode, resources_id, config, metadata, rollout_id, queue, priority)
-        new = mapping.new_rollout(request, self.clock.wall())
-        return await self._enqueue("enqueue_rollout", (new,), given(rollout_id), itemgetter(0))
-
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> list[Rollout]:
-        now = self.clock.wall()
-        new = [mapping.new_rollout(request, now) for request in rollouts]
-        with_id = given(*[request.rollout_id for request in rollouts])
-        return await self._enqueue("enqueue_many_rollouts", new, with_id) if new else []
+        return await self.enqueue("enqueue_many_rollouts", rollouts) if rollouts else []
 
-    async def _enqueue(
-        self,
-        name: str,
-        new: Sequence[rollout_commands.New],
-        with_id: Sequence[str],
-        convert: Callable[[Any], Any] | None = None,
+    async def enqueue(
+        self, name: str, requests: Sequence[EnqueueRolloutRequest], convert: Callable[[Any], Any] | None = None
     ) -> Any:
-        ids = frozenset(with_id)
+        """Queue rollouts by the command `name`."""
+        now = self.clock.wall()
+        new = [mapping.new_rollout(request, now) for request in requests]
+        ids = frozenset(given(*[request.rollout_id for request in requests]))
         command = Command(name, lambda tx: rollout_commands.enqueue(tx, new, ids), ids, new_rollouts=len(new))
         return await self.write(command, convert)
 
@@ -274,13 +226,6 @@ class SqlStore(LightningStoreBase):
 
     # -- rollouts: queries and changes ----------------------------------------------------------------------------
 
-    async def update_rollout(self, rollout_id: str, *, status: RolloutStatus | Unset = UNSET, **fields: Any) -> Rollout:
-        validation.check_text(rollout_id, "rollout_id")
-        changes = _checked(_ROLLOUT_CHANGES, fields)
-        return await self.do(
-            "update_rollout", lambda tx: rollout_commands.update(tx, rollout_id, changes, status), rollout_id
-        )
-
     async def wait_for_rollouts(
         self, *, rollout_ids: Sequence[str], timeout: float | None = None, minimum: int | None = None
     ) -> list[Rollout]:
@@ -289,19 +234,6 @@ class SqlStore(LightningStoreBase):
         if not command.over(rows) and (timeout is None or timeout > 0):
             rows = await self.write_and_wait(command, timeout)
         return [mapping.to_rollout(row) for row in rows]
-
-    # -- attempts --------------------------------------------------------------------------------------------------
-
-    async def update_attempt(self, rollout_id: str, attempt_id: str, **fields: Any) -> Attempt:
-        validation.check_text(rollout_id, "rollout_id")
-        validation.check_text(attempt_id, "attempt_id")
-        changes = _checked(_ATTEMPT_CHANGES, fields)
-        return await self.do(
-            "update_attempt",
-            lambda tx: rollout_commands.update_attempt(tx, rollout_id, attempt_id, **changes),
-            rollout_id,
-            worker=changes.get("worker_id"),
-        )
 
     # -- spans -----------------------------------------------------------------------------------------------------
 
@@ -476,7 +408,55 @@ _READS: Final[Mapping[str, Callable[..., Any]]] = {
     "read_records": admin.read_records,
 }
 """By method of the contract: the function of a connection and its arguments that it runs in the reader's thread."""
-implement(SqlStore, {name: _reader(name, query) for name, query in _READS.items()})
+
+
+# -- writes of many fields ---------------------------------------------------------------------------------------------
+
+_BIND_START: Final = inspect.signature(LightningStoreBase.start_rollout).bind
+
+
+async def _enqueue_rollout(store: SqlStore, *arguments: Any, **options: Any) -> Rollout:
+    request = EnqueueRolloutRequest(*arguments, **options)
+    return await store.enqueue("enqueue_rollout", [request], itemgetter(0))
+
+
+async def _start_rollout(*arguments: Any, **options: Any) -> AttemptedRollout:
+    fields = _BIND_START(*arguments, **options).arguments
+    store, worker_id, claim_id = fields.pop("self"), fields.pop("worker_id", None), fields.pop("claim_id", None)
+    check_claimer(worker_id, claim_id)
+    request = EnqueueRolloutRequest(**fields)
+    new, has_id = mapping.new_rollout(request, store.clock.wall()), request.rollout_id is not None
+    command = Command(
+        "start_rollout",
+        lambda tx: rollout_commands.start(tx, new, has_id, worker_id, claim_id),
+        given(request.rollout_id),
+        given(worker_id),
+        given(first_of_claim(claim_id)),
+        new_rollouts=1,
+    )
+    return await store.write(command)
+
+
+async def _update_rollout(
+    store: SqlStore, rollout_id: str, *, status: RolloutStatus | Unset = UNSET, **fields: Any
+) -> Rollout:
+    validation.check_text(rollout_id, "rollout_id")
+    changes = _checked(_ROLLOUT_CHANGES, fields)
+    return await store.do(
+        "update_rollout", lambda tx: rollout_commands.update(tx, rollout_id, changes, status), rollout_id
+    )
+
+
+async def _update_attempt(store: SqlStore, rollout_id: str, attempt_id: str, **fields: Any) -> Attempt:
+    validation.check_text(rollout_id, "rollout_id")
+    validation.check_text(attempt_id, "attempt_id")
+    changes = _checked(_ATTEMPT_CHANGES, fields)
+    return await store.do(
+        "update_attempt",
+        lambda tx: rollout_commands.update_attempt(tx, rollout_id, attempt_id, **changes),
+        rollout_id,
+        worker=changes.get("worker_id"),
+    )
 
 
 def _checked(checks: Mapping[str, Callable[[Any, str], Any]], fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -500,6 +480,18 @@ _ATTEMPT_CHANGES: Final[Mapping[str, Callable[[Any, str], Any]]] = {
     "metadata": lambda value, name: validation.dict_to_json(value, name) and value,
 }
 """By field that an update may change: its check, which returns what is stored."""
+
+
+implement(
+    SqlStore,
+    {
+        **{name: _reader(name, query) for name, query in _READS.items()},
+        "enqueue_rollout": _enqueue_rollout,
+        "start_rollout": _start_rollout,
+        "update_rollout": _update_rollout,
+        "update_attempt": _update_attempt,
+    },
+)
 
 
 def _stop(threads: Sequence[DatabaseThread]) -> None:
