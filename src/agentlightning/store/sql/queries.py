@@ -186,7 +186,7 @@ def _page(
     if after is not None:
         found = connection.all(f"{listing.source.format(position)} WHERE {listing.key} = ?", after)
         if not found:
-            raise NotFoundError(f"no {listing.kind} {after!r} in this store to continue after")
+            raise NotFoundError(f"no {listing.key[2:]} {after!r} in this store to continue after")
         bounds[f"{position} {'<' if order.descending else '>'} ?"] = found[0][-1]
     values: list[Any] = [*filters.values.values(), *bounds.values()]
     where, ordered = filters.where(bounds), order.sql(position, listing.column(order.field))
