@@ -5,6 +5,8 @@ its attempts and spans. It leaves out what belongs to the running store: workers
 times of resources. An import publishes the resources again, in that order.
 """
 
+# Fields that have a default elsewhere are required in a file.
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from collections.abc import Sequence
