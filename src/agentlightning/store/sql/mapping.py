@@ -109,17 +109,16 @@ def _damaged_attempt(attempt_id: str, rollout_id: str, error: Exception) -> Stor
     return damaged(f"attempt {attempt_id!r} of rollout {rollout_id!r}", rollout_id, error)
 
 
-_USUAL_QUEUES: Final = ("default", "train", "val", "test")
-
-
 def new_rollout(request: EnqueueRolloutRequest, time: float) -> tuple[Rollout, RolloutRow]:
     """A queued rollout, and its row, whose key is 0. Raises ConfigError for what cannot be stored."""
     if request.rollout_id is not None:
         validation.check_new_id(request.rollout_id, "rollout_id")
     if request.resources_id is not None:
         validation.check_text(request.resources_id, "resources_id")
-    queue = (request.mode or "default") if request.queue is None else request.queue
-    if queue not in _USUAL_QUEUES:
+    queue = request.queue
+    if queue is None:
+        queue = request.mode or "default"
+    if request.queue is not None or request.mode not in (None, "train", "val", "test"):
         validation.check_new_id(queue, "queue")
     if type(request.priority) is not int or not -(2**31) <= request.priority < 2**31:
         raise ConfigError(f"priority={request.priority!r} is not a 32-bit integer")

@@ -53,8 +53,6 @@ _LIBPQ_DEFAULTS: Final = {
 
 PAYLOAD_BYTES: Final = 7_900
 """PostgreSQL accepts payloads of less than 8,000 bytes."""
-MAX_PAYLOADS: Final = 8
-"""More notifications than this are replaced by one: any rollout may have finished."""
 CLOSING_SECONDS: Final = 0.5
 """An idle listener looks this often whether it was closed. Keepalives of TCP test its connection."""
 RETRY_SECONDS: Final = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
@@ -294,17 +292,10 @@ Connect = Callable[[], "psycopg.Connection[Any]"]
 """Raises ConnectError."""
 
 
-def payloads(server: str, queued: bool, finished: Sequence[str]) -> list[str]:
-    """The notifications of a transaction: `SERVER 1 ID,ID`, or `SERVER 1 *` for too many ids."""
-    head = f"{server} {int(queued)} "
-    texts, line = [], ""
-    for rollout_id in finished:
-        if len(head) + len(line) + len(rollout_id) + 1 > PAYLOAD_BYTES:
-            texts.append(head + line)
-            head, line = f"{server} 0 ", ""
-        line = f"{line},{rollout_id}" if line else rollout_id
-    texts.append(head + line)
-    return texts if len(texts) <= MAX_PAYLOADS else [f"{server} {int(queued)} *"]
+def payload(server: str, queued: bool, finished: Sequence[str]) -> str:
+    """The notification of a transaction: `SERVER 1 ID,ID`, or `SERVER 1 *` for too many ids."""
+    text = f"{server} {int(queued)} {','.join(finished)}"
+    return text if len(text) <= PAYLOAD_BYTES else f"{server} {int(queued)} *"
 
 
 def read_payload(text: str) -> tuple[str, bool, list[str] | None]:
