@@ -56,8 +56,8 @@ def find_not_finite(value: Any) -> tuple[str, float] | None:
     elif isinstance(value, list | tuple):
         items = ((f"[{index}]", each) for index, each in enumerate(cast("Sequence[Any]", value)))
     elif is_dataclass(value):
-        place = ".{}" if isinstance(value, Struct) else "[{!r}]"
-        items = ((place.format(each.name), getattr(value, each.name)) for each in fields(value))
+        form = ".{}" if isinstance(value, Struct) else "[{!r}]"
+        items = ((form.format(each.name), getattr(value, each.name)) for each in fields(value))
     for place, item in items:
         found = find_not_finite(item)
         if found is not None:

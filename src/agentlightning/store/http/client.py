@@ -59,11 +59,19 @@ by method and argument."""
 # -- encoding of arguments and decoding of results --------------------------------------------------------------------
 
 
+@functools.cache
+def _optional(kind: type[msgspec.Struct]) -> list[str]:
+    return [field.name for field in structs.fields(kind) if field.default is None]
+
+
 def _plain(value: Any) -> Any:
     """What stands in JSON for a value that JSON lacks; of our own types, without what is None by default."""
     if isinstance(value, msgspec.Struct):
-        fields = ((name, getattr(value, name)) for name in value.__struct_fields__)
-        return {name: each for name, each in fields if each is not None or name == "input"}
+        given = structs.asdict(value)
+        for name in _optional(type(value)):
+            if given[name] is None:
+                del given[name]  # a null would be examined: it may stand for a number that JSON lacks
+        return given
     if dataclasses.is_dataclass(value):
         return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
     if isinstance(value, BaseModel):
