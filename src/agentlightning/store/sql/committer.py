@@ -532,6 +532,8 @@ class Committer(DatabaseThread):
         tx.new_rollouts = sum([command.new_rollouts for command in commands])
         self._answered.load(tx, [command.idempotent.key for command in commands if command.idempotent is not None])
         tx.load_workers([name for command in commands for name in command.workers])
+        beats = [name for command in commands if command.name == "update_worker" for name in command.workers]
+        tx.load_open_attempts(beats)
         attempt_ids = [name for command in commands for name in command.attempts]
         tx.load_owners(attempt_ids)
         owners = [owner for owner in map(tx.owners.get, attempt_ids) if owner is not None]

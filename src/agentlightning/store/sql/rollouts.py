@@ -603,8 +603,10 @@ def update_worker(tx: Tx, worker_id: str, stats: str | None, lease_seconds: floa
 
 def _open_attempts(tx: Tx, worker: WorkerRow) -> list[AttemptRow]:
     """Those of a worker that are open still, the newest last."""
-    tx.load(worker.open_attempts.values())
-    rollouts = [(attempt_id, tx.rollouts[rollout_id]) for attempt_id, rollout_id in worker.open_attempts.items()]
+    tx.load_open_attempts([worker.worker_id])
+    ids = tx.open_attempts[worker.worker_id]
+    tx.load(rollout_id for rollout_id, _ in ids)
+    rollouts = [(attempt_id, tx.rollouts[rollout_id]) for rollout_id, attempt_id in ids]
     found = [None if rollout is None else rollout.attempts.get(attempt_id) for attempt_id, rollout in rollouts]
     return [row for row in found if row is not None and row.status in OPEN and not row.superseded]
 
@@ -636,6 +638,7 @@ def expire(tx: Tx) -> float | None:
             _end(tx, attempt, "unresponsive", failure("Unresponsive", message))
     names = [name for (name,) in tx.all(_LOST, now, EXPIRY_BATCH)]
     tx.load_workers(names)
+    tx.load_open_attempts(names)
     for worker in map(tx.worker, names):
         if worker.lost_at is not None and worker.lost_at <= now:
             tx.set(worker, lost_at=None, lost=1)

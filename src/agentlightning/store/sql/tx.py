@@ -274,6 +274,8 @@ class Tx:
             self.owners: dict[str, str | None] = {}
             """The rollout id by attempt id."""
         self.workers: dict[str, WorkerRow] = {}
+        self.open_attempts: dict[str, list[tuple[str, str]]] = {}
+        """By worker: (rollout id, attempt id), the newest last, as of when they were loaded."""
         self._changed: dict[Row, set[str]] = {}
         """The columns of each row that differ from what is stored."""
         self._packs: list[tuple[Any, ...]] = []
@@ -346,8 +348,13 @@ class Tx:
         for name in missing:
             if name not in self.workers:
                 self.workers[name] = WorkerRow(name, stored=False)
-        for worker_id, rollout_id, attempt_id in self.connection.all(OPEN_ATTEMPTS, missing):
-            self.workers[worker_id].open_attempts[attempt_id] = rollout_id
+
+    def load_open_attempts(self, worker_ids: Iterable[str]) -> None:
+        missing = [name for name in dict.fromkeys(worker_ids) if name not in self.open_attempts]
+        if missing:
+            self.open_attempts.update({name: [] for name in missing})
+            for worker_id, rollout_id, attempt_id in self.all(OPEN_ATTEMPTS, missing):
+                self.open_attempts[worker_id].append((rollout_id, attempt_id))
 
     def find_rollout(self, rollout_id: str) -> RolloutRow | None:
         if rollout_id not in self.rollouts:
