@@ -80,19 +80,15 @@ class Order:
         """Whether it is the natural order."""
         return self.field is None and not self.descending
 
-    def page(self, items: Sequence[Item], limit: int, offset: int) -> list[Item]:
-        """One page of the items, sorted: None first, stable among equal values; descending reverses all of it. limit
-        -1: all of them."""
-        ordered = list(items[::-1]) if self.descending else list(items)
+    def sort(self, items: Iterable[Item]) -> list[Item]:
+        """The items in this order: None first, stable among equal values; descending reverses all of it."""
+        ordered = list(items)
+        if self.descending:
+            ordered.reverse()
         if self.field is not None:
-            field = attrgetter(self.field)
-
-            def key(item: Item) -> tuple[bool, Any]:
-                value = field(item)
-                return (value is not None, value)
-
-            ordered.sort(key=key, reverse=self.descending)
-        return ordered[offset:] if limit < 0 else ordered[offset : offset + limit]
+            value_of = attrgetter(self.field)
+            ordered.sort(key=lambda item: ((value := value_of(item)) is not None, value), reverse=self.descending)
+        return ordered
 
     def sql(self, place: str, column: str | None) -> str:
         """Order by a column, NULL first, then by `place`."""

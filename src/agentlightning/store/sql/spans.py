@@ -413,9 +413,8 @@ def query(
         _stream(connection, rollout_id, row, position, tokens) for row, position in zip(rows, starts, strict=False)
     )
     matching = filter(lambda span: enough(test(span) for test in tests), spans) if tests else spans
-    if order.natural:
-        return list(islice(matching, offset, None if limit < 0 else offset + limit))
-    return order.page(list(matching), limit, offset)
+    ordered = matching if order.natural else order.sort(matching)
+    return list(islice(ordered, offset, None if limit < 0 else offset + limit))
 
 
 Position = tuple[int, int, int]
