@@ -273,7 +273,8 @@ def attempts_of(connection: Connection, rollout_id: str, attempt_id: str | None)
     """The rows of all attempts of a rollout, of one, or of the "latest"."""
     if attempt_id is not None:
         validation.check_text(attempt_id, "attempt_id")
-    rows = _page(connection, _ATTEMPTS, rollout_id=rollout_id)
+    validation.check_text(rollout_id, "rollout_id")
+    rows = connection.all(f"{_ATTEMPTS.source} WHERE r.rollout_id = ? ORDER BY a.sequence_id", rollout_id)
     found = [AttemptColumns(*row[:-2]) for row in rows]
     if not found:
         _check_rollout(connection, rollout_id)
