@@ -37,6 +37,7 @@ sort by instead (None comes first), `sort_order` "desc" reverses the order; both
 from __future__ import annotations
 
 import abc
+import asyncio
 import functools
 import inspect
 import os
@@ -58,7 +59,7 @@ from agentlightning.rollouts import (
     RolloutStatus,
 )
 from agentlightning.span import Span
-from agentlightning.store import pending
+from agentlightning.store import pending, validation
 from agentlightning.store.trajectory_query import TrajectoryQueries
 from agentlightning.store.types import (
     UNSET,
@@ -92,6 +93,10 @@ STORE_VARIABLE: Final = "AGL_STORE"
 REMOTE_STORE: Final = "agentlightning.store.http.client:LightningStoreClient"
 EMBEDDED_STORE: Final = "agentlightning.store.sql.store:SqlStore"
 """What `LightningStore(url)` opens. Loaded by name, as it implements the contract of this module."""
+
+
+ROLLOUTS_PER_READ: Final = 32
+"""Rollouts whose spans `iter_spans` reads at once."""
 
 
 def store_url(url: str | Path | None) -> str | Path:
@@ -390,9 +395,16 @@ class LightningStore(TrajectoryQueries, abc.ABC):
     async def newest_spans(self, limit: int = 100) -> list[Span]:
         """The spans of any rollouts that were stored last, the newest first. The cost grows with `limit` alone."""
 
-    @abstractmethod
-    def iter_spans(self, rollout_ids: Sequence[str], tokens: bool = True) -> AsyncIterator[tuple[str, list[Span]]]:
-        """(rollout_id, spans of its latest attempt) for each id, with few queries and bounded memory."""
+    async def iter_spans(
+        self, rollout_ids: Sequence[str], tokens: bool = True
+    ) -> AsyncIterator[tuple[str, list[Span]]]:
+        """(rollout_id, spans of its latest attempt) for each id, read together with bounded memory."""
+        validation.check_texts(rollout_ids, "rollout_ids")
+        for start in range(0, len(rollout_ids), ROLLOUTS_PER_READ):
+            ids = rollout_ids[start : start + ROLLOUTS_PER_READ]
+            lists = await asyncio.gather(*(self.query_spans(each, "latest", tokens=tokens) for each in ids))
+            for rollout_id, spans in zip(ids, lists, strict=True):
+                yield rollout_id, spans
 
     # -- resources -------------------------------------------------------------------------------------------------
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Final, cast
+
+import orjson
+from msgspec import Struct
 
 from agentlightning.errors import ConfigError
 from agentlightning.util.json_values import dumps
@@ -21,11 +24,11 @@ _url_part = re.compile(r"[A-Za-z0-9_:-]{1,128}")
 # -- JSON ------------------------------------------------------------------------------------------------------------
 
 
-def to_json(value: Any, what: str, of: str = "") -> str:
+def to_json(value: Any, what: str, of: str = "", default: Callable[[Any], Any] | None = None) -> str:
     """`value` as JSON; `what` names it in the error, and `of` what it belongs to. Refuses NaN and infinity, which
-    orjson writes as null."""
+    orjson writes as null. default: what to write for values, dataclasses among them, that JSON lacks."""
     try:
-        text = dumps(value).decode()
+        text = dumps(value, default, default and orjson.OPT_PASSTHROUGH_DATACLASS).decode()
     except TypeError as error:
         raise ConfigError(
             f"{what}{of} cannot be stored as JSON: {error}; use str, int, float, bool, None, list, dict"
@@ -47,27 +50,28 @@ def find_not_finite(value: Any) -> tuple[str, float] | None:
     """(path within `value`, number) of the first NaN or infinity."""
     if isinstance(value, float):
         return None if math.isfinite(value) else ("", value)
-    items: Iterable[tuple[Any, Any]] = ()
+    items: Iterable[tuple[str, Any]] = ()
     if isinstance(value, dict):
-        items = cast("dict[Any, Any]", value).items()
+        items = ((f"[{key!r}]", each) for key, each in cast("dict[Any, Any]", value).items())
     elif isinstance(value, list | tuple):
-        items = enumerate(cast("Sequence[Any]", value))
+        items = ((f"[{index}]", each) for index, each in enumerate(cast("Sequence[Any]", value)))
     elif is_dataclass(value):
-        items = ((field.name, getattr(value, field.name)) for field in fields(value))
-    for key, item in items:
+        form = ".{}" if isinstance(value, Struct) else "[{!r}]"
+        items = ((form.format(each.name), getattr(value, each.name)) for each in fields(value))
+    for place, item in items:
         found = find_not_finite(item)
         if found is not None:
-            return f"[{key!r}]{found[0]}", found[1]
+            return place + found[0], found[1]
     return None
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------
 
 
-def check_text(value: Any, what: str, of: str = "", limit: int = MAX_TEXT) -> None:
+def check_text(value: Any, what: str, of: str = "", limit: int = MAX_TEXT) -> str:
     """Refuse what is not text that every database can store. `of` says what it belongs to."""
     if type(value) is str and value.isascii() and len(value) <= MAX_TEXT and "\0" not in value:
-        return
+        return value
     if not isinstance(value, str):
         raise ConfigError(f"{what}={value!r}{of} is not a string")
     if len(value) > limit:
@@ -78,6 +82,7 @@ def check_text(value: Any, what: str, of: str = "", limit: int = MAX_TEXT) -> No
         value.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(f"{what}={value!r}{of} is not Unicode text: {error.reason}") from error
+    return value
 
 
 def check_texts(values: Sequence[Any] | None, what: str) -> None:
@@ -95,9 +100,10 @@ def check_new_id(value: Any, what: str) -> None:
         raise ConfigError(f"{what}={value!r} cannot be part of a URL; use up to 128 letters, digits, - _ and :")
 
 
-def check_time(value: Any, what: str) -> None:
+def check_time(value: Any, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ConfigError(f"{what}={value!r} is not a time in seconds")
+    return value
 
 
 def check_page(limit: Any, offset: Any = 0) -> tuple[int, int]:

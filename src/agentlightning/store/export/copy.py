@@ -110,20 +110,15 @@ def _finish(writer: Writer, part: Path, target: Path) -> int:
 async def _export_resources(store: LightningStoreBase, writer: Writer) -> tuple[int, int]:
     """Export in the order of publication, which is that of the versions, not that in which the store lists them. How
     many, and how many had an API key, which stays behind."""
-    versions: list[tuple[int, str]] = []
-    after: str | None = None
-    while page := await store.query_resources(after=after, limit=BATCH_ROLLOUTS):
-        versions += [(update.version, update.resources_id) for update in page]
-        after = page[-1].resources_id
-    count = keys = 0
-    for _, resources_id in sorted(versions):
-        update = await store.get_resources_by_id(resources_id)
-        if update is not None:
-            secret = [name for name, each in update.resources.items() if getattr(each, "api_key", None)]
-            public = {name: update.resources[name].model_copy(update={"api_key": None}) for name in secret}
-            writer.write([ResourcesRecord(update.resources_id, {**update.resources, **public})])
-            count, keys = count + 1, keys + len(secret)
-    return count, keys
+    records: list[ResourcesRecord] = []
+    keys = 0
+    for update in await store.query_resources(sort_by="version"):
+        secret = [name for name, each in update.resources.items() if getattr(each, "api_key", None)]
+        public = {name: update.resources[name].model_copy(update={"api_key": None}) for name in secret}
+        records.append(ResourcesRecord(update.resources_id, {**update.resources, **public}))
+        keys += len(secret)
+    await _in_thread(writer.write, records)
+    return len(records), keys
 
 
 async def _export_rollouts(

@@ -25,8 +25,6 @@ try:
 except ImportError as error:
     raise MissingExtraError("pyarrow", "parquet") from error
 
-GROUP_BYTES: Final = 8 << 20
-"""Approximate size of a row group, which is held in memory until it is written."""
 JSON_COLUMNS: Final = frozenset({"input", "config", "metadata", "resources", "attributes", "events", "resource"})
 LISTS: Final = {
     "prompt_token_ids": PROMPT_TOKEN_IDS,
@@ -74,32 +72,16 @@ class ParquetWriter:
 
     def __init__(self, path: Path) -> None:
         self._file = pyarrow.parquet.ParquetWriter(path, SCHEMA, compression="zstd")
-        self._rows: list[dict[str, Any]] = []
-        self._size = 0
 
     def write(self, items: Sequence[Item]) -> int:
-        total = 0
-        for item in items:
-            for row in _rows(item):
-                size = _size(row)
-                self._rows.append(row)
-                self._size += size
-                total += size
-                if self._size >= GROUP_BYTES:
-                    self._flush()
-        return total
+        table = pyarrow.Table.from_pylist([row for item in items for row in _rows(item)], schema=SCHEMA)
+        self._file.write_table(table)
+        return table.nbytes
 
     def finish(self) -> None:
-        self._flush()
-        self.abandon()
-
-    def abandon(self) -> None:
         self._file.close()
 
-    def _flush(self) -> None:
-        if self._rows:
-            self._file.write_table(pyarrow.Table.from_pylist(self._rows, schema=SCHEMA))
-        self._rows, self._size = [], 0
+    abandon = finish
 
 
 def _rows(item: Item) -> Iterator[dict[str, Any]]:
@@ -134,12 +116,3 @@ def _span_columns(span: Span) -> dict[str, Any]:
             columns[column] = read(packed)
             del attributes[name]
     return {**columns, "attributes": attributes}
-
-
-def _size(row: dict[str, Any]) -> int:
-    """The approximate size in memory."""
-    return 200 + sum(
-        8 * len(value) if isinstance(value, list) else len(value)
-        for value in row.values()
-        if isinstance(value, str | list)
-    )

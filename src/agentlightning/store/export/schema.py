@@ -5,19 +5,21 @@ its attempts and spans. It leaves out what belongs to the running store: workers
 times of resources. An import publishes the resources again, in that order.
 """
 
+# Fields that have a default elsewhere are required in a file.
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, get_type_hints
+from typing import Any, Final, Protocol
 
 import msgspec
 from msgspec import Struct, structs
 from pydantic import ValidationError
 
 from agentlightning.resources import NamedResources, named_resources
-from agentlightning.rollouts import Attempt, Rollout, RolloutConfig
+from agentlightning.rollouts import Attempt, AttemptStatus, Rollout, RolloutConfig, RolloutStatus
 from agentlightning.span import Span, SpanEvent
 from agentlightning.store.types import RolloutRecord
 
@@ -76,37 +78,33 @@ class Writer(Protocol):
         ...
 
 
-# -- shapes: the types of rollouts, attempts and spans in a file -------------------------------------------------------
+# -- shapes ------------------------------------------------------------------------------------------------------------
+
+# The types of rollouts, attempts and spans in a file. Some fields are required there that have a default here; attempts
+# and spans leave out the id of their rollout.
 
 
-def _shape(kind: type[Struct], required: Sequence[str] = (), types: Mapping[str, Any] | None = None, **tag: Any) -> Any:
-    """The fields of a type, in order, without the id of the rollout; unknown fields are rejected."""
-    hints = {**get_type_hints(kind), **(types or {})}
-    fields: list[Any] = []
-    for item in structs.fields(kind):
-        if item.name == "rollout_id" and not tag:
-            continue
-        if item.required or item.name in required:
-            fields.append((item.name, hints[item.name]))
-        elif item.default_factory is not msgspec.NODEFAULT:
-            fields.append((item.name, hints[item.name], msgspec.field(default_factory=item.default_factory)))
-        else:
-            fields.append((item.name, hints[item.name], item.default))
-    if tag:
-        fields += [(name, hints[name], msgspec.field(default_factory=list)) for name in ("attempts", "spans")]
-    return msgspec.defstruct(f"{kind.__name__}Shape", fields, kw_only=True, forbid_unknown_fields=True, **tag)
+class EventShape(SpanEvent, frozen=True, forbid_unknown_fields=True):
+    pass
 
 
-EventShape: Final = _shape(SpanEvent)
-AttemptShape: Final = _shape(Attempt, required=["status"])
-SpanShape: Final = _shape(Span, required=["span_id", "sequence_id"], types={"events": list[EventShape]})
-RolloutShape: Final = _shape(
-    Rollout,
-    required=["status"],
-    types={"config": dict[str, Any], "attempts": list[AttemptShape], "spans": list[SpanShape]},
-    tag_field="type",
-    tag="rollout",
-)
+class AttemptShape(Attempt, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    rollout_id: str = ""
+    status: AttemptStatus
+
+
+class SpanShape(Span, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    rollout_id: str = ""
+    span_id: str
+    sequence_id: int
+    events: tuple[EventShape, ...] = ()
+
+
+class RolloutShape(Rollout, frozen=True, kw_only=True, tag_field="type", tag="rollout", forbid_unknown_fields=True):
+    status: RolloutStatus
+    config: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])  # pyright: ignore
+    attempts: tuple[AttemptShape, ...] = ()
+    spans: tuple[SpanShape, ...] = ()
 
 
 class ResourcesShape(Struct, tag_field="type", tag="resources", forbid_unknown_fields=True):
@@ -135,19 +133,19 @@ def decode_resources(shape: ResourcesShape) -> ResourcesRecord:
     return ResourcesRecord(shape.resources_id, named_resources.validate_python(shape.resources))
 
 
-def decode_rollout(shape: Any) -> RolloutRecord:
-    fields: dict[str, Any] = structs.asdict(shape) | {"config": RolloutConfig.model_validate(shape.config)}
+def decode_rollout(shape: RolloutShape) -> RolloutRecord:
+    owner: dict[str, Any] = {"rollout_id": shape.rollout_id}
+    fields: dict[str, Any] = {**structs.asdict(shape), "config": RolloutConfig.model_validate(shape.config)}
     del fields["attempts"], fields["spans"]
-    return RolloutRecord(
-        Rollout(**fields),
-        tuple([Attempt(shape.rollout_id, *structs.astuple(attempt)) for attempt in shape.attempts]),
-        tuple([_decode_span(shape.rollout_id, span) for span in shape.spans]),
-    )
+    attempts = [Attempt(**{**structs.asdict(each), **owner}) for each in shape.attempts]
+    spans = [_decode_span(owner, span) for span in shape.spans]
+    return RolloutRecord(Rollout(**fields), tuple(attempts), tuple(spans))
 
 
-def _decode_span(rollout_id: str, shape: Any) -> Span:
-    shape.events = tuple([SpanEvent(*structs.astuple(event)) for event in shape.events])
-    return Span(rollout_id, *structs.astuple(shape))
+def _decode_span(owner: dict[str, Any], shape: SpanShape) -> Span:
+    fields: dict[str, Any] = {**structs.asdict(shape), **owner}
+    fields["events"] = tuple([SpanEvent(*structs.astuple(event)) for event in shape.events])
+    return Span(**fields)
 
 
 def explain(error: Exception) -> str:

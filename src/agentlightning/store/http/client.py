@@ -13,21 +13,22 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, cast
 
 import msgspec
+import orjson
 from msgspec import Raw, structs
 from pydantic import BaseModel, TypeAdapter
 
 from agentlightning.attempt_variables import PATIENCE_SECONDS
-from agentlightning.errors import ConfigError, StoreError
+from agentlightning.errors import StoreError
 from agentlightning.resources import named_resources
 from agentlightning.rollouts import EnqueueRolloutRequest, Rollout
 from agentlightning.span import LOGPROBS, Span
 from agentlightning.store import validation
 from agentlightning.store.base import LightningStoreBase, implement, store_url
-from agentlightning.store.http.encoding import check_resources, decode_unknown, encode
+from agentlightning.store.http.encoding import check_resources, decode_unknown
 from agentlightning.store.http.operations import CURSORS, METHODS, SENDS_KEY, SLOW, hints_of, parameters_of
 from agentlightning.store.http.transport import ClientTransport
 from agentlightning.store.ids import claimed_id, new_hex, new_id
@@ -39,8 +40,6 @@ WAIT_SECONDS: Final = 25.0
 """A call that waits is repeated after this time, so that nothing on the way takes the connection for dead."""
 RELEASE_SECONDS: Final = 5.0
 """How long a cancelled claim, and `close`, wait until what was claimed is queued again."""
-ROLLOUTS_PER_READ: Final = 32
-"""Rollouts whose spans `iter_spans` reads at once."""
 SLOW_CALL_SECONDS: Final = 3600.0
 """How much longer than others a call of a slow method may take."""
 FIRST_PAGE: Final = 64
@@ -59,58 +58,40 @@ by method and argument."""
 
 # -- encoding of arguments and decoding of results --------------------------------------------------------------------
 
-_ANY_JSON: Final = frozenset({"input", "metadata", "stats", "attributes", "resource", "last_error"})
-"""Fields and arguments that hold arbitrary JSON."""
+
+@functools.cache
+def _optional(kind: type[msgspec.Struct]) -> list[str]:
+    return [field.name for field in structs.fields(kind) if field.default is None]
 
 
-def to_wire(value: Any, name: str) -> Any:
-    """Convert an argument to a value that `encode` takes. Raises ConfigError, naming it, if JSON cannot hold it."""
-    if value is None or isinstance(value, str):
-        return value
-    if name in _ANY_JSON:
-        return Raw(validation.to_json(value, name).encode())
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return value
-        raise ConfigError(f"{name} is {value}, which JSON cannot hold; use a finite number")
-    if isinstance(value, Span):
-        return _encodable(value)
+def _plain(value: Any) -> Any:
+    """What stands in JSON for a value that JSON lacks; of our own types, without what is None by default."""
+    if isinstance(value, msgspec.Struct):
+        given = structs.asdict(value)
+        for name in _optional(type(value)):
+            if given[name] is None:
+                del given[name]  # a null would be examined: it may stand for a number that JSON lacks
+        return given
+    if dataclasses.is_dataclass(value):
+        return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
     if isinstance(value, Sequence):
-        return [to_wire(item, name) for item in cast("Sequence[Any]", value)]
-    if isinstance(value, Mapping):
-        value = named_resources.dump_python(check_resources(value), mode="json")
-    elif dataclasses.is_dataclass(value):
-        return {each.name: to_wire(getattr(value, each.name), each.name) for each in dataclasses.fields(value)}
-    elif isinstance(value, BaseModel):
-        return value
-    return Raw(validation.to_json(value, name).encode())
-
-
-def _encodable(span: Span) -> Span:
-    """The span with its JSON encoded. One by one, as this is most of what a client does."""
-    attributes, events, resource = span.attributes, span.events, span.resource
-    if LOGPROBS in attributes:
-        validation.to_json(attributes[LOGPROBS], LOGPROBS)  # names the place of one that is not finite
-    return structs.replace(
-        span,
-        start_time=to_wire(span.start_time, "start_time"),
-        end_time=to_wire(span.end_time, "end_time"),
-        attributes=to_wire(attributes, "attributes") if attributes else attributes,
-        events=to_wire(events, "events") if events else events,
-        resource=to_wire(resource, "resource") if resource else resource,
-    )
+        return list(cast("Sequence[Any]", value))
+    raise TypeError
 
 
 def _call_body(method: str, arguments: Mapping[str, Any]) -> bytes:
-    """The JSON of one call. Raises ConfigError for a value that JSON cannot hold."""
-    given = {name: to_wire(value, name) for name, value in arguments.items() if value is not UNSET}
+    """The JSON of one call. Raises ConfigError, naming the argument, for a value that JSON cannot hold."""
+    given: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if value is not UNSET:
+            whole = named_resources.dump_python(check_resources(value), mode="json") if name == "resources" else value
+            given[name] = orjson.Fragment(validation.to_json(whole, name, default=_plain))
     call: dict[str, Any] = {"method": method, "arguments": given}
     if method in SENDS_KEY or (method == "update_attempt" and "metadata" in given):
         call["key"] = new_hex() + new_hex()
-    try:
-        return encode(call)
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{error.object!r} holds half a surrogate pair, which no database can store") from None
+    return orjson.dumps(call)
 
 
 @functools.cache
@@ -251,15 +232,6 @@ class LightningStoreClient(LightningStoreBase):
         sent = [*map(_with_id, spans)]
         return [*map(_as_stored, sent, await self._call("add_many_spans", {"spans": sent}))]
 
-    async def iter_spans(
-        self, rollout_ids: Sequence[str], tokens: bool = True
-    ) -> AsyncIterator[tuple[str, list[Span]]]:
-        for start in range(0, len(rollout_ids), ROLLOUTS_PER_READ):
-            ids = rollout_ids[start : start + ROLLOUTS_PER_READ]
-            lists = await asyncio.gather(*(self.query_spans(each, "latest", tokens=tokens) for each in ids))
-            for rollout_id, spans in zip(ids, lists, strict=True):
-                yield rollout_id, spans
-
 
 def _forwarder(name: str) -> Callable[..., Any]:
     bind = inspect.Signature(list(parameters_of(name).values())).bind
@@ -286,6 +258,8 @@ def _is_complete(result: Any, arguments: Mapping[str, Any]) -> bool:
 
 
 def _with_id(span: Span) -> Span:
+    if LOGPROBS in span.attributes:
+        validation.to_json(span.attributes[LOGPROBS], LOGPROBS)  # names the place of one that is not finite
     return span if span.span_id else structs.replace(span, span_id=new_hex())
 
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import Final
 
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive
 
 from agentlightning.errors import StoreAuthError
 from agentlightning.store.http.encoding import encode
@@ -114,37 +114,30 @@ def refuse(error: Exception, headers: Headers | None = None) -> Response:
 
 async def respond_in_parts(parts: AsyncIterator[bytes], status: int = 200, headers: Headers | None = None) -> Response:
     """A response of unknown length: sent at once if it is short, else in chunks as its parts come."""
-    first, ended = await _next_chunk(parts)
-    return respond(first, status, headers) if ended else _ChunkedResponse(first, parts, status, headers)
+    chunks = _chunks(parts)
+    first = await anext(chunks)
+    second = await anext(chunks, None)
+    if second is None:
+        return respond(first, status, headers)
+
+    async def content() -> AsyncIterator[bytes]:
+        yield first
+        yield second
+        async for chunk in chunks:
+            yield chunk
+
+    return StreamingResponse(content(), status, headers, _JSON)
 
 
-async def _next_chunk(parts: AsyncIterator[bytes]) -> tuple[bytes, bool]:
-    """(the next parts, whether they are the last)."""
+async def _chunks(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     joined, size = list[bytes](), 0
     async for part in parts:
         joined.append(part)
         size += len(part)
         if size >= CHUNK_BYTES:
-            return b"".join(joined), False
-    return b"".join(joined), True
-
-
-class _ChunkedResponse(Response):
-    """Starlette's `StreamingResponse` without its task group, which costs as much as a batch of calls."""
-
-    def __init__(self, first: bytes, rest: AsyncIterator[bytes], status: int, headers: Headers | None) -> None:
-        self.status_code = status
-        self._chunk = first
-        self._rest = rest
-        self.init_headers({"content-type": _JSON, **(headers or {})})
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        chunk, ended = self._chunk, False
-        while not ended:
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            chunk, ended = await _next_chunk(self._rest)
-        await send({"type": "http.response.body", "body": chunk})
+            yield b"".join(joined)
+            joined, size = [], 0
+    yield b"".join(joined)
 
 
 @contextmanager

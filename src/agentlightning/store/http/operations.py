@@ -2,7 +2,7 @@
 
 The types of requests and responses follow from the signatures of the contract (base.py). The routes, the methods of
 the client and the OpenAPI document are generated from this table. Paths and names are those of the 0.x REST API where
-it has them. A batch (calls.py) holds calls of the same methods, with the arguments as the contract has them.
+it has them. A batch (server.py) holds calls of the same methods, with the arguments as the contract has them.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from agentlightning.rollouts import (
     ROLLOUT_TRANSITIONS,
     WAITING,
     Attempt,
-    EnqueueRolloutRequest,
     Rollout,
 )
 from agentlightning.span import SUPERSEDED, Span
@@ -246,11 +245,7 @@ def prepare(record: RolloutRecord) -> PreparedRecord:
     rollout = record.rollout
     waits = rollout.status not in FINISHED
     _check_rollout(rollout)
-    request = EnqueueRolloutRequest(
-        rollout.input, rollout.mode, rollout.resources_id, rollout.config, rollout.metadata, rollout.rollout_id,
-        rollout.queue, rollout.priority,
-    )  # fmt: skip
-    _, row = mapping.new_rollout(request, rollout.start_time)
+    _, row = mapping.new_rollout(rollout, rollout.start_time)
     row.status = "requeuing" if rollout.status in OPEN else rollout.status
     row.end_time = None if waits else rollout.end_time
     row.attempt_count = len(record.attempts)

@@ -26,9 +26,8 @@ from typing import Any, Final, NamedTuple
 from agentlightning.errors import StoreClosedError, StoreError, StoreVersionError
 from agentlightning.rollouts import is_private_queue
 from agentlightning.store.clock import Clock
-from agentlightning.store.sql import attempts
 from agentlightning.store.sql.answers import AnsweredCalls
-from agentlightning.store.sql.rollouts import ClaimRollouts, Claims
+from agentlightning.store.sql.rollouts import ClaimRollouts, Claims, expire
 from agentlightning.store.sql.spans import SpanWriter
 from agentlightning.store.sql.tx import Connection, Database, Tx
 from agentlightning.store.sql.waiting import WAIT, Command, QueueNames, Waiters
@@ -60,11 +59,8 @@ class DatabaseThread:
         self._database, self.name = database, database.name
         self._connection = connection
         self._queue: deque[Command] = deque()
-        self._lock = threading.Lock()
-        self._wake = threading.Lock()
-        """Released to wake the thread."""
-        self._wake.acquire()
-        self._asleep = False
+        self._wake = threading.Condition()
+        """Held to change what the thread wakes up for."""
         self._notified = False
         self._closed = False
         self._reading = False
@@ -84,13 +80,11 @@ class DatabaseThread:
             command.submitted_at = time.perf_counter()
         if self._process_id != os.getpid():
             raise self._closed_error()
-        with self._lock:
+        with self._wake:
             if self._closed:
                 raise self._closed_error()
             self._queue.append(command)
-            if self._asleep:
-                self._asleep = False
-                self._wake.release()
+            self._wake.notify()
 
     def check_open(self) -> None:
         """Raises StoreClosedError where `submit` would."""
@@ -106,34 +100,24 @@ class DatabaseThread:
 
     def _notify(self) -> None:
         """Wake the thread."""
-        with self._lock:
+        with self._wake:
             self._notified = True
-            if self._asleep:
-                self._asleep = False
-                self._wake.release()
+            self._wake.notify()
 
     def _sleep(self, seconds: float | None) -> None:
         """Sleep until there is something to do, `seconds` at most."""
-        with self._lock:
-            if self._queue or self._notified or self._closed:
-                self._notified = False
-                return
-            self._asleep = True
-        timeout = -1 if seconds is None else min(max(0.0, seconds), threading.TIMEOUT_MAX)
-        if not self._wake.acquire(timeout=timeout):
-            with self._lock:
-                if not self._asleep:  # woken in the moment of the timeout
-                    self._wake.acquire()
-                self._asleep = False
-        self._notified = False
+        timeout = None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
+        with self._wake:
+            self._wake.wait_for(lambda: self._queue or self._notified or self._closed, timeout)
+            self._notified = False
 
     def stop(self) -> None:
         """End the thread once the queue is empty. Does not wait for that."""
         if self._process_id != os.getpid():  # a forked child has no thread to end, and may hold a lock forever
             return
-        with self._lock:
+        with self._wake:  # what was submitted by now is in the queue
             self._closed = True
-        self._notify()
+            self._wake.notify()
 
     def _run(self) -> None:
         """The error boundary of the thread: whatever ends it, no caller waits forever."""
@@ -152,7 +136,7 @@ class DatabaseThread:
 
     def _on_crash(self, error: BaseException) -> None:
         logger.critical("%s: the thread %s has ended: %r", self.name, self.thread.name, error, exc_info=error)
-        with self._lock:
+        with self._wake:  # what was submitted by now is rejected below
             self.crash = error
             self._closed = True
         running, self._running = self._running, []
@@ -286,8 +270,6 @@ class Committer(DatabaseThread):
         self._changed_elsewhere = False
         """Another process has written: any rollout may have changed."""
         self._waiters = Waiters()
-        self._cancelled: deque[Command] = deque()
-        """Waiting commands whose callers are gone."""
         self._undelivered: deque[tuple[Command, Any]] = deque()
         """Committed results that no caller took, to be undone."""
         self._notifications: deque[Notification] = deque()
@@ -307,8 +289,8 @@ class Committer(DatabaseThread):
             raise
 
     def cancel_waiter(self, command: Command) -> None:
-        """Remove a waiting command whose caller was cancelled."""
-        self._cancelled.append(command)
+        """Remove a waiting command whose caller was cancelled: that is what running it again does."""
+        self._queue.append(command)
         self._notify()
 
     def return_result(self, command: Command) -> None:
@@ -331,9 +313,9 @@ class Committer(DatabaseThread):
 
     def _work(self) -> None:
         while not self._closed or self._queue or self._undelivered:
-            if not (self._queue or self._cancelled or self._notifications):
+            if not (self._queue or self._notifications):
                 self._sleep(self._idle_seconds())
-            self._next_batch()
+            self._running += [self._queue.popleft() for _ in range(min(len(self._queue), MAX_BATCH))]
             self._process(self._running)
             self._running = []
             if not self._queue or self._deliver_at_once:
@@ -342,13 +324,6 @@ class Committer(DatabaseThread):
         self._reject_all(f"{self.name} was closed while this call waited")
 
     # -- scheduling --------------------------------------------------------------------------------------------------
-
-    def _next_batch(self) -> None:
-        queue, batch = self._queue, self._running
-        for _ in range(min(len(queue), MAX_BATCH)):
-            batch.append(queue.popleft())
-        while self._cancelled:
-            batch.append(self._cancelled.popleft())
 
     def _idle_seconds(self) -> float | None:
         """How long to sleep without being notified; None: until notified."""
@@ -483,7 +458,7 @@ class Committer(DatabaseThread):
         for command in writing:
             if not isinstance(command, ClaimRollouts):
                 self._run_command(command, results)
-        next_deadline = attempts.expire(tx) if due or changed_elsewhere else self._next_deadline
+        next_deadline = expire(tx) if due or changed_elsewhere else self._next_deadline
         notification = tx.queued, list(tx.finished)
         self._apply_notifications(changed_elsewhere)
         self._serve_claims([command for command in writing if isinstance(command, ClaimRollouts)], results)
@@ -557,6 +532,8 @@ class Committer(DatabaseThread):
         tx.new_rollouts = sum([command.new_rollouts for command in commands])
         self._answered.load(tx, [command.idempotent.key for command in commands if command.idempotent is not None])
         tx.load_workers([name for command in commands for name in command.workers])
+        beats = [name for command in commands if command.name == "update_worker" for name in command.workers]
+        tx.load_open_attempts(beats)
         attempt_ids = [name for command in commands for name in command.attempts]
         tx.load_owners(attempt_ids)
         owners = [owner for owner in map(tx.owners.get, attempt_ids) if owner is not None]

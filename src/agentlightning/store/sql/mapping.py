@@ -109,7 +109,7 @@ def _damaged_attempt(attempt_id: str, rollout_id: str, error: Exception) -> Stor
     return damaged(f"attempt {attempt_id!r} of rollout {rollout_id!r}", rollout_id, error)
 
 
-def new_rollout(request: EnqueueRolloutRequest, time: float) -> tuple[Rollout, RolloutRow]:
+def new_rollout(request: EnqueueRolloutRequest | Rollout, time: float) -> tuple[Rollout, RolloutRow]:
     """A queued rollout, and its row, whose key is 0. Raises ConfigError for what cannot be stored."""
     if request.rollout_id is not None:
         validation.check_new_id(request.rollout_id, "rollout_id")

@@ -181,9 +181,7 @@ def _dump(rows: list[tuple[Any, ...]], spans: Sequence[Span]) -> bytes:
         raise ConfigError(f"these spans cannot be stored as JSON: {error}") from error
     if _has_null(json):
         for span in spans:
-            events = [(event.timestamp, event.attributes) for event in span.events]
-            values = (span.start_time, span.end_time, span.attributes, span.resource, events)
-            if validation.find_not_finite(values) is not None:
+            if validation.find_not_finite(span) is not None:
                 _refuse_values(span)
     return json
 
@@ -454,23 +452,11 @@ def _check_sequence_ids(spans: Sequence[Span], sequence_ids: Sequence[int]) -> N
             )
 
 
-def _parts(span: Span) -> list[tuple[str, Any]]:
-    """(name in an error, value) of everything in a span that a user chooses."""
-    fields: tuple[str, ...] = ("name", "start_time", "end_time", "status_code", "status_message")
-    parts = [(field, getattr(span, field)) for field in fields]
-    parts += [(f"attributes[{name!r}]", value) for name, value in span.attributes.items()]
-    parts += [(f"resource[{name!r}]", value) for name, value in span.resource.items()]
-    for index, event in enumerate(span.events):
-        parts += [(f"events[{index}].name", event.name), (f"events[{index}].timestamp", event.timestamp)]
-        parts += [(f"events[{index}].attributes[{name!r}]", value) for name, value in event.attributes.items()]
-    return parts
-
-
 def _refuse_values(span: Span) -> None:
     """Refuse a value that JSON cannot hold."""
-    containers = [span.attributes, span.resource, *(event.attributes for event in span.events)]
-    for name in (name for container in containers for name in container):
+    for field in ("name", "start_time", "end_time", "status_code", "status_message", "events", "resource"):
+        validation.to_json(getattr(span, field), field, _of(span))
+    for name, value in span.attributes.items():
         if not isinstance(name, str):
             raise ConfigError(f"{name!r}, the name of an attribute of span {span.name!r}, is not a string")
-    for name, value in _parts(span):
-        validation.to_json(value, name, _of(span))
+        validation.to_json(value, f"attributes[{name!r}]", _of(span))

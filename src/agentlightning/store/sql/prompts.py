@@ -27,7 +27,6 @@ CACHE_BYTES: Final = 32 << 20
 LEAVES: Final = 8
 """Prompts of one attempt that are remembered: the ends of so many branches."""
 
-_OF_ATTEMPTS: Final = "SELECT place, base, keep, ids FROM prompts WHERE attempt_key = ANY (?)"
 _TREES: Final = (
     "SELECT place, base, keep, ids FROM prompts WHERE attempt_key = ? AND place <= ? "
     "AND root IN (SELECT root FROM prompts WHERE attempt_key = ? AND place BETWEEN ? AND ?)"
@@ -52,10 +51,6 @@ class PromptReader:
         """(base, keep, ids) by place."""
         self._whole: dict[int, bytes] = {}
 
-    def load(self, attempt_keys: Sequence[int]) -> None:
-        """Read all prompts of some attempts."""
-        self._add(self._connection.all(_OF_ATTEMPTS, list(attempt_keys)))
-
     def of(self, attempt_key: int, packs: Sequence[int], pack_key: int) -> Callable[[int], bytes]:
         """The prompts of one pack, by the index of the span. packs: the keys of those that are read together."""
 
@@ -69,9 +64,7 @@ class PromptReader:
 
     def load_trees(self, attempt_key: int, first: int, last: int) -> None:
         """Read what the prompts of an attempt between two places are put together from."""
-        self._add(self._connection.all(_TREES, attempt_key, last, attempt_key, first, last))
-
-    def _add(self, rows: Sequence[Any]) -> None:
+        rows = self._connection.all(_TREES, attempt_key, last, attempt_key, first, last)
         self._rows.update({place: (base, keep, bytes(ids)) for place, base, keep, ids in rows})
 
     def whole(self, place: int) -> bytes:

@@ -6,8 +6,8 @@ What a method of the contract reads is a function here, or in spans.py, of a con
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 from typing import Any, Final, Self, TypeVar
 
@@ -80,19 +80,15 @@ class Order:
         """Whether it is the natural order."""
         return self.field is None and not self.descending
 
-    def page(self, items: Sequence[Item], limit: int, offset: int) -> list[Item]:
-        """One page of the items, sorted: None first, stable among equal values; descending reverses all of it. limit
-        -1: all of them."""
-        ordered = list(items[::-1]) if self.descending else list(items)
+    def sort(self, items: Iterable[Item]) -> list[Item]:
+        """The items in this order: None first, stable among equal values; descending reverses all of it."""
+        ordered = list(items)
+        if self.descending:
+            ordered.reverse()
         if self.field is not None:
-            field = attrgetter(self.field)
-
-            def key(item: Item) -> tuple[bool, Any]:
-                value = field(item)
-                return (value is not None, value)
-
-            ordered.sort(key=key, reverse=self.descending)
-        return ordered[offset:] if limit < 0 else ordered[offset : offset + limit]
+            value_of = attrgetter(self.field)
+            ordered.sort(key=lambda item: ((value := value_of(item)) is not None, value), reverse=self.descending)
+        return ordered
 
     def sql(self, place: str, column: str | None) -> str:
         """Order by a column, NULL first, then by `place`."""
@@ -109,125 +105,131 @@ def check_logic(filter_logic: FilterLogic) -> bool:
     return filter_logic == "or"
 
 
-# -- filters ---------------------------------------------------------------------------------------------------------
+# -- lists -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A kind of list: where its items are read, and what they are filtered and sorted by."""
+
+    kind: str
+    source: str
+    """Its SELECT up to the conditions."""
+    position: str
+    """The SQL of the place of an item in the natural order."""
+    key: str
+    """The column of the id that `after` takes."""
+    filters: Mapping[str, str]
+    """By argument: a column. The end of the argument's name says how the two are compared."""
+    computed: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The SQL of fields that are no columns."""
+
+    def column(self, name: str | None) -> str | None:
+        return None if name is None else self.computed.get(name, f"{self.position[0]}.{name}")
 
 
 class Filters:
     """Conditions with the value of each. Raises ConfigError for a value that is no filter."""
 
-    def __init__(self, filter_logic: FilterLogic = "and") -> None:
-        self._any_of = check_logic(filter_logic)
+    def __init__(self, columns: Mapping[str, str], filter_logic: FilterLogic = "and", **given: Any) -> None:
+        if unknown := given.keys() - columns.keys():
+            raise TypeError(f"unexpected arguments: {', '.join(sorted(unknown))}")
+        self.any_of = check_logic(filter_logic)
         """Whether one of them is enough."""
+        self.values: dict[str, Any] = {}
+        """By argument."""
         self._conditions: list[str] = []
-        self.values: list[Any] = []
-
-    def among(self, column: str, name: str, values: Sequence[str] | None) -> Self:
-        validation.check_texts(values, name)
-        return self._add(f"{column} = ANY (?)", None if values is None else list(values))
-
-    def contains(self, column: str, name: str, part: str | None) -> Self:
-        if part is not None:
-            validation.check_text(part, name)
-        return self._add(f"strpos({column}, ?) > 0", part)
-
-    def equals(self, column: str, name: str, value: str | None) -> Self:
-        if value is not None:
-            validation.check_text(value, name)
-        return self._add(f"{column} = ?", value)
-
-    def _add(self, condition: str, value: Any) -> Self:
-        if value is not None:
+        for name, column in columns.items():
+            value = given.get(name)
+            if value is None:
+                continue
+            if name.endswith("_in"):
+                validation.check_texts(value, name)
+                condition, value = f"{column} = ANY (?)", list(value)
+            else:
+                validation.check_text(value, name)
+                condition = f"strpos({column}, ?) > 0" if name.endswith("_contains") else f"{column} = ?"
             self._conditions.append(condition)
-            self.values.append(value)
-        return self
+            self.values[name] = value
 
-    def where(self, *others: str) -> str:
+    def where(self, others: Iterable[str] = ()) -> str:
         """The WHERE of a statement, with more conditions that must all be met."""
-        joined = (" OR " if self._any_of else " AND ").join(self._conditions)
+        joined = (" OR " if self.any_of else " AND ").join(self._conditions)
         conditions = [*([f"({joined})"] if joined else []), *others]
         return f"WHERE {' AND '.join(conditions)}" if conditions else ""
 
 
-class RolloutFilters(Filters):
-    """The filters of `query_rollouts` and `count_rollouts`."""
-
-    def __init__(
-        self,
-        status_in: Sequence[str] | None = None,
-        rollout_id_in: Sequence[str] | None = None,
-        rollout_id_contains: str | None = None,
-        queue_in: Sequence[str] | None = None,
-        mode_in: Sequence[str] | None = None,
-        filter_logic: FilterLogic = "and",
-    ) -> None:
-        super().__init__(filter_logic)
-        self.among("r.status", "status_in", status_in).among("r.rollout_id", "rollout_id_in", rollout_id_in)
-        self.contains("r.rollout_id", "rollout_id_contains", rollout_id_contains)
-        self.among("r.queue", "queue_in", queue_in).among("r.mode", "mode_in", mode_in)
-        self.statuses, self.queues = status_in, queue_in
-        one_of_two = self._any_of and status_in is not None and queue_in is not None
-        counted = (each is not None for each in (status_in, queue_in))
-        self.counted = len(self.values) == sum(counted) and not one_of_two
-        """Whether the table of counters has how many rollouts fit."""
-        self.by_status = status_in is not None and not self._any_of
-
-
-# -- rollouts --------------------------------------------------------------------------------------------------------
-
-
-def rollouts(
+def _page(
     connection: Connection,
+    listing: Listing,
     *,
-    newest_first: bool = False,
     sort_by: str | None = None,
     sort_order: SortOrder = "asc",
     after: str | None = None,
     limit: int = -1,
     offset: int = 0,
     **given: Any,
-) -> list[Rollout]:
-    """given: those of RolloutFilters."""
-    filters, position = RolloutFilters(**given), connection.position
+) -> list[Any]:
+    """The rows of one page of a list, each with its position as its last column. given: the filters."""
+    filters, position = Filters(listing.filters, **given), listing.position
     limit, offset = validation.check_cursor(after, limit, offset)
-    order = Order.of("rollouts", sort_by, "desc" if newest_first and sort_by is None else sort_order, after)
-    others: list[str] = []
-    bounds: list[int] = []
-    if order.natural and (after is not None or limit < validation.NO_LIMIT):
-        bounds.append(connection.last_position())
-        others.append(f"{position} <= ?")
+    order = Order.of(listing.kind, sort_by, sort_order, after)
+    bounds: dict[str, int] = {}
+    if listing.kind == "rollouts":
+        position = connection.position
+        if order.natural and (after is not None or limit < validation.NO_LIMIT):
+            bounds[f"{position} <= ?"] = connection.last_position()
     if after is not None:
-        bounds.append(_position_of(connection, after))
-        others.append(f"{position} {'<' if order.descending else '>'} ?")
-    values, end = filters.values, min(limit + offset, validation.NO_LIMIT)
-    column = None if order.field is None else f"r.{order.field}"
-    sql = (
-        f"SELECT {select('r', ROLLOUT)}, {position} FROM rollouts r {filters.where(*others)} "
-        f"{order.sql(position, column)} LIMIT ? OFFSET ?"
-    )
-    if not filters.by_status or order.field is not None:
-        rows = connection.all(sql, *values, *bounds, limit, offset)
-    else:  # an index has the rollouts of each status in order
-        sql = sql.replace("r.status = ANY (?)", "r.status = ?", 1)
-        pages = [connection.all(sql, each, *values[1:], *bounds, end, 0) for each in dict.fromkeys(values[0])]
-        rows = sorted((row for page in pages for row in page), key=itemgetter(-1), reverse=order.descending)[offset:end]
-    return [mapping.to_rollout(RolloutColumns(*row[:-1])) for row in rows]
+        found = connection.all(f"{listing.source.format(position)} WHERE {listing.key} = ?", after)
+        if not found:
+            raise NotFoundError(f"no {listing.key[2:]} {after!r} in this store to continue after")
+        bounds[f"{position} {'<' if order.descending else '>'} ?"] = found[0][-1]
+    values: list[Any] = [*filters.values.values(), *bounds.values()]
+    where, ordered = filters.where(bounds), order.sql(position, listing.column(order.field))
+    sql = f"{listing.source.format(position)} {where} {ordered} LIMIT ? OFFSET ?"
+    if listing.kind != "rollouts" or "status_in" not in filters.values or filters.any_of or order.field is not None:
+        return connection.all(sql, *values, limit, offset)
+    # An index has the rollouts of each status in order.
+    sql, end = sql.replace("r.status = ANY (?)", "r.status = ?", 1), min(limit + offset, validation.NO_LIMIT)
+    pages = [connection.all(sql, each, *values[1:], end, 0) for each in dict.fromkeys(values[0])]
+    return sorted((row for page in pages for row in page), key=itemgetter(-1), reverse=order.descending)[offset:end]
+
+
+# -- rollouts --------------------------------------------------------------------------------------------------------
+
+_ROLLOUTS: Final = Listing(
+    "rollouts",
+    f"SELECT {select('r', ROLLOUT)}, {{}} FROM rollouts r",
+    "r.key",
+    "r.rollout_id",
+    {
+        "status_in": "r.status",
+        "rollout_id_in": "r.rollout_id",
+        "rollout_id_contains": "r.rollout_id",
+        "queue_in": "r.queue",
+        "mode_in": "r.mode",
+    },
+)
+
+
+def rollouts(connection: Connection, *, newest_first: bool = False, **given: Any) -> list[Rollout]:
+    if newest_first and given.get("sort_by") is None:
+        given["sort_order"] = "desc"
+    return [mapping.to_rollout(RolloutColumns(*row[:-1])) for row in _page(connection, _ROLLOUTS, **given)]
 
 
 def count_rollouts(connection: Connection, **given: Any) -> int:
-    filters = RolloutFilters(**given)
-    if not filters.counted:
-        sql = f"SELECT count(*) FROM rollouts r {filters.where()}"
-        return int(connection.all(sql, *filters.values)[0][0])
-    statuses = [each for each in ROLLOUT_TRANSITIONS if filters.statuses is None or each in filters.statuses]
-    totals = _totals_by_queue(connection, statuses)
-    return sum(number for queue, number in totals.items() if filters.queues is None or queue in filters.queues)
+    filters = Filters(_ROLLOUTS.filters, **given)
+    by = filters.values
+    if not by.keys() <= {"status_in", "queue_in"} or (filters.any_of and len(by) > 1):
+        return int(connection.all(f"SELECT count(*) FROM rollouts r {filters.where()}", *by.values())[0][0])
+    totals = _totals_by_queue(connection, by.get("status_in", list(ROLLOUT_TRANSITIONS)))
+    return sum(number for queue, number in totals.items() if queue in by.get("queue_in", totals))
 
 
-def _position_of(connection: Connection, rollout_id: str) -> int:
-    rows = connection.all(f"SELECT {connection.position} FROM rollouts r WHERE r.rollout_id = ?", rollout_id)
-    if not rows:
+def _check_rollout(connection: Connection, rollout_id: str) -> None:
+    if not connection.all("SELECT key FROM rollouts WHERE rollout_id = ?", rollout_id):
         raise NotFoundError(f"no rollout {rollout_id!r} in this store")
-    return rows[0][0]
 
 
 _ROLLOUT: Final = f"SELECT {select('r', ROLLOUT)} FROM rollouts r WHERE r.rollout_id = ?"
@@ -241,46 +243,41 @@ def rollout(connection: Connection, rollout_id: str) -> Rollout | None:
 
 # -- attempts --------------------------------------------------------------------------------------------------------
 
-_ATTEMPTS: Final = (
-    f"SELECT {select('a', ATTEMPT)}, r.rollout_id FROM rollouts r JOIN attempts a ON a.rollout_key = r.key "
+_ATTEMPTS: Final = Listing(
+    "attempts",
+    f"SELECT {select('a', ATTEMPT)}, r.rollout_id, a.sequence_id "
+    "FROM rollouts r JOIN attempts a ON a.rollout_key = r.key",
+    "a.sequence_id",
+    "a.attempt_id",
+    {"rollout_id": "r.rollout_id"},
 )
 _LATEST: Final = "AND a.sequence_id = r.attempt_count"
 
 
 def _attempts(connection: Connection, condition: str, *values: Any) -> list[Attempt]:
-    rows = connection.all(_ATTEMPTS + condition, *values)
-    return [mapping.to_attempt(AttemptColumns(*row[:-1]), row[-1]) for row in rows]
+    return _to_attempts(connection.all(f"{_ATTEMPTS.source} WHERE {condition}", *values))
 
 
-def attempts(
-    connection: Connection,
-    rollout_id: str,
-    *,
-    sort_by: str | None = None,
-    sort_order: SortOrder = "asc",
-    limit: int = -1,
-    offset: int = 0,
-) -> list[Attempt]:
-    validation.check_text(rollout_id, "rollout_id")
-    limit, offset = validation.check_page(limit, offset)
-    order = Order.of("attempts", sort_by, sort_order)
-    where = "WHERE r.rollout_id = ? AND a.sequence_id > ? ORDER BY a.sequence_id LIMIT ?"  # numbered from 1, no gaps
-    page = (offset, limit) if order.natural else (0, validation.NO_LIMIT)
-    found = _attempts(connection, where, rollout_id, *page)
+def _to_attempts(rows: list[Any]) -> list[Attempt]:
+    return [mapping.to_attempt(AttemptColumns(*row[:-2]), row[-2]) for row in rows]
+
+
+def attempts(connection: Connection, rollout_id: str, **given: Any) -> list[Attempt]:
+    found = _to_attempts(_page(connection, _ATTEMPTS, rollout_id=rollout_id, **given))
     if not found:
-        _position_of(connection, rollout_id)
-    return found if order.natural else order.page(found, limit, offset)
+        _check_rollout(connection, rollout_id)
+    return found
 
 
 def attempts_of(connection: Connection, rollout_id: str, attempt_id: str | None) -> list[AttemptColumns]:
     """The rows of all attempts of a rollout, of one, or of the "latest"."""
-    validation.check_text(rollout_id, "rollout_id")
     if attempt_id is not None:
         validation.check_text(attempt_id, "attempt_id")
-    rows = connection.all(f"{_ATTEMPTS}WHERE r.rollout_id = ? ORDER BY a.sequence_id", rollout_id)
-    found = [AttemptColumns(*row[:-1]) for row in rows]
+    validation.check_text(rollout_id, "rollout_id")
+    rows = connection.all(f"{_ATTEMPTS.source} WHERE r.rollout_id = ? ORDER BY a.sequence_id", rollout_id)
+    found = [AttemptColumns(*row[:-2]) for row in rows]
     if not found:
-        _position_of(connection, rollout_id)
+        _check_rollout(connection, rollout_id)
     if attempt_id is None:
         return found
     if attempt_id == "latest":
@@ -293,32 +290,39 @@ def attempts_of(connection: Connection, rollout_id: str, attempt_id: str | None)
 
 def attempt(connection: Connection, attempt_id: str) -> Attempt | None:
     validation.check_text(attempt_id, "attempt_id")
-    found = _attempts(connection, "WHERE a.attempt_id = ?", attempt_id)
+    found = _attempts(connection, "a.attempt_id = ?", attempt_id)
     return found[0] if found else None
 
 
 def latest_attempt(connection: Connection, rollout_id: str) -> Attempt | None:
     validation.check_text(rollout_id, "rollout_id")
-    found = _attempts(connection, f"WHERE r.rollout_id = ? {_LATEST}", rollout_id)
+    found = _attempts(connection, f"r.rollout_id = ? {_LATEST}", rollout_id)
     if not found:
-        _position_of(connection, rollout_id)
+        _check_rollout(connection, rollout_id)
     return found[0] if found else None
 
 
 def latest_attempts(connection: Connection, rollout_ids: Sequence[str]) -> list[Attempt]:
     validation.check_texts(rollout_ids, "rollout_ids")
-    return _attempts(connection, f"WHERE r.rollout_id = ANY (?) {_LATEST}", list(rollout_ids))
+    return _attempts(connection, f"r.rollout_id = ANY (?) {_LATEST}", list(rollout_ids))
 
 
 # -- resources -------------------------------------------------------------------------------------------------------
 
-_RESOURCES: Final = f"SELECT {select('s', RESOURCES)} FROM resources s "
+_RESOURCES: Final = Listing(
+    "resources",
+    f"SELECT {select('s', RESOURCES)}, s.key FROM resources s",
+    "s.key",
+    "s.resources_id",
+    {"resources_id": "s.resources_id", "resources_id_contains": "s.resources_id"},
+    {"update_time": "coalesce(s.update_time, s.create_time)"},
+)
 
 
 def find_resources(connection: Connection, resources_id: str) -> Any:
     """The columns RESOURCES; None for an unknown id."""
-    rows = connection.all(f"{_RESOURCES}WHERE s.resources_id = ?", resources_id)
-    return rows[0] if rows else None
+    rows = connection.all(f"{_RESOURCES.source} WHERE s.resources_id = ?", resources_id)
+    return rows[0][:-1] if rows else None
 
 
 def resources(connection: Connection, resources_id: str) -> ResourcesUpdate | None:
@@ -328,89 +332,52 @@ def resources(connection: Connection, resources_id: str) -> ResourcesUpdate | No
 
 
 def latest_resources(connection: Connection) -> ResourcesUpdate | None:
-    rows = connection.all(f"{_RESOURCES}ORDER BY s.version DESC LIMIT 1")
-    return mapping.to_resources(rows[0]) if rows else None
+    rows = connection.all(f"{_RESOURCES.source} ORDER BY s.version DESC LIMIT 1")
+    return mapping.to_resources(rows[0][:-1]) if rows else None
 
 
-def resources_page(
-    connection: Connection,
-    *,
-    resources_id: str | None = None,
-    resources_id_contains: str | None = None,
-    sort_by: str | None = None,
-    sort_order: SortOrder = "asc",
-    after: str | None = None,
-    limit: int = -1,
-    offset: int = 0,
-) -> list[ResourcesUpdate]:
+def resources_page(connection: Connection, *, limit: int = -1, offset: int = 0, **given: Any) -> list[ResourcesUpdate]:
     """Those that cannot be read are left out and named in the log."""
-    filters = Filters().equals("s.resources_id", "resources_id", resources_id)
-    filters.contains("s.resources_id", "resources_id_contains", resources_id_contains)
-    limit, offset = validation.check_cursor(after, limit, offset)
-    order = Order.of("resources", sort_by, sort_order, after)
-    key = _key_after(connection, "resources", "resources_id", after)
-    column = None if order.field is None else f"s.{order.field}"
-    if order.field == "update_time":
-        column = "coalesce(s.update_time, s.create_time)"
-    sql = f"{_RESOURCES}{filters.where('s.key > ?')} {order.sql('s.key', column)} LIMIT ? OFFSET ?"
-    found, read, wanted = list[ResourcesUpdate](), 0, min(limit + offset, validation.NO_LIMIT)
-    while len(found) < wanted and (rows := connection.all(sql, *filters.values, key, wanted - len(found), read)):
+    end = sum(validation.check_page(limit, offset))
+    found, read = list[ResourcesUpdate](), 0
+    while len(found) < end and (rows := _page(connection, _RESOURCES, limit=end - len(found), offset=read, **given)):
         read += len(rows)
         for row in rows:
             try:
-                found.append(mapping.to_resources(row))
+                found.append(mapping.to_resources(row[:-1]))
             except StoreError as error:
                 mapping.report(f"a list leaves out what cannot be read: {error}")
     return found[offset:]
 
 
-def _key_after(connection: Connection, table: str, column: str, after: str | None) -> int:
-    """The key of the row to continue after; -1 for the start."""
-    if after is None:
-        return -1
-    rows = connection.all(f"SELECT key FROM {table} WHERE {column} = ?", after)
-    if not rows:
-        raise NotFoundError(f"no {table.removesuffix('s') if table == 'workers' else table} {after!r} in this store "
-                            "to continue after")  # fmt: skip
-    return rows[0][0]
-
-
 # -- workers and queues ----------------------------------------------------------------------------------------------
 
-_STATUS: Final = (
-    f"CASE WHEN w.lost <> 0 THEN 'lost' WHEN EXISTS (SELECT 1 FROM attempts WHERE {IS_OPEN} "
-    "AND worker_id = w.worker_id AND superseded = 0) THEN 'busy' ELSE 'idle' END"
+_OPEN_OF: Final = f"FROM attempts a WHERE a.{IS_OPEN} AND a.worker_id = w.worker_id AND a.superseded = 0"
+_STATUS: Final = f"CASE WHEN w.lost <> 0 THEN 'lost' WHEN EXISTS (SELECT 1 {_OPEN_OF}) THEN 'busy' ELSE 'idle' END"
+_NEWEST: Final = f"{_OPEN_OF} ORDER BY a.key DESC LIMIT 1"
+_WORKERS: Final = Listing(
+    "workers",
+    f"SELECT {select('w', WORKER)}, w.key FROM workers w",
+    "w.key",
+    "w.worker_id",
+    {"status_in": _STATUS, "worker_id_contains": "w.worker_id"},
+    {
+        "status": _STATUS,
+        "current_attempt_id": f"(SELECT a.attempt_id {_NEWEST})",
+        "current_rollout_id": f"(SELECT (SELECT rollout_id FROM rollouts WHERE key = a.rollout_key) {_NEWEST})",
+        "open_attempts": f"(SELECT count(*) {_OPEN_OF})",
+    },
 )
-_WORKERS: Final = f"SELECT {select('w', WORKER)} FROM workers w "
 
 
 def worker(connection: Connection, worker_id: str) -> Worker | None:
     validation.check_text(worker_id, "worker_id")
-    found = _with_open_attempts(connection, connection.all(f"{_WORKERS}WHERE w.worker_id = ?", worker_id))
-    return found[0] if found else None
+    rows = connection.all(f"{_WORKERS.source} WHERE w.worker_id = ?", worker_id)
+    return _with_open_attempts(connection, rows)[0] if rows else None
 
 
-def workers(
-    connection: Connection,
-    *,
-    status_in: Sequence[str] | None = None,
-    worker_id_contains: str | None = None,
-    filter_logic: FilterLogic = "and",
-    sort_by: str | None = None,
-    sort_order: SortOrder = "asc",
-    after: str | None = None,
-    limit: int = -1,
-    offset: int = 0,
-) -> list[Worker]:
-    limit, offset = validation.check_cursor(after, limit, offset)
-    order = Order.of("workers", sort_by, sort_order, after)
-    filters = Filters(filter_logic).among(_STATUS, "status_in", status_in)
-    filters.contains("w.worker_id", "worker_id_contains", worker_id_contains)
-    key = _key_after(connection, "workers", "worker_id", after)
-    page = (limit, offset) if order.natural else (validation.NO_LIMIT, 0)
-    sql = f"{_WORKERS}{filters.where('w.key > ?')} ORDER BY w.key LIMIT ? OFFSET ?"
-    found = _with_open_attempts(connection, connection.all(sql, *filters.values, key, *page))
-    return found if order.natural else order.page(found, limit, offset)
+def workers(connection: Connection, **given: Any) -> list[Worker]:
+    return _with_open_attempts(connection, _page(connection, _WORKERS, **given))
 
 
 def _with_open_attempts(connection: Connection, rows: list[Any]) -> list[Worker]:
@@ -418,7 +385,7 @@ def _with_open_attempts(connection: Connection, rows: list[Any]) -> list[Worker]
     found = connection.all(OPEN_ATTEMPTS, ids) if ids else []
     newest = {worker_id: (rollout_id, attempt_id) for worker_id, rollout_id, attempt_id in found}
     counts = Counter(worker_id for worker_id, _, _ in found)
-    return [mapping.to_worker(WorkerColumns(*row), newest.get(row[0]), counts[row[0]]) for row in rows]
+    return [mapping.to_worker(WorkerColumns(*row[:-1]), newest.get(row[0]), counts[row[0]]) for row in rows]
 
 
 def queues(connection: Connection) -> list[Queue]:

@@ -1,4 +1,5 @@
-"""Rollouts: the state machine by which they and their attempts change, and the commands that queue and claim them.
+"""Rollouts: the state machine by which they and their attempts change, the commands that queue and claim them, and the
+heartbeats and deadlines of attempts and workers.
 
 The tables of legal transitions are those of rollouts.py in the package. An attempt is *current* while it is the latest
 one, is not superseded (by a cancel or a requeue) and its rollout has not finished. Only a current attempt changes its
@@ -7,19 +8,22 @@ rollout. Status changes here and nowhere else.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from msgspec import structs
 
-from agentlightning.errors import ConflictError, StoreError
+from agentlightning.errors import ConfigError, ConflictError, StoreError
 from agentlightning.rollouts import (
     ATTEMPT_TRANSITIONS,
     FINISHED,
     ROLLOUT_TRANSITIONS,
     WAITING,
+    Attempt,
     AttemptedRollout,
     Rollout,
     is_private_queue,
@@ -30,9 +34,13 @@ from agentlightning.store.sql import mapping
 from agentlightning.store.sql.schema import OPEN, AttemptRow, RolloutRow, WorkerRow
 from agentlightning.store.sql.tx import LOAD_BY_KEY, Tx
 from agentlightning.store.sql.waiting import WAIT, Command, QueueNames, Waiters, given
-from agentlightning.store.types import Unset
+from agentlightning.store.types import Unset, Worker
 
 logger = logging.getLogger(__name__)
+
+FAILURES: Final = frozenset({"failed", "timeout", "unresponsive"})
+EXPIRY_BATCH: Final = 200
+"""Attempts ended in one transaction at most; the rest follow at the next tick."""
 
 # -- attempts --------------------------------------------------------------------------------------------------------
 
@@ -78,8 +86,6 @@ def _set_status(tx: Tx, attempt: AttemptRow, status: str, keep_timeout: bool) ->
     keep_timeout = keep_timeout and (is_open or status == "unresponsive")
     timeout_at, end_time = attempt.timeout_at if keep_timeout else None, None if is_open else tx.wall
     tx.set(attempt, status=status, silent_at=silent_at, timeout_at=timeout_at, end_time=end_time)
-    if attempt.worker_id is not None:
-        tx.track(attempt)
 
 
 def _rollout_status(attempt: AttemptRow, status: str) -> str:
@@ -110,7 +116,6 @@ def _fence(tx: Tx, rollout: RolloutRow) -> None:
     latest = rollout.latest
     if latest is not None and not latest.superseded:
         tx.set(latest, superseded=1, timeout_at=None, silent_at=None)
-        tx.track(latest)
 
 
 # -- status of rollouts ----------------------------------------------------------------------------------------------
@@ -292,6 +297,13 @@ def start_attempt(tx: Tx, rollout_id: str, worker_id: str | None, claim_id: str 
 # -- claims ----------------------------------------------------------------------------------------------------------
 
 
+def check_claimer(worker_id: str | None, claim_id: str | None) -> None:
+    if worker_id is not None:
+        validation.check_text(worker_id, "worker_id")
+    if claim_id is not None:
+        validation.check_text(claim_id, "claim_id")
+
+
 def claim(tx: Tx, rollout: RolloutRow, worker_id: str | None, attempt_id: str | None = None) -> AttemptedRollout:
     """Start the next attempt of a rollout."""
     allowed = ROLLOUT_TRANSITIONS[rollout.status]
@@ -367,6 +379,10 @@ class ClaimRollouts(Command):
     def __init__(
         self, name: str, limit: int, worker_id: str | None, queues: Sequence[str] | None, claim_id: str | None
     ) -> None:
+        check_claimer(worker_id, claim_id)
+        validation.check_texts(queues, "queues")
+        if limit < 0:
+            raise ConfigError(f"limit={limit} is negative; use 0 or more")
         super().__init__(name, self._repeat)
         self.workers, self.attempts = given(worker_id), given(first_of_claim(claim_id))
         self.queues: QueueNames = None if queues is None else tuple(dict.fromkeys(queues))
@@ -503,3 +519,160 @@ NEXT_WAITING: Final = (
     "ORDER BY w.priority DESC, w.key LIMIT ?{})"
 )
 """The next rollouts of the queue `q`."""
+
+
+# -- heartbeats and updates of attempts ------------------------------------------------------------------------------
+
+
+def beat(tx: Tx, attempt: AttemptRow, time: float, **changes: Any) -> None:
+    """Record a heartbeat, with other changes. A current attempt that was preparing or unresponsive is running."""
+    if attempt.status in ("preparing", "unresponsive") and is_current(attempt):
+        set_attempt_status(tx, attempt, "running")
+    if attempt.silence is not None and attempt.status in OPEN:
+        changes["silent_at"] = tx.steady + attempt.silence
+    tx.set(attempt, last_heartbeat_time=time, **changes)
+
+
+def update_attempt(
+    tx: Tx,
+    rollout_id: str,
+    attempt_id: str,
+    status: str | None = None,
+    worker_id: str | None = None,
+    last_heartbeat_time: float | None = None,
+    metadata: dict[str, Any] | None = None,
+) -> Attempt:
+    """Change what is given of a current attempt; any other is returned unchanged."""
+    row = tx.attempt(rollout_id, attempt_id)
+    if row.superseded or (row.status == "unresponsive" and not is_current(row)):
+        attempt = mapping.to_attempt(row, rollout_id)
+        return replace(attempt, metadata={**attempt.metadata, "superseded": True})
+    failed = status in FAILURES and status != row.status
+    worker = worker_of(tx, row) if failed else None
+    if worker_id is not None:
+        worker = tx.worker(worker_id)
+    if last_heartbeat_time is not None:
+        beat(tx, row, last_heartbeat_time)
+    if status is not None:
+        set_attempt_status(tx, row, status)
+    if metadata is not None:
+        merged = metadata if row.metadata == "{}" else {**mapping.metadata_of(row), **metadata}
+        tx.set(row, metadata=validation.to_json(merged, "metadata"))
+    if worker_id is not None:
+        tx.set(row, worker_id=worker_id)
+        if worker is not None:
+            beat_worker(tx, worker)
+    if failed:
+        record_failure(tx, worker, row)
+    return mapping.to_attempt(row, rollout_id)
+
+
+def worker_of(tx: Tx, attempt: AttemptRow) -> WorkerRow | None:
+    """The worker that runs an attempt."""
+    return None if attempt.worker_id is None else tx.worker(attempt.worker_id)
+
+
+def record_failure(tx: Tx, worker: WorkerRow | None, attempt: AttemptRow) -> None:
+    """Set the last error of a worker to that of an attempt."""
+    if worker is None:
+        return
+    error = mapping.metadata_of(attempt).get("error")
+    details = error if isinstance(error, dict) else {}
+    last_error = {
+        "rollout_id": attempt.rollout.rollout_id,
+        "attempt_id": attempt.attempt_id,
+        "type": details.get("type", attempt.status),
+        "message": details.get("message", f"the attempt became {attempt.status}"),
+        "time": tx.wall,
+    }
+    tx.set(worker, last_error=validation.to_json(last_error, "last_error"))
+
+
+def update_worker(tx: Tx, worker_id: str, stats: str | None, lease_seconds: float | None) -> Worker:
+    """The heartbeat of a worker, which keeps its open attempts alive. stats is JSON."""
+    worker = tx.worker(worker_id)
+    given = {"stats": stats, "lease_seconds": lease_seconds}
+    beat_worker(tx, worker, **{name: value for name, value in given.items() if value is not None})
+    attempts = _open_attempts(tx, worker)
+    for attempt in attempts:
+        silent_at = attempt.silent_at if attempt.silence is None else tx.steady + attempt.silence
+        tx.set(attempt, last_heartbeat_time=tx.wall, silent_at=silent_at)
+    current = (attempts[-1].rollout.rollout_id, attempts[-1].attempt_id) if attempts else None
+    return mapping.to_worker(worker, current, len(attempts))
+
+
+def _open_attempts(tx: Tx, worker: WorkerRow) -> list[AttemptRow]:
+    """Those of a worker that are open still, the newest last."""
+    tx.load_open_attempts([worker.worker_id])
+    ids = tx.open_attempts[worker.worker_id]
+    tx.load(rollout_id for rollout_id, _ in ids)
+    rollouts = [(attempt_id, tx.rollouts[rollout_id]) for rollout_id, attempt_id in ids]
+    found = [None if rollout is None else rollout.attempts.get(attempt_id) for attempt_id, rollout in rollouts]
+    return [row for row in found if row is not None and row.status in OPEN and not row.superseded]
+
+
+# -- deadlines -------------------------------------------------------------------------------------------------------
+
+_DUE: Final = (
+    "SELECT a.attempt_id, r.rollout_id FROM attempts a JOIN rollouts r ON r.key = a.rollout_key "
+    "WHERE a.{0} IS NOT NULL AND a.{0} <= ? ORDER BY a.{0} LIMIT ?"
+)
+_LOST: Final = "SELECT worker_id FROM workers WHERE lost_at IS NOT NULL AND lost_at <= ? ORDER BY lost_at LIMIT ?"
+_NEXT: Final = (
+    "SELECT (SELECT min(timeout_at) FROM attempts WHERE timeout_at IS NOT NULL), "
+    "(SELECT min(silent_at) FROM attempts WHERE silent_at IS NOT NULL), "
+    "(SELECT min(lost_at) FROM workers WHERE lost_at IS NOT NULL)"
+)
+
+
+def expire(tx: Tx) -> float | None:
+    """End attempts that timed out, fell silent, or whose worker lost its lease. Returns the next deadline on the steady
+    clock."""
+    now = tx.steady
+    for attempt in _due(tx, "timeout_at"):
+        if attempt.timeout_at is not None and attempt.timeout_at <= now:
+            _end(tx, attempt, "timeout", failure("Timeout", f"did not end {_within_limit(attempt)}"))
+    for attempt in _due(tx, "silent_at"):
+        if attempt.silent_at is not None and attempt.silent_at <= now:
+            message = f"gave no sign of life for {attempt.silence or 0:g} s"
+            _end(tx, attempt, "unresponsive", failure("Unresponsive", message))
+    names = [name for (name,) in tx.all(_LOST, now, EXPIRY_BATCH)]
+    tx.load_workers(names)
+    tx.load_open_attempts(names)
+    for worker in map(tx.worker, names):
+        if worker.lost_at is not None and worker.lost_at <= now:
+            tx.set(worker, lost_at=None, lost=1)
+            message = f"its worker {worker.worker_id!r} gave no sign of life for {worker.lease_seconds or 0:g} s"
+            for attempt in _open_attempts(tx, worker):
+                _end(tx, attempt, "unresponsive", failure("WorkerLost", message))
+    (deadlines,) = tx.all(_NEXT)
+    return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+
+def _due(tx: Tx, column: str) -> list[AttemptRow]:
+    ids = tx.all(_DUE.format(column), tx.steady, EXPIRY_BATCH)
+    tx.load(rollout_id for _, rollout_id in ids)
+    found = [tx.rollout(rollout_id).attempts.get(attempt_id) for attempt_id, rollout_id in ids]
+    attempts = [attempt for attempt in found if attempt is not None]
+    tx.load_workers(attempt.worker_id for attempt in attempts if attempt.worker_id is not None)
+    return attempts
+
+
+def _within_limit(attempt: AttemptRow) -> str:
+    with contextlib.suppress(StoreError):
+        limit = mapping.config_of(attempt.rollout).timeout_seconds
+        if limit is not None:
+            return f"within {limit:g} s"
+    return "in its time"
+
+
+def _end(tx: Tx, attempt: AttemptRow, status: str, error: dict[str, str]) -> None:
+    """End one attempt. One that is damaged is set aside with its rollout, so that it holds up no other."""
+    worker = worker_of(tx, attempt)
+    try:
+        set_attempt_status(tx, attempt, status, error)
+        record_failure(tx, worker, attempt)
+    except StoreError as refusal:  # before anything was changed
+        tx.set(attempt, timeout_at=None, silent_at=None)
+        if is_current(attempt):
+            set_aside(tx, attempt.rollout, refusal)

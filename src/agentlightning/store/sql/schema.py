@@ -110,12 +110,10 @@ class WorkerColumns(Struct, eq=False):
 
 
 class WorkerRow(WorkerColumns, eq=False, kw_only=True):
-    """A worker with its open attempts."""
+    """A worker."""
 
     table: ClassVar[str] = "workers"
     stored: bool = True
-    open_attempts: dict[str, str] = field(default_factory=dict[str, str])
-    """The rollout id by attempt id, the newest attempt last."""
 
 
 Row = RolloutRow | AttemptRow | WorkerRow

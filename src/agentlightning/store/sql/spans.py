@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, Final
 
@@ -15,13 +15,13 @@ from msgspec import Struct
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.span import DAMAGED, SUPERSEDED, Span
 from agentlightning.store import validation
-from agentlightning.store.sql import attempts, mapping, pack
+from agentlightning.store.sql import mapping, pack
 from agentlightning.store.sql.pack import SpanPack
 from agentlightning.store.sql.prompts import PromptCache, PromptReader, place_of
 from agentlightning.store.sql.queries import Order, attempts_of, check_logic
+from agentlightning.store.sql.rollouts import beat
 from agentlightning.store.sql.schema import MAX_PACK, PACK, AttemptColumns, AttemptRow, select
 from agentlightning.store.sql.tx import Connection, Tx
-from agentlightning.store.sql.waiting import check_known
 from agentlightning.store.types import FilterLogic, SortOrder
 
 # -- the spans of one call -------------------------------------------------------------------------------------------
@@ -201,10 +201,10 @@ class SpanWriter:
             before = attempt.spans
             last_span = max(attempt.last_span, max(sequence_ids))
             size += attempt.bytes
-            attempts.beat(tx, attempt, tx.wall, spans=before + count, bytes=size, last_span=last_span)
+            beat(tx, attempt, tx.wall, spans=before + count, bytes=size, last_span=last_span)
             self._ids.add(attempt, before, new.span_ids, group.named)
         else:
-            attempts.beat(tx, attempt, tx.wall)
+            beat(tx, attempt, tx.wall)
         return SpanWriteResult(attempt.attempt_id, sequence_ids, bool(superseded), existing)
 
     def _repeated(self, tx: Tx, group: AttemptSpans, attempt: AttemptRow) -> dict[int, str]:
@@ -300,9 +300,6 @@ _PACKS_OF: Final = (
     f"SELECT {_COLUMNS} FROM span_packs p WHERE p.attempt_key = ? AND p.first_sequence >= ? "
     "ORDER BY p.first_sequence, p.key LIMIT ? OFFSET ?"
 )
-_PACKS_AMONG: Final = (
-    f"SELECT {_COLUMNS} FROM span_packs p WHERE p.attempt_key = ANY (?) ORDER BY p.attempt_key, p.first_sequence, p.key"
-)
 _FIRST_AROUND: Final = (
     "SELECT min(first_sequence) FROM span_packs WHERE attempt_key = ? AND first_sequence > ? "
     "AND first_sequence + count > ? AND first_sequence <= ?"
@@ -311,10 +308,6 @@ _FIRST_AROUND: Final = (
 _NEWEST: Final = (
     f"SELECT {_COLUMNS}, r.rollout_id, a.attempt_id FROM span_packs p JOIN attempts a ON a.key = p.attempt_key "
     "JOIN rollouts r ON r.key = a.rollout_key WHERE p.key < ? ORDER BY p.key DESC LIMIT ?"
-)
-_LATEST_AMONG: Final = (
-    "SELECT r.rollout_id, a.key, a.attempt_id FROM rollouts r JOIN attempts a ON a.rollout_key = r.key "
-    "WHERE r.rollout_id = ANY (?) AND a.sequence_id = r.attempt_count"
 )
 
 
@@ -383,37 +376,8 @@ def _contains(name: str, part: str) -> Callable[[Span], bool]:
     return lambda span: part in (field_of(span) or "")
 
 
-@dataclass(frozen=True, slots=True)
-class _Page:
-    """Which of the spans that follow a position are wanted."""
-
-    tests: Sequence[Callable[[Span], bool]]
-    any_of: bool
-    """Whether one of the tests is enough."""
-    order: Order
-    limit: int
-    offset: int
-
-    def of(self, spans: Iterable[Span]) -> list[Span]:
-        tests, enough = self.tests, any if self.any_of else all
-        if not self.order.natural:
-            matching = [span for span in spans if not tests or enough(test(span) for test in tests)]
-            return self.order.page(matching, self.limit, self.offset)
-        skip, found = self.offset, list[Span]()
-        if self.limit == -1 and not skip and not tests:
-            return list(spans)
-        if self.limit == 0:
-            return found
-        for span in spans:
-            if tests and not enough(test(span) for test in tests):
-                continue
-            if skip:
-                skip -= 1
-                continue
-            found.append(span)
-            if len(found) == self.limit:
-                break
-        return found
+_FIELDS: Final = frozenset({"name", "trace_id", "span_id", "parent_id"})
+"""Fields that a filter names, alone or with `_contains`."""
 
 
 def query(
@@ -421,14 +385,6 @@ def query(
     rollout_id: str,
     attempt_id: str | None = None,
     *,
-    name: str | None = None,
-    name_contains: str | None = None,
-    trace_id: str | None = None,
-    trace_id_contains: str | None = None,
-    span_id: str | None = None,
-    span_id_contains: str | None = None,
-    parent_id: str | None = None,
-    parent_id_contains: str | None = None,
     filter_logic: FilterLogic = "and",
     sort_by: str | None = None,
     sort_order: SortOrder = "asc",
@@ -436,23 +392,29 @@ def query(
     limit: int = -1,
     offset: int = 0,
     tokens: bool = True,
+    **filters: str | None,
 ) -> list[Span]:
     """Spans from the database, with few queries and memory bounded by the result."""
     validation.check_cursor(after, limit, offset)
-    exact = {"name": name, "trace_id": trace_id, "span_id": span_id, "parent_id": parent_id}
-    tests = [_has(field, value) for field, value in exact.items() if value is not None]
-    parts = (name_contains, trace_id_contains, span_id_contains, parent_id_contains)
-    tests += [_contains(field, part) for field, part in zip(exact, parts, strict=True) if part is not None]
-    page = _Page(tests, check_logic(filter_logic), Order.of("spans", sort_by, sort_order, after), limit, offset)
+    tests: list[Callable[[Span], bool]] = []
+    for name, value in filters.items():
+        field = name.removesuffix("_contains")
+        if field not in _FIELDS:
+            raise TypeError(f"unexpected argument: {name}")
+        if value is not None:
+            tests.append(_has(field, value) if field == name else _contains(field, value))
+    enough = any if check_logic(filter_logic) else all
+    order = Order.of("spans", sort_by, sort_order, after)
     rows, start = attempts_of(connection, rollout_id, attempt_id), None
     if after is not None:
         rows, start = _find(connection, rows, rollout_id, after)
     starts = [start, *[None] * len(rows)]
-    return page.of(
-        span
-        for row, position in zip(rows, starts, strict=False)
-        for span in _stream(connection, rollout_id, row, position, tokens)
+    spans = chain.from_iterable(
+        _stream(connection, rollout_id, row, position, tokens) for row, position in zip(rows, starts, strict=False)
     )
+    matching = filter(lambda span: enough(test(span) for test in tests), spans) if tests else spans
+    ordered = matching if order.natural else order.sort(matching)
+    return list(islice(ordered, offset, None if limit < 0 else offset + limit))
 
 
 Position = tuple[int, int, int]
@@ -544,30 +506,3 @@ def newest(connection: Connection, limit: int = 100) -> list[Span]:
             break
         key = rows[-1][0]
     return found[:limit]
-
-
-def latest(connection: Connection, rollout_ids: list[str], tokens: bool = True) -> dict[str, list[Span]]:
-    """The spans of the latest attempt of each rollout, by rollout."""
-    spans: dict[str, list[Span]] = {rollout_id: [] for rollout_id in rollout_ids}
-    owners = {
-        key: (rollout_id, attempt_id) for rollout_id, key, attempt_id in connection.all(_LATEST_AMONG, list(spans))
-    }
-    by_attempt: dict[int, list[Any]] = {}
-    for row in connection.all(_PACKS_AMONG, list(owners)):
-        by_attempt.setdefault(row[1], []).append(row)
-    reader = PromptReader(connection)
-    if tokens and by_attempt:
-        reader.load(list(by_attempt))
-    for key, rows in by_attempt.items():
-        rollout_id, attempt_id = owners[key]
-        positions = [
-            ((span.sequence_id, row[0], index), span)
-            for row, found in zip(rows, _unpack(reader, rows, rollout_id, attempt_id, tokens), strict=True)
-            for index, span in enumerate(found)
-        ]
-        positions.sort(key=lambda each: each[0])
-        spans[rollout_id] = [span for _, span in positions]
-    missing = [rollout_id for rollout_id, found in spans.items() if not found]
-    if missing:
-        check_known(connection, missing)
-    return spans

@@ -278,7 +278,7 @@ def _connect(path: Path | None, create: bool = False) -> sqlite3.Connection:
         timeout=BUSY_SECONDS,
         isolation_level=None,
         check_same_thread=False,
-        cached_statements=256,
+        cached_statements=512,
     )
     try:
         connection.execute("PRAGMA synchronous = FULL")

@@ -7,6 +7,7 @@ spans packed, in the caller's event loop. What only reads is a function of a con
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
 import threading
@@ -23,11 +24,8 @@ from agentlightning.rollouts import (
     ATTEMPT_TRANSITIONS,
     Attempt,
     AttemptedRollout,
-    AttemptStatus,
     EnqueueRolloutRequest,
     Rollout,
-    RolloutConfig,
-    RolloutMode,
     RolloutStatus,
 )
 from agentlightning.span import Span
@@ -36,12 +34,11 @@ from agentlightning.store.base import LightningStoreBase, implement, store_url
 from agentlightning.store.clock import Clock
 from agentlightning.store.ids import first_of_claim, new_id
 from agentlightning.store.sql import admin, mapping, queries
-from agentlightning.store.sql import attempts as attempt_commands
 from agentlightning.store.sql import rollouts as rollout_commands
 from agentlightning.store.sql import spans as span_commands
 from agentlightning.store.sql.admin import DELETE_BATCH, Excess, RolloutSize
 from agentlightning.store.sql.committer import CommandObserver, Committer, DatabaseThread
-from agentlightning.store.sql.rollouts import ClaimRollouts
+from agentlightning.store.sql.rollouts import ClaimRollouts, check_claimer
 from agentlightning.store.sql.spans import SpanWriteResult, group_by_attempt
 from agentlightning.store.sql.sqlite import SqliteDatabase, locate
 from agentlightning.store.sql.tx import Connection, Database, Tx
@@ -60,8 +57,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ITER_BATCH: Final = 32
-"""Rollouts whose spans `iter_spans` reads at once."""
 _LARGE: Final = 256 * 1024
 """Characters and tokens of spans that are packed in a thread."""
 
@@ -166,63 +161,16 @@ class SqlStore(LightningStoreBase):
 
     # -- rollouts: the queue ---------------------------------------------------------------------------------------
 
-    async def start_rollout(
-        self,
-        input: Any,
-        mode: RolloutMode | None = None,
-        resources_id: str | None = None,
-        config: RolloutConfig | None = None,
-        metadata: dict[str, Any] | None = None,
-        worker_id: str | None = None,
-        rollout_id: str | None = None,
-        *,
-        queue: str | None = None,
-        claim_id: str | None = None,
-    ) -> AttemptedRollout:
-        _check_claimer(worker_id, claim_id)
-        request = EnqueueRolloutRequest(input, mode, resources_id, config, metadata, rollout_id, queue)
-        new = mapping.new_rollout(request, self.clock.wall())
-        has_id = rollout_id is not None
-        command = Command(
-            "start_rollout",
-            lambda tx: rollout_commands.start(tx, new, has_id, worker_id, claim_id),
-            given(rollout_id),
-            given(worker_id),
-            given(first_of_claim(claim_id)),
-            new_rollouts=1,
-        )
-        return await self.write(command)
-
-    async def enqueue_rollout(
-        self,
-        input: Any,
-        mode: RolloutMode | None = None,
-        resources_id: str | None = None,
-        config: RolloutConfig | None = None,
-        metadata: dict[str, Any] | None = None,
-        rollout_id: str | None = None,
-        *,
-        queue: str | None = None,
-        priority: int = 0,
-    ) -> Rollout:
-        request = EnqueueRolloutRequest(input, mode, resources_id, config, metadata, rollout_id, queue, priority)
-        new = mapping.new_rollout(request, self.clock.wall())
-        return await self._enqueue("enqueue_rollout", (new,), given(rollout_id), itemgetter(0))
-
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> list[Rollout]:
-        now = self.clock.wall()
-        new = [mapping.new_rollout(request, now) for request in rollouts]
-        with_id = given(*[request.rollout_id for request in rollouts])
-        return await self._enqueue("enqueue_many_rollouts", new, with_id) if new else []
+        return await self.enqueue("enqueue_many_rollouts", rollouts) if rollouts else []
 
-    async def _enqueue(
-        self,
-        name: str,
-        new: Sequence[rollout_commands.New],
-        with_id: Sequence[str],
-        convert: Callable[[Any], Any] | None = None,
+    async def enqueue(
+        self, name: str, requests: Sequence[EnqueueRolloutRequest], convert: Callable[[Any], Any] | None = None
     ) -> Any:
-        ids = frozenset(with_id)
+        """Queue rollouts by the command `name`."""
+        now = self.clock.wall()
+        new = [mapping.new_rollout(request, now) for request in requests]
+        ids = frozenset(given(*[request.rollout_id for request in requests]))
         command = Command(name, lambda tx: rollout_commands.enqueue(tx, new, ids), ids, new_rollouts=len(new))
         return await self.write(command, convert)
 
@@ -234,8 +182,6 @@ class SqlStore(LightningStoreBase):
         queues: Sequence[str] | None = None,
         claim_id: str | None = None,
     ) -> AttemptedRollout | None:
-        _check_claimer(worker_id, claim_id)
-        validation.check_texts(queues, "queues")
         command = ClaimRollouts("dequeue_rollout", 1, worker_id, queues, claim_id)
         claimed = await self.write_and_wait(command, timeout or 0.0)
         return claimed[0] if claimed else None
@@ -249,20 +195,14 @@ class SqlStore(LightningStoreBase):
         queues: Sequence[str] | None = None,
         claim_id: str | None = None,
     ) -> list[AttemptedRollout]:
-        if limit < 0:
-            raise ConfigError(f"limit={limit} is negative; use 0 or more")
-        if limit == 0:
-            return []
-        _check_claimer(worker_id, claim_id)
-        validation.check_texts(queues, "queues")
         command = ClaimRollouts("dequeue_many_rollouts", limit, worker_id, queues, claim_id)
-        return await self.write_and_wait(command, timeout or 0.0)
+        return await self.write_and_wait(command, timeout or 0.0) if limit else []
 
     async def start_attempt(
         self, rollout_id: str, worker_id: str | None = None, *, claim_id: str | None = None
     ) -> AttemptedRollout:
         validation.check_text(rollout_id, "rollout_id")
-        _check_claimer(worker_id, claim_id)
+        check_claimer(worker_id, claim_id)
 
         command = Command(
             "start_attempt",
@@ -286,34 +226,6 @@ class SqlStore(LightningStoreBase):
 
     # -- rollouts: queries and changes ----------------------------------------------------------------------------
 
-    async def update_rollout(
-        self,
-        rollout_id: str,
-        *,
-        input: Any | Unset = UNSET,
-        mode: RolloutMode | Unset | None = UNSET,
-        resources_id: str | Unset | None = UNSET,
-        status: RolloutStatus | Unset = UNSET,
-        config: RolloutConfig | Unset = UNSET,
-        metadata: dict[str, Any] | Unset = UNSET,
-    ) -> Rollout:
-        validation.check_text(rollout_id, "rollout_id")
-        for name, value in (("mode", mode), ("resources_id", resources_id)):
-            if not isinstance(value, Unset) and value is not None:
-                validation.check_text(value, name)
-        new: dict[str, Any] = {
-            "input": input if isinstance(input, Unset) else validation.to_json(input, "input"),
-            "mode": mode,
-            "resources_id": resources_id,
-            "config": config if isinstance(config, Unset) else mapping.config_text(config),
-            "metadata": metadata if isinstance(metadata, Unset) else validation.dict_to_json(metadata, "metadata"),
-        }
-        changes = {name: value for name, value in new.items() if not isinstance(value, Unset)}
-
-        return await self.do(
-            "update_rollout", lambda tx: rollout_commands.update(tx, rollout_id, changes, status), rollout_id
-        )
-
     async def wait_for_rollouts(
         self, *, rollout_ids: Sequence[str], timeout: float | None = None, minimum: int | None = None
     ) -> list[Rollout]:
@@ -322,37 +234,6 @@ class SqlStore(LightningStoreBase):
         if not command.over(rows) and (timeout is None or timeout > 0):
             rows = await self.write_and_wait(command, timeout)
         return [mapping.to_rollout(row) for row in rows]
-
-    # -- attempts --------------------------------------------------------------------------------------------------
-
-    async def update_attempt(
-        self,
-        rollout_id: str,
-        attempt_id: str,
-        *,
-        status: AttemptStatus | Unset = UNSET,
-        worker_id: str | Unset = UNSET,
-        last_heartbeat_time: float | Unset = UNSET,
-        metadata: dict[str, Any] | Unset = UNSET,
-    ) -> Attempt:
-        validation.check_text(rollout_id, "rollout_id")
-        validation.check_text(attempt_id, "attempt_id")
-        if status is not UNSET:
-            validation.check_status(status, ATTEMPT_TRANSITIONS)
-        if worker_id is not UNSET:
-            validation.check_text(worker_id, "worker_id")
-        if last_heartbeat_time is not UNSET:
-            validation.check_time(last_heartbeat_time, "last_heartbeat_time")
-        if metadata is not UNSET:
-            validation.dict_to_json(metadata, "metadata")
-        return await self.do(
-            "update_attempt",
-            lambda tx: attempt_commands.update(
-                tx, rollout_id, attempt_id, status, worker_id, last_heartbeat_time, metadata
-            ),
-            rollout_id,
-            worker=worker_id if isinstance(worker_id, str) else None,
-        )
 
     # -- spans -----------------------------------------------------------------------------------------------------
 
@@ -379,32 +260,21 @@ class SqlStore(LightningStoreBase):
         return await self.write(Command(name, lambda tx: self.writer.spans.add(tx, groups), ids), convert)
 
     async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
-        _check_pair((rollout_id, attempt_id))
-        return await self.do(
-            "get_next_span_sequence_id",
-            lambda tx: span_commands.reserve_sequence_ids(tx, [(rollout_id, attempt_id)])[0],
-            rollout_id,
-        )
+        return await self._reserve("get_next_span_sequence_id", [(rollout_id, attempt_id)], itemgetter(0))
 
     async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> list[int]:
-        pairs = list(rollout_attempt_ids)
-        for pair in pairs:
-            _check_pair(pair)
-        return await self.do(
-            "get_many_span_sequence_ids",
-            lambda tx: span_commands.reserve_sequence_ids(tx, pairs),
-            *[rollout_id for rollout_id, _ in pairs],
-        )
+        return await self._reserve("get_many_span_sequence_ids", list(rollout_attempt_ids))
 
-    async def iter_spans(
-        self, rollout_ids: Sequence[str], tokens: bool = True
-    ) -> AsyncIterator[tuple[str, list[Span]]]:
-        validation.check_texts(rollout_ids, "rollout_ids")
-        for start in range(0, len(rollout_ids), ITER_BATCH):
-            chunk = list(rollout_ids[start : start + ITER_BATCH])
-            found = await self.read("iter_spans", lambda db, chunk=chunk: span_commands.latest(db, chunk, tokens))
-            for rollout_id in chunk:
-                yield rollout_id, found[rollout_id]
+    async def _reserve(
+        self, name: str, pairs: Sequence[tuple[str, str]], convert: Callable[[Any], Any] | None = None
+    ) -> Any:
+        for pair in pairs:
+            if isinstance(pair, str) or len(pair) != 2:
+                raise ConfigError(f"rollout_attempt_ids: {pair!r} is not a pair of a rollout_id and an attempt_id")
+            validation.check_text(pair[0], "rollout_id")
+            validation.check_text(pair[1], "attempt_id")
+        ids = [rollout_id for rollout_id, _ in pairs]
+        return await self.write(Command(name, lambda tx: span_commands.reserve_sequence_ids(tx, pairs), ids), convert)
 
     # -- resources -------------------------------------------------------------------------------------------------
 
@@ -442,7 +312,7 @@ class SqlStore(LightningStoreBase):
                 raise ConfigError(f"lease_seconds={lease_seconds} is not positive; use more than 0")
         return await self.do(
             "update_worker",
-            lambda tx: attempt_commands.update_worker(tx, worker_id, text, lease_seconds),
+            lambda tx: rollout_commands.update_worker(tx, worker_id, text, lease_seconds),
             worker=worker_id,
         )
 
@@ -538,21 +408,90 @@ _READS: Final[Mapping[str, Callable[..., Any]]] = {
     "read_records": admin.read_records,
 }
 """By method of the contract: the function of a connection and its arguments that it runs in the reader's thread."""
-implement(SqlStore, {name: _reader(name, query) for name, query in _READS.items()})
 
 
-def _check_claimer(worker_id: str | None, claim_id: str | None) -> None:
-    if worker_id is not None:
-        validation.check_text(worker_id, "worker_id")
-    if claim_id is not None:
-        validation.check_text(claim_id, "claim_id")
+# -- writes of many fields ---------------------------------------------------------------------------------------------
+
+_BIND_START: Final = inspect.signature(LightningStoreBase.start_rollout).bind
 
 
-def _check_pair(pair: tuple[str, str]) -> None:
-    if isinstance(pair, str) or len(pair) != 2:
-        raise ConfigError(f"rollout_attempt_ids: {pair!r} is not a pair of a rollout_id and an attempt_id")
-    validation.check_text(pair[0], "rollout_id")
-    validation.check_text(pair[1], "attempt_id")
+async def _enqueue_rollout(store: SqlStore, *arguments: Any, **options: Any) -> Rollout:
+    request = EnqueueRolloutRequest(*arguments, **options)
+    return await store.enqueue("enqueue_rollout", [request], itemgetter(0))
+
+
+async def _start_rollout(*arguments: Any, **options: Any) -> AttemptedRollout:
+    fields = _BIND_START(*arguments, **options).arguments
+    store, worker_id, claim_id = fields.pop("self"), fields.pop("worker_id", None), fields.pop("claim_id", None)
+    check_claimer(worker_id, claim_id)
+    request = EnqueueRolloutRequest(**fields)
+    new, has_id = mapping.new_rollout(request, store.clock.wall()), request.rollout_id is not None
+    command = Command(
+        "start_rollout",
+        lambda tx: rollout_commands.start(tx, new, has_id, worker_id, claim_id),
+        given(request.rollout_id),
+        given(worker_id),
+        given(first_of_claim(claim_id)),
+        new_rollouts=1,
+    )
+    return await store.write(command)
+
+
+async def _update_rollout(
+    store: SqlStore, rollout_id: str, *, status: RolloutStatus | Unset = UNSET, **fields: Any
+) -> Rollout:
+    validation.check_text(rollout_id, "rollout_id")
+    changes = _checked(_ROLLOUT_CHANGES, fields)
+    return await store.do(
+        "update_rollout", lambda tx: rollout_commands.update(tx, rollout_id, changes, status), rollout_id
+    )
+
+
+async def _update_attempt(store: SqlStore, rollout_id: str, attempt_id: str, **fields: Any) -> Attempt:
+    validation.check_text(rollout_id, "rollout_id")
+    validation.check_text(attempt_id, "attempt_id")
+    changes = _checked(_ATTEMPT_CHANGES, fields)
+    return await store.do(
+        "update_attempt",
+        lambda tx: rollout_commands.update_attempt(tx, rollout_id, attempt_id, **changes),
+        rollout_id,
+        worker=changes.get("worker_id"),
+    )
+
+
+def _checked(checks: Mapping[str, Callable[[Any, str], Any]], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that were given, as they are stored."""
+    if unknown := fields.keys() - checks.keys():
+        raise TypeError(f"unexpected arguments: {', '.join(sorted(unknown))}")
+    return {name: checks[name](value, name) for name, value in fields.items() if value is not UNSET}
+
+
+_ROLLOUT_CHANGES: Final[Mapping[str, Callable[[Any, str], Any]]] = {
+    "input": validation.to_json,
+    "mode": lambda value, name: value if value is None else validation.check_text(value, name),
+    "resources_id": lambda value, name: value if value is None else validation.check_text(value, name),
+    "config": lambda value, _: mapping.config_text(value),
+    "metadata": validation.dict_to_json,
+}
+_ATTEMPT_CHANGES: Final[Mapping[str, Callable[[Any, str], Any]]] = {
+    "status": lambda value, _: validation.check_status(value, ATTEMPT_TRANSITIONS),
+    "worker_id": validation.check_text,
+    "last_heartbeat_time": validation.check_time,
+    "metadata": lambda value, name: validation.dict_to_json(value, name) and value,
+}
+"""By field that an update may change: its check, which returns what is stored."""
+
+
+implement(
+    SqlStore,
+    {
+        **{name: _reader(name, query) for name, query in _READS.items()},
+        "enqueue_rollout": _enqueue_rollout,
+        "start_rollout": _start_rollout,
+        "update_rollout": _update_rollout,
+        "update_attempt": _update_attempt,
+    },
+)
 
 
 def _stop(threads: Sequence[DatabaseThread]) -> None:

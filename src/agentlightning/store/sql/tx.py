@@ -1,6 +1,6 @@
 """A transaction: the rows it has loaded, the changes it has not written yet, and the SQL to read and write the rest.
 
-Commands (rollouts.py, attempts.py, spans.py, admin.py) are plain functions of a transaction. A row is loaded once in a
+Commands (rollouts.py, spans.py, admin.py) are plain functions of a transaction. A row is loaded once in a
 transaction, locked until its end, and changed with `set`; changes are written together, before the next query.
 Commands check before they change anything: one that raises later has the committer roll the transaction back, and run
 the other commands again.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from operator import attrgetter
 from typing import Any, ClassVar, Final, Protocol
 
@@ -21,7 +22,6 @@ from agentlightning.store.clock import Clock
 from agentlightning.store.sql import schema
 from agentlightning.store.sql.schema import (
     ATTEMPT,
-    OPEN,
     PACK,
     ROLLOUT,
     WORKER,
@@ -29,6 +29,8 @@ from agentlightning.store.sql.schema import (
     RolloutRow,
     Row,
     WorkerRow,
+    attempt_columns,
+    rollout_columns,
     select,
     worker_columns,
 )
@@ -174,31 +176,20 @@ def insert_sql(table: str, columns: Sequence[str]) -> str:
     return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
 
 
-class _Writes:
-    """How rows of one table are inserted and updated."""
-
-    def __init__(self, table: str, columns: tuple[str, ...], fixed: Iterable[str]) -> None:
-        changing = [name for name in columns if name not in fixed]
-        changes = ", ".join(f"{name} = ?" for name in changing)
-        self.insert = insert_sql(table, columns)
-        self.columns = attrgetter(*columns)
-        self.update = f"UPDATE {table} SET {changes} WHERE key = ?"
-        self.changed = attrgetter(*changing, "key")
-
-
-_ROLLOUTS: Final = _Writes("rollouts", ROLLOUT, ("key", "rollout_id", "start_time", "queue", "priority"))
-_ATTEMPTS: Final = _Writes(
-    "attempts", ATTEMPT, ("key", "rollout_key", "sequence_id", "attempt_id", "start_time", "silence")
-)
-_USUAL: Final = {
-    "rollouts": ("status", "end_time", "attempt_count"),
-    "attempts": ("last_heartbeat_time", "last_span", "spans", "bytes"),
-    "workers": WORKER,
+_INSERTS: Final = {
+    "rollouts": (insert_sql("rollouts", ROLLOUT), rollout_columns),
+    "attempts": (insert_sql("attempts", ATTEMPT), attempt_columns),
 }
-"""The columns that change most often: where no others have, only these are written, and their few indexes."""
-_USUAL_FIELDS: Final = {table: frozenset(columns) for table, columns in _USUAL.items()}
-_FEW_ROLLOUTS: Final = _Writes("rollouts", ("key", *_USUAL["rollouts"]), ("key",))
-_FEW_ATTEMPTS: Final = _Writes("attempts", ("key", *_USUAL["attempts"]), ("key",))
+"""By table: how rows are inserted, and their values."""
+
+
+@cache
+def _update(table: str, names: tuple[str, ...]) -> tuple[str, Callable[[Any], Any]]:
+    """How some columns of rows are written, and the values of that statement. Others keep theirs, so that few indexes
+    are touched."""
+    return f"UPDATE {table} SET {', '.join(f'{name} = ?' for name in names)} WHERE key = ?", attrgetter(*names, "key")
+
+
 _WRITE_WORKER: Final = f"{insert_sql('workers', WORKER)} ON CONFLICT (worker_id) DO UPDATE SET " + ", ".join(
     f"{name} = excluded.{name}" for name in WORKER[1:]
 )
@@ -282,10 +273,11 @@ class Tx:
             self.rollouts: dict[str, RolloutRow | None] = {}
             self.owners: dict[str, str | None] = {}
             """The rollout id by attempt id."""
-            self.workers: dict[str, WorkerRow] = {}
-        self._changed: dict[Row, None] = {}
-        self._more_changed: set[Row] = set()
-        """Those of which other columns than the usual ones have changed."""
+        self.workers: dict[str, WorkerRow] = {}
+        self.open_attempts: dict[str, list[tuple[str, str]]] = {}
+        """By worker: (rollout id, attempt id), the newest last, as of when they were loaded."""
+        self._changed: dict[Row, set[str]] = {}
+        """The columns of each row that differ from what is stored."""
         self._packs: list[tuple[Any, ...]] = []
         self._span_ids: list[Sequence[str]] = []
         """Of each pack."""
@@ -356,8 +348,13 @@ class Tx:
         for name in missing:
             if name not in self.workers:
                 self.workers[name] = WorkerRow(name, stored=False)
-        for worker_id, rollout_id, attempt_id in self.connection.all(OPEN_ATTEMPTS, missing):
-            self.workers[worker_id].open_attempts[attempt_id] = rollout_id
+
+    def load_open_attempts(self, worker_ids: Iterable[str]) -> None:
+        missing = [name for name in dict.fromkeys(worker_ids) if name not in self.open_attempts]
+        if missing:
+            self.open_attempts.update({name: [] for name in missing})
+            for worker_id, rollout_id, attempt_id in self.all(OPEN_ATTEMPTS, missing):
+                self.open_attempts[worker_id].append((rollout_id, attempt_id))
 
     def find_rollout(self, rollout_id: str) -> RolloutRow | None:
         if rollout_id not in self.rollouts:
@@ -414,15 +411,13 @@ class Tx:
         self.changed = True
         for name, value in changes.items():
             setattr(row, name, value)
-        self._changed[row] = None
-        if not changes.keys() <= _USUAL_FIELDS[row.table]:
-            self._more_changed.add(row)
+        self._changed.setdefault(row, set()).update(changes)
 
     def add_rollout(self, row: RolloutRow) -> RolloutRow:
         """Add a row that is not stored; assigns its key."""
         row.key = self.connection.new_key("rollouts", max(1, self.new_rollouts))
         self._remember(row)
-        self._changed[row] = None
+        self._changed[row] = set()
         self.changed = True
         return row
 
@@ -431,9 +426,8 @@ class Tx:
         row.key, row.rollout_key = self.connection.new_key("attempts", 0), row.rollout.key
         row.rollout.attempts[row.attempt_id] = row
         self.owners[row.attempt_id] = row.rollout.rollout_id
-        self._changed[row] = None
+        self._changed[row] = set()
         self.changed = True
-        self.track(row)
         return row
 
     def remove_attempt(self, row: AttemptRow) -> None:
@@ -443,7 +437,6 @@ class Tx:
         self.count(ATTEMPTS, -1)
         del row.rollout.attempts[row.attempt_id]
         self.owners.pop(row.attempt_id, None)
-        self.track(row)
 
     def add_pack(self, pack: tuple[Any, ...], span_ids: Sequence[str], prompts: Sequence[tuple[Any, ...]]) -> None:
         """Add the columns PACK of a pack of new spans, whose key is new, and rows of the table `prompts`."""
@@ -459,21 +452,6 @@ class Tx:
     def count(self, name: str, number: int, queue: str = "") -> None:
         """Add to a counter."""
         self._counts[name, queue] += number
-
-    def track(self, row: AttemptRow, worker_before: str | None = None) -> None:
-        """After a change of who runs an attempt, or of whether it is open: tell the workers that are loaded."""
-        if worker_before is not None and worker_before != row.worker_id and worker_before in self.workers:
-            self._track(self.workers[worker_before], row, False)
-        worker = None if row.worker_id is None else self.workers.get(row.worker_id)
-        if worker is not None:
-            is_open = row.status in OPEN and not row.superseded and row.attempt_id in row.rollout.attempts
-            self._track(worker, row, is_open)
-
-    def _track(self, worker: WorkerRow, row: AttemptRow, is_open: bool) -> None:
-        before = worker.open_attempts
-        worker.open_attempts = {name: value for name, value in before.items() if is_open or name != row.attempt_id}
-        if is_open:
-            worker.open_attempts[row.attempt_id] = row.rollout.rollout_id
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
@@ -497,38 +475,30 @@ class Tx:
 
     def _write_rows(self) -> None:
         changed, self._changed = self._changed, {}
-        workers, rollouts, attempts = list[WorkerRow](), list[RolloutRow](), list[AttemptRow]()
-        for row in changed:
-            if isinstance(row, AttemptRow):
-                attempts.append(row)
-            elif isinstance(row, RolloutRow):
-                rollouts.append(row)
-            else:
+        workers, groups = list[WorkerRow](), dict[tuple[str, ...], list[RolloutRow | AttemptRow]]()
+        for row, names in changed.items():
+            if isinstance(row, WorkerRow):
                 workers.append(row)
+            elif names or not row.stored:
+                key = (row.table, *sorted(names)) if row.stored else (row.table,)
+                groups.setdefault(key, []).append(row)
         if workers:
             if not all(row.stored for row in workers):
                 self.connection.commit_in_order("workers")
             self.connection.write(_WRITE_WORKER, sorted([worker_columns(row) for row in workers]))
-        if rollouts:
-            self._write(_ROLLOUTS, _FEW_ROLLOUTS, rollouts)
-            for row in rollouts:
-                self._count_status(row)
-        new = sum(not row.stored for row in attempts)
-        self._write(_ATTEMPTS, _FEW_ATTEMPTS, attempts)
-        if new:
-            self.count(ATTEMPTS, new)
+        # Rollouts before their attempts, new rows before others; rows with the same changes together.
+        for (table, *names), rows in sorted(groups.items(), key=lambda each: (each[0][0] == "attempts", each[0])):
+            if names:
+                sql, columns = _update(table, tuple(names))
+            else:
+                sql, columns = _INSERTS[table]
+            self.connection.write(sql, [columns(row) for row in rows])
         for row in changed:
+            if isinstance(row, RolloutRow):
+                self._count_status(row)
+            elif isinstance(row, AttemptRow) and not row.stored:
+                self.count(ATTEMPTS, 1)
             row.stored = True
-        self._more_changed.clear()
-
-    def _write(self, writes: _Writes, few: _Writes, rows: Sequence[RolloutRow] | Sequence[AttemptRow]) -> None:
-        write, more = self.connection.write, self._more_changed
-        if new := [writes.columns(row) for row in rows if not row.stored]:
-            write(writes.insert, new)
-        if usual := [few.changed(row) for row in rows if row.stored and row not in more]:
-            write(few.update, usual)
-        if others := [writes.changed(row) for row in rows if row.stored and row in more]:
-            write(writes.update, others)
 
     def _count_status(self, row: RolloutRow) -> None:
         if row.counted != row.status:

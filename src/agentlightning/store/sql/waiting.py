@@ -8,8 +8,6 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from heapq import heappop, heappush
-from itertools import count
 from typing import Any, Final
 
 from agentlightning.errors import ConfigError, NotFoundError
@@ -162,40 +160,25 @@ class Waiters:
         """In order of arrival."""
         self._waits: dict[Command, _RolloutWait] = {}
         self._by_rollout: dict[str, dict[Command, None]] = {}
-        self._deadlines: list[tuple[float, int, Command]] = []
-        self._numbers = count()
 
     def all(self) -> list[Command]:
         return [*self.claims, *self._waits]
 
     def add_claim(self, command: Command) -> None:
-        if command not in self.claims:
-            self.claims[command] = None
-            self._add_deadline(command)
+        self.claims.setdefault(command)
 
     def add_wait(self, command: Command, pending: set[str], missing: int) -> None:
         """Wait until `missing` of the rollouts `pending` have finished."""
-        if command in self._waits:
-            self._remove_wait(command)
-        else:
-            self._add_deadline(command)
+        self.remove(command)
         self._waits[command] = _RolloutWait(pending, missing)
         for rollout_id in pending:
             self._by_rollout.setdefault(rollout_id, {})[command] = None
 
-    def _add_deadline(self, command: Command) -> None:
-        if command.deadline < math.inf:
-            heappush(self._deadlines, (command.deadline, next(self._numbers), command))
-
     def remove(self, command: Command) -> None:
         """Does nothing for one that does not wait."""
-        if command in self.claims:
-            del self.claims[command]
-        elif command in self._waits:
-            self._remove_wait(command)
-
-    def _remove_wait(self, command: Command) -> None:
-        for rollout_id in self._waits.pop(command).pending:
+        self.claims.pop(command, None)
+        wait = self._waits.pop(command, None)
+        for rollout_id in () if wait is None else wait.pending:
             members = self._by_rollout[rollout_id]
             del members[command]
             if not members:
@@ -220,20 +203,10 @@ class Waiters:
     @property
     def deadline(self) -> float:
         """The earliest deadline, on time.monotonic."""
-        while self._deadlines:
-            deadline, _, command = self._deadlines[0]
-            if command in self.claims or command in self._waits:
-                return deadline
-            heappop(self._deadlines)
-        return math.inf
+        return min((command.deadline for command in self.all()), default=math.inf)
 
     def expired(self) -> list[Command]:
         """Those whose deadline has passed. They stay until they are removed: the transaction that answers them may be
         rolled back."""
         now = time.monotonic()
-        found: list[tuple[float, int, Command]] = []
-        while self.deadline <= now:
-            found.append(heappop(self._deadlines))
-        for each in found:
-            heappush(self._deadlines, each)
-        return [command for _, _, command in found]
+        return [command for command in self.all() if command.deadline <= now]

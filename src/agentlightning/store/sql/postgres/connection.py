@@ -28,7 +28,7 @@ from agentlightning.store.sql.postgres.server import (
     is_fatal,
     is_lost,
     may_retry,
-    payloads,
+    payload,
 )
 from agentlightning.store.sql.rollouts import NEXT_WAITING
 from agentlightning.store.sql.schema import FIND_VERSION, check_version, migrate
@@ -155,7 +155,8 @@ class PostgresConnection(Connection):
         """Whether this transaction has written."""
         self._calls: list[_Call] = []
         """What is sent with the next query."""
-        self._payloads: list[str] = []
+        self._payload: str | None = None
+        """What the commit notifies other servers of."""
         self._keys: dict[str, list[int]] = {}
         self._new_rollouts: list[int] = []
         """Keys of those that this transaction has made."""
@@ -208,7 +209,7 @@ class PostgresConnection(Connection):
         for call in self._calls:
             self._statements.pop(call.sql, None)
         self._calls.clear()
-        self._payloads.clear()
+        self._payload = None
         self._new_rollouts.clear()
         self._keys.pop("rollouts", None)
 
@@ -223,13 +224,13 @@ class PostgresConnection(Connection):
 
     def commit(self) -> None:
         """If the answer of the server is lost, the outcome is looked up over a new connection."""
-        if not self._wrote and not self._payloads:
+        if not self._wrote and self._payload is None:
             self._send(b"COMMIT")
             return
         self._number += 1
         self._queue(_NOTE_NUMBER, (self._server.id, self._number))
-        for payload in self._payloads:
-            self._queue("SELECT pg_notify(?, ?)", (self._server.channel, payload))
+        if self._payload is not None:
+            self._queue("SELECT pg_notify(?, ?)", (self._server.channel, self._payload))
         if self._new_rollouts:
             self._queue(_LOCK_POSITIONS, ())
             self._queue(_PLACE, (self._new_rollouts, min(self._new_rollouts)))
@@ -371,7 +372,7 @@ class PostgresConnection(Connection):
 
     def notify(self, queued: bool, finished: Sequence[str]) -> None:
         if queued or finished:
-            self._payloads += payloads(self._server.id, queued, finished)
+            self._payload = payload(self._server.id, queued, finished)
 
     # -- the whole database ------------------------------------------------------------------------------------------
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import os
-import select
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +16,7 @@ from typing import Any, ClassVar, Final
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 import psycopg
-from psycopg import pq, sql
+from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
 
 from agentlightning.errors import ConfigError, StoreError, StoreFullError
@@ -55,10 +53,8 @@ _LIBPQ_DEFAULTS: Final = {
 
 PAYLOAD_BYTES: Final = 7_900
 """PostgreSQL accepts payloads of less than 8,000 bytes."""
-MAX_PAYLOADS: Final = 8
-"""More notifications than this are replaced by one: any rollout may have finished."""
-PROBE_SECONDS: Final = 30.0
-"""An idle connection is tested this often."""
+CLOSING_SECONDS: Final = 0.5
+"""An idle listener looks this often whether it was closed. Keepalives of TCP test its connection."""
 RETRY_SECONDS: Final = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 """Pauses between attempts to reconnect; the last one repeats."""
 
@@ -296,17 +292,10 @@ Connect = Callable[[], "psycopg.Connection[Any]"]
 """Raises ConnectError."""
 
 
-def payloads(server: str, queued: bool, finished: Sequence[str]) -> list[str]:
-    """The notifications of a transaction: `SERVER 1 ID,ID`, or `SERVER 1 *` for too many ids."""
-    head = f"{server} {int(queued)} "
-    texts, line = [], ""
-    for rollout_id in finished:
-        if len(head) + len(line) + len(rollout_id) + 1 > PAYLOAD_BYTES:
-            texts.append(head + line)
-            head, line = f"{server} 0 ", ""
-        line = f"{line},{rollout_id}" if line else rollout_id
-    texts.append(head + line)
-    return texts if len(texts) <= MAX_PAYLOADS else [f"{server} {int(queued)} *"]
+def payload(server: str, queued: bool, finished: Sequence[str]) -> str:
+    """The notification of a transaction: `SERVER 1 ID,ID`, or `SERVER 1 *` for too many ids."""
+    text = f"{server} {int(queued)} {','.join(finished)}"
+    return text if len(text) <= PAYLOAD_BYTES else f"{server} {int(queued)} *"
 
 
 def read_payload(text: str) -> tuple[str, bool, list[str] | None]:
@@ -325,16 +314,13 @@ class PostgresListener:
         self._server = server
         self._wake = wake
         self._closed = closed
-        self._ended, self._end = os.pipe()
         self._connection: psycopg.Connection[Any] | None = self._listen()
         self._thread = threading.Thread(target=self._work, name="agl-store-listener", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Idempotent. Does not wait for the thread."""
-        if not self._closed.is_set():
-            self._closed.set()
-            os.close(self._end)
+        self._closed.set()
 
     def _listen(self) -> psycopg.Connection[Any]:
         connection = self._connect()
@@ -353,7 +339,8 @@ class PostgresListener:
                     self._connection = self._listen()
                     self._wake(True, None)
                 failures = 0
-                self._receive(self._connection)
+                # At the end of a pause, or when something has arrived: all of it.
+                self._pass_on(list(self._connection.notifies(timeout=CLOSING_SECONDS, stop_after=1)))
             except (psycopg.Error, ConnectError) as error:
                 if not failures and not self._closed.is_set():
                     logger.warning(
@@ -363,33 +350,20 @@ class PostgresListener:
                 self._closed.wait(RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)])
                 failures += 1
         self._drop()
-        os.close(self._ended)
 
     def _drop(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
-    def _receive(self, connection: psycopg.Connection[Any]) -> None:
-        """Receive until closed. Raises psycopg.Error when the connection is lost."""
-        pgconn = connection.pgconn
-        while not self._closed.is_set():
-            ready, _, _ = select.select([pgconn.socket, self._ended], [], [], PROBE_SECONDS)
-            if self._ended in ready:
-                return
-            if not ready:
-                _probe(pgconn)
-            pgconn.consume_input()
-            self._pass_on(pgconn)
-
-    def _pass_on(self, pgconn: pq.abc.PGconn) -> None:
-        """Report everything that has arrived in one call."""
+    def _pass_on(self, notices: Sequence[psycopg.Notify]) -> None:
+        """Report them in one call."""
         queued, finished, anything, others = False, list[str](), False, False
-        while (notice := pgconn.notifies()) is not None:
+        for notice in notices:
             try:
-                server, claims, ids = read_payload(notice.extra.decode())
+                server, claims, ids = read_payload(notice.payload)
             except ValueError:
-                logger.warning("unexpected notification on the channel %r: %r", self._channel, notice.extra)
+                logger.warning("unexpected notification on the channel %r: %r", self._channel, notice.payload)
                 continue
             if server == self._server:
                 continue
@@ -397,10 +371,3 @@ class PostgresListener:
             finished += ids or ()
         if others:
             self._wake(queued, None if anything else finished)
-
-
-def _probe(pgconn: pq.abc.PGconn) -> None:
-    """Unlike `execute` of the connection, this leaves notifications for `_pass_on`."""
-    result = pgconn.exec_(b"SELECT 1")
-    if result.status != pq.ExecStatus.TUPLES_OK:
-        raise psycopg.OperationalError(result.get_error_message())
