@@ -160,5 +160,5 @@ def _tracing_environment(
     return variables | {
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{server_url.rstrip('/')}/v1/traces",
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
-        "OTEL_EXPORTER_OTLP_TRACES_HEADERS": f"authorization={quote(f'Bearer {key}')}",
+        "OTEL_EXPORTER_OTLP_TRACES_HEADERS": f"authorization=Bearer%20{quote(key)}",
     }

@@ -21,7 +21,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar, cast
@@ -155,7 +154,8 @@ class Outbox(Retry, ABC, Generic[T]):
         self._size = 0
         self._put = self._done = 0
         """Numbers of items, which say what a waiter waits for."""
-        self._waiters: deque[tuple[int, Future[None]]] = deque()
+        self._waiters: deque[tuple[int, Callable[[], object]]] = deque()
+        """What is called once so many items are done."""
         self._calls = 0
         """Of `flush`, `written` and `close`."""
         self.is_closed = False
@@ -250,27 +250,26 @@ class Outbox(Retry, ABC, Generic[T]):
         """Wait until all items put so far are done. False after `timeout` seconds."""
         if self.is_current_thread:
             return True
-        try:
-            self._wait().result(timeout)
-        except TimeoutError:
-            return False
-        return True
+        done = threading.Event()
+        self._when_done(done.set)
+        return done.wait(timeout)
 
     async def written(self) -> None:
         """Wait until all items put so far are done."""
         if self.waiting:
-            await asyncio.wrap_future(self._wait())
+            loop, done = asyncio.get_running_loop(), asyncio.Event()
+            self._when_done(lambda: _call_in(loop, done.set))
+            await done.wait()
 
-    def _wait(self) -> Future[None]:
-        future: Future[None] = Future()
+    def _when_done(self, call: Callable[[], object]) -> None:
+        """Call a function once all items put so far are done, in any thread."""
         with self._lock:
-            if self._done == self._put:
-                future.set_result(None)
-            else:
-                self._waiters.append((self._put, future))
+            if self._done < self._put:
+                self._waiters.append((self._put, call))
                 self._calls += 1
                 self._call(self._changed.set)
-        return future
+                return
+        call()
 
     def close(self, timeout: float = 5.0) -> bool:
         """Take nothing more, and send what waits within `timeout` seconds. What is left then is dropped: False.
@@ -296,8 +295,7 @@ class Outbox(Retry, ABC, Generic[T]):
     def _call(self, function: Callable[[], object]) -> None:
         """Call a function in the event loop."""
         if (loop := self._loop) is not None:
-            with suppress(RuntimeError):  # it has ended
-                loop.call_soon_threadsafe(function)
+            _call_in(loop, function)
 
     # -- in the task ---------------------------------------------------------------------------------------------------
 
@@ -374,9 +372,17 @@ class Outbox(Retry, ABC, Generic[T]):
             self._taken = self._taken[count:]
             self._done += count
             while self._waiters and self._waiters[0][0] <= self._done:
-                _, future = self._waiters.popleft()
-                if future.set_running_or_notify_cancel():
-                    future.set_result(None)
+                self._waiters.popleft()[1]()
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+    """Call a function in an event loop: at once if that is the running one."""
+    with suppress(RuntimeError):  # none runs here
+        if asyncio.get_running_loop() is loop:
+            function()
+            return
+    with suppress(RuntimeError):  # it has ended
+        loop.call_soon_threadsafe(function)
 
 
 def _described(item: Any) -> str:

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
+from threading import Lock
 from typing import Any
 
 from agentlightning.tracing.scope import calls_of_pools
@@ -26,17 +27,21 @@ def install() -> None:
     def submit_in_context(
         self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Future[Any]:
-        context, submitted = copy_context(), Future[Future[Any]]()
+        context, submitted, futures = copy_context(), Lock(), list[Future[Any]]()
+        submitted.acquire()
 
         def run() -> Any:
-            calls_of_pools.future = submitted.result()
+            with submitted:  # until `submit` has returned
+                calls_of_pools.future = futures[0]
             try:
                 return context.run(fn, *args, **kwargs)
             finally:
                 del calls_of_pools.future
 
-        future = submit(self, run)
-        submitted.set_result(future)
-        return future
+        try:
+            futures.append(submit(self, run))
+        finally:
+            submitted.release()
+        return futures[0]
 
     ThreadPoolExecutor.submit = submit_in_context

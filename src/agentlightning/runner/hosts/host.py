@@ -85,20 +85,23 @@ class Setup:
     load: Load
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Sink:
     """Sends the spans of one attempt to the runner."""
 
     job_id: int
     send: Callable[[Spans], None]
-    remote: PostingSink
-    """Used in processes forked from this one: two processes cannot write to one socket."""
+    address: str
+    key: str
     process: int
+    remote: PostingSink | None = None
+    """Used in processes forked from this one: two processes cannot write to one socket."""
 
     def put(self, spans: Sequence[Span]) -> None:
         if os.getpid() == self.process:
             self.send(Spans(self.job_id, tuple(spans)))
         else:
+            self.remote = self.remote or PostingSink(self.address, self.key)
             self.remote.put(spans)
 
 
@@ -181,7 +184,7 @@ class Host:
         output: Any = None
         ids = invocation.rollout.rollout_id, invocation.rollout.attempt.attempt_id
         address, key = job.server_url, job.environment.get("AGL_KEY", "")
-        sink = _Sink(job.job_id, self._send, PostingSink(address, key), self._process)
+        sink = _Sink(job.job_id, self._send, address, key, self._process)
         with scope(*ids, sink, address=address, key=key):
             try:
                 output = shorten_output(await self._result(job, invocation, sink))

@@ -411,7 +411,9 @@ class Tx:
         self.changed = True
         for name, value in changes.items():
             setattr(row, name, value)
-        self._changed.setdefault(row, set()).update(changes)
+        if (columns := self._changed.get(row)) is None:
+            columns = self._changed[row] = set()
+        columns.update(changes)
 
     def add_rollout(self, row: RolloutRow) -> RolloutRow:
         """Add a row that is not stored; assigns its key."""
