@@ -75,7 +75,13 @@ def at_free_ports(page: Path) -> list[Block]:
     return [block._replace(body=PORT.sub(lambda found: free[found[0]], block.body)) for block in blocks(page)]
 
 
-SMALLER = {"--model smollm2-135m": "--model tiny", "algorithm.steps=16": "algorithm.steps=1"}
+CONTINUES = {"get-started/the-run": [ROOT / "docs" / "get-started" / "first-training.md"]}
+"""Pages that go on with the files and the run of another one."""
+SMALLER = {
+    "--model smollm2-135m": "--model tiny",
+    "algorithm.steps=16": "algorithm.steps=1",
+    "algorithm.steps=20": "algorithm.steps=2",
+}
 """What a page trains in minutes a test tries in seconds, with a model that needs no download."""
 
 
@@ -100,8 +106,9 @@ def test_every_code_block_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     namespace: dict = {"__name__": "__documentation__"}
-    for block in at_free_ports(page):
-        run(block, namespace)
+    for each in (*CONTINUES.get(name_of(page), ()), page):
+        for block in at_free_ports(each):
+            run(block, namespace)
 
 
 def test_every_setting_is_explained():
