@@ -317,6 +317,9 @@ class Trainer:
                         if changed_rewards:
                             await run.account.begin_revision()
                     return await run_beside(runner, self._fit(algorithm, run))
+            except Exception as error:
+                run_dir.write_error(error)
+                raise
             finally:
                 run_dir.close()
 

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+import agentlightning as agl
+from agentlightning.errors import AgentError, ExtensionError
 from agentlightning.store import LightningStore
 from agentlightning.training.persistence.run_dir import RunDir, RunState
+from agentlightning.util.progress import Progress
 
 HEALTHY = {"reward": 0.5, "groups": 8, "groups_trained": 8, "rollouts_trained": 64, "grad_norm": 1.0, "entropy": 1.0}
 FLAT = {"reward": 0.0, "groups": 8, "groups_without_spread": 8, "groups_failed": 8}
@@ -139,11 +142,59 @@ def test_a_run_whose_rollouts_failed_before_its_first_step_is_in_trouble(invoke,
     assert "no sign of trouble" not in done.output
 
 
+def test_a_run_that_was_killed_before_its_first_step_says_so_and_what_to_do(invoke, tmp_path):
+    path = make_run(tmp_path / "run", [])
+    done = invoke("doctor", str(path))
+    assert done.exit_code == 1
+    assert "ended before the first step and left no error: it was interrupted or killed" in done.output
+    assert f"next  agl train --resume {path}" in done.output
+    assert "no sign of trouble" not in done.output
+    record = json.loads(invoke("doctor", str(path), "--json").stdout)
+    assert (record["healthy"], list(record["warnings"])) == (False, ["ended"])
+
+
+@pytest.mark.integration
+def test_a_training_that_fails_keeps_its_error_and_doctor_says_it(invoke, tmp_path, monkeypatch):
+    class Fails(agl.Algorithm[Any]):
+        total_steps = 1
+        learns_weights = False
+
+        async def run(self, training: agl.Training) -> None:
+            raise LookupError("no page 3")
+
+    monkeypatch.chdir(tmp_path)
+    trainer = agl.Trainer(algorithm=Fails(), run_dir="run", progress=Progress(enabled=False))
+    with pytest.raises(ExtensionError):
+        trainer.fit(lambda task: 1.0, [{"n": n} for n in range(10)])
+    done = invoke("doctor", "run")
+    assert done.exit_code == 1
+    assert "ended with an error" in done.output
+    assert "LookupError" in (tmp_path / "run" / "error.txt").read_text()
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+def test_the_error_that_ended_a_run_is_said_until_it_is_resumed(invoke, tmp_path, steps):
+    path = make_run(tmp_path / "run", [HEALTHY] * steps)
+    run_dir = RunDir.open(path)
+    run_dir.write_error(AgentError("agent a.py:f could not be imported: OSError: no \x1b[31m disk\nTraceback"))
+    run_dir.close()
+    done = invoke("doctor", str(path))
+    assert done.exit_code == 1
+    assert (
+        "ended with an error: agent a.py:f could not be imported: OSError: no \\x1b[31m disk (all of it" in done.output
+    )
+    assert "Traceback" not in done.output
+    RunDir.open(path).close()
+    assert "ended with an error" not in invoke("doctor", str(path)).output
+
+
 def test_what_cannot_be_examined_is_said(invoke, tmp_path):
-    nothing_yet = invoke("doctor", str(make_run(tmp_path / "new", [])))
+    run_dir = RunDir.create(tmp_path / "new")
+    run_dir.write_state(RunState(run_id="r1"))
+    nothing_yet = invoke("doctor", str(tmp_path / "new"))
+    run_dir.close()
     assert nothing_yet.exit_code == 0
     assert "no step is finished yet" in nothing_yet.output
-    assert "what stopped it is said again by --resume" in nothing_yet.output
     elsewhere = invoke("doctor", str(make_run(tmp_path / "hub", [HEALTHY], failed_rollouts=2)))
     assert "its rollouts are in another store" in elsewhere.output
     broken = make_run(tmp_path / "broken", [HEALTHY])

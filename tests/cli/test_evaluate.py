@@ -111,6 +111,47 @@ def test_an_environment_brings_its_tasks_and_is_refused_by_name_where_it_is_unkn
     assert "--env" in run(status=2)["error"]["message"]
 
 
+SETTINGS = """
+agent = "agent.py:solve"
+[data]
+train = "tasks.jsonl"
+held_out = "two.jsonl"
+"""
+
+
+def test_without_a_run_the_settings_of_the_current_directory_say_what_is_measured(job: list[str]) -> None:
+    Path("agl.toml").write_text(SETTINGS)
+    Path("two.jsonl").write_text('{"n": 0}\n{"n": 2}\n')
+    done = CliRunner().invoke(build(), ["eval", "--json"])
+    assert done.exit_code == 0, done.output
+    assert "settings: agl.toml" in done.stderr
+    assert "evaluating agent.py:solve on two.jsonl, model: tiny\n" in done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["reward"] == 1.0
+    assert run(*job, "--limit", "2", "runner.concurrency=1")["reward"] == 0.5, "options change the settings"
+
+
+def test_the_settings_of_the_current_directory_are_not_used_for_another_agent_or_run(job: list[str]) -> None:
+    Path("agl.toml").write_text("agent = 3")
+    assert run("--agent", "agent.py:better", *job)["reward"] == 1.0
+    assert "runs/none holds no run" in run("--run", "runs/none", status=2)["error"]["message"]
+    assert "agent = 3 (from agl.toml)" in run(status=2)["error"]["message"]
+
+
+def test_a_prompt_search_is_measured_with_the_agents_own_model_its_prompts_and_weights(job: list[str]) -> None:
+    Path("dimensions.py").write_text("def score(task, output):\n    return {'right': output, 'short': 0.0}\n")
+    Path("agent.py").write_text(
+        "def say(task, prompt_template):\n    return float(prompt_template.format() == 'even')\n"
+    )
+    Path("agl.toml").write_text(
+        'agent = "agent.py:say"\nreward = "dimensions.py:score"\nprompts = {it = "even"}\n'
+        'data = {train = "tasks.jsonl"}\n'
+        '[algorithm]\ntype = "apo"\ncritic = {model = "m"}\nreward_weights = {right = 0.5, short = 0.5}\n'
+    )
+    done = CliRunner().invoke(build(), ["eval", "--json"])
+    assert "model: its own" in done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["reward"] == 0.5
+
+
 def test_tasks_that_were_trained_on_are_refused(job: list[str]) -> None:
     found = run("--agent", "agent.py:solve", *job, "--trained-on", "tasks.jsonl", status=2)
     assert "10 evaluation tasks are training tasks, too: rows 1 (= 1), 2 (= 2)" in found["error"]["message"]

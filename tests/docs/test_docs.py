@@ -11,6 +11,8 @@ from typing import NamedTuple, get_args
 import pytest
 from tests.docs.test_links import generated
 
+from agentlightning.runner.attempt_environ import own_variables
+
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
@@ -106,9 +108,10 @@ def test_every_code_block_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     namespace: dict = {"__name__": "__documentation__"}
-    for each in (*CONTINUES.get(name_of(page), ()), page):
-        for block in at_free_ports(each):
-            run(block, namespace)
+    with own_variables({}):  # those that a page sets end with it
+        for each in (*CONTINUES.get(name_of(page), ()), page):
+            for block in at_free_ports(each):
+                run(block, namespace)
 
 
 def test_every_setting_is_explained():

@@ -318,6 +318,29 @@ def test_the_words_of_other_trainers_lead_to_ours(typed: str, meant: str) -> Non
         load_settings(TrainConfig, overrides=[typed])
 
 
+@pytest.mark.parametrize("typed", ["run.dir=x", "run_dir=x", "output_dir=x", "out=x", "algorithm.output_dir=x"])
+def test_the_directory_of_a_run_is_said_to_be_an_option(typed: str) -> None:
+    with pytest.raises(ConfigError, match=r"is no setting: give --run DIR, or Trainer\(run_dir=DIR\)$"):
+        load_settings(TrainConfig, overrides=[typed])
+
+
+@pytest.mark.parametrize("typed", ["foo=1", "fp16=true", "x=1", "policy.lora.dropout=0.1", "algorithm.gpus=2"])
+def test_a_name_that_is_like_none_names_none(typed: str) -> None:
+    with pytest.raises(ConfigError, match=r"; no known one is like it \(all of them: agl train --print-config\)$"):
+        load_settings(TrainConfig, overrides=[typed])
+    with pytest.raises(ConfigError, match=r"; no known one is like it$"):
+        LightningRL(foo=1)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("temp=1", "algorithm.temperature"), ("policy.modle=x", "policy.model"), ("r=3", "policy.lora.r")],
+)
+def test_what_is_meant_begins_with_the_name_or_is_in_its_section(typed: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"the nearest known one is {meant}$"):
+        load_settings(TrainConfig, overrides=[typed])
+
+
 @pytest.mark.parametrize("typed", ["policy.lora=true", "policy.lora=16"])
 def test_a_section_that_is_given_a_value_names_its_settings(typed: str) -> None:
     with pytest.raises(ConfigError, match=r"has settings of its own; set one of these, such as policy\.lora\.r$"):

@@ -35,7 +35,8 @@ def doctor(
 
         found = examine(run_or_newest(run))
         failed = agl("store", "list", run=found.run_dir, status="failed")
-        after = failed if found.failures else agl("dashboard", found.run_dir)
+        other = agl("train", resume=found.run_dir) if "ended" in found.warnings else agl("dashboard", found.run_dir)
+        after = failed if found.failures else other
         output.finish(record_of(found), lambda console: print_examination(found, console), after)
         if not found.is_healthy:
             raise typer.Exit(1)

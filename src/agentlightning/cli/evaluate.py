@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentlightning.cli.opening import overrides, run_or_newest, weights_of
+from agentlightning.cli.opening import CONFIG_FILE, RUNS, overrides, own_config, run_or_newest, weights_of
 from agentlightning.cli.options import Agent, Data, Environment, Json, Model, Reward, RewardWeights
 from agentlightning.cli.output import agl, open_output
+
+if TYPE_CHECKING:
+    from agentlightning.config import TrainConfig
 
 
 def evaluate(
@@ -25,7 +28,7 @@ def evaluate(
         Path | None,
         typer.Option(
             help="Take agent, held-out tasks, weights and prompts from this run (default: the newest below runs, where"
-            " neither --agent nor --data nor --env is given).",
+            " neither --agent nor --data nor --env is given; before the first run, the settings of agl.toml).",
             show_default=False,
         ),
     ] = None,
@@ -63,7 +66,8 @@ def evaluate(
     """Measure an agent: its mean reward on tasks, with a 95% confidence interval.
 
     Settings say how the agent is run, as in agl train: runner.timeout_seconds=30, 'runner.env={QUESTION = "question"}',
-    and which prompts it is given: prompts.NAME=TEXT. Of a run, they are those of the run.
+    and which prompts it is given: prompts.NAME=TEXT. Of a run, they are those of the run. Where no agent is named and
+    there is no run yet, those of agl.toml in the current directory are used, and its agent, reward, tasks and model.
 
     \b
     Examples:
@@ -79,14 +83,13 @@ def evaluate(
 
         if others := [each for each in settings or [] if not each.startswith(("runner.", "prompts."))]:
             raise ConfigError(f"{others[0]} is no setting of an evaluation; use runner.key=value, prompts.NAME=TEXT")
-        if agent is None and data is None and env is None:
-            run = run_or_newest(run, "give --agent and --data, --env, or --run RUN")
+        run, config = _source(run, data, named=agent is not None or env is not None)
         if run is None:
             after = agl("train", "--dry-run", agent=agent, reward=reward, data=data, env=env, model=model)
         else:
             after = agl("report", run)
         changes = overrides({"env": env, "agent": agent, "reward": reward}, settings)
-        known, tasks, model, resources = _subject(run, changes, data, model)
+        known, tasks, model, resources = _subject(run, config, changes, data, model)
         result = measure(
             known.agent,
             tasks,
@@ -96,7 +99,7 @@ def evaluate(
             runner=known.runner.model_copy(update={"hosts": max(1, known.runner.hosts), "queue": None}),
             mode="sampled" if sampled else "greedy",
             limit=limit,
-            reward_weights=weights_of(reward_weights, run),
+            reward_weights=weights_of(reward_weights, run or config),
             repeats=2 * repeats if aa else repeats,
             failed=_failed(failed),
             bounds=bounds,
@@ -113,9 +116,22 @@ def evaluate(
         output.finish(evaluation_record(result, aa), lambda console: print_evaluation(console, result, aa), after)
 
 
-def _subject(run: Path | None, changes: list[str], data: str | None, model: str | None) -> Any:
-    """The settings that say what is measured, its tasks, its model, and its prompts: those of a finished run, where
-    others are not named. Raises ConfigError where an agent or tasks are missing."""
+def _source(run: Path | None, data: str | None, *, named: bool) -> tuple[Path | None, Path | None]:
+    """The run, or the settings file, that says what is measured; no file where an agent is `named`. Raises ConfigError
+    where nothing says it."""
+    if named or run is not None:
+        return run, None
+    if data is None and (any(RUNS.glob("*/state.json")) or not CONFIG_FILE.is_file()):
+        return run_or_newest(None, "give --agent and --data, --env, or --run RUN"), None
+    return None, own_config()
+
+
+def _subject(
+    run: Path | None, config: Path | None, changes: list[str], data: str | None, model: str | None
+) -> tuple[TrainConfig, str, str | None, Any]:
+    """The settings that say what is measured, its tasks, its model, and its prompts: those of a finished run, or of a
+    settings file, where others are not named. Raises ConfigError where an agent or tasks are missing."""
+    from agentlightning.algorithms.base import make_algorithm
     from agentlightning.config import TrainConfig
     from agentlightning.errors import ConfigError
     from agentlightning.training.export import checkpoint_of, holds_weights
@@ -124,10 +140,16 @@ def _subject(run: Path | None, changes: list[str], data: str | None, model: str 
     from agentlightning.util.settings import load_settings
 
     if run is None:
-        known = load_settings(TrainConfig, overrides=changes)
-        data = data or (known.data.train and str(known.data.train))
+        known = load_settings(TrainConfig, toml=config, overrides=changes)
+        data = data or (known.data.held_out if config is not None else None) or known.data.train
         if known.agent is None or data is None:
-            raise ConfigError("agl eval needs --agent and --data, --env, or --run RUN")
+            lacking = f"; {config} names no agent, or no tasks" if config else ""
+            raise ConfigError(f"agl eval needs --agent and --data, --env, or --run RUN{lacking}")
+        if config is not None:
+            if model is None and make_algorithm(known.algorithm).learns_weights:
+                model = known.policy.model
+            unlearned = " before its warm start" if model == known.policy.model and known.warm_start.dataset else ""
+            typer.echo(f"evaluating {known.agent} on {data}, model: {model or 'its own'}{unlearned}", err=True)
         return known, data, model, known.prompts
     known, found = settings_of_run(run, changes), checkpoint_of(run)
     if known.agent is None:

@@ -19,6 +19,16 @@ if TYPE_CHECKING:
 
 POSTGRES: Final = ("postgresql:", "postgres:", "postgresql+")
 RUNS: Final = Path("runs")
+CONFIG_FILE: Final = Path("agl.toml")
+"""The settings of the current directory, where none are given."""
+
+
+def own_config() -> Path | None:
+    """The settings file of the current directory, which is said in a line; None where there is none."""
+    if not CONFIG_FILE.is_file():
+        return None
+    typer.echo(f"settings: {CONFIG_FILE}", err=True)
+    return CONFIG_FILE
 
 
 def run_or_newest(run: Path | None, otherwise: str = "give the directory of a run") -> Path:
@@ -80,9 +90,11 @@ def open_store(db: str | None) -> SqlStore:
 
 def weights_of(text: str | None, place: str | Path | None) -> dict[str, float] | None:
     """The weights of the dimensions of a reward: those of the option, else those of the run whose directory or store is
-    `place`. None: there are none. Raises ConfigError for a text that is no table of numbers."""
+    `place`, or of the settings file that it is. None: there are none. Raises ConfigError for a text that is no table of
+    numbers."""
     from agentlightning.algorithms.base import make_algorithm
     from agentlightning.algorithms.lightning_rl import LightningRLConfig
+    from agentlightning.config import TrainConfig
     from agentlightning.training.persistence.run_changes import settings_of_run
     from agentlightning.util.settings import load_settings
 
@@ -90,9 +102,13 @@ def weights_of(text: str | None, place: str | Path | None) -> dict[str, float] |
         return load_settings(LightningRLConfig, overrides=[f"reward_weights={text}"]).reward_weights
     directory = Path("") if place is None or "://" in str(place) else Path(place)
     directory = directory.parent if directory.is_file() else directory
-    if place is None or not (directory / "config.toml").exists():
+    if place == CONFIG_FILE:
+        known = load_settings(TrainConfig, toml=CONFIG_FILE)
+    elif place is not None and (directory / "config.toml").exists():
+        known = settings_of_run(directory)
+    else:
         return None
-    found = make_algorithm(settings_of_run(directory).algorithm).reward_weights
+    found = make_algorithm(known.algorithm).reward_weights
     return None if found is None else dict(found)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from agentlightning.cli.formatting.dry_run import print_dry_run
-from agentlightning.cli.opening import overrides
+from agentlightning.cli.opening import overrides, own_config
 from agentlightning.cli.options import Agent, Data, Environment, Json, Model, NewRun, Reward, Token
 from agentlightning.cli.output import Output, agl, open_output
 from agentlightning.cli.viewing.live import LiveProgress
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from agentlightning.config import TrainConfig
     from agentlightning.store.http.client import LightningStoreClient
     from agentlightning.trainer import Trainer
-
-CONFIG_FILE: Final = Path("agl.toml")
-"""The settings of the current directory, where none are given."""
 
 
 def train(
@@ -100,7 +97,7 @@ def train(
             resume=resume,
             server=server,
         )
-        config = config or _own_config(resume)
+        config = config or (own_config() if resume is None else None)
         resolved = _resolve(changes, config, run, resume)
         store = _store(server, token)
         if print_config:
@@ -122,14 +119,6 @@ def train(
         directory = trainer.run_dir
         result = trainer.train() if trainer.is_recorded else trainer.fit()
         finish(result, output)
-
-
-def _own_config(resume: Path | None) -> Path | None:
-    """The settings file of the current directory, for a run that is given none."""
-    if resume is None and CONFIG_FILE.is_file():
-        typer.echo(f"settings: {CONFIG_FILE}", err=True)
-        return CONFIG_FILE
-    return None
 
 
 def _check(trainer: Trainer, again: str, output: Output) -> None:

@@ -144,7 +144,8 @@ def load_settings(model: type[M], *, toml: Path | None = None, overrides: Sequen
     `.json` is read as JSON.
 
     The value of an override is parsed as TOML, else as a JSON object or array, else it is plain text. Raises
-    ConfigError with a line for each setting that is unknown (with the nearest known one) or has an invalid value.
+    ConfigError with a line for each setting that is unknown (with the nearest known one, if one is like it) or has an
+    invalid value.
     """
     sources = [] if toml is None else [_Source(f"from {toml}", _read_file(toml))]
     sources += [_Source(f"from the override {_named(text)}", _read_override(text)) for text in overrides]
@@ -416,12 +417,23 @@ def _unknown(path: Sequence[str], sources: Sequence[_Source], known: Sequence[st
     line = f"unknown setting {name}{_origin(path, sources)}"
     if not known:
         return line
+    of_run = RUN_SETTING in known
+    if of_run and path[-1].lower() in DIRECTORIES:
+        return f"{line}; the directory of a run is no setting: give --run DIR, or Trainer(run_dir=DIR)"
     found = _synonym(shape, known) or nearest(shape, known)
+    if found is None:
+        return f"{line}; no known one is like it" + (" (all of them: agl train --print-config)" if of_run else "")
     for number in numbers:
         found = found.replace(_ITEM, number, 1)
     return f"{line}; the nearest known one is {found}"
 
 
+RUN_SETTING = "run.seed"
+"""Known where the settings are those of a training run."""
+DIRECTORIES = frozenset(
+    {"dir", "out", "output", "out_dir", "output_dir", "run_dir", "log_dir", "logging_dir", "save_dir"}
+)
+"""Names that other trainers have for the directory of a run."""
 SYNONYMS: dict[str, tuple[str, ...]] = {
     "lr": ("optimizer.lr",),
     "learning_rate": ("optimizer.lr",),
@@ -433,6 +445,8 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "kl_coef": ("kl_in_reward",),
     "weight_decay": ("optimizer.weight_decay",),
     "warmup": ("optimizer.warmup_steps",),
+    "warmup_ratio": ("optimizer.warmup_steps",),
+    "eval_steps": ("evaluation.every",),
     "max_grad_norm": ("optimizer.clip_norm",),
     "epochs": ("steps",),
     "num_epochs": ("steps",),
@@ -441,6 +455,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "iterations": ("steps",),
     "batch_size": ("tasks_per_step", "batch_size"),
     "train_batch_size": ("tasks_per_step", "batch_size"),
+    "per_device_train_batch_size": ("tasks_per_step", "batch_size"),
     "num_generations": ("group_size",),
     "n_samples": ("group_size",),
     "epsilon": ("loss.clip_low",),
@@ -474,15 +489,24 @@ def _synonym(name: str, known: Sequence[str]) -> str | None:
     return None
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """The known dotted name most similar to `name`; a similar last part counts most."""
-    last = name.rpartition(".")[2]
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """The known dotted name whose last part is that of `name`, else like it in the same section, else like it; None
+    where no last part is similar, or begins with that of `name`."""
+    section, _, last = name.rpartition(".")
 
-    def similarity(other: str) -> tuple[float, float]:
-        ending = SequenceMatcher(None, last, other.rpartition(".")[2]).ratio()
-        return max(ending, 0.6), SequenceMatcher(None, name, other).ratio()
+    def similarity(other: str) -> tuple[bool, float, float]:
+        other_section, _, own = other.rpartition(".")
+        short = ALIKE if len(last) > 2 and own.startswith(last) else 0.0
+        alike = max(short, SequenceMatcher(None, last, own).ratio())
+        first = alike == 1 or (alike >= ALIKE and other_section == section)
+        return first, alike, SequenceMatcher(None, name, other).ratio()
 
-    return max(known, key=similarity)
+    found = max(known, key=similarity)
+    return found if similarity(found)[1] >= ALIKE else None
+
+
+ALIKE = 0.7
+"""The least similarity of a name to one that may be meant: "dir" and "editor" have 0.67."""
 
 
 def _subject(path: Sequence[str], error: ErrorDetails, sources: Sequence[_Source]) -> str:

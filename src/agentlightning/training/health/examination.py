@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,14 @@ from agentlightning.store import LightningStore
 from agentlightning.task import Overlap
 from agentlightning.training.health.signs import SignHistory, sign_history
 from agentlightning.training.health.step_record import StepRecord
-from agentlightning.training.persistence.run_dir import RunState, check_run, is_locked, read_state, whole_lines
+from agentlightning.training.persistence.run_dir import (
+    ERROR_FILE,
+    RunState,
+    check_run,
+    is_locked,
+    read_state,
+    whole_lines,
+)
 from agentlightning.training.sources.collector import cause_of_failure
 
 # -- milestones ------------------------------------------------------------------------------------------------------
@@ -116,7 +124,8 @@ class Examination:
     """Steps with readable metrics."""
     signs: tuple[SignHistory, ...]
     warnings: Mapping[str, str]
-    """By kind, what the run itself has warned of and its steps do not show, and what a finished one did not achieve."""
+    """By kind, what the run itself has warned of and its steps do not show, what a finished one did not achieve, and
+    how it `ended`, if not well."""
     failures: tuple[Failures, ...]
     damaged_lines: tuple[int, ...]
     """Numbers of the lines of metrics.jsonl that cannot be read."""
@@ -125,8 +134,7 @@ class Examination:
 
     @property
     def is_healthy(self) -> bool:
-        failed_before_a_step = self.failures and not self.steps and self.status != "running"
-        return not (self.signs or self.warnings or self.damaged_lines or failed_before_a_step)
+        return not (self.signs or self.warnings or self.damaged_lines)
 
 
 def examine(run_dir: Path) -> Examination:
@@ -136,8 +144,7 @@ def examine(run_dir: Path) -> Examination:
     check_run(run_dir)
     state, status = read_state(run_dir), status_of(run_dir)
     records, damaged = read_records(run_dir / "metrics.jsonl")
-    unjudged = "no step is finished yet, so that there is nothing to judge; what stopped it is said again by --resume"
-    notes = [] if records else [unjudged]
+    notes = [] if records else ["no step is finished yet, so that there is nothing to judge"]
     failures = failures_of(run_dir / "store.db", state, notes)
     warnings = state.warnings
     if status == "finished":
@@ -146,10 +153,33 @@ def examine(run_dir: Path) -> Examination:
             warnings = warnings | closing_warnings(records, gains)
         except (orjson.JSONDecodeError, KeyError, TypeError, msgspec.ValidationError) as error:
             notes.append(f"report.json cannot be read, so that nothing is said of the gain: {error}")
+    if status != "running":
+        warnings = warnings | _ending(run_dir, has_worked=status == "finished" or bool(records))
     signs = tuple(sign_history(records))
     for each in signs:
         warnings = {kind: text for kind, text in warnings.items() if kind != each.sign.name}
     return Examination(run_dir, status, state, len(records), signs, warnings, failures, damaged, tuple(notes))
+
+
+def _ending(run_dir: Path, *, has_worked: bool) -> dict[str, str]:
+    """How the last process of a run ended, if not well: `ended` -> sentence. One that `has_worked`, with a step to show
+    or a result, may have been stopped on purpose."""
+    try:
+        error = (run_dir / ERROR_FILE).read_text(errors="replace").strip()
+    except OSError:
+        error = ""
+    again = f"agl train --resume {shlex.quote(str(run_dir))}"
+    if error:
+        first, _, more = error.partition("\n")
+        rest = f" (all of it: {run_dir / ERROR_FILE})" if more or len(first) > MOST_TEXT else ""
+        return {"ended": f"the run ended with an error: {first[:MOST_TEXT]}{rest}. Mend its cause, then: {again}"}
+    if has_worked:
+        return {}
+    return {
+        "ended": "its process ended before the first step and left no error: it was interrupted or killed, as the"
+        " system does where memory runs out (policy.token_budget=N or a smaller policy.model needs less). Go on with"
+        f" {again}"
+    }
 
 
 def _gains(report: Mapping[str, Any]) -> dict[str, Gain]:

@@ -9,6 +9,7 @@
     state.json         the run's position; written last and atomically, so a crash leaves the old one
     metrics.jsonl      one line for each step
     changes.jsonl      one line for each resume that changed settings
+    error.txt          the error that ended the run, until it is resumed
     ratios/            step-000012.jsonl ...: ratios of the tokens of each update, if `run.token_ratios` asks for them
     audit.jsonl        one line for each version: what it learned from, its scores, the gate's decision
     curve.png, report.json, checkpoint/    the results
@@ -23,7 +24,7 @@ import os
 import re
 import shutil
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Final, TypedDict
 
@@ -31,11 +32,12 @@ import msgspec
 import orjson
 from msgspec import Struct
 
-from agentlightning.errors import ConfigError, ResumeError
+from agentlightning.errors import AgentLightningError, ConfigError, ResumeError
 from agentlightning.util.file_lock import lock_file
 
 ALGORITHM_FILE: Final = "algorithm.json"
 """In a checkpoint: `Algorithm.state_dict`, unless it is empty, and the revision of the run that it belongs to."""
+ERROR_FILE: Final = "error.txt"
 STATE_VERSION = 2
 
 
@@ -337,6 +339,7 @@ class RunDir(Struct):
             run_dir = cls(path, _lock(path))
             for folder in (path, path / "checkpoints"):
                 _remove_unfinished(folder)
+            (path / ERROR_FILE).unlink(missing_ok=True)
             return run_dir
 
     def close(self) -> None:
@@ -370,6 +373,13 @@ class RunDir(Struct):
 
     def checkpoint(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step-{step:06d}"
+
+    def write_error(self, error: Exception) -> None:
+        """Keep the error that ends the run, unless the run was discarded or the disk takes no more."""
+        if holds_run(self.path):
+            text = str(error) if isinstance(error, AgentLightningError) else f"{type(error).__name__}: {error}"
+            with suppress(OSError):
+                write_atomically(self.path / ERROR_FILE, text.encode(errors="replace"), private=True)
 
     # -- state -----------------------------------------------------------------------------------------------------
 
