@@ -72,7 +72,7 @@ from agentlightning.training.persistence.checkpoints import Checkpoints
 from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import KeptCheckpoint, check_run, whole_lines
 from agentlightning.training.sources.transcripts import read_recordings
-from agentlightning.trajectory import Reward, Trajectory
+from agentlightning.trajectory import Reward, RewardWeights, Trajectory
 
 # -- health ----------------------------------------------------------------------------------------------------------
 
@@ -188,10 +188,10 @@ class SecondReward:
 
     store: LightningStoreBase
     function: RewardFunction
-    weights: Mapping[str, float] | None
+    weights: RewardWeights
 
     @classmethod
-    def load(cls, store: LightningStoreBase, name: str, weights: Mapping[str, float] | None) -> SecondReward:
+    def load(cls, store: LightningStoreBase, name: str, weights: RewardWeights) -> SecondReward:
         """The function of that name. Raises AgentError where it cannot be loaded."""
         return cls(store, RewardFunction.of(load_object(function_spec(name, "reward"), "reward")), weights)
 
@@ -241,7 +241,7 @@ class Guard(Callback[GuardState]):
     name = "guard"
     state_class = GuardState
 
-    def __init__(self, guard: RewardGuard, account: RunAccount, weights: Mapping[str, float] | None = None) -> None:
+    def __init__(self, guard: RewardGuard, account: RunAccount, weights: RewardWeights = None) -> None:
         """Raises AgentError where the second reward cannot be loaded."""
         self.guard, self.account, self.weights = guard, account, weights
         store = account.collector.store

@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from typing import Annotated, Any, Final, Literal, Self
 
 import fsspec  # pyright: ignore[reportMissingImports]
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, NonNegativeInt, ValidationError, model_validator
 
 from agentlightning.errors import ConfigError, PolicyError
 
@@ -38,11 +38,11 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    begin: int = Field(ge=0)
-    end: int = Field(ge=0)
+    begin: NonNegativeInt
+    end: NonNegativeInt
     digest: str
     """BLAKE2b of these bytes in the new version, 16 bytes."""
-    stored: int = Field(default=0, ge=0)
+    stored: NonNegativeInt = 0
     """Bytes of the compressed difference; 0: there is none."""
 
 
@@ -52,7 +52,7 @@ class FileEntry(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Annotated[str, AfterValidator(_checked_name)]
-    size: int = Field(ge=0)
+    size: NonNegativeInt
     kind: Literal["whole", "same", "xor"]
     """whole: stored as it is; same: that of the base; xor: its difference from that of the base."""
     digest: str = ""
@@ -75,7 +75,7 @@ class Manifest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: int = FORMAT
-    version: int = Field(ge=0)
+    version: NonNegativeInt
     id: str
     """A random name: a version that was published again has another one."""
     base: tuple[int, str] | None = None

@@ -19,13 +19,13 @@ from typing import Any, Final
 
 import orjson
 
-from agentlightning.algorithms.training import Learner
+from agentlightning.policy.learner import Learner
 from agentlightning.training.callbacks import Callback, NoState, RunAccount
-from agentlightning.trajectory import FloatArray, TrainingSample
+from agentlightning.trajectory import CallId, FloatArray, TrainingSample
 
 FOLDER: Final = "ratios"
 DIGITS: Final = 4
-CallRatios = dict[tuple[str, str], list[float]]
+CallRatios = dict[CallId, list[float]]
 """Log-ratios of the sampled tokens of each call, by (rollout_id, span_id)."""
 
 
