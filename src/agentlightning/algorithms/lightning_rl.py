@@ -71,7 +71,7 @@ from agentlightning.credit.normalization import normalization as read_normalizat
 from agentlightning.credit.rejection import Rejection
 from agentlightning.credit.rules import ANSWER_LOGPROBS
 from agentlightning.errors import ConfigError
-from agentlightning.policy.base import UpdateOptions
+from agentlightning.policy.base import Metrics, UpdateOptions
 from agentlightning.policy.config import AgentSetting
 from agentlightning.policy.losses import ADVANTAGES, LOSSES, Loss, PPOLoss, PreferenceLoss, TokenLoss, token_losses
 from agentlightning.policy.mismatch import Mismatch, Proximal, check_combination, check_proximal
@@ -423,9 +423,7 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
         kept = most_uncertain(groups, self.config.keep_groups, self.config.reward_weights)
         return [each for group in kept for each in group], {"groups_filtered": float(len(groups) - len(kept))}
 
-    async def _update(
-        self, training: Training, samples: Sequence[TrainingSample], average: float | None
-    ) -> Mapping[str, float]:
+    async def _update(self, training: Training, samples: Sequence[TrainingSample], average: float | None) -> Metrics:
         config = self.config
         needed = needed_columns(config.losses, config.mismatch, config.proximal)
         samples = await with_columns(training, samples, needed, self._models, lambda each: self._learns([each]))

@@ -35,7 +35,7 @@ from agentlightning.algorithms.training import Collected, Training
 from agentlightning.assemble import token_tree
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.errors import ConfigError
-from agentlightning.policy.base import Policy, UpdateOptions
+from agentlightning.policy.base import Metrics, Policy, UpdateOptions
 from agentlightning.policy.config import Lora, OptimizerConfig
 from agentlightning.policy.losses import Loss, NLLLoss
 from agentlightning.policy.open import check_trainable, require_training
@@ -44,7 +44,7 @@ from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.event_loop import run_sync
 from agentlightning.util.settings import AtLeastOne, SettingsSignature, ShareBelowOne
 
-OnStep = Callable[[int, Mapping[str, float]], None]
+OnStep = Callable[[int, Metrics], None]
 """Called after each step with its number, from 1, and its metrics."""
 
 
@@ -261,7 +261,7 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
         trees = [tree for each in held_back if (tree := token_tree([each])).num_sampled]
         losses, validation_losses, tokens = list[float](), dict[int, float](), 0
 
-        async def validate(step: int) -> Mapping[str, float]:
+        async def validate(step: int) -> Metrics:
             if not trees or not (step % self.config.validate_every == 0 or step == steps):
                 return {}
             scores = (await learner.score(trees, {"logprobs"}))["logprobs"]
@@ -324,10 +324,10 @@ class _PolicyTraining:
         """The highest score, and its step; the weights are in `_folder`."""
         self._folder = folder
 
-    async def update(self, samples: Sequence[TrainingSample], options: UpdateOptions) -> Mapping[str, float]:
+    async def update(self, samples: Sequence[TrainingSample], options: UpdateOptions) -> Metrics:
         return await self.learner.train(samples, options)
 
-    async def finish_step(self, collected: Collected, metrics: Mapping[str, float]) -> None:
+    async def finish_step(self, collected: Collected, metrics: Metrics) -> None:
         self.step += 1
 
     async def keep_best(self, score: float) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from agentlightning.credit.rejection import FAILED, Check, Rejection, count_reasons
 from agentlightning.errors import ConfigError
-from agentlightning.policy.base import UPDATE, UpdateOptions
+from agentlightning.policy.base import UPDATE, Metrics, UpdateOptions
 from agentlightning.policy.learner import Learner
 from agentlightning.resources import NamedResources
 from agentlightning.rollouts import Rollout
@@ -133,7 +133,7 @@ class Collected:
     seconds: float = 0.0
     sampled_before: int = 0
     """Of the sampled tokens, those of rollouts that had finished before the run was resumed."""
-    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    metrics: Metrics = field(default_factory=dict[str, float])
     """What the source counts beside these, for the step's metrics."""
 
     @property
@@ -326,7 +326,7 @@ class Training(RolloutSource, Protocol):
         those that `check` names are left out."""
         ...
 
-    async def update(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> Mapping[str, float]:
+    async def update(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> Metrics:
         """One update, and its metrics. New model calls wait meanwhile; those in progress finish first or continue
         across the update. Raises ConfigError where there is no learner."""
         ...
@@ -341,7 +341,7 @@ class Training(RolloutSource, Protocol):
         has validation tasks goes by their reward instead."""
         ...
 
-    async def finish_step(self, collected: Collected, metrics: Mapping[str, float]) -> None:
+    async def finish_step(self, collected: Collected, metrics: Metrics) -> None:
         """Finish the step: write `metrics`, validate and write a checkpoint when due, go to the next step. `metrics`
         may hold any numbers; `training.health.step_record.StepRecord` lists those that the run's warnings use."""
         ...

@@ -17,6 +17,7 @@ from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.policy.base import (
     UPDATE,
     Columns,
+    Metrics,
     Policy,
     ScoreColumn,
     SeparatePolicy,
@@ -79,7 +80,7 @@ class Learner:
     """Tokens of a micro-batch, unless the update says otherwise."""
     resumes: Resumes = ()
     """Of the run: loading a checkpoint raises the version, and is no update."""
-    publish_weights: Callable[[], Awaitable[Mapping[str, float]]] | None = None
+    publish_weights: Callable[[], Awaitable[Metrics]] | None = None
     """Publishes each version where other hosts pull it; returns what that cost."""
 
     @property
@@ -117,7 +118,7 @@ class Learner:
         model = self.policy.model if adapter is None else f"{self.policy.model}:{adapter}"
         return self.versions.get(model, self.policy_version)
 
-    async def update(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> Mapping[str, float]:
+    async def update(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> Metrics:
         """`Policy.train`. The metrics also have the age of the samples and the seconds until calls had finished. A
         policy that trains other weights than those that sample holds calls back only while these are replaced."""
         own = dict(await asyncio.to_thread(staleness, samples, self.version_of, self.resumes))
@@ -135,7 +136,7 @@ class Learner:
                 metrics |= await self.policy.train(samples, options, in_flight=in_flight)
         return {**metrics, **own, **await self.publish()}
 
-    async def publish(self) -> Mapping[str, float]:
+    async def publish(self) -> Metrics:
         """Publish the weights where other hosts pull them, if the run has such a place; returns what that cost. Raises
         WeightStoreError."""
         return {} if self.publish_weights is None else await self.publish_weights()
@@ -163,7 +164,7 @@ class Learner:
 
 def staleness(
     samples: Sequence[TrainingSample], version_of: Callable[[str | None], int], resumes: Resumes = ()
-) -> Mapping[str, float]:
+) -> Metrics:
     """The number of updates between the weights that sampled a token and those that are about to learn from it, whose
     version `version_of` gives by the adapter of a sample.
 

@@ -36,7 +36,7 @@ from agentlightning.models import checkpoint
 from agentlightning.models.checkpoint import refusing
 from agentlightning.models.lora import write_adapter
 from agentlightning.models.resolve import shared_name
-from agentlightning.policy.base import UPDATE, Capabilities, Columns, ScoreColumn, UpdateOptions
+from agentlightning.policy.base import UPDATE, Capabilities, Columns, Metrics, ScoreColumn, UpdateOptions
 from agentlightning.policy.config import LocalPolicyConfig, adapter_table
 from agentlightning.policy.model_loading import find_device, load_model, usable_context_length, with_adapters_of
 from agentlightning.policy.update.updater import LocalLearner, Updater
@@ -171,7 +171,7 @@ class LocalPolicy(AgentEngines):
 
     async def train(
         self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE, *, in_flight: bool = False
-    ) -> Mapping[str, float]:
+    ) -> Metrics:
         """See `Policy.train` and `Updater.step`. Raises as both do."""
         return await self._engine.run(lambda: self._train(samples, in_flight, options))
 

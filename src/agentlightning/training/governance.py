@@ -46,7 +46,7 @@ from agentlightning.credit.agent_rewards import team_reward
 from agentlightning.credit.rejection import CALL_LIMIT, MISSING_REWARD
 from agentlightning.errors import ConfigError, ConflictError, RewardError, TrainingStopped
 from agentlightning.evaluation.intervals import Gain, paired_gain
-from agentlightning.policy.base import UpdateOptions
+from agentlightning.policy.base import Metrics, UpdateOptions
 from agentlightning.resources import named_resources
 from agentlightning.rollouts import Attempt, AttemptedRollout, Rollout
 from agentlightning.runner.agents.arguments import Invocation
@@ -111,7 +111,7 @@ class Health(Callback[HealthState]):
     def before_update(self, options: UpdateOptions) -> UpdateOptions:
         return replace(options, lr_factor=options.lr_factor * self.state.lr_factor)
 
-    async def on_step(self, step: FinishedStep) -> Mapping[str, float] | None:
+    async def on_step(self, step: FinishedStep) -> Metrics | None:
         if not self.judges:
             return None
         state, run = self.state, self.account.state
@@ -286,7 +286,7 @@ class Guard(Callback[GuardState]):
                 ' it: guard.on_violation = "stop". Continue it with --resume once the cause is mended'
             )
 
-    async def on_step(self, step: FinishedStep) -> Mapping[str, float]:
+    async def on_step(self, step: FinishedStep) -> Metrics:
         metrics, self._metrics = self._metrics, {}
         rewards, self._rewards = self._rewards, []
         spread = max(1, len(rewards) // MOST_REMEMBERED)
@@ -510,7 +510,7 @@ class Gate(Callback[GateState]):
         await self.audit.decided("promoted", resources_id=self._name, reason=why, scores=numbers)
         self.account.write_state()
 
-    async def on_step(self, step: FinishedStep) -> Mapping[str, float] | None:
+    async def on_step(self, step: FinishedStep) -> Metrics | None:
         if step.returned or not (step.is_last or self.account.state.step % self.config.every == 0):
             return None
         step.saves = True

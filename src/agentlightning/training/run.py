@@ -21,7 +21,7 @@ from agentlightning.assemble import AUTOMATIC_REWARDS
 from agentlightning.credit.rejection import Check, count_reasons
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.evaluation.evaluation import Evaluation, gain_of
-from agentlightning.policy.base import UPDATE, UpdateOptions
+from agentlightning.policy.base import UPDATE, Metrics, UpdateOptions
 from agentlightning.policy.learner import Learner, age
 from agentlightning.resources import NamedResources, PromptTemplate, prompts_in
 from agentlightning.training.callbacks import Callback, FinishedStep, RunAccount
@@ -131,7 +131,7 @@ class TrainingRun(Struct):
         ages = (age(each, learner.policy_version, resumes, learner.versions) for each in found)
         return tuple(each for each, updates in zip(found, ages, strict=True) if updates <= max_age)
 
-    async def update(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> Mapping[str, float]:
+    async def update(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> Metrics:
         options = replace(options, lr_factor=options.lr_factor * self._lr_factor)
         for callback in self.account.callbacks:
             with calls_of(type(callback), "callback"):
@@ -210,7 +210,7 @@ class TrainingRun(Struct):
         chosen = self.measurements.validation if tasks is None else tasks
         return await self.measurements.evaluate(self.measurements.name(label, "greedy"), "greedy", chosen)
 
-    async def finish_step(self, collected: Collected, metrics: Mapping[str, float]) -> None:
+    async def finish_step(self, collected: Collected, metrics: Metrics) -> None:
         state, self._evaluations = self.state, 0
         state.step += 1
         line: dict[str, Any] = {"step": state.step, **metrics}
@@ -342,7 +342,7 @@ class TrainingRun(Struct):
         self.state.best_version = self.checkpoints.version
 
 
-def step_line(state: RunState, collected: Collected, metrics: Mapping[str, float]) -> dict[str, Any]:
+def step_line(state: RunState, collected: Collected, metrics: Metrics) -> dict[str, Any]:
     """A line of `metrics.jsonl`: the algorithm's metrics, and what the run knows of the step's rollouts."""
     reasons = count_reasons(collected.rejected)
     return {

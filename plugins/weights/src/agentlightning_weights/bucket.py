@@ -14,9 +14,10 @@ from pathlib import PurePosixPath
 from typing import Annotated, Any, Final, Literal, Self
 
 import fsspec  # pyright: ignore[reportMissingImports]
-from pydantic import AfterValidator, BaseModel, ConfigDict, NonNegativeInt, ValidationError, model_validator
+from pydantic import AfterValidator, NonNegativeInt, ValidationError, model_validator
 
 from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.util.settings import Section
 
 FORMAT: Final = 1
 """Of manifests; a host refuses a newer one."""
@@ -32,10 +33,8 @@ def _checked_name(name: str) -> str:
     return name
 
 
-class Part(BaseModel):
+class Part(Section):
     """The bytes of a file from `begin` to `end`: one tensor, or the header."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     begin: NonNegativeInt
@@ -46,10 +45,8 @@ class Part(BaseModel):
     """Bytes of the compressed difference; 0: there is none."""
 
 
-class FileEntry(BaseModel):
+class FileEntry(Section):
     """A file of the directory."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Annotated[str, AfterValidator(_checked_name)]
     size: NonNegativeInt
@@ -69,10 +66,8 @@ class FileEntry(BaseModel):
         return self
 
 
-class Manifest(BaseModel):
+class Manifest(Section):
     """A version."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: int = FORMAT
     version: NonNegativeInt
