@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal, Self, cast
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    FiniteFloat,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    field_validator,
+    model_validator,
+)
 
 from agentlightning.algorithms.apo.config import (
     APOConfig,
@@ -30,7 +38,17 @@ from agentlightning.resources import PromptTemplate
 from agentlightning.task import DATASETS, dataset_kind
 from agentlightning.tracing.air import check_rules
 from agentlightning.util.plugins import Registry
-from agentlightning.util.settings import Chosen, Named, Section
+from agentlightning.util.settings import (
+    AtLeastOne,
+    Chosen,
+    Named,
+    OpenShare,
+    PositiveShare,
+    Section,
+    Share,
+    ShareBelowOne,
+    Weight,
+)
 
 __all__ = [
     "APOConfig",
@@ -99,15 +117,15 @@ class DataConfig(Section):
     `agl serve`. The agent, where there is one, then only measures, on the tasks of `held_out`."""
     method: MethodSetting = "auto"
     """How LightningRL learns from recorded sessions: importance, awr or rejection; auto: as the data allows."""
-    success_threshold: float = Field(default=0.5, allow_inf_nan=False)
+    success_threshold: FiniteFloat = 0.5
     """The reward from which on a session is imitated, by method "rejection" and by supervised learning."""
     follow: bool = False
     """Learn from each session once, as they arrive, and wait for those to come."""
-    follow_timeout: float | None = Field(default=None, ge=0)
+    follow_timeout: NonNegativeFloat | None = None
     """Seconds without a new session after which following ends. None: it waits on."""
-    validation_share: float = Field(default=0.1, ge=0, lt=1)
+    validation_share: ShareBelowOne = 0.1
     """Share of the training tasks that is split off for validation if there is no file."""
-    held_out_share: float = Field(default=0.2, ge=0, lt=1)
+    held_out_share: ShareBelowOne = 0.2
     """Share of the training tasks that is split off for the final measurement if there is no file."""
 
     @field_validator("train", "validation", "held_out", mode="before")
@@ -130,15 +148,15 @@ class TurnLimit(Section):
     [3, 3, 5, 6]
     """
 
-    start: int = Field(ge=1)
+    start: AtLeastOne
     """Answers that a rollout of the first step is given. The next call is refused, and the rollout ends there."""
-    grow: int = Field(default=1, ge=0)
+    grow: NonNegativeInt = 1
     """What is added to the limit each time."""
-    every: int = Field(default=10, ge=1)
+    every: AtLeastOne = 10
     """Steps after which the limit grows."""
-    max: int | None = Field(default=None, ge=1)
+    max: AtLeastOne | None = None
     """The limit grows no further. None: it always does."""
-    reward: float = Field(default=0.0, allow_inf_nan=False)
+    reward: FiniteFloat = 0.0
     """The reward of a rollout that ended at the limit without one of its own."""
 
     def at(self, step: int) -> int:
@@ -161,11 +179,11 @@ class Branching(Section):
     0.2
     """
 
-    share: float = Field(default=0.5, gt=0, lt=1)
+    share: OpenShare = 0.5
     """The share of each group's rollouts that branch off the others, once these have ended."""
-    threshold: float = Field(default=0.2, allow_inf_nan=False)
+    threshold: FiniteFloat = 0.2
     """A rollout may branch where its uncertainty is this much higher than at its first call, in nats a token."""
-    tokens: int = Field(default=16, ge=1)
+    tokens: AtLeastOne = 16
     """The number of first tokens of an answer whose mean -log p is its uncertainty."""
     after: Literal["tool", "any"] = "tool"
     """At which calls: those after a message of a tool, or, for agents that tell results in other messages, any."""
@@ -189,9 +207,9 @@ class CurriculumConfig(Section):
     tasks: Literal["epochs", "learnability"] = "epochs"
     """epochs: every task once an epoch; learnability: tasks whose rollouts differ in reward, or that the policy has
     forgotten, more often than those it always or never solves."""
-    untried_share: float = Field(default=0.5, ge=0, le=1)
+    untried_share: Share = 0.5
     """learnability: the share of each step's tasks that nobody has tried yet, as long as there are such."""
-    staleness_share: float = Field(default=0.1, ge=0, le=1)
+    staleness_share: Share = 0.1
     """learnability: the share of tasks that are drawn by the time since they were drawn last, so that all come back."""
     turns: TurnLimit | None = None
     """A limit on the policy's answers in each training rollout: a table with `start`, `grow`, `every`, `max`. None: no
@@ -210,9 +228,9 @@ class WarmStartConfig(Section):
 
     dataset: str | None = None
     """Conversations: a JSONL file with `messages` and, where tools are used, `tools`. None: no warm start."""
-    steps: int | None = Field(default=None, ge=1)
+    steps: AtLeastOne | None = None
     """Updates. None: one pass through the data."""
-    batch_size: int = Field(default=16, ge=1)
+    batch_size: AtLeastOne = 16
     """Conversations in each update."""
     shuffle: bool = True
     """False keeps the order of the file."""
@@ -233,9 +251,9 @@ class RunnerConfig(Section):
     1
     """
 
-    concurrency: int = Field(default=64, ge=1)
+    concurrency: AtLeastOne = 64
     """Rollouts that each host runs at the same time."""
-    hosts: int = Field(default=1, ge=0)
+    hosts: NonNegativeInt = 1
     """Processes that run Python agents. 0: none here; `agl runner` runs the agent on the store's server."""
     limit_by_load: bool = True
     """Fewer groups of rollouts run at the same time while the key-value cache of the engine that samples is more than
@@ -246,14 +264,14 @@ class RunnerConfig(Section):
     fresh_process: bool = False
     """Run each attempt on the main thread of its own process, forked from one that has imported the agent; `hosts` is
     then ignored. Begins by itself where attempts cannot share a process (docs/guides/your-own-agent.md)."""
-    timeout_seconds: float = Field(default=120.0, gt=0)
+    timeout_seconds: PositiveFloat = 120.0
     """An attempt that takes longer is stopped."""
-    max_attempts: int = Field(default=2, ge=1)
+    max_attempts: AtLeastOne = 2
     """The number of attempts that a rollout may have."""
-    max_calls: int | None = Field(default=None, ge=1)
+    max_calls: AtLeastOne | None = None
     """Answers of the policy that an attempt may be given, in training and in evaluations; the next call is refused.
     None: any number."""
-    max_failed_share: float = Field(default=0.5, ge=0, le=1)
+    max_failed_share: Share = 0.5
     """Training stops if a larger share of a step's rollouts has failed in all attempts."""
     cwd: str | None = None
     """The working directory of agents. None: the one that training was started in."""
@@ -272,11 +290,11 @@ class EvaluationConfig(Section):
     5
     """
 
-    every: int = Field(default=10, ge=0)
+    every: NonNegativeInt = 10
     """Steps between validations. 0: none."""
-    tasks: int | None = Field(default=64, ge=1)
+    tasks: AtLeastOne | None = 64
     """Validation tasks used each time; None: all."""
-    held_out_tasks: int | None = Field(default=None, ge=1)
+    held_out_tasks: AtLeastOne | None = None
     """Held-out tasks used before and after; None: all."""
     modes: tuple[Literal["greedy", "sampled"], ...] = Field(default=("greedy", "sampled"), min_length=1)
     """greedy: temperature 0; sampled: temperature 1."""
@@ -290,13 +308,13 @@ class RewardGuard(Section):
     0.1
     """
 
-    low: float | None = Field(default=None, allow_inf_nan=False)
+    low: FiniteFloat | None = None
     """The lowest reward possible. None: any."""
-    high: float | None = Field(default=None, allow_inf_nan=False)
+    high: FiniteFloat | None = None
     """The highest reward possible. None: any."""
-    max_missing: float = Field(default=0.1, ge=0, le=1)
+    max_missing: Share = 0.1
     """The share of a batch's finished rollouts that may have no usable reward."""
-    max_drift: float = Field(default=0.5, ge=0, le=1)
+    max_drift: Share = 0.5
     """How far the rewards of a batch may be from those of the five batches before: the Kolmogorov-Smirnov distance, the
     largest difference between the shares of rewards up to any value. 1: as far as they like."""
     agree: tuple[str, str] | None = None
@@ -306,7 +324,7 @@ class RewardGuard(Section):
     sample of each batch, in the process of the trainer; nothing is learned from it. None: there is none."""
     sample: int = Field(default=64, ge=2)
     """The number of rollouts of a batch that the second reward function scores, in whole groups."""
-    max_disagreement: float = Field(default=0.4, ge=0, le=1)
+    max_disagreement: Share = 0.4
     """The share of pairs of one group's rollouts that the two may order differently. Ties are not counted."""
     on_violation: Literal["warn", "stop"] = "warn"
     """stop: training ends before it has learned from the batch."""
@@ -330,18 +348,18 @@ class GateConfig(Section):
     'rollback'
     """
 
-    every: int = Field(default=10, ge=1)
+    every: AtLeastOne = 10
     """Steps between decisions. The last step is always judged."""
     tasks: str | None = None
     """The guard set: a file of tasks that are never trained on. None: the validation tasks."""
-    limit: int | None = Field(default=64, ge=1)
+    limit: AtLeastOne | None = 64
     """Tasks of the guard set that are used; None: all."""
     reward: str | None = None
     """The reward function of the guard set, `module:name` or `path/file.py:name`: one that is not trained on catches a
     policy that exploits the reward it is trained on. None: the reward of the run."""
-    margin: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    margin: Weight = 0.0
     """The loss of mean reward that is tolerated."""
-    confidence: float = Field(default=0.95, gt=0, lt=1)
+    confidence: OpenShare = 0.95
     """A version loses if the interval of its paired difference with this confidence lies below -margin."""
     mode: Literal["greedy", "sampled"] = "greedy"
     """greedy: temperature 0; sampled: temperature 1."""
@@ -358,20 +376,20 @@ class RunConfig(Section):
 
     seed: int = 0
     """Seed of the data order, the splits and the sampling."""
-    checkpoint_every: int | None = Field(default=None, ge=1)
+    checkpoint_every: AtLeastOne | None = None
     """Steps between checkpoints: the work that a crash can cost. None: 1, or where one takes longer than a second to
     write, as many as keep that to a tenth of the time; on recorded data, where a step costs no rollouts, 20."""
-    keep_checkpoints: int = Field(default=2, ge=1)
+    keep_checkpoints: AtLeastOne = 2
     """The number of newest checkpoints to keep, beside the best one."""
-    max_staleness: int = Field(default=0, ge=0)
+    max_staleness: NonNegativeInt = 0
     """Updates by which tokens may be older than the weights that learn from them. So many further steps' rollouts run
     while a step trains, and a step learns from the first groups to complete. 0: each step waits for its own."""
     on_collapse: Literal["warn", "stop", "rollback"] = "warn"
     """What happens when the policy collapses (docs/reference/health.md). stop: the run returns to the last healthy
     checkpoint and ends; rollback: it returns there and goes on with a lower learning rate."""
-    max_rollbacks: int = Field(default=2, ge=0)
+    max_rollbacks: NonNegativeInt = 2
     """Returns to a healthy checkpoint in the life of a run; at the next collapse it stops."""
-    rollback_lr_factor: float = Field(default=0.3, gt=0, le=1)
+    rollback_lr_factor: PositiveShare = 0.3
     """The factor of the learning rate at each return to a healthy checkpoint."""
     token_ratios: bool = False
     """Whether the tokens of each update are scored once more after it, for the dashboard's view of the ratio of new to
@@ -409,7 +427,7 @@ class TrackingConfig(Section):
     """The project (in MLflow: the experiment) that the run belongs to."""
     name: str | None = None
     """The name of the run there. None: that of its directory."""
-    transcripts: int = Field(default=8, ge=0)
+    transcripts: NonNegativeInt = 8
     """Rollouts of each validation whose transcripts are kept in transcripts.jsonl and sent to trackers. 0: none."""
     wandb_mode: Literal["offline", "online"] | None = None
     """Whether Weights & Biases sends anything anywhere. None: as WANDB_MODE says, else offline."""

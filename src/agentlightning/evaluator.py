@@ -41,6 +41,7 @@ from agentlightning.task import load_dataset, overlaps, task_key
 from agentlightning.training.agent_runner import credentials, load_agent, make_runner, rollout_config, run_beside
 from agentlightning.training.measurements import TEMPERATURES, evaluate_tasks
 from agentlightning.training.sources.collector import EVALUATION_ADVICE, RolloutCollector, TrajectoryReader
+from agentlightning.trajectory import RewardWeights
 from agentlightning.util.event_loop import run_sync
 from agentlightning.util.file_lock import lock_file
 from agentlightning.util.progress import Progress
@@ -54,7 +55,7 @@ def evaluate(
     reward: Any | None = None,
     mode: Literal["greedy", "sampled"] = "greedy",
     limit: int | None = None,
-    reward_weights: Mapping[str, float] | None = None,
+    reward_weights: RewardWeights = None,
     repeats: int = 1,
     failed: Literal["lowest", "exclude"] | float = "lowest",
     bounds: tuple[float, float] | None = None,
@@ -153,7 +154,7 @@ async def _evaluate(
     model: str | Path | None,
     reward: Any | None,
     mode: str,
-    reward_weights: Mapping[str, float] | None,
+    reward_weights: RewardWeights,
     repeats: int,
     directory: str | Path | None,
     config: RunnerConfig,

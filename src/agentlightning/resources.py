@@ -12,22 +12,21 @@ from functools import cache
 from string import Formatter
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from agentlightning.attempt_address import attempt_path
 from agentlightning.errors import ConfigError
 from agentlightning.rollouts import AttemptedRollout
+from agentlightning.util.settings import Section
 from agentlightning.util.templates import TemplateLimitError, check_length, render, sandbox
 
 
-class LLM(BaseModel):
+class LLM(Section):
     """A model behind an OpenAI-compatible endpoint.
 
     >>> agl.LLM(endpoint="http://127.0.0.1:8000/v1", model="qwen").get_base_url()
     'http://127.0.0.1:8000/v1'
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     resource_type: Literal["llm"] = "llm"
     endpoint: str
@@ -74,14 +73,12 @@ class ProxyLLM(LLM):
         return LLM(**fields)
 
 
-class PromptTemplate(BaseModel):
+class PromptTemplate(Section):
     """A prompt with placeholders.
 
     >>> agl.PromptTemplate(template="Say {word}.").format(word="hello")
     'Say hello.'
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     resource_type: Literal["prompt_template"] = "prompt_template"
     """What kind of resource it is."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any, Final, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import PositiveFloat
 
 from agentlightning.util.frozen_struct import FrozenStruct, as_dataclass
+from agentlightning.util.settings import AtLeastOne, Section
 
 RolloutStatus = Literal["queuing", "preparing", "running", "succeeded", "failed", "cancelled", "requeuing"]
 AttemptStatus = Literal["preparing", "running", "succeeded", "failed", "timeout", "unresponsive"]
@@ -54,20 +55,18 @@ ATTEMPT_TRANSITIONS: dict[str, frozenset[str]] = {
 """Legal next states. An unresponsive attempt may resume while it is the latest one."""
 
 
-class RolloutConfig(BaseModel):
+class RolloutConfig(Section):
     """Time limits and retry policy of one rollout; the store enforces them.
 
     >>> agl.RolloutConfig(timeout_seconds=60, max_attempts=2).retry_condition
     ('failed', 'timeout', 'unresponsive')
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    timeout_seconds: float | None = Field(default=None, gt=0)
+    timeout_seconds: PositiveFloat | None = None
     """An attempt older than this becomes `timeout`."""
-    unresponsive_seconds: float | None = Field(default=None, gt=0)
+    unresponsive_seconds: PositiveFloat | None = None
     """An attempt with no heartbeat or span for this long becomes `unresponsive`."""
-    max_attempts: int = Field(default=1, ge=1)
+    max_attempts: AtLeastOne = 1
     """Maximum number of attempts of the rollout."""
     retry_condition: tuple[AttemptStatus, ...] = ("failed", "timeout", "unresponsive")
     """Attempt states after which the rollout is requeued, while attempts are left."""

@@ -38,6 +38,7 @@ from agentlightning.dashboard.data.catalog import catalog_of_run
 from agentlightning.engine.base import Engine
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.base import Policy, capabilities_of
+from agentlightning.policy.learner import Learner
 from agentlightning.policy.open import follow_trainer, open_models, require_training
 from agentlightning.resources import NamedResources, Resource, as_resources, prompts_in
 from agentlightning.runner import Runner
@@ -70,7 +71,6 @@ from agentlightning.training.environment_providers import with_own_providers
 from agentlightning.training.governance import Audit, Gate, Guard, Health
 from agentlightning.training.health.examination import starting_warnings
 from agentlightning.training.joined_gateways import JoinedGateways, check_free, check_gateways, joined_url
-from agentlightning.training.learner import PolicyLearner
 from agentlightning.training.measurements import Measurements
 from agentlightning.training.persistence.checkpoints import (
     Checkpoints,
@@ -746,7 +746,7 @@ def make_learner(
     config: TrainConfig,
     account: RunAccount,
     joined: JoinedGateways | None,
-) -> PolicyLearner:
+) -> Learner:
     if joined is not None:
         updating = joined.updating
     else:
@@ -757,13 +757,15 @@ def make_learner(
             drain_seconds=config.policy.drain_seconds,
             can_go_on=capabilities_of(policy).in_flight,
         )
-    published, folder = config.policy.weights, account.run_dir.path / "weights"
-    return PolicyLearner(
+    published, folder, publish = config.policy.weights, account.run_dir.path / "weights", None
+    if published.url is not None:
+        publish = load_plugin("publishers", "weights")(policy, published, folder).publish
+    return Learner(
         policy,
         updating,
         config.policy.token_budget,
         resumes=account.state.resumes,
-        weights=None if published.url is None else load_plugin("publishers", "weights")(policy, published, folder),
+        publish_weights=publish,
     )
 
 
@@ -772,7 +774,7 @@ def make_source(
     account: RunAccount,
     tasks: Tasks,
     publisher: ResourcePublisher,
-    learner: PolicyLearner | None,
+    learner: Learner | None,
     algorithm: Algorithm[Any],
 ) -> RolloutStream:
     """The stream of rollouts; with `max_staleness` 0, each step waits for its own. Raises ConfigError for a

@@ -20,8 +20,8 @@ from agentlightning.assemble import TURN_LIMIT_REACHED, token_tree
 from agentlightning.credit.base import credit_rule
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.base import UpdateOptions
+from agentlightning.policy.learner import Learner
 from agentlightning.policy.mismatch import GeometricMask, Truncation
-from agentlightning.training.learner import PolicyLearner
 from agentlightning.trajectory import Trajectory, Transition
 from agentlightning.util.settings import dump_toml, load_settings
 
@@ -197,7 +197,7 @@ async def test_the_age_of_a_token_is_counted_in_updates_across_resumes(
     resumes: Any, now: int, ages: dict[int, int]
 ) -> None:
     trained_with = FakeTraining([])
-    learner = PolicyLearner(SimpleNamespace(policy_version=now), nullcontext, 100, resumes=resumes)  # type: ignore[arg-type]
+    learner = Learner(SimpleNamespace(policy_version=now), nullcontext, 100, resumes=resumes)  # type: ignore[arg-type]
     trained_with.learner = learner  # type: ignore[assignment]
     group = [replace_version(rollout(f"r{version}", 0.0), version) for version in ages]
     columns = await scores(trained_with, [token_tree(group)], "interpolation", Models())  # type: ignore[arg-type]

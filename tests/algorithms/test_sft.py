@@ -179,6 +179,10 @@ class RecordingTraining:
         self.samples: list[TrainingSample] = []
         self.saved: list[Path] = []
 
+    @property
+    def learner(self) -> Any:
+        return self
+
     async def update(self, samples: Sequence[TrainingSample], options: Any) -> Mapping[str, float]:
         self.samples.extend(samples)
         return {"loss": 1.0}

@@ -23,12 +23,12 @@ from agentlightning.credit import training_samples
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.policy.config import LocalPolicyConfig, OptimizerConfig
+from agentlightning.policy.learner import staleness
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.testing import ScriptedEngine
-from agentlightning.training.learner import staleness
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 pytestmark = pytest.mark.integration

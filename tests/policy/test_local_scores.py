@@ -18,8 +18,8 @@ from agentlightning.errors import PolicyError
 from agentlightning.models.tiny import make_tiny
 from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.config import LocalPolicyConfig, Lora, OptimizerConfig
+from agentlightning.policy.learner import Learner
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.training.learner import PolicyLearner
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.run import TrainingRun
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
@@ -83,7 +83,7 @@ async def test_with_adapters_the_model_below_is_what_a_run_started_from(
 ) -> None:
     config = LocalPolicyConfig(model=checkpoint, device="cpu", optimizer=OptimizerConfig(lr=1e-2), **settings)
     policy = LocalPolicy.open(config)
-    learner = PolicyLearner(policy, nullcontext, 100)  # type: ignore[arg-type]
+    learner = Learner(policy, nullcontext, 100)  # type: ignore[arg-type]
     directory = SimpleNamespace(start=tmp_path / "start", reference=tmp_path / "reference")
     account = SimpleNamespace(run_dir=directory)
     run: Any = SimpleNamespace(account=account, state=RunState("r"), _learner=lambda: learner)

@@ -14,12 +14,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
-from pydantic import BaseModel, Field, PositiveFloat
+from pydantic import BaseModel, PositiveFloat
 
 from agentlightning.algorithms.agents import AgentPattern, unusable
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.errors import ConfigError
 from agentlightning.policy.config import AgentSetting, Objective, OptimizerConfig
+from agentlightning.trajectory import RewardWeights
 from agentlightning.util.plugins import Registry, reference_to
 from agentlightning.util.settings import AtLeastOne, Part, settings_from
 
@@ -52,7 +53,7 @@ class RolloutsConfig(AlgorithmConfig):
     agent itself declares (`LitAgent.trained_agents`), else all."""
     reward_weights: dict[str, float] | None = None
     """Weights of the named dimensions of a reward."""
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = OptimizerConfig()
     """How weights are updated."""
 
 
@@ -143,7 +144,7 @@ class Algorithm(ABC, Generic[C]):
         return getattr(self._settings, "agents", {})
 
     @property
-    def reward_weights(self) -> Mapping[str, float] | None:
+    def reward_weights(self) -> RewardWeights:
         """Weights of the named dimensions of a reward, also used by evaluations."""
         return getattr(self._settings, "reward_weights", None)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
-from agentlightning.algorithms.training import Learner, Training
+from agentlightning.algorithms.training import Training
 from agentlightning.assemble import shared_calls, token_tree
 from agentlightning.credit import (
     Aggregate,
@@ -26,6 +26,7 @@ from agentlightning.credit.rules import ANSWER_LOGPROBS, InformationGainCredit
 from agentlightning.credit.training_samples import RETURNS, VALUES, Trains
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.base import ScoreColumn
+from agentlightning.policy.learner import Learner
 from agentlightning.policy.losses import (
     INTERPOLATION,
     PROXIMAL_LOGPROBS,

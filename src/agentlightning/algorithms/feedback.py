@@ -57,11 +57,12 @@ async def with_feedback(
 ) -> tuple[list[TrainingSample], dict[str, float]]:
     """The samples with the log-probabilities of a teacher that was given feedback, and the number of calls that have
     some, and that could not be given theirs. The teacher of a call is that of the weights that it trains."""
-    reprompt = Reprompt(training.chat, training.context_length)
+    learner = learner_of(training)
+    reprompt = Reprompt(learner.chat, learner.context_length)
     asked: list[tuple[Sequence[Trajectory], str | None, TokenTree]] = []
     counts = {"calls_with_feedback": 0.0, "feedback_left_out": 0.0}
     for group in group_trajectories(trajectories):
-        texts = feedback_of(group, setting, training.chat, weights)
+        texts = feedback_of(group, setting, learner.chat, weights)
         changed, left_out = reprompted(group, texts, reprompt, target_agent, trains)
         counts["feedback_left_out"] += left_out
         for adapter, rollouts in changed.items():
@@ -69,7 +70,7 @@ async def with_feedback(
             asked.append((group, adapter, token_tree(rollouts)))
     column: ScoreColumn = "average_logprobs" if setting.rate < 1 else "logprobs"
     trees, adapters = [tree for *_, tree in asked], [adapter for _, adapter, _ in asked]
-    scores = await scores_by_adapter(learner_of(training), trees, column, adapters)
+    scores = await scores_by_adapter(learner, trees, column, adapters)
     known: dict[str | None, dict[CallId, FloatArray]] = {}
     for (_, adapter, tree), values in zip(asked, scores, strict=True):
         known.setdefault(adapter, {}).update(by_call([tree], [values]))

@@ -71,7 +71,7 @@ from agentlightning.credit.normalization import normalization as read_normalizat
 from agentlightning.credit.rejection import Rejection
 from agentlightning.credit.rules import ANSWER_LOGPROBS
 from agentlightning.errors import ConfigError
-from agentlightning.policy.base import UpdateOptions
+from agentlightning.policy.base import Metrics, UpdateOptions
 from agentlightning.policy.config import AgentSetting
 from agentlightning.policy.losses import ADVANTAGES, LOSSES, Loss, PPOLoss, PreferenceLoss, TokenLoss, token_losses
 from agentlightning.policy.mismatch import Mismatch, Proximal, check_combination, check_proximal
@@ -167,7 +167,7 @@ class LightningRLConfig(RolloutsConfig):
     aggregate: Aggregate = "rollout"
     """What has the same weight in the loss: every rollout, or every sampled token; or a table with type "constant" and
     the length that each rollout's loss is divided by."""
-    loss: Loss = Field(default_factory=PPOLoss)
+    loss: Loss = PPOLoss()
     """The token-level loss: a name, a table with its `type` and settings, or a list of these, which add up."""
     mismatch: Mismatch | None = None
     """Corrections of the difference between the sampler's probabilities and the trainer's: truncate, icepop,
@@ -212,7 +212,7 @@ class LightningRLConfig(RolloutsConfig):
     timeout_reward: FiniteFloat | None = None
     """The reward of a rollout that timed out, whose calls are then learned from. None: it has failed and is left out,
     so that nothing teaches the policy to be quicker."""
-    agents: dict[str, AgentSetting] = Field(default_factory=dict[str, AgentSetting])
+    agents: dict[str, AgentSetting] = Field(default={})
     """What the calls of each agent train: an adapter of its own (a table with type "lora", r ...), nothing ("frozen"),
     or what all "shared" agents train together. Agents that are not listed are frozen; without any, all are shared."""
 
@@ -309,6 +309,18 @@ def assignment_of(config: LightningRLConfig) -> Assignment:
     equal_groups = config.equal_groups or ("filter" if filters else "keep")
     made = Assignment.of(config.credit, config.normalization, config.agent_rewards, config.reward_weights, equal_groups)
     return replace(made, uses_rewards=config.reads_advantages)
+
+
+def shape_rewards(
+    trajectories: Sequence[Trajectory], config: LightningRLConfig, target: str | None
+) -> tuple[Sequence[Trajectory], dict[str, float]]:
+    """The trajectories with what they themselves change of their rewards, and its metrics."""
+    metrics: dict[str, float] = {}
+    if config.truncated_reward is not None:
+        trajectories = with_reward(trajectories, truncated_rollouts(trajectories, target), config.truncated_reward)
+    if config.overlong is not None:
+        trajectories, metrics = with_overlong_penalty(trajectories, config.overlong, target, config.reward_weights)
+    return trajectories, metrics
 
 
 class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
@@ -411,9 +423,7 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
         kept = most_uncertain(groups, self.config.keep_groups, self.config.reward_weights)
         return [each for group in kept for each in group], {"groups_filtered": float(len(groups) - len(kept))}
 
-    async def _update(
-        self, training: Training, samples: Sequence[TrainingSample], average: float | None
-    ) -> Mapping[str, float]:
+    async def _update(self, training: Training, samples: Sequence[TrainingSample], average: float | None) -> Metrics:
         config = self.config
         needed = needed_columns(config.losses, config.mismatch, config.proximal)
         samples = await with_columns(training, samples, needed, self._models, lambda each: self._learns([each]))
@@ -472,17 +482,11 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
         self, training: Training, trajectories: Sequence[Trajectory], target: str | None
     ) -> tuple[Sequence[Trajectory], dict[str, float]]:
         """The trajectories with the rewards that they are learned from."""
-        config, weights = self.config, self.config.reward_weights
-        truncated = truncated_rollouts(trajectories, target)
-        metrics: dict[str, float] = {}
-        if config.truncated_reward is not None:
-            trajectories = with_reward(trajectories, truncated, config.truncated_reward)
-        if config.overlong is not None:
-            trajectories, own = with_overlong_penalty(trajectories, config.overlong, target, weights)
-            metrics |= own
-        if config.kl_in_reward and trajectories:
+        trajectories, metrics = shape_rewards(trajectories, self.config, target)
+        coefficient, weights = self.config.kl_in_reward, self.config.reward_weights
+        if coefficient and trajectories:
             trajectories, own = await with_kl_penalty(
-                training, trajectories, config.kl_in_reward, self._models, target, weights
+                training, trajectories, coefficient, self._models, target, weights
             )
             metrics |= own
         return trajectories, metrics

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
-from pydantic import Field, FiniteFloat, field_validator
+from pydantic import FiniteFloat, field_validator
 
 from agentlightning.algorithms.agents import of_target, unusable
 from agentlightning.algorithms.base import RolloutsAlgorithm, RolloutsConfig
@@ -264,7 +264,7 @@ class DPOConfig(RolloutsConfig):
     """Which algorithm this is."""
     data: str | None = None
     """A JSONL, JSON, CSV or Parquet file of pairs to learn from, in place of sessions."""
-    loss: Loss = Field(default_factory=DPOLoss)
+    loss: Loss = DPOLoss()
     """dpo, ipo, kto or simpo, or a table with its `type` and settings."""
     pairs: PairsOf = "sessions"
     """What is compared: sessions, whole sessions of one task; branches, two answers to the same prompt tokens."""

@@ -23,7 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pydantic import Field, FiniteFloat
+from pydantic import FiniteFloat
 
 from agentlightning.algorithms.agents import of_target
 from agentlightning.algorithms.base import Algorithm, AlgorithmConfig, RolloutsAlgorithm, RolloutsConfig
@@ -35,16 +35,16 @@ from agentlightning.algorithms.training import Collected, Training
 from agentlightning.assemble import token_tree
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.errors import ConfigError
-from agentlightning.policy.base import Policy, UpdateOptions
+from agentlightning.policy.base import Metrics, Policy, UpdateOptions
 from agentlightning.policy.config import Lora, OptimizerConfig
 from agentlightning.policy.losses import Loss, NLLLoss
 from agentlightning.policy.open import check_trainable, require_training
 from agentlightning.store.trajectory_query import TrajectoryQuery
 from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.event_loop import run_sync
-from agentlightning.util.settings import AtLeastOne, SettingsSignature
+from agentlightning.util.settings import AtLeastOne, SettingsSignature, ShareBelowOne
 
-OnStep = Callable[[int, Mapping[str, float]], None]
+OnStep = Callable[[int, Metrics], None]
 """Called after each step with its number, from 1, and its metrics."""
 
 
@@ -76,18 +76,18 @@ class SFTConfig(AlgorithmConfig):
     """The seed of the shuffling."""
     token_budget: AtLeastOne = 8192
     """Tokens of one forward pass, padding included."""
-    loss: Loss = Field(default_factory=NLLLoss)
+    loss: Loss = NLLLoss()
     """The token-level loss."""
     target_agent: str | None = None
     """Only answers of agents whose whole name matches this regular expression are learned; a message has its agent in
     `name`. None: all answers."""
     lora: Lora | None = None
     """Train a low-rank adapter of this shape (a table with `r` ...); in a run, `policy.lora`. None: all weights."""
-    validation_share: float = Field(default=0.0, ge=0, lt=1)
+    validation_share: ShareBelowOne = 0.0
     """The share of the conversations that is held back to measure the loss on."""
     validate_every: AtLeastOne = 20
     """Steps between measurements of that loss; it is also measured before the first step and after the last one."""
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = OptimizerConfig()
     """How weights are updated, where `model` is a path; a policy brings its own. `total_steps` is filled in."""
 
 
@@ -251,7 +251,8 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
     async def _learn(self, training: Any) -> SFTResult:
         """Do the steps after `training.step`."""
         first, steps, found = training.step, self.total_steps, self._demonstrations
-        tokenizer = Tokenizer(training.chat, training.context_length, target=self.config.target_agent)
+        learner = learner_of(training)
+        tokenizer = Tokenizer(learner.chat, learner.context_length, target=self.config.target_agent)
         examples, left_out = await asyncio.to_thread(to_examples, found.training, tokenizer)
         held_back, unmeasured = (
             await asyncio.to_thread(to_examples, found.validation, tokenizer) if found.validation else ([], {})
@@ -260,10 +261,10 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
         trees = [tree for each in held_back if (tree := token_tree([each])).num_sampled]
         losses, validation_losses, tokens = list[float](), dict[int, float](), 0
 
-        async def validate(step: int) -> Mapping[str, float]:
+        async def validate(step: int) -> Metrics:
             if not trees or not (step % self.config.validate_every == 0 or step == steps):
                 return {}
-            scores = (await learner_of(training).score(trees, {"logprobs"}))["logprobs"]
+            scores = (await learner.score(trees, {"logprobs"}))["logprobs"]
             total = sum(float(each.sum()) for tree in scores for each in tree)
             validation_losses[step] = -total / sum(tree.num_sampled for tree in trees)
             return {"validation_loss": validation_losses[step]}
@@ -287,7 +288,7 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
                 self.on_step(step, metrics)
         best = await training.restore_best() if isinstance(training, _PolicyTraining) else None
         if self.output is not None:
-            await training.save(self.output)
+            await learner.save(self.output)
         return SFTResult(
             steps,
             len(examples),
@@ -317,16 +318,16 @@ class _PolicyTraining:
     """What supervised learning needs of a `Training`, for a policy outside a trainer."""
 
     def __init__(self, policy: Policy, folder: Path) -> None:
-        self.learner, self.chat, self.context_length = policy, policy.chat, policy.context_length
+        self.learner = policy
         self.step = 0
         self._best: tuple[float, int] | None = None
         """The highest score, and its step; the weights are in `_folder`."""
         self._folder = folder
 
-    async def update(self, samples: Sequence[TrainingSample], options: UpdateOptions) -> Mapping[str, float]:
+    async def update(self, samples: Sequence[TrainingSample], options: UpdateOptions) -> Metrics:
         return await self.learner.train(samples, options)
 
-    async def finish_step(self, collected: Collected, metrics: Mapping[str, float]) -> None:
+    async def finish_step(self, collected: Collected, metrics: Metrics) -> None:
         self.step += 1
 
     async def keep_best(self, score: float) -> None:
@@ -341,9 +342,6 @@ class _PolicyTraining:
         if self._best[1] != self.step:
             await self.learner.load(self._folder)
         return self._best[1]
-
-    async def save(self, directory: Path) -> None:
-        await self.learner.save(directory)
 
 
 def batches(count: int, steps: int, config: SFTConfig) -> Iterator[list[int]]:

@@ -8,21 +8,20 @@ opens a store, a model or a file. Importing this module imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agentlightning.credit.rejection import FAILED, Check, Rejection, count_reasons
 from agentlightning.errors import ConfigError
-from agentlightning.policy.base import UPDATE, Columns, ScoreColumn, UpdateOptions
+from agentlightning.policy.base import UPDATE, Metrics, UpdateOptions
+from agentlightning.policy.learner import Learner
 from agentlightning.resources import NamedResources
 from agentlightning.rollouts import Rollout
 from agentlightning.span import Span
-from agentlightning.trajectory import Reward, TokenTree, TrainingSample, Trajectory
+from agentlightning.trajectory import Reward, TrainingSample, Trajectory
 
 if TYPE_CHECKING:
-    from agentlightning.chat.base import ChatFormat
     from agentlightning.evaluation.evaluation import Evaluation
 
 
@@ -134,7 +133,7 @@ class Collected:
     seconds: float = 0.0
     sampled_before: int = 0
     """Of the sampled tokens, those of rollouts that had finished before the run was resumed."""
-    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    metrics: Metrics = field(default_factory=dict[str, float])
     """What the source counts beside these, for the step's metrics."""
 
     @property
@@ -226,41 +225,7 @@ class RolloutSource(Protocol):
         ...
 
 
-class Learner(Protocol):
-    """The weights that an algorithm trains, as it reads them; `Training.update` and `Training.save` act on them."""
-
-    @property
-    def chat(self) -> ChatFormat:
-        """The chat template and tokenizer of the model."""
-        ...
-
-    @property
-    def context_length(self) -> int:
-        """The number of tokens the model can hold, prompt and answer together."""
-        ...
-
-    @property
-    def policy_version(self) -> int:
-        """The version of the present weights. It only grows."""
-        ...
-
-    def updates_of(self, version: int) -> int:
-        """The number of updates behind weights of this version: loading a checkpoint raises it and is none."""
-        ...
-
-    async def score(
-        self,
-        trees: Sequence[TokenTree],
-        what: AbstractSet[ScoreColumn],
-        *,
-        reference: Path | None = None,
-        adapter: str | None = None,
-    ) -> Columns:
-        """Columns of every sampled token of each tree under the present weights; see `Policy.score`."""
-        ...
-
-
-class Training(Protocol):
+class Training(RolloutSource, Protocol):
     """A training run, as an algorithm sees it."""
 
     @property
@@ -283,16 +248,6 @@ class Training(Protocol):
     @property
     def learner(self) -> Learner | None:
         """The weights. None for an algorithm that trains none."""
-        ...
-
-    @property
-    def chat(self) -> ChatFormat:
-        """The learner's. Raises ConfigError where there is none."""
-        ...
-
-    @property
-    def context_length(self) -> int:
-        """The learner's. Raises ConfigError where there is none."""
         ...
 
     @property
@@ -359,9 +314,9 @@ class Training(Protocol):
         top_k: int = 0,
     ) -> Collected:
         """The next batch of rollouts: what is wanted, and `group_size` of each of the next `tasks` tasks, sampled as
-        the other fields of a `RolloutRequest` say. Raises ValueError for a task or a branch that does not exist,
-        before anything is run, and TrainingStopped where too many rollouts failed or were rejected."""
-        ...
+        the other fields of a `RolloutRequest` say. Raises as `next`."""
+        wants = [*wants, *[Want(n=group_size)] * tasks]
+        return await self.next(RolloutRequest(wants, temperature, check, timeout_reward, top_p, top_k))
 
     async def recall(
         self, groups: Mapping[str, str], *, tasks: Mapping[str, Any], max_age: int, check: Check | None = None
@@ -371,7 +326,7 @@ class Training(Protocol):
         those that `check` names are left out."""
         ...
 
-    async def update(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> Mapping[str, float]:
+    async def update(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> Metrics:
         """One update, and its metrics. New model calls wait meanwhile; those in progress finish first or continue
         across the update. Raises ConfigError where there is no learner."""
         ...
@@ -386,7 +341,7 @@ class Training(Protocol):
         has validation tasks goes by their reward instead."""
         ...
 
-    async def finish_step(self, collected: Collected, metrics: Mapping[str, float]) -> None:
+    async def finish_step(self, collected: Collected, metrics: Metrics) -> None:
         """Finish the step: write `metrics`, validate and write a checkpoint when due, go to the next step. `metrics`
         may hold any numbers; `training.health.step_record.StepRecord` lists those that the run's warnings use."""
         ...
@@ -394,9 +349,4 @@ class Training(Protocol):
     async def begin_stage(self, stage: Stage) -> bool:
         """Begin a stage of several, or continue it in a resumed run; the one before is finished. False: the stage was
         finished in an earlier session. Raises ResumeError where the run had another algorithm at its place."""
-        ...
-
-    async def save(self, directory: Path) -> None:
-        """Write the present weights to a directory that transformers loads. Raises ConfigError where there is no
-        learner."""
         ...

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final, cast
 
 from agentlightning.chat.base import Message
+from agentlightning.chat.tool_calls.format import Tools
 from agentlightning.util.json_values import dumps
 
 Encode = Callable[[str], list[int]]
@@ -50,9 +51,7 @@ class TokenEscaper:
 
     # -- before rendering ------------------------------------------------------------------------------------------
 
-    def escape_messages(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None
-    ) -> tuple[Sequence[Message], Sequence[dict[str, Any]] | None]:
+    def escape_messages(self, messages: Sequence[Message], tools: Tools) -> tuple[Sequence[Message], Tools]:
         """Messages and tools with placeholders in place of special tokens."""
         if not self._texts or not self._may_contain_marker([messages, tools]):
             return messages, tools

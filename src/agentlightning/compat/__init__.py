@@ -24,7 +24,7 @@ NAMES = {
 """Module -> the names of 0.x that it defines, beside those at the top. `__init__.pyi` has them, too."""
 MOVED = {
     "algorithms.sft": "SFTResult",
-    "algorithms.training": "Collected Learner RolloutReport RolloutRequest RolloutSource Stage",
+    "algorithms.training": "Collected RolloutReport RolloutRequest RolloutSource Stage",
     "chat.base": "ChatFormat",
     "config": (
         "APOConfig AlgorithmConfig BeamSearchConfig Branching CurriculumConfig DPOConfig DataConfig EvaluationConfig "
@@ -44,6 +44,7 @@ MOVED = {
     "evaluation.sequential": "NullTest PairedSequentialTest",
     "hierarchy": "LevelStep",
     "policy.base": "Capabilities Policy UpdateOptions",
+    "policy.learner": "Learner",
     "policy.losses": "NLLLoss PPOLoss",
     "recording.instrumentors": "Instrumentation",
     "recording.session": "CriticalPath Session",

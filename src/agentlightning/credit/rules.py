@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 from pydantic import Field, FiniteFloat, field_validator, model_validator
 
@@ -48,11 +48,7 @@ from agentlightning.credit.states import (
 from agentlightning.errors import RewardError
 from agentlightning.trajectory import Trajectory, Transition
 from agentlightning.util.plugins import load
-from agentlightning.util.settings import PositiveShare
-
-Share = Annotated[float, Field(ge=0, le=1)]
-ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
-Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+from agentlightning.util.settings import OpenShare, PositiveShare, Share, ShareBelowOne, Weight
 
 
 @register
@@ -235,7 +231,7 @@ class GraphCredit(OutcomeRule):
 
     type: Literal["graph"] = "graph"  # pyright: ignore[reportIncompatibleVariableOverride]
     aliases: ClassVar[tuple[str, ...]] = ("graphgpo",)
-    gamma: float = Field(default=0.1, gt=0, lt=1)
+    gamma: OpenShare = 0.1
     """What a state is worth that is one call further from the goal."""
     scale: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     """The worth of the goal."""

@@ -14,6 +14,7 @@ from agentlightning.dashboard.data.catalog import Catalog
 from agentlightning.dashboard.data.run_data import RunData
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.recording.feedback import Feedback, add_feedback
+from agentlightning.util.json_values import Json
 
 MOST_IDS: Final = 1000
 RETRY_OF: Final = "retry_of"
@@ -21,10 +22,10 @@ RETRY_OF: Final = "retry_of"
 SOURCE: Final = "dashboard"
 """Who gave feedback, where the user did not say."""
 ONLY_READS: Final = "this dashboard only reads; open that of the server, with its access token"
-Action = Callable[[RunData, str, Mapping[str, Any]], Awaitable[dict[str, Any]]]
+Action = Callable[[RunData, str, Mapping[str, Any]], Awaitable[Json]]
 
 
-async def act(data: Catalog, name: str, action: str, body: Any) -> dict[str, Any]:
+async def act(data: Catalog, name: str, action: str, body: Any) -> Json:
     """Do something to each rollout of `body["rollout_ids"]`. Raises ConfigError for a request that cannot be."""
     if not data.writable:
         raise ConfigError(ONLY_READS)
@@ -32,7 +33,7 @@ async def act(data: Catalog, name: str, action: str, body: Any) -> dict[str, Any
         raise ConfigError(f"action {action!r} is none of: {', '.join(ACTIONS)}")
     ids = ids_in(body)
     run = await data.run(name)
-    results: dict[str, Any] = {}
+    results: Json = {}
     for rollout_id in ids:
         try:
             results[rollout_id] = {"done": True, **await ACTIONS[action](run, rollout_id, body)}
@@ -52,16 +53,16 @@ def ids_in(body: Any) -> list[str]:
     return list(dict.fromkeys(ids))
 
 
-async def _cancel(run: RunData, rollout_id: str, body: Mapping[str, Any]) -> dict[str, Any]:
+async def _cancel(run: RunData, rollout_id: str, body: Mapping[str, Any]) -> Json:
     return {"status": (await run.store.cancel_rollout(rollout_id)).status}
 
 
-async def _requeue(run: RunData, rollout_id: str, body: Mapping[str, Any]) -> dict[str, Any]:
+async def _requeue(run: RunData, rollout_id: str, body: Mapping[str, Any]) -> Json:
     """The same rollout waits again; a succeeded one cannot."""
     return {"status": (await run.store.requeue_rollout(rollout_id, "requeued from the dashboard")).status}
 
 
-async def _retry(run: RunData, rollout_id: str, body: Mapping[str, Any]) -> dict[str, Any]:
+async def _retry(run: RunData, rollout_id: str, body: Mapping[str, Any]) -> Json:
     """A new rollout of the same task, which leaves this one as it is."""
     rollout = await run.rollout(rollout_id)
     new = await run.store.enqueue_rollout(
@@ -77,7 +78,7 @@ async def _retry(run: RunData, rollout_id: str, body: Mapping[str, Any]) -> dict
     return {"status": new.status, "rollout_id": new.rollout_id}
 
 
-async def _annotate(run: RunData, rollout_id: str, body: Mapping[str, Any]) -> dict[str, Any]:
+async def _annotate(run: RunData, rollout_id: str, body: Mapping[str, Any]) -> Json:
     """Feedback as a span: a score becomes the final reward of the rollout, a label can be filtered by."""
     given = {name: body[name] for name in ("score", "label", "comment") if body.get(name) not in (None, "")}
     source = body.get("source") or SOURCE

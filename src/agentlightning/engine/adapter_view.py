@@ -11,22 +11,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
 
-from pydantic import BaseModel, ConfigDict
-
 from agentlightning.chat.base import ChatFormat
 from agentlightning.engine.base import ConstraintKind, Engine, OnTokens, Sample, SamplingParams
+from agentlightning.util.settings import Section
 
 
-class AdapterTable(BaseModel):
+class AdapterTable(Section):
     """Which adapters answer which agents. None as an adapter stands for the weights below them."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     own: str | None = None
     """The adapter of the engine itself."""
-    views: dict[str, str | None] = {}
+    views: Mapping[str, str | None] = {}
     """Model name -> adapter, of what answers single agents."""
-    agents: dict[str, str] = {}
+    agents: Mapping[str, str] = {}
     """Agent -> model name: the engine's, or one of `views`."""
     others: str = ""
     """The model name for all other agents."""

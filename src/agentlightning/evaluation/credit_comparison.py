@@ -32,7 +32,7 @@ from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.base import Credit, CreditContext
 from agentlightning.credit.rejection import Rejection, count_reasons, rejection
 from agentlightning.errors import AgentLightningError, DatasetError, MissingRewardError, RewardError
-from agentlightning.trajectory import Trajectory, Transition
+from agentlightning.trajectory import RewardWeights, Trajectory, Transition
 from agentlightning.util.frozen_struct import FrozenStruct, as_dataclass
 from agentlightning.util.json_values import dumps, loads
 
@@ -188,7 +188,7 @@ def compare_credit(
     rules: Iterable[str | Mapping[str, Any] | CreditRule],
     *,
     target_agent: str | None = None,
-    reward_weights: Mapping[str, float] | None = None,
+    reward_weights: RewardWeights = None,
     left_out: Mapping[str, int] = NOTHING,
     bootstraps: int = 400,
     seed: int = 0,
@@ -240,7 +240,7 @@ def _name(setting: str | Mapping[str, Any] | CreditRule) -> str:
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
-def _usable(groups: Groups, weights: Mapping[str, float] | None) -> tuple[list[list[Trajectory]], dict[str, int]]:
+def _usable(groups: Groups, weights: RewardWeights) -> tuple[list[list[Trajectory]], dict[str, int]]:
     """Groups of two rollouts or more with a reward that is one number, and what was left out by reason."""
     usable: list[list[Trajectory]] = []
     refused: list[Rejection] = []
@@ -260,7 +260,7 @@ def _usable(groups: Groups, weights: Mapping[str, float] | None) -> tuple[list[l
     return usable, left_out | ({"groups_of_one": alone} if alone else {})
 
 
-def _scalar(trajectory: Trajectory, weights: Mapping[str, float] | None) -> Trajectory:
+def _scalar(trajectory: Trajectory, weights: RewardWeights) -> Trajectory:
     """The trajectory with rewards that are one number each. Raises RewardError."""
     reward = team_score(trajectory, weights)
     if reward is None:

@@ -23,9 +23,7 @@ from msgspec import Struct
 
 from agentlightning.chat.base import Message
 from agentlightning.chat.tool_calls.format import partial_marker_length
-from agentlightning.util.json_values import dumps, loads
-
-Json = dict[str, Any]
+from agentlightning.util.json_values import Json, dumps, loads
 
 # -- events ------------------------------------------------------------------------------------------------------------
 

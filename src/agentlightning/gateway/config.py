@@ -7,23 +7,18 @@ from __future__ import annotations
 
 from collections import Counter
 from fnmatch import fnmatchcase
-from typing import Final, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from agentlightning.engine.servers.config import ServedModel
 from agentlightning.gateway.callers.agents import AgentRule
 from agentlightning.gateway.upstream.limits import BudgetConfig
-from agentlightning.gateway.upstream.provider import Price, Provider
-
-_SECTION: Final = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
-"""Errors hide their input: it may contain a provider's key."""
+from agentlightning.gateway.upstream.provider import Price, PrivateSection, Provider
 
 
-class RouteRule(BaseModel):
+class RouteRule(PrivateSection):
     """A route: the calls that match go to an engine or a provider."""
-
-    model_config = _SECTION
 
     model: str = "*"
     """The requested model name, or a pattern with `*`, `?` and `[...]`."""
@@ -60,20 +55,18 @@ class RouteRule(BaseModel):
         return fnmatchcase(model or "", self.model) and (self.agent == "*" or fnmatchcase(agent or "", self.agent))
 
 
-class GatewayConfig(BaseModel):
+class GatewayConfig(PrivateSection):
     """Where model calls go.
 
     >>> agl.config.GatewayConfig(default_model="policy").routes
     ()
     """
 
-    model_config = _SECTION
-
     default_model: str | None = None
     """Serves requests without a model; None: the only engine, or the first `--model` of `agl serve`."""
     accept_any_model: bool | None = None
     """Whether the default model also serves requests for unknown models; None: in training, and without routes."""
-    models: dict[str, str | ServedModel] = Field(default_factory=dict[str, str | ServedModel])
+    models: dict[str, str | ServedModel] = Field(default={})
     """Further models that are served but not trained, such as a frozen reference: name -> directory that transformers
     loads, or a table of the servers that sample from it."""
     routes: tuple[RouteRule, ...] = ()
@@ -90,7 +83,7 @@ class GatewayConfig(BaseModel):
     """The number of likeliest tokens that spans keep for each token our own engines sample, for the dashboard's token
     view: about 5 bytes each in the store. A call that asks for more is recorded with those. 0: only what calls ask
     for."""
-    budget: BudgetConfig = Field(default_factory=BudgetConfig)
+    budget: BudgetConfig = BudgetConfig()
     """Limits of what calls to providers may cost."""
 
     @model_validator(mode="after")

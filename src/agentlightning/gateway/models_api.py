@@ -20,13 +20,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.answer import Json, objects
+from agentlightning.gateway.answer import objects
 from agentlightning.gateway.dialects.chat import CHAT
 from agentlightning.gateway.dialects.messages import MESSAGES
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.routing import Router
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.transport import TransportError
+from agentlightning.util.json_values import Json
 
 logger = logging.getLogger(__name__)
 

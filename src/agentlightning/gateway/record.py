@@ -29,7 +29,6 @@ from agentlightning.gateway.answer import (
     MALFORMED,
     Answer,
     HostedCall,
-    Json,
     ReasoningDelta,
     RefusalDelta,
     ToolCall,
@@ -43,7 +42,7 @@ from agentlightning.gateway.errors import ApiError, to_api_error
 from agentlightning.gateway.http import offload, parse_object
 from agentlightning.span import Span, new_span_id, new_trace_id
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.util.json_values import dumps, loads
+from agentlightning.util.json_values import Json, dumps, loads
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +183,7 @@ async def record_rejection(
 
 Request = Mapping[str, Any]
 """The body of a request, of any dialect."""
-Part = dict[str, Any]
+Part = Json
 
 OPERATIONS: Final = {
     "chat/completions": "chat",
@@ -227,9 +226,9 @@ def distribution_changes(data: Request) -> list[str]:
     ]
 
 
-def request_attributes(data: Request) -> dict[str, Any]:
+def request_attributes(data: Request) -> Json:
     """The sampling parameters of a request, and the tools it offers."""
-    found: dict[str, Any] = {}
+    found: Json = {}
     for name, keys, kinds in _PARAMS:
         given = [value for key in keys if isinstance(value := data.get(key), kinds) and not isinstance(value, bool)]
         found |= {name: given[0]} if given else {}

@@ -18,12 +18,14 @@ from typing import Any, Final, Literal
 from agentlightning.chat.answer_grammar import AnswerShape, answer_grammar
 from agentlightning.chat.base import ChatFormat, ThoughtMarkers
 from agentlightning.chat.reasoning import find_reasoning_markers
+from agentlightning.chat.tool_calls.format import Tools
 from agentlightning.engine.base import Engine, SamplingParams
 from agentlightning.gateway.callers.attempts import AttemptContext
 from agentlightning.gateway.dialects.output_constraint import NO_PARAMETERS, Constraint, json_schema
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.http import offload
 from agentlightning.gateway.record import Counters
+from agentlightning.util.json_values import Json
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +72,7 @@ class OnPolicySampling:
         warm = {"temperature": 1.0} if params.temperature == 0 else {}
         return replace(params, **NEUTRAL, **warm)
 
-    def strip_request(self, request: Mapping[str, Any], forced: Mapping[str, Any]) -> dict[str, Any]:
+    def strip_request(self, request: Mapping[str, Any], forced: Mapping[str, Any]) -> Json:
         """A request without the overridden parameters. `forced` are those that the LLM resource sets."""
         stripped = dict(request)
         for name, neutral in _WIRE_NEUTRAL.items():
@@ -115,7 +117,7 @@ async def constrain_sampling(
     params: SamplingParams,
     constraint: Constraint,
     *,
-    tools: Sequence[dict[str, Any]] | None,
+    tools: Tools,
     trainable: bool,
     mode: EnforcementMode,
     size: int = 0,
@@ -146,9 +148,7 @@ def _needs_grammar(chat: ChatFormat, constraint: Constraint, markers: ThoughtMar
     return bool(needed) or (constraint.single_tool_call and not stops)
 
 
-def _outlines(
-    constraint: Constraint, tools: Sequence[dict[str, Any]], markers: ThoughtMarkers | None
-) -> Iterator[AnswerShape]:
+def _outlines(constraint: Constraint, tools: Sequence[Json], markers: ThoughtMarkers | None) -> Iterator[AnswerShape]:
     """The shape of the answer; then, as a fallback, the same with any arguments for tools that are not strict, whose
     schemas may use what cannot be enforced."""
     schemas = _argument_schemas(constraint, tools)
@@ -163,7 +163,7 @@ def _outlines(
         )
 
 
-def _argument_schemas(constraint: Constraint, tools: Sequence[dict[str, Any]]) -> dict[str, str]:
+def _argument_schemas(constraint: Constraint, tools: Sequence[Json]) -> dict[str, str]:
     """The argument schemas of the tools that may be called, by name. A tool without parameters takes no arguments; one
     whose parameters are no schema takes any."""
     schemas: dict[str, str] = {}

@@ -32,7 +32,7 @@ from warnings import catch_warnings
 from zlib import crc32
 
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, PositiveFloat
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models import SHARED
 from agentlightning.models.checkpoint import FORWARD_ERRORS
 from agentlightning.models.resolve import resolve_model
+from agentlightning.util.settings import AtLeastOne
 
 logger = logging.getLogger(__name__)
 
@@ -293,8 +294,8 @@ class AdapterConfig(BaseModel):
     peft_type: Literal["LORA"]
     task_type: str | None = None
     base_model_name_or_path: str | None = None
-    r: int = Field(ge=1)
-    lora_alpha: float = Field(gt=0)
+    r: AtLeastOne
+    lora_alpha: PositiveFloat
     lora_dropout: float = 0.0
     target_modules: list[str] | None = None
     target_parameters: list[str] | None = None

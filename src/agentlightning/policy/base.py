@@ -20,6 +20,8 @@ ScoreColumn: TypeAlias = Literal["logprobs", "ref_logprobs", "values", "entropy"
 Sharing: TypeAlias = Literal["auto", "rows", "merged", "shared"]
 Columns: TypeAlias = Mapping[str, Sequence[tuple[FloatArray, ...]]]
 """By name, for each tree a column as `TrainingSample` has them."""
+Metrics: TypeAlias = Mapping[str, float]
+"""What an update or a step measures, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class Policy(Engine, Protocol):
 
     async def train(
         self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE, *, in_flight: bool = False
-    ) -> Mapping[str, float]:
+    ) -> Metrics:
         """One optimiser step over all samples; raises policy_version by one; returns metrics (loss, grad_norm, ...).
 
         Raises PolicyError if answers are in flight without `in_flight`, ConfigError if `in_flight` is not supported. An
@@ -159,19 +161,17 @@ class SeparatePolicy(ABC):
 
     async def train(
         self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE, *, in_flight: bool = False
-    ) -> Mapping[str, float]:
+    ) -> Metrics:
         """See `Policy.train`. Raises as `train_apart` and `publish_update` do."""
         await self.check_idle(in_flight)
         metrics = await self.train_apart(samples, options)
         return {**metrics, **await self.publish_update(in_flight=in_flight)}
 
     @abstractmethod
-    async def train_apart(
-        self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE
-    ) -> Mapping[str, float]:
+    async def train_apart(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> Metrics:
         """`Policy.train`, without changing the weights that sample."""
 
     @abstractmethod
-    async def publish_update(self, *, in_flight: bool = False) -> Mapping[str, float]:
+    async def publish_update(self, *, in_flight: bool = False) -> Metrics:
         """Let the weights that sample be those that were trained. Raises as `Policy.train` does; PolicyError where they
         cannot be replaced."""

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 from agentlightning.engine.adapter_view import AdapterTable
 from agentlightning.engine.servers.config import ENGINES, ServersConfig, smallest_lora_rank
@@ -19,7 +19,7 @@ from agentlightning.models import SHARED
 from agentlightning.models.resolve import TINY
 from agentlightning.util.kept_sets import MAX_SET
 from agentlightning.util.plugins import Registry
-from agentlightning.util.settings import Named, Section, by_type
+from agentlightning.util.settings import AtLeastOne, Named, PositiveShare, Section, by_type
 from agentlightning.weight_sync.transfer import AUTO, DISK
 
 OPENED: Final = "agentlightning.policy.open:open_policy"
@@ -49,22 +49,22 @@ class OptimizerConfig(Section):
 
     type: Literal["adamw", "muon"] = "adamw"
     """adamw; or muon: hidden matrices by Muon, everything else by AdamW."""
-    lr: float | None = Field(default=None, gt=0, le=1)
+    lr: PositiveShare | None = None
     """The learning rate of AdamW: of all weights, or with `muon` of embeddings, head, norms and biases. None: chosen by
     the number of weights, see `default_lr`."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of AdamW's two moments."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: NonNegativeFloat = 0.0
     """Decoupled; on matrices only."""
-    muon_lr: float = Field(default=0.02, gt=0)
+    muon_lr: PositiveFloat = 0.02
     """The learning rate of Muon, scaled for each matrix by sqrt(max(1, rows / columns)) (Jordan et al. 2024)."""
-    clip_norm: float | None = Field(default=1.0, gt=0)
+    clip_norm: PositiveFloat | None = 1.0
     """The largest norm of the whole gradient; None leaves it as it is."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """How the learning rate falls, to 0 at `total_steps`."""
-    total_steps: int | None = Field(default=None, ge=1)
+    total_steps: AtLeastOne | None = None
     """Optimiser steps of the whole run; needed unless the schedule is constant. A trainer fills it in."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises to its full value."""
 
     @model_validator(mode="after")
@@ -125,9 +125,9 @@ class Lora(Section):
 
     type: Literal["lora"] = "lora"
     """Which kind of adapter this is."""
-    r: int = Field(default=16, ge=1)
+    r: AtLeastOne = 16
     """The rank: rows of A and columns of B."""
-    alpha: float | None = Field(default=None, gt=0)
+    alpha: PositiveFloat | None = None
     """What the adapter adds is multiplied by alpha / r. None: 2 r."""
     targets: tuple[str, ...] | None = Field(default=None, min_length=1)
     """The linear layers to change, by the end of their names: `("q_proj", "v_proj")`. None: all but the output head."""
@@ -208,9 +208,9 @@ class ValueHeadConfig(Section):
 
     type: Literal["linear", "mlp"] = "linear"
     """linear: one weight for each number of a hidden state; mlp: one hidden layer between."""
-    hidden_size: int = Field(default=128, ge=1)
+    hidden_size: AtLeastOne = 128
     """Units of the hidden layer of an mlp."""
-    lr: float | None = Field(default=None, gt=0)
+    lr: PositiveFloat | None = None
     """Its learning rate, on the schedule of the policy's. None: 0.1 divided by the size of a hidden state, so that one
     step moves a value by about 0.1."""
     trains_body: bool = False
@@ -254,12 +254,12 @@ class ModelSettings(Section):
     """The model name that agents may use; the policy also answers calls for any other name."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 ..."""
-    max_batch_size: int = Field(default=128, ge=1)
+    max_batch_size: AtLeastOne = 128
     """Answers sampled at the same time; further calls wait."""
-    kv_cache_bytes: int = Field(default=4 << 30, ge=1)
+    kv_cache_bytes: AtLeastOne = 4 << 30
     """Memory of the local engine for the keys and values of these answers; further requests wait. One answer always
     fits."""
-    prefix_cache_bytes: int = Field(default=1 << 30, ge=0)
+    prefix_cache_bytes: NonNegativeInt = 1 << 30
     """Memory of the local engine for cached keys and values of earlier prompts and answers."""
     max_context: int | None = Field(default=None, ge=16)
     """Tokens of prompt and answer together; None: what the model has."""
@@ -283,10 +283,10 @@ class ModelSettings(Section):
     """What trains: local, the trainer's own process; fsdp, several processes that divide weights and batches
     (docs/guides/operations/scaling.md); tinker, a server that speaks the Tinker API (section tinker); or a backend of
     your own."""
-    processes: int = Field(default=1, ge=1)
+    processes: AtLeastOne = 1
     """With fsdp, how many processes train, on all machines together. Unless torchrun has started them, the trainer
     starts the others on its own machine."""
-    rank_timeout_seconds: float = Field(default=600.0, gt=0)
+    rank_timeout_seconds: PositiveFloat = 600.0
     """With fsdp, how long these processes wait for one another."""
 
 
@@ -295,14 +295,14 @@ class LocalPolicyConfig(ModelSettings):
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """See `PolicyConfig.dtype`."""
-    threads: int = Field(default=1, ge=1)
+    threads: AtLeastOne = 1
     """CPU threads of torch."""
-    prefill_tokens: int = Field(default=2048, ge=1)
+    prefill_tokens: AtLeastOne = 2048
     """Prompt tokens computed in one step, before running answers get their next token."""
     seed: int = 0
     """Of samples without a seed of their own."""
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
-    agents: dict[str, AgentSetting] = Field(default_factory=dict[str, AgentSetting])
+    optimizer: OptimizerConfig = OptimizerConfig()
+    agents: dict[str, AgentSetting] = Field(default={})
     """What the calls of each agent train. Empty: all train the policy itself."""
     served: bool = False
     """Whether model servers sample."""
@@ -339,9 +339,9 @@ class TinkerConfig(Section):
     """Whether it changes MLP layers."""
     head: bool = False
     """Whether it changes the output head."""
-    timeout_seconds: float = Field(default=1800.0, gt=0)
+    timeout_seconds: PositiveFloat = 1800.0
     """A request that takes longer has failed, and ends the run, which can be resumed."""
-    unreachable_seconds: float = Field(default=60.0, gt=0)
+    unreachable_seconds: PositiveFloat = 60.0
     """How long the server may be unreachable while a request waits for it. Needs `url` or TINKER_BASE_URL."""
     telemetry: bool = False
     """Whether the `tinker` package may send the server reports on its use."""
@@ -356,9 +356,9 @@ class WeightsConfig(Section):
 
     url: str | None = None
     """A URL of fsspec: file:///DIR, s3://BUCKET/DIR, gs://BUCKET/DIR ... None: weights are not published."""
-    full_every: int = Field(default=20, ge=1)
+    full_every: AtLeastOne = 20
     """After so many versions comes a full one; those between hold only what changed since the one before."""
-    keep_full: int = Field(default=2, ge=1)
+    keep_full: AtLeastOne = 2
     """The newest full versions that are kept, with all that follow the older of them."""
 
 
@@ -376,7 +376,7 @@ class PolicyConfig(ModelSettings):
     """Of the weights that are sampled from. bfloat16 samples with half the memory; it is trained through master copies
     in float32, which cost 4 bytes a weight more. auto: bfloat16 for models of 50M weights or more where the processor
     or the GPU computes in it, else float32."""
-    threads: int | None = Field(default=None, ge=1)
+    threads: AtLeastOne | None = None
     """CPU threads of torch. None: all cores for models of 50M weights or more, if a product of its size is then faster
     at the start of the run, else 1. Sampling uses one of them for as few rows as more would hardly speed up. More than
     one is slower whenever the machine is busy with anything else."""
@@ -385,19 +385,19 @@ class PolicyConfig(ModelSettings):
     in_flight: bool = False
     """Answers in progress continue across an update, each token with the version that sampled it. false: they finish
     first."""
-    drain_seconds: float | None = Field(default=None, ge=0)
+    drain_seconds: NonNegativeFloat | None = None
     """Seconds that an update waits for answers in progress before the rest continue across it. None: until they
     finish."""
-    backend: dict[str, Any] = Field(default_factory=dict[str, Any])
+    backend: dict[str, Any] = Field(default={})
     """The settings of a backend of your own."""
     engine: Annotated[str, Named(ENGINES)] = "local"
     """What samples: local, the training process; vllm, sglang or an engine of your own, servers that get the weights
     after each update."""
-    servers: ServersConfig = Field(default_factory=ServersConfig)
+    servers: ServersConfig = ServersConfig()
     """Model servers: their addresses, or how to start them."""
-    weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    weights: WeightsConfig = WeightsConfig()
     """Where each version of the weights is published for other hosts."""
-    tinker: TinkerConfig = Field(default_factory=TinkerConfig)
+    tinker: TinkerConfig = TinkerConfig()
     """The server that trains and samples with kind "tinker"."""
 
     @model_validator(mode="after")

@@ -36,10 +36,10 @@ from agentlightning.models import checkpoint
 from agentlightning.models.checkpoint import refusing
 from agentlightning.models.lora import write_adapter
 from agentlightning.models.resolve import shared_name
-from agentlightning.policy.base import UPDATE, Capabilities, Columns, ScoreColumn, UpdateOptions
+from agentlightning.policy.base import UPDATE, Capabilities, Columns, Metrics, ScoreColumn, UpdateOptions
 from agentlightning.policy.config import LocalPolicyConfig, adapter_table
 from agentlightning.policy.model_loading import find_device, load_model, usable_context_length, with_adapters_of
-from agentlightning.policy.update.updater import Learner, Updater
+from agentlightning.policy.update.updater import LocalLearner, Updater
 from agentlightning.policy.update.value_head import NO_HEAD
 from agentlightning.trajectory import TokenTree, TrainingSample
 
@@ -57,7 +57,7 @@ class LocalPolicy(AgentEngines):
         tokenizer: PreTrainedTokenizerBase,
         make_updater: Callable[..., Updater] | None = Updater,
     ) -> None:
-        """`make_updater`: see `Learner`."""
+        """`make_updater`: see `LocalLearner`."""
         self.config = config
         self.model = config.name
         self.chat = HFChatFormat(tokenizer, tool_calls=config.tool_calls)
@@ -65,7 +65,7 @@ class LocalPolicy(AgentEngines):
         self.vocab_size = vocab_size(model)
         self._model = model
         # Its tokenizer is only for the worker thread; `chat` has its own copy.
-        self._learner = Learner(model, tokenizer, config, make_updater)
+        self._learner = LocalLearner(model, tokenizer, config, make_updater)
         self._version = 0
         self._reads_adapters = False
         self.table = adapter_table(config.name, config.agents, config.adapters)
@@ -171,7 +171,7 @@ class LocalPolicy(AgentEngines):
 
     async def train(
         self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE, *, in_flight: bool = False
-    ) -> Mapping[str, float]:
+    ) -> Metrics:
         """See `Policy.train` and `Updater.step`. Raises as both do."""
         return await self._engine.run(lambda: self._train(samples, in_flight, options))
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.util.plugins import Registry, calls_of, is_own
-from agentlightning.util.settings import Chosen, OneOrSeveral, Part, chosen
+from agentlightning.util.settings import AtLeastOne, Chosen, OneOrSeveral, OpenShare, Part, chosen
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,7 +111,7 @@ class LossValue:
 class TokenLoss(Part, ABC):
     """A loss over sampled tokens."""
 
-    coefficient: float = Field(default=1.0, ge=0)
+    coefficient: NonNegativeFloat = 1.0
     """The factor of this loss where several add up."""
 
     stream: ClassVar[Stream] = "policy_gradient"
@@ -228,9 +228,9 @@ class RatioLoss(TokenLoss):
 class ClippedLoss(RatioLoss):
     """A policy gradient with a clipped importance ratio: min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)."""
 
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_low: OpenShare = 0.2
     """How far a ratio may fall below 1 before it stops counting."""
-    clip_high: float = Field(default=0.28, gt=0)
+    clip_high: PositiveFloat = 0.28
     """How far a ratio may rise above 1 before it stops counting."""
 
     def _ratio(self, tokens: TokenBatch, log_ratio: Tensor) -> Tensor:
@@ -297,9 +297,9 @@ class GSPOLoss(ClippedLoss):
 
     type: Literal["gspo"] = "gspo"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Which loss this is."""
-    clip_low: float = Field(default=3e-4, gt=0, lt=1)
+    clip_low: OpenShare = 3e-4
     """How far a rollout's ratio may fall below 1 before it stops counting."""
-    clip_high: float = Field(default=4e-4, gt=0)
+    clip_high: PositiveFloat = 4e-4
     """How far a rollout's ratio may rise above 1 before it stops counting."""
 
     needs_proximal: ClassVar[bool] = True
@@ -348,9 +348,9 @@ class SAPOLoss(RatioLoss):
 
     type: Literal["sapo"] = "sapo"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Which loss this is."""
-    tau_positive: float = Field(default=1.0, gt=0)
+    tau_positive: PositiveFloat = 1.0
     """How fast the gate closes for tokens with A > 0."""
-    tau_negative: float = Field(default=1.05, gt=0)
+    tau_negative: PositiveFloat = 1.05
     """How fast it closes for the others."""
 
     def __call__(self, tokens: TokenBatch) -> LossValue:
@@ -380,13 +380,13 @@ class DPPOLoss(TokenLoss):
 
     type: Literal["dppo"] = "dppo"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Which loss this is."""
-    mask_low: float = Field(default=0.2, gt=0)
+    mask_low: PositiveFloat = 0.2
     """How far the probability of a token with A <= 0 may fall before it stops counting."""
-    mask_high: float = Field(default=0.2, gt=0)
+    mask_high: PositiveFloat = 0.2
     """How far the probability of a token with A > 0 may rise before it stops counting."""
-    adv_tau: float = Field(default=1.0, ge=0)
+    adv_tau: NonNegativeFloat = 1.0
     """The factor of the policy gradient."""
-    kl_tau: float = Field(default=1e-3, ge=0)
+    kl_tau: NonNegativeFloat = 1e-3
     """The factor of the squared log-ratio."""
 
     needs: ClassVar[frozenset[str]] = frozenset({ADVANTAGES, SAMPLED_LOGPROBS})
@@ -417,9 +417,9 @@ class CISPOLoss(RatioLoss):
 
     type: Literal["cispo"] = "cispo"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Which loss this is."""
-    clip_low: float | None = Field(default=None, gt=0, lt=1)
+    clip_low: OpenShare | None = None
     """How far below 1 a weight may be; None: down to 0, as in the paper."""
-    clip_high: float = Field(default=4.0, gt=0)
+    clip_high: PositiveFloat = 4.0
     """How far above 1 a weight may be."""
 
     def __call__(self, tokens: TokenBatch) -> LossValue:
@@ -477,9 +477,9 @@ class AWRLoss(TokenLoss):
 
     type: Literal["awr"] = "awr"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Which loss this is."""
-    beta: float = Field(default=0.5, gt=0)
+    beta: PositiveFloat = 0.5
     """The temperature: the smaller, the less is learned from what went worse than expected."""
-    max_weight: float = Field(default=20.0, gt=0)
+    max_weight: PositiveFloat = 20.0
     """The largest weight."""
 
     needs: ClassVar[frozenset[str]] = frozenset({ADVANTAGES})
@@ -536,15 +536,15 @@ class EntropyLoss(TokenLoss):
 
     type: Literal["entropy"] = "entropy"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Which loss this is."""
-    coefficient: float = Field(default=0.01, ge=0)  # pyright: ignore[reportIncompatibleVariableOverride]
+    coefficient: NonNegativeFloat = 0.01  # pyright: ignore[reportIncompatibleVariableOverride]
     """The factor of the bonus at the first step."""
-    final: float | None = Field(default=None, ge=0)
+    final: NonNegativeFloat | None = None
     """The factor from optimiser step `steps` on; between the two it changes linearly. None: constant."""
-    steps: int = Field(default=100, ge=1)
+    steps: AtLeastOne = 100
     """The number of optimiser steps until `final`."""
-    smoothing: float = Field(default=0.0, ge=0)
+    smoothing: NonNegativeFloat = 0.0
     """The weight of leaving the band around the mean entropy of earlier steps. 0: no band."""
-    lower: float = Field(default=0.8, ge=0)
+    lower: NonNegativeFloat = 0.8
     """Where the band begins, as a factor of that mean."""
     upper: float = Field(default=1.2, ge=1)
     """Where the band ends, as a factor of that mean."""
@@ -589,9 +589,9 @@ class ValueLoss(TokenLoss):
 
     type: Literal["value"] = "value"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Which loss this is."""
-    coefficient: float = Field(default=0.5, ge=0)
+    coefficient: NonNegativeFloat = 0.5
     """The factor of this loss where several add up. It matters where the head trains the policy's own weights too."""
-    clip: float | None = Field(default=0.2, gt=0)
+    clip: PositiveFloat | None = 0.2
     """How far a value may move from that before the update before it stops counting, on the scale of rewards. None:
     without bound."""
 
@@ -653,7 +653,7 @@ class KLLoss(TokenLoss):
 
     type: Literal["kl"] = "kl"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Which loss this is."""
-    coefficient: float = Field(default=0.001, ge=0)  # pyright: ignore[reportIncompatibleVariableOverride]
+    coefficient: NonNegativeFloat = 0.001  # pyright: ignore[reportIncompatibleVariableOverride]
     """The factor of the divergence (beta)."""
     estimator: Estimator = "unbiased"
     """k1, k2, k3, or unbiased: the importance ratio times k3."""
@@ -722,7 +722,7 @@ class SDPOLoss(TokenLoss):
 
     type: Literal["sdpo"] = "sdpo"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Which loss this is."""
-    clip: float = Field(default=2.0, gt=0)
+    clip: PositiveFloat = 2.0
     """The largest importance ratio."""
 
     stream: ClassVar[Stream] = "reference_kl"
@@ -762,7 +762,7 @@ class PreferenceLoss(TokenLoss):
     with n tokens in the pair, so that the sum over a pair is f(m) with its gradient, w_t the weight of the pair.
     """
 
-    beta: float = Field(default=0.1, gt=0)
+    beta: PositiveFloat = 0.1
     """How much a difference in log-probability counts."""
 
     needs: ClassVar[frozenset[str]] = frozenset({MARGIN, FACTOR, COUNT})
@@ -856,9 +856,9 @@ class KTOLoss(PreferenceLoss):
 
     type: Literal["kto"] = "kto"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Which loss this is."""
-    desirable_weight: float = Field(default=1.0, gt=0)
+    desirable_weight: PositiveFloat = 1.0
     """The weight of good answers."""
-    undesirable_weight: float = Field(default=1.0, gt=0)
+    undesirable_weight: PositiveFloat = 1.0
     """The weight of bad ones."""
 
     paired: ClassVar[bool] = False
@@ -885,9 +885,9 @@ class SimPOLoss(PreferenceLoss):
 
     type: Literal["simpo"] = "simpo"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Which loss this is."""
-    beta: float = Field(default=2.0, gt=0)
+    beta: PositiveFloat = 2.0
     """How much a difference in log-probability counts."""
-    gamma: float = Field(default=1.0, ge=0)
+    gamma: NonNegativeFloat = 1.0
     """By how much the preferred answer must be ahead."""
 
     reference: ClassVar[bool] = False

@@ -21,13 +21,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, cast
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.losses import LOG_RATIO_LIMIT, TokenLoss
 from agentlightning.trajectory import FloatArray, TokenTree
 from agentlightning.util.plugins import Registry
-from agentlightning.util.settings import Chosen, OneOrSeveral, Part, chosen
+from agentlightning.util.settings import Chosen, OneOrSeveral, Part, ShareBelowOne, chosen
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,7 +67,7 @@ class Truncation(Correction):
     """Which correction this is."""
     level: Literal["token", "sequence"] = "token"
     """token: the ratio of each token; sequence: the product over its rollout."""
-    cap: float | None = Field(default=None, gt=0)
+    cap: PositiveFloat | None = None
     """The largest factor. None: 2 for tokens, 5 for sequences."""
 
     multiplies: ClassVar[bool] = True
@@ -87,7 +87,7 @@ class IcePop(Correction):
 
     type: Literal["icepop"] = "icepop"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Which correction this is."""
-    low: float = Field(default=0.5, ge=0, lt=1)
+    low: ShareBelowOne = 0.5
     """The smallest ratio that counts."""
     high: float = Field(default=2.0, gt=1)
     """The largest ratio that counts."""
@@ -104,7 +104,7 @@ class GeometricMask(Correction):
 
     type: Literal["geometric_mask"] = "geometric_mask"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Which correction this is."""
-    low: float = Field(default=0.99, ge=0, lt=1)
+    low: ShareBelowOne = 0.99
     """The smallest mean ratio that counts."""
     high: float = Field(default=1.01, gt=1)
     """The largest mean ratio that counts."""
@@ -123,7 +123,7 @@ class SequenceMask(GeometricMask):
 
     type: Literal["sequence_mask"] = "sequence_mask"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Which correction this is."""
-    low: float = Field(default=0.0, ge=0, lt=1)
+    low: ShareBelowOne = 0.0
     """The smallest product that counts."""
     high: float = Field(default=3.0, gt=1)
     """The largest product that counts."""

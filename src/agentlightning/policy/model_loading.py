@@ -34,7 +34,7 @@ class SavedAgents(BaseModel):
     """What `AdapterFiles` writes to `agents.json`."""
 
     base_model_name_or_path: str | None = None
-    agents: dict[str, AgentSetting] = Field(default_factory=dict[str, AgentSetting])
+    agents: dict[str, AgentSetting] = Field(default={})
 
 
 def find_device(name: str) -> torch.device:

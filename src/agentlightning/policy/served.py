@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
@@ -27,6 +27,7 @@ from agentlightning.policy.base import (
     UPDATE,
     Capabilities,
     Columns,
+    Metrics,
     Policy,
     ScoreColumn,
     SeparatePolicy,
@@ -158,14 +159,12 @@ class ServedPolicy(SeparatePolicy, PooledEngine):
     def capabilities(self) -> Capabilities:
         return Capabilities(in_flight=True, separate=True, starts_at_base=capabilities_of(self.learner).starts_at_base)
 
-    async def train_apart(
-        self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE
-    ) -> Mapping[str, float]:
+    async def train_apart(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> Metrics:
         """See `SeparatePolicy.train_apart`. Raises as the learner does."""
         self.generation += 1
         return await self.learner.train(samples, options)
 
-    async def publish_update(self, *, in_flight: bool = False) -> Mapping[str, float]:
+    async def publish_update(self, *, in_flight: bool = False) -> Metrics:
         """See `SeparatePolicy.publish_update`."""
         await self.check_idle(in_flight)
         metrics = await self.publish()
@@ -192,7 +191,7 @@ class ServedPolicy(SeparatePolicy, PooledEngine):
         await self.learner.load(directory, above=above)
         await self.publish()
 
-    async def publish(self) -> Mapping[str, float]:
+    async def publish(self) -> Metrics:
         """Give the servers the learner's weights, and check that they agree; returns metrics. Raises PolicyError if no
         server accepts them, or one then disagrees with the learner."""
         if self.adapters:
@@ -203,7 +202,7 @@ class ServedPolicy(SeparatePolicy, PooledEngine):
         await self._publish_weights(weights)
         return {}
 
-    async def _publish_adapters(self, *, first: bool = False) -> Mapping[str, float]:
+    async def _publish_adapters(self, *, first: bool = False) -> Metrics:
         """Each adapter that has changed is written as the peft library writes it, and the servers load it as a new
         version. `first`: they have none, and the model below is compared, too."""
         started, size = time.monotonic(), 0

@@ -22,7 +22,7 @@ from agentlightning.config import CALLBACKS
 from agentlightning.credit.rejection import NO_POLICY_CALLS, count_reasons
 from agentlightning.errors import ConfigError, ResumeError, TrainingStopped
 from agentlightning.evaluation.evaluation import Evaluation
-from agentlightning.policy.base import UpdateOptions
+from agentlightning.policy.base import Metrics, UpdateOptions
 from agentlightning.training.health.step_record import StepRecord
 from agentlightning.training.persistence.run_dir import RunDir, RunState, forget_after
 from agentlightning.training.sources.collector import RolloutCollector
@@ -107,13 +107,13 @@ class Callback(Generic[S]):
         """The options of an update, changed or not."""
         return options
 
-    async def on_update(self, samples: Sequence[TrainingSample]) -> Mapping[str, float] | None:
+    async def on_update(self, samples: Sequence[TrainingSample]) -> Metrics | None:
         """The weights were updated. Returns further metrics of the update."""
 
     async def on_validation(self, results: Mapping[str, Evaluation]) -> None:
         """The validation tasks were measured in a step, by sampling mode."""
 
-    async def on_step(self, step: FinishedStep) -> Mapping[str, float] | None:
+    async def on_step(self, step: FinishedStep) -> Metrics | None:
         """A step is finished, and not written. Returns what its line gains."""
 
     async def on_step_end(self, step: FinishedStep) -> None:

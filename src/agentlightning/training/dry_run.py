@@ -426,8 +426,8 @@ async def dry_run(
             reward = "the number that it returns" if config.reward is None else config.reward
             loaded = f"{config.agent or 'the given object'} is loaded; its reward: {reward}"
             checks.append(DryRunCheck("agent", "ok", loaded))
-            if trains:
-                checks += [check_model(config), *check_tool_format(run.chat)]
+            if run.learner is not None:
+                checks += [check_model(config), *check_tool_format(run.learner.chat)]
             checks += [DryRunCheck(name, "ok", text) for name, text in run.prepared.items()]
             rollouts = await run_beside(runner, rehearse(run, algorithm))
         checks += checks_of(rollouts, trains=trains, random_weights=trains and has_random_weights(config))

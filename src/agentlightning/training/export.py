@@ -28,6 +28,7 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
 from agentlightning.tracing.rewards import find_final_reward
 from agentlightning.training.persistence.run_dir import check_run, read_state, unfinished, write_atomically
+from agentlightning.trajectory import RewardWeights
 from agentlightning.util.json_values import dumps, recorded_objects
 
 # -- weights ---------------------------------------------------------------------------------------------------------
@@ -130,7 +131,7 @@ class Selection:
     """Only rollouts with at least this reward. None: also those without."""
     agent: str | None = None
     """A regular expression for the whole name of the agent. None: every agent."""
-    reward_weights: Mapping[str, float] | None = None
+    reward_weights: RewardWeights = None
 
     def __post_init__(self) -> None:
         try:

@@ -46,7 +46,7 @@ from agentlightning.credit.agent_rewards import team_reward
 from agentlightning.credit.rejection import CALL_LIMIT, MISSING_REWARD
 from agentlightning.errors import ConfigError, ConflictError, RewardError, TrainingStopped
 from agentlightning.evaluation.intervals import Gain, paired_gain
-from agentlightning.policy.base import UpdateOptions
+from agentlightning.policy.base import Metrics, UpdateOptions
 from agentlightning.resources import named_resources
 from agentlightning.rollouts import Attempt, AttemptedRollout, Rollout
 from agentlightning.runner.agents.arguments import Invocation
@@ -72,7 +72,7 @@ from agentlightning.training.persistence.checkpoints import Checkpoints
 from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import KeptCheckpoint, check_run, whole_lines
 from agentlightning.training.sources.transcripts import read_recordings
-from agentlightning.trajectory import Reward, Trajectory
+from agentlightning.trajectory import Reward, RewardWeights, Trajectory
 
 # -- health ----------------------------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class Health(Callback[HealthState]):
     def before_update(self, options: UpdateOptions) -> UpdateOptions:
         return replace(options, lr_factor=options.lr_factor * self.state.lr_factor)
 
-    async def on_step(self, step: FinishedStep) -> Mapping[str, float] | None:
+    async def on_step(self, step: FinishedStep) -> Metrics | None:
         if not self.judges:
             return None
         state, run = self.state, self.account.state
@@ -188,10 +188,10 @@ class SecondReward:
 
     store: LightningStoreBase
     function: RewardFunction
-    weights: Mapping[str, float] | None
+    weights: RewardWeights
 
     @classmethod
-    def load(cls, store: LightningStoreBase, name: str, weights: Mapping[str, float] | None) -> SecondReward:
+    def load(cls, store: LightningStoreBase, name: str, weights: RewardWeights) -> SecondReward:
         """The function of that name. Raises AgentError where it cannot be loaded."""
         return cls(store, RewardFunction.of(load_object(function_spec(name, "reward"), "reward")), weights)
 
@@ -241,7 +241,7 @@ class Guard(Callback[GuardState]):
     name = "guard"
     state_class = GuardState
 
-    def __init__(self, guard: RewardGuard, account: RunAccount, weights: Mapping[str, float] | None = None) -> None:
+    def __init__(self, guard: RewardGuard, account: RunAccount, weights: RewardWeights = None) -> None:
         """Raises AgentError where the second reward cannot be loaded."""
         self.guard, self.account, self.weights = guard, account, weights
         store = account.collector.store
@@ -286,7 +286,7 @@ class Guard(Callback[GuardState]):
                 ' it: guard.on_violation = "stop". Continue it with --resume once the cause is mended'
             )
 
-    async def on_step(self, step: FinishedStep) -> Mapping[str, float]:
+    async def on_step(self, step: FinishedStep) -> Metrics:
         metrics, self._metrics = self._metrics, {}
         rewards, self._rewards = self._rewards, []
         spread = max(1, len(rewards) // MOST_REMEMBERED)
@@ -510,7 +510,7 @@ class Gate(Callback[GateState]):
         await self.audit.decided("promoted", resources_id=self._name, reason=why, scores=numbers)
         self.account.write_state()
 
-    async def on_step(self, step: FinishedStep) -> Mapping[str, float] | None:
+    async def on_step(self, step: FinishedStep) -> Metrics | None:
         if step.returned or not (step.is_last or self.account.state.step % self.config.every == 0):
             return None
         step.saves = True

@@ -16,19 +16,18 @@ from typing import Any
 import orjson
 from msgspec import Struct
 
-from agentlightning.algorithms.training import Collected, RolloutReport, RolloutRequest, RolloutSource, Stage, Want
+from agentlightning.algorithms.training import Collected, RolloutReport, RolloutRequest, RolloutSource, Stage, Training
 from agentlightning.assemble import AUTOMATIC_REWARDS
-from agentlightning.chat.base import ChatFormat
 from agentlightning.credit.rejection import Check, count_reasons
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.evaluation.evaluation import Evaluation, gain_of
-from agentlightning.policy.base import UPDATE, UpdateOptions
+from agentlightning.policy.base import UPDATE, Metrics, UpdateOptions
+from agentlightning.policy.learner import Learner, age
 from agentlightning.resources import NamedResources, PromptTemplate, prompts_in
 from agentlightning.training.callbacks import Callback, FinishedStep, RunAccount
 from agentlightning.training.health.examination import closing_warnings
 from agentlightning.training.health.step_record import VALIDATION, batch_metrics
 from agentlightning.training.joined_gateways import JoinedGateways
-from agentlightning.training.learner import PolicyLearner, age
 from agentlightning.training.measurements import TEMPERATURES, Measurements, run_trials
 from agentlightning.training.persistence.checkpoints import Checkpoints
 from agentlightning.training.persistence.run_dir import RunState, StageRecord, write_atomically
@@ -74,7 +73,7 @@ class TrainingRun(Struct):
 
     account: RunAccount
     rollouts: RolloutSource
-    learner: PolicyLearner | None
+    learner: Learner | None
     measurements: Measurements
     checkpoints: Checkpoints
     total_steps: int
@@ -106,36 +105,16 @@ class TrainingRun(Struct):
     def step(self) -> int:
         return self.state.stage_step
 
-    @property
-    def chat(self) -> ChatFormat:
-        return self._learner().chat
-
-    @property
-    def context_length(self) -> int:
-        return self._learner().context_length
-
-    def _learner(self) -> PolicyLearner:
+    def _learner(self) -> Learner:
         if self.learner is None:
             raise ConfigError("this run trains no model: the algorithm's class says learns_weights = False")
         return self.learner
 
     # -- what an algorithm does ----------------------------------------------------------------------------------------
 
-    async def collect(
-        self,
-        wants: Sequence[Want] = (),
-        *,
-        tasks: int = 0,
-        group_size: int = 1,
-        temperature: float = 1.0,
-        check: Check | None = None,
-        timeout_reward: float | None = None,
-        top_p: float = 1.0,
-        top_k: int = 0,
-    ) -> Collected:
-        request = RolloutRequest(
-            [*wants, *[Want(n=group_size)] * tasks], temperature, check, timeout_reward, top_p, top_k
-        )
+    collect = Training.collect
+
+    async def next(self, request: RolloutRequest) -> Collected:
         collected = await self.rollouts.next(request)
         if self.recorded is None:
             await self.account.count(collected)
@@ -152,7 +131,7 @@ class TrainingRun(Struct):
         ages = (age(each, learner.policy_version, resumes, learner.versions) for each in found)
         return tuple(each for each, updates in zip(found, ages, strict=True) if updates <= max_age)
 
-    async def update(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> Mapping[str, float]:
+    async def update(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> Metrics:
         options = replace(options, lr_factor=options.lr_factor * self._lr_factor)
         for callback in self.account.callbacks:
             with calls_of(type(callback), "callback"):
@@ -161,9 +140,6 @@ class TrainingRun(Struct):
         for further in await self.account.each(lambda callback: callback.on_update(samples)):
             metrics |= further or {}
         return metrics
-
-    async def save(self, directory: Path) -> None:
-        await self._learner().save(directory)
 
     async def starting_weights(self) -> Path | None:
         """The policy after its warm start, or a copy that is written when it is first asked for; None with adapters
@@ -234,7 +210,7 @@ class TrainingRun(Struct):
         chosen = self.measurements.validation if tasks is None else tasks
         return await self.measurements.evaluate(self.measurements.name(label, "greedy"), "greedy", chosen)
 
-    async def finish_step(self, collected: Collected, metrics: Mapping[str, float]) -> None:
+    async def finish_step(self, collected: Collected, metrics: Metrics) -> None:
         state, self._evaluations = self.state, 0
         state.step += 1
         line: dict[str, Any] = {"step": state.step, **metrics}
@@ -366,7 +342,7 @@ class TrainingRun(Struct):
         self.state.best_version = self.checkpoints.version
 
 
-def step_line(state: RunState, collected: Collected, metrics: Mapping[str, float]) -> dict[str, Any]:
+def step_line(state: RunState, collected: Collected, metrics: Metrics) -> dict[str, Any]:
     """A line of `metrics.jsonl`: the algorithm's metrics, and what the run knows of the step's rollouts."""
     reasons = count_reasons(collected.rejected)
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from agentlightning.algorithms.base import Algorithm
@@ -13,7 +13,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.gateway.local.update_gate import CANNOT_GO_ON
 from agentlightning.models.resolve import TINY
 from agentlightning.policy import open as opening
-from agentlightning.policy.base import Policy, capabilities_of
+from agentlightning.policy.base import Metrics, Policy, capabilities_of
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import load_dataset
 from agentlightning.training.persistence.checkpoints import load_weights
@@ -54,7 +54,7 @@ async def make_starting_policy(config: TrainConfig, run_dir: RunDir, tasks: Task
         )
     )
 
-    def report(step: int, metrics: Mapping[str, float]) -> None:
+    def report(step: int, metrics: Metrics) -> None:
         progress.update(step, loss=metrics["loss"])
 
     try:

@@ -28,6 +28,7 @@ import orjson
 from agentlightning.config import TRACKERS, TrackingConfig, TrainConfig
 from agentlightning.errors import MissingExtraError, StoreError
 from agentlightning.evaluation.evaluation import Evaluation
+from agentlightning.policy.base import Metrics
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.callbacks import Callback, FinishedStep, NoState, RunAccount
 from agentlightning.training.measurements import Measurements
@@ -91,7 +92,7 @@ class Tracker(ABC):
         """Begin, or continue `run.tracker_run`. Returns what names the tracker's own run."""
 
     @abstractmethod
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         """The metrics of a step."""
 
     def transcripts(self, step: int, rows: Sequence[Transcript]) -> None:
@@ -153,7 +154,7 @@ class TensorBoardTracker(Tracker):
         self._writer.flush()
         return directory
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         self._add_summary(step, *({"tag": name, "simple_value": value} for name, value in metrics.items()))
         self._writer.flush()
 
@@ -219,7 +220,7 @@ class WandbTracker(Tracker):
         )
         return str(self._run.id)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         self._run.log(dict(metrics), step=step)
 
     def transcripts(self, step: int, rows: Sequence[Transcript]) -> None:
@@ -272,7 +273,7 @@ class MlflowTracker(Tracker):
             self._client.log_batch(self._id, params=params[first : first + MOST_PARAMS])
         return self._id
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, Final, cast
+from typing import Any, Final, TypeAlias, cast
 
 import msgspec
 import orjson
+
+Json: TypeAlias = dict[str, Any]
+"""A JSON object."""
 
 _decode: Final = msgspec.json.Decoder().decode
 
@@ -20,7 +23,7 @@ def loads(data: bytes | bytearray | memoryview | str) -> Any:
         return orjson.loads(data)
 
 
-def recorded_objects(value: object) -> list[dict[str, Any]]:
+def recorded_objects(value: object) -> list[Json]:
     """The objects of a recorded list, JSON text (with the NaN and the lone surrogates that the standard library
     accepts) or a list; empty for anything else."""
     if isinstance(value, str | bytes):
@@ -32,7 +35,7 @@ def recorded_objects(value: object) -> list[dict[str, Any]]:
             except ValueError:
                 return []
     items = cast("list[Any]", value) if isinstance(value, list) else []
-    return [cast("dict[str, Any]", each) for each in items if isinstance(each, dict)]
+    return [cast(Json, each) for each in items if isinstance(each, dict)]
 
 
 def dumps(value: Any, default: Callable[[Any], Any] | None = None, option: int | None = None) -> bytes:

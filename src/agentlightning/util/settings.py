@@ -40,7 +40,12 @@ _ITEM = "*"
 
 
 AtLeastOne = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
+ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
+OpenShare = Annotated[float, Field(gt=0, lt=1)]
+"""A share that is neither nothing nor all."""
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Section(BaseModel):

@@ -33,7 +33,7 @@ from agentlightning.policy.fsdp.learner import RankLearner, Ranks, ShardedUpdate
 from agentlightning.policy.losses import COUNT, FACTOR, LOSSES, MARGIN, token_losses
 from agentlightning.policy.mismatch import corrections
 from agentlightning.policy.update import streams
-from agentlightning.policy.update.updater import Learner, LossSpec
+from agentlightning.policy.update.updater import LocalLearner, LossSpec
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 
 COLUMNS = ("ref_logprobs", "teacher_logprobs", "proximal_logprobs", "returns", "values", MARGIN, FACTOR, COUNT)
@@ -104,15 +104,15 @@ def batch(case: Case) -> list[TrainingSample]:
 class Divided(RankLearner):
     def __init__(self, *given: Any, ranks: Ranks) -> None:
         self._ranks = ranks
-        Learner.__init__(self, *given, ShardedUpdater)
+        LocalLearner.__init__(self, *given, ShardedUpdater)
 
 
-def learner(case: Case, make: Any = Learner) -> Learner:
+def learner(case: Case, make: Any = LocalLearner) -> LocalLearner:
     config = LocalPolicyConfig.model_validate({"model": "none", **case.settings})
     return make(tiny_model(case.architecture), None, config)
 
 
-def gradient(trained: Learner, case: Case) -> torch.Tensor:
+def gradient(trained: LocalLearner, case: Case) -> torch.Tensor:
     """Of all trained weights, the critic's included."""
     losses = token_losses(case.loss)
     prepared, _ = streams.corrected(streams.for_losses(batch(case), losses), corrections("truncate"))
@@ -134,7 +134,7 @@ def run(rank: int, count: int, store: Path) -> None:
         "gloo", store=dist.FileStore(str(store), count), rank=rank, world_size=count, timeout=timedelta(seconds=300)
     )
     ranks = Ranks(init_device_mesh("cpu", (count,)), dist.new_group(backend="gloo"), torch.device("cpu"))
-    made: dict[str, tuple[Learner, Learner]] = {}
+    made: dict[str, tuple[LocalLearner, LocalLearner]] = {}
     for case in cases():
         key = f"{case.architecture} {case.settings}"
         if key not in made:

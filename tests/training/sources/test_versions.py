@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentlightning.training.learner import age, updates_of
+from agentlightning.policy.learner import age, updates_of
 from agentlightning.trajectory import Trajectory, Transition
 
 

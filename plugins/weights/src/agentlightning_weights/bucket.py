@@ -14,9 +14,10 @@ from pathlib import PurePosixPath
 from typing import Annotated, Any, Final, Literal, Self
 
 import fsspec  # pyright: ignore[reportMissingImports]
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, NonNegativeInt, ValidationError, model_validator
 
 from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.util.settings import Section
 
 FORMAT: Final = 1
 """Of manifests; a host refuses a newer one."""
@@ -32,27 +33,23 @@ def _checked_name(name: str) -> str:
     return name
 
 
-class Part(BaseModel):
+class Part(Section):
     """The bytes of a file from `begin` to `end`: one tensor, or the header."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     name: str
-    begin: int = Field(ge=0)
-    end: int = Field(ge=0)
+    begin: NonNegativeInt
+    end: NonNegativeInt
     digest: str
     """BLAKE2b of these bytes in the new version, 16 bytes."""
-    stored: int = Field(default=0, ge=0)
+    stored: NonNegativeInt = 0
     """Bytes of the compressed difference; 0: there is none."""
 
 
-class FileEntry(BaseModel):
+class FileEntry(Section):
     """A file of the directory."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     name: Annotated[str, AfterValidator(_checked_name)]
-    size: int = Field(ge=0)
+    size: NonNegativeInt
     kind: Literal["whole", "same", "xor"]
     """whole: stored as it is; same: that of the base; xor: its difference from that of the base."""
     digest: str = ""
@@ -69,13 +66,11 @@ class FileEntry(BaseModel):
         return self
 
 
-class Manifest(BaseModel):
+class Manifest(Section):
     """A version."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     format: int = FORMAT
-    version: int = Field(ge=0)
+    version: NonNegativeInt
     id: str
     """A random name: a version that was published again has another one."""
     base: tuple[int, str] | None = None

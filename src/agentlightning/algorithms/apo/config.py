@@ -12,7 +12,7 @@ from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, Posit
 
 from agentlightning.algorithms.base import AlgorithmConfig
 from agentlightning.errors import ConfigError
-from agentlightning.util.settings import AtLeastOne, Section
+from agentlightning.util.settings import AtLeastOne, OpenShare, Section
 
 SearchName = Literal["reflective", "gepa", "beam"]
 
@@ -117,11 +117,11 @@ class APOConfig(AlgorithmConfig):
     playbooks: tuple[str, ...] = ()
     """Those among them whose lines are items of a playbook or skill document: each has counts of how often it helped
     and harmed, the editor sees these, and items that harm more than they help are deleted."""
-    critic: PromptModel = Field(default_factory=PromptModel)
+    critic: PromptModel = PromptModel()
     """The model that reads failures and says what to change."""
     editor: PromptModel | None = None
     """The model that writes the change. None: the critic."""
-    budget: SearchBudget = Field(default_factory=SearchBudget)
+    budget: SearchBudget = SearchBudget()
     """What the search may spend."""
     rounds: AtLeastOne = 1000
     """The most edits that are proposed; the budget ends most searches earlier."""
@@ -137,7 +137,7 @@ class APOConfig(AlgorithmConfig):
     """reflective: candidates that are kept to go on from."""
     finalists: AtLeastOne = 2
     """reflective: candidates that the validation tasks decide between."""
-    alpha: float = Field(default=0.05, gt=0, lt=1)
+    alpha: OpenShare = 0.05
     """reflective: the error probability of that decision."""
     max_edits: AtLeastOne = 3
     """Edits of one proposal; further ones are left out and counted."""
@@ -145,9 +145,9 @@ class APOConfig(AlgorithmConfig):
     """Characters of one edit; a longer one is rejected and counted."""
     max_transcript_chars: int = Field(default=4000, ge=100)
     """Characters that the critic is shown of each rollout."""
-    beam: BeamSearchConfig = Field(default_factory=BeamSearchConfig)
+    beam: BeamSearchConfig = BeamSearchConfig()
     """Settings of search "beam"."""
-    gepa: GepaSearchConfig = Field(default_factory=GepaSearchConfig)
+    gepa: GepaSearchConfig = GepaSearchConfig()
     """Settings of search "gepa"."""
     reward_weights: dict[str, float] | None = None
     """Weights of the named dimensions of a reward."""

@@ -52,7 +52,7 @@ class Node:
     """Its own, in order."""
     inherited: list[Outcome] = Field(default_factory=list[Outcome])
     """The last ones of its ancestors, one for each task."""
-    reflections: dict[int, int] = Field(default_factory=dict[int, int])
+    reflections: dict[int, int] = Field(default={})
     """How often the critic has read the last failure of a task."""
     rejected: list[str] = Field(default_factory=list[str])
     """Edits of it that did not help."""
@@ -134,7 +134,7 @@ class Finals:
     for_budget: bool = False
     span: float = 1.0
     """The largest difference of two rewards; a larger one counts as this."""
-    scores: dict[str, dict[int, float]] = Field(default_factory=dict[str, dict[int, float]])
+    scores: dict[str, dict[int, float]] = Field(default={})
     """Digest -> validation task -> score."""
     duels: list[Duel] = Field(default_factory=list[Duel])
     winner: dict[str, str] | None = None

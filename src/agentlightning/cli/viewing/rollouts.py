@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from rich.console import Console
 
+from agentlightning.trajectory import RewardWeights
 from agentlightning.util.printable import printable
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ async def rollout_table(
     modes: Sequence[str] | None,
     order: Order,
     limit: int,
-    weights: Mapping[str, float] | None = None,
+    weights: RewardWeights = None,
 ) -> RolloutTable:
     """The table. To sort by reward or time, the newest `MOST_READ` are read."""
     from agentlightning.dashboard.data.summary import Summaries

@@ -11,7 +11,7 @@ import time
 from array import array
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -23,6 +23,7 @@ from agentlightning.dashboard.data.summary import RolloutSummary, summarize
 from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.trajectory import RewardWeights
 
 CHUNK: Final = 10_000
 """Spans that are read at once."""
@@ -110,7 +111,7 @@ class AttemptIndex:
             self.kept.append(_without_messages(span))
 
     async def totals(
-        self, rollout: Rollout, attempt: Attempt | None, weights: Mapping[str, float] | None
+        self, rollout: Rollout, attempt: Attempt | None, weights: RewardWeights
     ) -> tuple[RolloutSummary, list[int], bool]:
         """The summary of the attempt, how many of its spans start in each of BUCKETS equal parts of its time, and
         whether both are up to date: while spans are added, they take at most a share of the time."""

@@ -14,7 +14,7 @@ from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.evaluation.intervals import mean_of_seeds, seed_difference
 from agentlightning.training.persistence.run_changes import changed_settings, settings_of_run
 from agentlightning.training.persistence.run_dir import read_state
-from agentlightning.util.json_values import loads
+from agentlightning.util.json_values import Json, loads
 
 NO_SETTINGS: Final = ("run.seed", "run.host", "run.port", "run.public_url", "tracking.")
 """What may differ between the runs of one configuration."""
@@ -66,7 +66,7 @@ def configurations(runs: Sequence[Path]) -> list[Configuration]:
     return found
 
 
-def joined_runs(runs: Mapping[str, RunFiles]) -> list[dict[str, Any]]:
+def joined_runs(runs: Mapping[str, RunFiles]) -> list[Json]:
     """Of the runs by name those that differ in the seed alone, with the gain that they measured and its interval over
     seeds. A second run with a seed, and one that cannot be read, stand alone."""
     found: dict[str, tuple[Configuration, list[str]]] = {}
@@ -107,16 +107,16 @@ def differing(first: TrainConfig, other: TrainConfig) -> dict[str, tuple[Any, An
     return {name: values for name, values in changed_settings(first, other).items() if not name.startswith(NO_SETTINGS)}
 
 
-def record_of(found: Sequence[Configuration]) -> list[dict[str, Any]]:
+def record_of(found: Sequence[Configuration]) -> list[Json]:
     """What the finished runs of each measured, with intervals over seeds, and its difference from the first one, as
     JSON values. Raises ConfigError where runs of one seed were measured on different tasks."""
     first, names = found[0], short_names(run for each in found for run in each.runs.values())
     modes = dict.fromkeys(mode for each in found for mode in each.modes)
-    rows: list[dict[str, Any]] = []
+    rows: list[Json] = []
     for each in found:
         label = names[next(iter(each.runs.values()))]
         label += f" and {len(each.runs) - 1} more" if len(each.runs) > 1 else ""
-        row: dict[str, Any] = {"label": label, "runs": [str(run) for run in each.runs.values()], "seeds": [*each.runs]}
+        row: Json = {"label": label, "runs": [str(run) for run in each.runs.values()], "seeds": [*each.runs]}
         row["settings"] = _changes(differing(first.settings, each.settings))
         for name in ("after", "gain"):
             row[name] = {mode: asdict(mean_of_seeds(each.numbers(mode, name))) for mode in modes}
@@ -130,7 +130,7 @@ def record_of(found: Sequence[Configuration]) -> list[dict[str, Any]]:
     return rows
 
 
-def _changes(differences: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
+def _changes(differences: Mapping[str, tuple[Any, Any]]) -> Json:
     """What the other configuration has, without the settings of the first's types, which it cannot have."""
     sections = tuple(name.removesuffix("type") for name in differences if name.endswith(".type"))
     return {name: new for name, (_, new) in differences.items() if new is not None or not name.startswith(sections)}

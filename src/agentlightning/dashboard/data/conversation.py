@@ -17,9 +17,9 @@ from agentlightning.assemble.model_calls import is_call
 from agentlightning.dashboard.data.text import LONG, as_text, limited, tells_failure
 from agentlightning.span import Span
 from agentlightning.util.common_prefix import common_prefix_length
-from agentlightning.util.json_values import recorded_objects
+from agentlightning.util.json_values import Json, recorded_objects
 
-Message = dict[str, Any]
+Message = Json
 IMAGE: Final = ("data:image/png;", "data:image/jpeg;", "data:image/gif;", "data:image/webp;")
 """What is shown as an image: nothing is loaded from elsewhere, and no SVG, which may hold a script."""
 MOST_IMAGE: Final = 4_000_000
@@ -81,10 +81,10 @@ def messages_of(span: Span, attribute: str) -> list[Message]:
     return recorded_objects(span.attributes.get(attribute))
 
 
-def parts_of(message: Message) -> list[dict[str, Any]]:
+def parts_of(message: Message) -> list[Json]:
     parts = message.get("parts")
     if isinstance(parts, list):
-        return [cast("dict[str, Any]", each) for each in cast("list[Any]", parts) if isinstance(each, dict)]
+        return [cast(Json, each) for each in cast("list[Any]", parts) if isinstance(each, dict)]
     content = message.get("content")
     return [] if content is None else [{"type": "text", "content": content}]
 
@@ -102,12 +102,12 @@ def tool_results(messages: Iterable[Message]) -> list[Any]:
 # -- as JSON -----------------------------------------------------------------------------------------------------------
 
 
-def message_json(message: Message) -> dict[str, Any]:
+def message_json(message: Message) -> Json:
     """A message for the page: its role and parts of kinds text, reasoning, tool_call, tool_result, image and other."""
     return {"role": str(message.get("role", "?"))[:40], "parts": [_part(each) for each in parts_of(message)]}
 
 
-def _part(part: dict[str, Any]) -> dict[str, Any]:
+def _part(part: Json) -> Json:
     kind = str(part.get("type", ""))
     if kind == "tool_call":
         arguments = limited(as_text(part.get("arguments")))
@@ -124,7 +124,7 @@ def _part(part: dict[str, Any]) -> dict[str, Any]:
     return {"kind": "reasoning" if kind == "reasoning" else "text", "text": limited(as_text(content))}
 
 
-def _image(part: dict[str, Any]) -> dict[str, Any] | None:
+def _image(part: Json) -> Json | None:
     kind, mime = str(part.get("type", "")), str(part.get("mime_type", ""))
     modality = str(part.get("modality", ""))
     if kind not in ("image", "image_url", "blob", "uri") or (kind in ("blob", "uri") and modality not in ("", "image")):

@@ -12,17 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from agentlightning.algorithms.agents import AgentRoles
-from agentlightning.algorithms.lightning_rl import LightningRLConfig, assignment_of
+from agentlightning.algorithms.lightning_rl import LightningRLConfig, assignment_of, shape_rewards
 from agentlightning.algorithms.reward_shaping import (
     most_uncertain,
     truncated_rollouts,
-    with_overlong_penalty,
-    with_reward,
     without_weight,
 )
 from agentlightning.credit import Assignment, group_trajectories, training_samples
 from agentlightning.errors import AgentLightningError
-from agentlightning.trajectory import TrainingSample, Trajectory
+from agentlightning.trajectory import CallId, TrainingSample, Trajectory
 
 REMEMBERING: Final = frozenset({"state_value", "hierarchical"})
 """Rules that also use what they remember of earlier steps."""
@@ -42,7 +40,7 @@ class BatchCredit:
     """The credit of the calls of a batch."""
 
     rule: str | None = None
-    calls: Mapping[tuple[str, str], CallCredit] = field(default_factory=dict[tuple[str, str], CallCredit])
+    calls: Mapping[CallId, CallCredit] = field(default_factory=dict[CallId, CallCredit])
     """By (rollout_id, span_id). A call that is missing carries no loss."""
     notes: tuple[str, ...] = ()
     """What differs from the numbers of the run, and why there are none."""
@@ -71,21 +69,12 @@ def credit_of(trajectories: Sequence[Trajectory], config: LightningRLConfig) -> 
 def _samples(
     trajectories: Sequence[Trajectory], config: LightningRLConfig, assignment: Assignment
 ) -> list[TrainingSample]:
-    target, weights = config.target_agent, config.reward_weights
-    shaped: Sequence[Trajectory] = trajectories
-    truncated = truncated_rollouts(trajectories, target)
-    if config.truncated_reward is not None:
-        shaped = with_reward(shaped, truncated, config.truncated_reward)
-    if config.overlong is not None:
-        shaped, _ = with_overlong_penalty(shaped, config.overlong, target, weights)
-    groups = group_trajectories(shaped)
-    if config.keep_groups < 1:
-        groups = most_uncertain(groups, config.keep_groups, weights)
-    roles = AgentRoles(config.agents)
-    samples, _ = training_samples(
-        groups, assignment, aggregate=config.aggregate, target_agent=target, trains=roles.trains
-    )
-    return without_weight(samples, truncated) if config.mask_truncated else samples
+    target = config.target_agent
+    shaped, _ = shape_rewards(trajectories, config, target)
+    groups = most_uncertain(group_trajectories(shaped), config.keep_groups, config.reward_weights)
+    trains = AgentRoles(config.agents).trains
+    samples, _ = training_samples(groups, assignment, aggregate=config.aggregate, target_agent=target, trains=trains)
+    return without_weight(samples, truncated_rollouts(trajectories, target)) if config.mask_truncated else samples
 
 
 def _notes(config: LightningRLConfig, rule: str) -> list[str]:
@@ -101,9 +90,9 @@ def _notes(config: LightningRLConfig, rule: str) -> list[str]:
     return found
 
 
-def _by_call(samples: Sequence[TrainingSample]) -> dict[tuple[str, str], CallCredit]:
-    advantages: dict[tuple[str, str], list[float]] = {}
-    weights: dict[tuple[str, str], list[float]] = {}
+def _by_call(samples: Sequence[TrainingSample]) -> dict[CallId, CallCredit]:
+    advantages: dict[CallId, list[float]] = {}
+    weights: dict[CallId, list[float]] = {}
     for sample in samples:
         columns: Any = zip(sample.tree.nodes, sample.advantages, sample.weights, strict=True)
         for node, own, factor in columns:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from agentlightning import span as names
 from agentlightning.assemble.model_calls import has_failed, is_call
@@ -19,6 +19,7 @@ from agentlightning.dashboard.data.text import shortened
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.watch import running_rollouts
+from agentlightning.util.json_values import Json
 
 SECONDS: Final = 1.0
 """How long an answer is given to all who ask."""
@@ -37,18 +38,18 @@ class Live:
         self._store, self._summaries = store, summaries
         self._lock = asyncio.Lock()
         self._read_at = -SECONDS
-        self._shown: dict[str, Any] = {}
+        self._shown: Json = {}
         self._statistics: Mapping[str, int] = {}
-        self._calls: list[dict[str, Any]] = []
+        self._calls: list[Json] = []
 
-    async def shown(self, run_id: str | None) -> dict[str, Any]:
+    async def shown(self, run_id: str | None) -> Json:
         async with self._lock:
             if time.monotonic() >= self._read_at + SECONDS:
                 self._shown = await self._read(run_id)
                 self._read_at = time.monotonic()
             return self._shown
 
-    async def _read(self, run_id: str | None) -> dict[str, Any]:
+    async def _read(self, run_id: str | None) -> Json:
         store, summaries = self._store, self._summaries
         statistics = await store.statistics()
         running = await running_rollouts(store, rollout_id_contains=run_id, most=NEWEST)
@@ -61,7 +62,7 @@ class Live:
             "workers": await store.query_workers(limit=MOST_WORKERS),
         }
 
-    async def _newest_calls(self, run_id: str | None, statistics: Mapping[str, int]) -> list[dict[str, Any]]:
+    async def _newest_calls(self, run_id: str | None, statistics: Mapping[str, int]) -> list[Json]:
         """The model calls that were stored last, the newest first. A call is stored when it ends."""
         if statistics != self._statistics:
             spans = await self._store.newest_spans(SPANS if run_id is None else SPANS_OF_SHARED)
@@ -72,7 +73,7 @@ class Live:
         return self._calls
 
 
-def call_line(span: Span, updates: Updates) -> dict[str, Any]:
+def call_line(span: Span, updates: Updates) -> Json:
     """A model call as a line of a table."""
     attributes = span.attributes
     answer = [part for message in messages_of(span, names.OUTPUT_MESSAGES) for part in message_json(message)["parts"]]

@@ -16,10 +16,10 @@ from agentlightning.dashboard.data.run_files import RunFiles
 from agentlightning.dashboard.data.summary import Summaries, group_of
 from agentlightning.dashboard.data.token_text import TokenTexts, find_texts
 from agentlightning.errors import AgentLightningError, NotFoundError
+from agentlightning.policy.learner import updates_of
 from agentlightning.rollouts import Rollout
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
-from agentlightning.training.learner import updates_of
 from agentlightning.training.persistence.token_ratios import CallRatios, read_ratios
 from agentlightning.training.sources.collector import TrajectoryReader
 

@@ -19,6 +19,7 @@ from agentlightning.training.health.signs import SignHistory, sign_history
 from agentlightning.training.health.step_record import StepRecord
 from agentlightning.training.persistence.run_changes import settings_of_run
 from agentlightning.training.persistence.run_dir import RunState, check_run, read_state, whole_lines
+from agentlightning.util.json_values import Json
 
 T = TypeVar("T")
 Signature = tuple[int, int] | None
@@ -42,7 +43,7 @@ class RunFiles:
         """unfinished: no process has the run open, and there is no report."""
         return status_of(self.path)
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[Json]:
         """The lines of `metrics.jsonl` that can be read."""
         return self._read("metrics", "metrics.jsonl", lambda: _json_lines(self.path / "metrics.jsonl"))
 
@@ -53,7 +54,7 @@ class RunFiles:
         """The signs of trouble since which step. Takes seconds for a run of thousands of steps: call it in a thread."""
         return self._read("signs", "metrics.jsonl", lambda: sign_history(self.records()))
 
-    def report(self) -> dict[str, Any] | None:
+    def report(self) -> Json | None:
         """The result; None for a run that has none yet."""
         return self._read("report", "report.json", lambda: _json_or_none(self.path / "report.json"))
 
@@ -65,14 +66,14 @@ class RunFiles:
         """Why there are no settings."""
         return self._read("config_error", "config.toml", lambda: self._load_config()[1])
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Json:
         """The settings by dotted name, keys and tokens hidden."""
         return self._read("settings", "config.toml", lambda: _flat(self.config()))
 
     def audit(self) -> list[AuditRecord]:
         return self._read("audit", AUDIT_FILE, lambda: read_audit(self.path))
 
-    def changes(self) -> list[dict[str, Any]]:
+    def changes(self) -> list[Json]:
         """What resumes have changed."""
         return self._read("changes", "changes.jsonl", lambda: _json_lines(self.path / "changes.jsonl"))
 
@@ -161,13 +162,13 @@ def _json_or_none(path: Path) -> Any:
         return None
 
 
-def _flat(config: TrainConfig | None) -> dict[str, Any]:
+def _flat(config: TrainConfig | None) -> Json:
     return {} if config is None else dict(sorted(flatten(config.model_dump(mode="json")).items()))
 
 
-def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(value: Mapping[str, Any], prefix: str = "") -> Json:
     """A table by dotted names. Values of keys, tokens and passwords are hidden."""
-    found: dict[str, Any] = {}
+    found: Json = {}
     for name, inner in value.items():
         path = f"{prefix}{name}"
         if isinstance(inner, dict) and inner:

@@ -23,6 +23,7 @@ from agentlightning.errors import RewardError
 from agentlightning.span import Span
 from agentlightning.training.persistence.token_ratios import CallRatios
 from agentlightning.util.common_prefix import common_prefix_length
+from agentlightning.util.json_values import Json
 
 MOST_PROMPT: Final = 4000
 """Tokens of a prompt that are sent, the last ones."""
@@ -37,13 +38,13 @@ def stream_of(
     texts: TokenTexts | None,
     ratios: CallRatios | None = None,
     updates: Updates = int,
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """The model calls of one attempt, for the page. `spans` are those of the attempt, `ratios` of its rollout, and
     `updates` counts those behind a version of the weights."""
     turns = turns_of(spans)
     rewards = _rewards(spans)
     counted = {span.span_id for span in calls(spans)}
-    found: list[dict[str, Any]] = []
+    found: list[Json] = []
     before: Tokens = []
     left = MOST_SAMPLED
     for turn in turns:
@@ -72,7 +73,7 @@ def stream_of(
     return found
 
 
-def call_json(turn: Turn) -> dict[str, Any]:
+def call_json(turn: Turn) -> Json:
     """A model call without its tokens."""
     span, attributes = turn.span, turn.span.attributes
     reasons = attributes.get(names.FINISH_REASONS)
@@ -98,7 +99,7 @@ def _error(span: Span) -> str:
     return limited(as_text(span.status_message or span.attributes.get(names.ERROR_TYPE) or "error"))
 
 
-def _rewards(spans: Sequence[Span]) -> dict[str, Any]:
+def _rewards(spans: Sequence[Span]) -> Json:
     """The intermediate reward of each call."""
     try:
         return dict(link_rewards(spans).intermediate)
@@ -106,13 +107,13 @@ def _rewards(spans: Sequence[Span]) -> dict[str, Any]:
         return {}
 
 
-def _results(turns: Sequence[Turn], spans: Sequence[Span]) -> dict[int, list[dict[str, Any]]]:
+def _results(turns: Sequence[Turn], spans: Sequence[Span]) -> dict[int, list[Json]]:
     """By place of a turn, what its tool calls gave: by their spans, else by what the next request of its thread
     adds."""
-    found: dict[int, list[dict[str, Any]]] = {}
+    found: dict[int, list[Json]] = {}
     tools = [step for step in steps(spans) if step.kind == "tool"]
     for place, turn in enumerate(turns):
-        own: list[dict[str, Any]] = []
+        own: list[Json] = []
         following = turns[place + 1].span.sequence_id if place + 1 < len(turns) else 2**62
         for step in tools:
             if turn.span.sequence_id < step.sequence_id < following:
@@ -129,7 +130,7 @@ def _results(turns: Sequence[Turn], spans: Sequence[Span]) -> dict[int, list[dic
     return found
 
 
-def _prompt(tokens: Tokens, texts: TokenTexts | None) -> dict[str, Any]:
+def _prompt(tokens: Tokens, texts: TokenTexts | None) -> Json:
     shown = tokens[-MOST_PROMPT:]
     return {
         "ids": shown,
@@ -140,7 +141,7 @@ def _prompt(tokens: Tokens, texts: TokenTexts | None) -> dict[str, Any]:
 
 def _sampled(
     span: Span, sampled: Tokens, credit: BatchCredit, texts: TokenTexts | None, ratios: CallRatios, updates: Updates
-) -> dict[str, Any]:
+) -> Json:
     recorded = span.attributes.get(names.LOGPROBS)
     logprobs = cast("list[float]", recorded) if isinstance(recorded, list) else []
     own = credit.calls.get((span.rollout_id, span.span_id))
@@ -188,7 +189,7 @@ def _tokens(span: Span, attribute: str) -> Tokens:
     return cast("Tokens", value) if isinstance(value, list) else []
 
 
-def first_difference(first: Iterable[dict[str, Any]], second: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+def first_difference(first: Iterable[Json], second: Iterable[Json]) -> Json | None:
     """The first sampled token in which two streams differ, as (call, token): counted from 0, among the calls that
     count. Calls without tokens are compared by their text. None where one stream is the other."""
     mine, theirs = ([each for each in stream if each["counts"]] for stream in (first, second))

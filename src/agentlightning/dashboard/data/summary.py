@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, cast
 
@@ -16,7 +16,7 @@ from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
-from agentlightning.trajectory import Reward
+from agentlightning.trajectory import Reward, RewardWeights
 
 REMEMBERED: Final = 20_000
 """Finished rollouts whose summaries are remembered."""
@@ -71,9 +71,7 @@ class RolloutSummary:
 class Summaries:
     """Reads summaries, and remembers those of finished rollouts."""
 
-    def __init__(
-        self, store: LightningStoreBase, weights: Mapping[str, float] | None = None, updates: Updates = int
-    ) -> None:
+    def __init__(self, store: LightningStoreBase, weights: RewardWeights = None, updates: Updates = int) -> None:
         self._store, self._weights, self.updates = store, weights, updates
         self._known: OrderedDict[tuple[str, float | None, str], RolloutSummary] = OrderedDict()
 
@@ -114,7 +112,7 @@ def _key(rollout: Rollout) -> tuple[str, float | None, str]:
 
 
 def summarize(
-    rollout: Rollout, attempt: Attempt | None, spans: Sequence[Span], weights: Mapping[str, float] | None = None
+    rollout: Rollout, attempt: Attempt | None, spans: Sequence[Span], weights: RewardWeights = None
 ) -> RolloutSummary:
     """The summary of a rollout, from the spans of its latest attempt."""
     answered = calls(spans)
@@ -166,7 +164,7 @@ def reward_of(spans: Iterable[Span]) -> tuple[Reward | None, str | None]:
         return None, str(error)
 
 
-def number_of(reward: Reward | None, weights: Mapping[str, float] | None) -> float | None:
+def number_of(reward: Reward | None, weights: RewardWeights) -> float | None:
     """A reward as one number: a single named dimension as it is, several by their weights."""
     if isinstance(reward, dict) and not weights:
         return next(iter(reward.values())) if len(reward) == 1 else None

@@ -17,6 +17,7 @@ from agentlightning.dashboard.views.runs import summary
 from agentlightning.errors import AgentLightningError, ConfigError, RewardError
 from agentlightning.evaluation.intervals import compare_tasks, mean_of_seeds
 from agentlightning.task import task_key
+from agentlightning.util.json_values import Json
 
 MOST_RUNS: Final = 24
 MOST_TASKS: Final = 100
@@ -38,7 +39,7 @@ Groups = Sequence[Sequence[str]]
 """Names of runs by configuration."""
 
 
-async def compare(data: Catalog, query: Query) -> dict[str, Any]:
+async def compare(data: Catalog, query: Query) -> Json:
     """`runs=A,B,...`: the runs by configuration, each compared with that of the first."""
     names = list(dict.fromkeys(query.names("runs")))
     if not 2 <= len(names) <= MOST_RUNS:
@@ -50,9 +51,9 @@ async def compare(data: Catalog, query: Query) -> dict[str, Any]:
     }
 
 
-def _compare(files: Mapping[str, RunFiles]) -> dict[str, Any]:
+def _compare(files: Mapping[str, RunFiles]) -> Json:
     groups: Groups = [[name] for name in files]
-    rows: list[dict[str, Any]] = []
+    rows: list[Json] = []
     ungrouped = ""
     try:
         found = configurations([each.path for each in files.values()])
@@ -73,9 +74,9 @@ def _compare(files: Mapping[str, RunFiles]) -> dict[str, Any]:
     }
 
 
-def _curves(metric: str, groups: Groups, files: Mapping[str, RunFiles]) -> list[dict[str, Any]]:
+def _curves(metric: str, groups: Groups, files: Mapping[str, RunFiles]) -> list[Json]:
     """A metric by step: of each configuration the mean over its runs, as far as all of them are, with its interval."""
-    found: list[dict[str, Any]] = []
+    found: list[Json] = []
     for group in groups:
         lines = [{row["step"]: number_of(row.get(metric)) for row in files[name].metrics()} for name in group]
         known = [{step: value for step, value in line.items() if value is not None} for line in lines]
@@ -93,10 +94,10 @@ def _curves(metric: str, groups: Groups, files: Mapping[str, RunFiles]) -> list[
     return found
 
 
-def _differences(names: Sequence[str], files: Sequence[RunFiles]) -> list[dict[str, Any]]:
+def _differences(names: Sequence[str], files: Sequence[RunFiles]) -> list[Json]:
     """Settings whose values differ, by name."""
     settings = [each.settings() for each in files]
-    found: list[dict[str, Any]] = []
+    found: list[Json] = []
     for setting in sorted({name for each in settings for name in each}):
         values = [each.get(setting) for each in settings]
         if any(value != values[0] for value in values):
@@ -104,9 +105,9 @@ def _differences(names: Sequence[str], files: Sequence[RunFiles]) -> list[dict[s
     return found
 
 
-def _tasks(first: str, files: RunFiles, second: str, others: RunFiles) -> dict[str, Any]:
+def _tasks(first: str, files: RunFiles, second: str, others: RunFiles) -> Json:
     """The held-out tasks that two runs share, by their content: reward after training, with the paired difference."""
-    found: dict[str, Any] = {"first": first, "second": second, "modes": {}, "error": ""}
+    found: Json = {"first": first, "second": second, "modes": {}, "error": ""}
     try:
         mine, theirs = files.state(), others.state()
         own, other = files.tasks("held_out"), others.tasks("held_out")
@@ -126,7 +127,7 @@ def _tasks(first: str, files: RunFiles, second: str, others: RunFiles) -> dict[s
     return found
 
 
-def _mode(rows: Sequence[tuple[float | None, float | None, Any]]) -> dict[str, Any]:
+def _mode(rows: Sequence[tuple[float | None, float | None, Any]]) -> Json:
     try:
         result = asdict(compare_tasks([[a] for a, _, _ in rows], [[b] for _, b, _ in rows]))
     except RewardError as error:
@@ -142,5 +143,5 @@ def _mode(rows: Sequence[tuple[float | None, float | None, Any]]) -> dict[str, A
     }
 
 
-def _task(difference: float, first: float, second: float, task: Any) -> dict[str, Any]:
+def _task(difference: float, first: float, second: float, task: Any) -> Json:
     return {"task": shortened(task), "first": first, "second": second, "difference": difference}

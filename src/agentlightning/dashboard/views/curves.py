@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
+from agentlightning.util.json_values import Json
+
 T = TypeVar("T")
 MOST_POINTS: Final = 2000
 """Steps that are sent; of more, the last of each interval."""
@@ -74,12 +76,12 @@ CHARTS: Final = (
 HIDDEN: Final = frozenset({"step", "revision"})
 
 
-def charts_of(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def charts_of(metrics: Sequence[Mapping[str, Any]]) -> Json:
     """The charts that have a number, whether it is the same at all steps, and the metrics that are in none of them."""
     rows = thinned(metrics)
     names = list(dict.fromkeys(name for row in metrics for name, value in row.items() if number_of(value) is not None))
     used: set[str] = set(HIDDEN)
-    found: list[dict[str, Any]] = []
+    found: list[Json] = []
     for chart in CHARTS:
         series = [_series(rows, name, label) for name, label in _metrics_of(chart, names).items()]
         known = [[value for value in each["values"] if value is not None] for each in series]
@@ -98,7 +100,7 @@ def charts_of(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _chart(chart: Chart, series: list[dict[str, Any]], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _chart(chart: Chart, series: list[Json], rows: Sequence[Mapping[str, Any]]) -> Json:
     band = None
     if chart.band is not None:
         metric, spread = chart.band
@@ -132,7 +134,7 @@ def _metrics_of(chart: Chart, names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _series(rows: Sequence[Mapping[str, Any]], name: str, label: str) -> dict[str, Any]:
+def _series(rows: Sequence[Mapping[str, Any]], name: str, label: str) -> Json:
     return {"metric": name, "label": label, "values": [number_of(row.get(name)) for row in rows]}
 
 

@@ -16,6 +16,7 @@ from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views.resources import changed_prompts
 from agentlightning.dashboard.views.runs import measured, prompts_now
 from agentlightning.resources import PromptTemplate, prompts_in
+from agentlightning.util.json_values import Json
 
 TRIAL: Final = re.compile(r"-([0-9a-f]{16})-(train|validation)\d{5}-\d+(-again|$)")
 """In the id of a rollout: a digest of the candidate's texts, and the tasks that it was tried on."""
@@ -39,7 +40,7 @@ class Candidate:
     def texts(self) -> dict[str, str]:
         return {name: each.template for name, each in self.prompts.items()}
 
-    def as_json(self, result: Mapping[str, str]) -> dict[str, Any]:
+    def as_json(self, result: Mapping[str, str]) -> Json:
         found = {split: measured([row.reward_number for row in rows]) for split, rows in self.rows.items()}
         tokens = sum(row.prompt_tokens + row.sampled_tokens for rows in self.rows.values() for row in rows)
         changed = [] if self.parent is None else changed_prompts(self.parent.prompts, self.prompts)
@@ -57,7 +58,7 @@ class Candidate:
         }
 
 
-async def show_search(data: Catalog, query: Query) -> dict[str, Any]:
+async def show_search(data: Catalog, query: Query) -> Json:
     """The candidates of a search, as far as the store has their rollouts."""
     run = await data.run(query.part("run"))
     trials = f"{run.source.run_id}-trial-"
@@ -73,7 +74,7 @@ def _candidates(
     rows: Iterable[tuple[RolloutSummary, Any]],
     prompts: Mapping[str, dict[str, PromptTemplate]],
     result: Mapping[str, str],
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     found: dict[str, Candidate] = {}
     for at, (row, parent) in enumerate(rows, 1):
         named, own = TRIAL.search(row.rollout_id), prompts.get(row.resources_id or "")

@@ -11,15 +11,16 @@ from agentlightning.dashboard.data.catalog import Catalog
 from agentlightning.dashboard.data.run_files import HIDDEN, RunFiles
 from agentlightning.dashboard.data.summary import Updates
 from agentlightning.dashboard.query import Query
+from agentlightning.policy.learner import Resumes, updates_of
 from agentlightning.resources import PromptTemplate, ResourcesUpdate, named_resources, prompts_in
 from agentlightning.training.governance import AuditRecord
-from agentlightning.training.learner import Resumes, updates_of
+from agentlightning.util.json_values import Json
 
 PAGE: Final = 50
 MOST_LINES: Final = 2000
 
 
-async def list_resources(data: Catalog, query: Query) -> dict[str, Any]:
+async def list_resources(data: Catalog, query: Query) -> Json:
     """Versions of the resources, the newest first, each with what it changed against the one published before it."""
     run = await data.run(query.part("run"))
     limit, offset = query.integer("limit", PAGE, 1, 200), query.integer("after", 0)
@@ -35,7 +36,7 @@ async def list_resources(data: Catalog, query: Query) -> dict[str, Any]:
     }
 
 
-def _version(update: ResourcesUpdate, before: ResourcesUpdate | None, updates: Updates) -> dict[str, Any]:
+def _version(update: ResourcesUpdate, before: ResourcesUpdate | None, updates: Updates) -> Json:
     resources = named_resources.dump_python(update.resources, mode="json")
     for each in resources.values():
         if (version := each.get("policy_version")) is not None:
@@ -52,11 +53,11 @@ def _version(update: ResourcesUpdate, before: ResourcesUpdate | None, updates: U
     }
 
 
-def _without_key(resource: Mapping[str, Any]) -> dict[str, Any]:
+def _without_key(resource: Mapping[str, Any]) -> Json:
     return {name: HIDDEN if name == "api_key" and value else value for name, value in resource.items()}
 
 
-def changed_prompts(old: Mapping[str, PromptTemplate], new: Mapping[str, PromptTemplate]) -> list[dict[str, Any]]:
+def changed_prompts(old: Mapping[str, PromptTemplate], new: Mapping[str, PromptTemplate]) -> list[Json]:
     """The prompt templates that differ, line by line. One without a counterpart is left out: it is new."""
     return [
         {"name": name, "lines": diff_of(old[name], each)}
@@ -72,7 +73,7 @@ def diff_of(before: PromptTemplate, after: PromptTemplate) -> list[dict[str, str
     return [{"kind": kinds[line[0]], "text": line[2:]} for line in lines if line[0] in kinds][:MOST_LINES]
 
 
-async def list_weights(data: Catalog, query: Query) -> dict[str, Any]:
+async def list_weights(data: Catalog, query: Query) -> Json:
     """Versions of the weights by the audit log, the newest first: from which rollouts, with which scores, what the gate
     decided, and which checkpoints hold them."""
     run = await data.run(query.part("run"))
@@ -80,7 +81,7 @@ async def list_weights(data: Catalog, query: Query) -> dict[str, Any]:
     return await asyncio.to_thread(_weights, files, query.integer("limit", 200, 1, 2000), query.integer("after", 0))
 
 
-def _weights(files: RunFiles, limit: int, offset: int) -> dict[str, Any]:
+def _weights(files: RunFiles, limit: int, offset: int) -> Json:
     records, state = files.audit(), files.state()
     newest = records[::-1]
     kept = {path.name for path in (files.path / "checkpoints").glob("step-*")}
@@ -92,7 +93,7 @@ def _weights(files: RunFiles, limit: int, offset: int) -> dict[str, Any]:
     }
 
 
-def _record(record: AuditRecord, kept: set[str], resumes: Resumes) -> dict[str, Any]:
+def _record(record: AuditRecord, kept: set[str], resumes: Resumes) -> Json:
     version = None if record.version is None else updates_of(record.version, resumes)
     return {
         "action": record.action,

@@ -25,6 +25,7 @@ from agentlightning.span import Span, counts
 from agentlightning.store.export.schema import encode_item
 from agentlightning.tracing.rewards import get_reward_value
 from agentlightning.training.persistence.token_ratios import CallRatios
+from agentlightning.util.json_values import Json
 
 PAGE_OF_SPANS: Final = 300
 MOST_SPANS: Final = 1000
@@ -49,7 +50,7 @@ IN_GROUP: Final = 64
 """Rollouts of a group that are listed."""
 
 
-async def show_rollout(data: Catalog, query: Query) -> dict[str, Any]:
+async def show_rollout(data: Catalog, query: Query) -> Json:
     """A rollout with some spans of one attempt (that of `attempt`, else the latest): `limit` from the place `start` on.
     Totals are those of all its spans. With the `mark` of an earlier answer, whether anything is different now."""
     run = await data.run(query.part("run"))
@@ -92,9 +93,9 @@ class _Page:
     """Some spans of an attempt."""
 
     spans: list[Span]
-    stream: list[dict[str, Any]]
+    stream: list[Json]
     """Their model calls."""
-    context: list[dict[str, Any]]
+    context: list[Json]
     """What may have changed of the calls before them."""
 
 
@@ -155,7 +156,7 @@ def _time(attempt: Attempt | None, spans: Sequence[Span], index: AttemptIndex | 
     return {"start": min((span.start_time for span in spans), default=None), "end": latest}
 
 
-async def show_tokens(data: Catalog, query: Query) -> dict[str, Any]:
+async def show_tokens(data: Catalog, query: Query) -> Json:
     """The tokens of some calls of a rollout, with log-probability, advantage, weight and version of each: from the call
     `from` on (default: the page that has `call`)."""
     run = await data.run(query.part("run"))
@@ -179,7 +180,7 @@ async def show_tokens(data: Catalog, query: Query) -> dict[str, Any]:
     }
 
 
-async def show_group(data: Catalog, query: Query) -> dict[str, Any]:
+async def show_group(data: Catalog, query: Query) -> Json:
     """The group of a rollout, and two of it side by side: `left` (default: the best) and `right` (the worst)."""
     run = await data.run(query.part("run"))
     rollout = await run.rollout(query.part("rollout"))
@@ -230,7 +231,7 @@ class _Calls:
     """Some calls of the latest attempt of a rollout, with their tokens."""
 
     summary: RolloutSummary
-    stream: list[dict[str, Any]]
+    stream: list[Json]
     more: bool
     """Whether it has more calls after these."""
     total: int | None
@@ -284,13 +285,13 @@ def _chosen(attempts: Sequence[Attempt], attempt_id: str | None, rollout_id: str
     raise NotFoundError(f"rollout {rollout_id!r} has no attempt {attempt_id!r}")
 
 
-def _without_tokens(stream: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _without_tokens(stream: list[Json]) -> list[Json]:
     for call in stream:
         call["tokens"] = call["prompt"] = None
     return stream
 
 
-def ratios_json(run: RunData, ratios: CallRatios) -> dict[str, Any]:
+def ratios_json(run: RunData, ratios: CallRatios) -> Json:
     """Whether there are ratios, why not, and beyond which of them the run's loss clips."""
     config = run.config
     losses = config.algorithm.losses if config is not None and isinstance(config.algorithm, LightningRLConfig) else ()
@@ -299,14 +300,14 @@ def ratios_json(run: RunData, ratios: CallRatios) -> dict[str, Any]:
     return {"known": known, "note": "" if known else NO_RATIOS, "clip": clips}
 
 
-def _credit_json(credit: BatchCredit) -> dict[str, Any]:
+def _credit_json(credit: BatchCredit) -> Json:
     return {"rule": credit.rule, "notes": list(credit.notes), "known": bool(credit.calls)}
 
 
 # -- as JSON -----------------------------------------------------------------------------------------------------------
 
 
-def rollout_json(rollout: Rollout) -> dict[str, Any]:
+def rollout_json(rollout: Rollout) -> Json:
     """A rollout with the whole text of its task."""
     return {
         **{name: value for name, value in encode_item(rollout).items() if name not in ("input", "metadata")},
@@ -316,10 +317,10 @@ def rollout_json(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def attempt_json(attempt: Attempt) -> dict[str, Any]:
+def attempt_json(attempt: Attempt) -> Json:
     """An attempt with its error or its output as text."""
     found = encode_item(attempt)
-    metadata = cast("dict[str, Any]", found.pop("metadata"))
+    metadata = cast(Json, found.pop("metadata"))
     error: Any = metadata.get("error")
     return {
         **found,
@@ -330,7 +331,7 @@ def attempt_json(attempt: Attempt) -> dict[str, Any]:
     }
 
 
-def span_json(span: Span) -> dict[str, Any]:
+def span_json(span: Span) -> Json:
     """A span without token ids and log-probabilities, which the token view has."""
     return {
         "span_id": span.span_id,
@@ -358,5 +359,5 @@ def _value(name: str, value: Any) -> Any:
     return value if isinstance(value, int | float | bool) or value is None else limited(as_text(value), MOST_VALUE)
 
 
-def _short(attributes: Mapping[str, Any]) -> dict[str, Any]:
+def _short(attributes: Mapping[str, Any]) -> Json:
     return {name: _value(name, value) for name, value in attributes.items()}

@@ -24,6 +24,7 @@ from agentlightning.dashboard.views.runs import measured, warnings_of
 from agentlightning.errors import NotFoundError
 from agentlightning.task import task_key
 from agentlightning.training.health.signs import signs_of
+from agentlightning.util.json_values import Json
 
 MOST_ROWS: Final = 500
 MOST_OF_TASK: Final = 20_000
@@ -31,7 +32,7 @@ MOST_OF_TASK: Final = 20_000
 PAGE: Final = 1000
 
 
-async def list_rollouts(data: Catalog, query: Query) -> dict[str, Any]:
+async def list_rollouts(data: Catalog, query: Query) -> Json:
     """A page of the rollouts that match the filters."""
     run = await data.run(query.part("run"))
     page = await select(
@@ -52,7 +53,7 @@ async def list_rollouts(data: Catalog, query: Query) -> dict[str, Any]:
     }
 
 
-async def show_changes(data: Catalog, query: Query) -> dict[str, Any]:
+async def show_changes(data: Catalog, query: Query) -> Json:
     """What is different for a table of rollouts: its `rows` as they are now, without the spans of those that run; and
     with `count`, how many that match its filters are newer than its first one, `newest`. With the `mark` of an earlier
     answer, whether anything in the store is different now."""
@@ -67,7 +68,7 @@ async def show_changes(data: Catalog, query: Query) -> dict[str, Any]:
     return {"mark": mark, "rows": [asdict(row) for row in rows], "newer": newer, "more": more}
 
 
-async def show_step(data: Catalog, query: Query) -> dict[str, Any]:
+async def show_step(data: Catalog, query: Query) -> Json:
     """A step: its metrics, the warnings of it, and its groups, those with the largest spread of rewards first."""
     run = await data.run(query.part("run"))
     step = _step(query)
@@ -105,7 +106,7 @@ def _holds(sign: Mapping[str, Any], step: int) -> bool:
     return since is not None and since <= step <= (since if until is None else until)
 
 
-def groups_of(rows: Sequence[RolloutSummary]) -> list[dict[str, Any]]:
+def groups_of(rows: Sequence[RolloutSummary]) -> list[Json]:
     """The groups among rollouts, those with the largest spread of rewards first."""
     groups: dict[str, list[RolloutSummary]] = {}
     for row in rows:
@@ -114,7 +115,7 @@ def groups_of(rows: Sequence[RolloutSummary]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda each: (-(each["spread"] or 0.0), each["group"]))
 
 
-def _group(name: str, members: Sequence[RolloutSummary]) -> dict[str, Any]:
+def _group(name: str, members: Sequence[RolloutSummary]) -> Json:
     known = sorted((each for each in members if each.reward_number is not None), key=_number)
     rewards = [each.reward_number for each in members]
     return {
@@ -137,7 +138,7 @@ def _number(row: RolloutSummary) -> float:
     return row.reward_number or 0.0
 
 
-async def show_task(data: Catalog, query: Query) -> dict[str, Any]:
+async def show_task(data: Catalog, query: Query) -> Json:
     """One task across the versions of the weights: the reward of its rollouts by version, each with its interval."""
     run = await data.run(query.part("run"))
     key = query.part("task")
@@ -155,7 +156,7 @@ async def show_task(data: Catalog, query: Query) -> dict[str, Any]:
     }
 
 
-def by_version(rows: Iterable[RolloutSummary]) -> list[dict[str, Any]]:
+def by_version(rows: Iterable[RolloutSummary]) -> list[Json]:
     """The rollouts by (version of the weights, mode), with the interval of their mean reward."""
     found: dict[tuple[int, str], list[RolloutSummary]] = {}
     for row in rows:

@@ -21,6 +21,7 @@ from agentlightning.evaluation.intervals import mean_interval, student_quantile
 from agentlightning.training.persistence.checkpoints import prompts_of
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.report.result import cost_of_steps
+from agentlightning.util.json_values import Json
 
 WINDOW: Final = 5
 """Steps that the reward at the start and the reward now are means of."""
@@ -28,7 +29,7 @@ LAST_STEPS: Final = 20
 """Steps that the time of a step is the mean of."""
 
 
-async def list_runs(data: Catalog, query: Query) -> dict[str, Any]:
+async def list_runs(data: Catalog, query: Query) -> Json:
     """Every run and store, and which runs are seeds of one configuration."""
     sources = data.sources()
     found = [await asyncio.to_thread(summary, each) for each in sources]
@@ -36,14 +37,14 @@ async def list_runs(data: Catalog, query: Query) -> dict[str, Any]:
     return {"runs": found, "joined": joined, "writable": data.writable}
 
 
-async def show_status(data: Catalog, query: Query) -> dict[str, Any]:
+async def show_status(data: Catalog, query: Query) -> Json:
     """One run as `agl status` prints it."""
     run = await data.run(query.part("run"))
     record, rewards = await asyncio.to_thread(status_record, run.source.run().path)
     return {"status": record, "rewards": rewards}
 
 
-async def show_run(data: Catalog, query: Query) -> dict[str, Any]:
+async def show_run(data: Catalog, query: Query) -> Json:
     """One run: its curves, warnings, result, settings and checkpoints."""
     run = await data.run(query.part("run"))
     if run.files is None:
@@ -51,7 +52,7 @@ async def show_run(data: Catalog, query: Query) -> dict[str, Any]:
     return await asyncio.to_thread(_show, run.source, run.files) | {"writable": data.writable}
 
 
-def _show(source: Source, files: RunFiles) -> dict[str, Any]:
+def _show(source: Source, files: RunFiles) -> Json:
     state = files.state()
     return {
         "summary": summary(source),
@@ -66,12 +67,12 @@ def _show(source: Source, files: RunFiles) -> dict[str, Any]:
     }
 
 
-def prompts_now(files: RunFiles) -> dict[str, Any]:
+def prompts_now(files: RunFiles) -> Json:
     """The prompts that would be the result if the run ended now, and what has changed in them."""
     return prompts_of(files.path, "checkpoint" if files.status() == "finished" else files.state().checkpoint)
 
 
-def summary(source: Source) -> dict[str, Any]:
+def summary(source: Source) -> Json:
     """A line of the list of runs. One that cannot be read has an `error` that says why."""
     if source.files is None:
         return {"name": source.name, "kind": "store", "state": "store", "warnings": 0}
@@ -81,7 +82,7 @@ def summary(source: Source) -> dict[str, Any]:
         return {"name": source.name, "kind": "run", "state": "unreadable", "error": str(error), "warnings": 0}
 
 
-def _summary(name: str, files: RunFiles) -> dict[str, Any]:
+def _summary(name: str, files: RunFiles) -> Json:
     state, config, metrics, status = files.state(), files.config(), files.metrics(), files.status()
     algorithm = state.algorithm or (None if config is None else config.algorithm.type)
     # The settings say nothing of the steps of an algorithm object.
@@ -113,7 +114,7 @@ def _summary(name: str, files: RunFiles) -> dict[str, Any]:
     }
 
 
-def cost_of(files: RunFiles) -> dict[str, Any]:
+def cost_of(files: RunFiles) -> Json:
     """Tokens and, where prices are set, US dollars: those of the report, else of the steps so far, in which calls to
     providers are not counted yet."""
     known: Mapping[str, Any] = (files.report() or {}).get("cost") or cost_of_steps(files.metrics()).as_json()
@@ -122,7 +123,7 @@ def cost_of(files: RunFiles) -> dict[str, Any]:
     return {"tokens": tokens, "dollars": sum(prices) if prices else None}
 
 
-def window(values: Sequence[float]) -> dict[str, Any] | None:
+def window(values: Sequence[float]) -> Json | None:
     """The mean of some steps, and its 95% interval by Student's t, between 0 and 1 where all values are; None without
     values. One step has no interval."""
     if not values:
@@ -143,7 +144,7 @@ def _time_left(files: RunFiles, total: int | None) -> float | None:
     return max(0, total - files.state().step) * (times[-1] - times[0]) / (len(times) - 1)
 
 
-def held_out(files: RunFiles, state: RunState) -> dict[str, Any]:
+def held_out(files: RunFiles, state: RunState) -> Json:
     """Held-out reward before and after by mode: the means with their intervals, and the paired gain of the report."""
     report = files.report() or {}
     gains: Mapping[str, Any] = report.get("held_out") or {}
@@ -160,7 +161,7 @@ def held_out(files: RunFiles, state: RunState) -> dict[str, Any]:
     }
 
 
-def measured(rewards: Sequence[float | None] | None) -> dict[str, Any] | None:
+def measured(rewards: Sequence[float | None] | None) -> Json | None:
     """The mean of an evaluation with its 95% interval over tasks; None where no task has a reward."""
     known = [reward for reward in rewards or () if reward is not None]
     if rewards is None or not known:
@@ -175,7 +176,7 @@ def measured(rewards: Sequence[float | None] | None) -> dict[str, Any] | None:
     }
 
 
-def warnings_of(files: RunFiles, state: RunState) -> list[dict[str, Any]]:
+def warnings_of(files: RunFiles, state: RunState) -> list[Json]:
     """What the doctor finds, since which step, in the words of the last such step, and what the run itself has
     warned of besides."""
     found = [
@@ -195,7 +196,7 @@ def _step_of(text: str) -> int | None:
     return int(number) if head.startswith("step ") and number.isdecimal() else None
 
 
-def _report(files: RunFiles, state: RunState) -> dict[str, Any] | None:
+def _report(files: RunFiles, state: RunState) -> Json | None:
     """Of the result the best step, and the warnings that `warnings_of` has not."""
     report = files.report()
     if report is None:
@@ -204,7 +205,7 @@ def _report(files: RunFiles, state: RunState) -> dict[str, Any] | None:
     return {"best_step": report.get("best_step"), "warnings": warnings}
 
 
-def _checkpoints(files: RunFiles, state: RunState) -> list[dict[str, Any]]:
+def _checkpoints(files: RunFiles, state: RunState) -> list[Json]:
     roles: dict[str, list[str]] = {}
     for role, directory in (
         ("current", state.checkpoint),
@@ -213,7 +214,7 @@ def _checkpoints(files: RunFiles, state: RunState) -> list[dict[str, Any]]:
     ):
         if directory:
             roles.setdefault(directory, []).append(role)
-    found: list[dict[str, Any]] = []
+    found: list[Json] = []
     for path in sorted((files.path / "checkpoints").glob("step-*")):
         name = f"checkpoints/{path.name}"
         step = path.name.removeprefix("step-")

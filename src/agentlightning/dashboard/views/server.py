@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from agentlightning.dashboard.data.catalog import Catalog
 from agentlightning.dashboard.data.summary import RolloutSummary
 from agentlightning.dashboard.query import Query
+from agentlightning.util.json_values import Json
 
 MOST: Final = 1000
 """Failed rollouts that are read, the newest."""
 
 
-async def show_server(data: Catalog, query: Query) -> dict[str, Any]:
+async def show_server(data: Catalog, query: Query) -> Json:
     """Counts of the store, what is running, queues, workers, and the calls that ended last."""
     run = await data.run(query.part("run"))
     return await run.live.shown(run.in_ids)
 
 
-async def list_failures(data: Catalog, query: Query) -> dict[str, Any]:
+async def list_failures(data: Catalog, query: Query) -> Json:
     """The causes, the most frequent first: how often, a message, the newest rollout, the agents."""
     run = await data.run(query.part("run"))
     failed = await run.store.query_rollouts(
@@ -33,7 +34,7 @@ async def list_failures(data: Catalog, query: Query) -> dict[str, Any]:
     return {"causes": rows, "read": len(failed), "all": len(failed) < MOST}
 
 
-def _cause(kind: str, own: Sequence[RolloutSummary]) -> dict[str, Any]:
+def _cause(kind: str, own: Sequence[RolloutSummary]) -> Json:
     newest = own[0]
     return {
         "cause": kind or None,

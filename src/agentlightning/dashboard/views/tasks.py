@@ -17,6 +17,7 @@ from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views.runs import measured
 from agentlightning.errors import RewardError
 from agentlightning.evaluation.intervals import paired_gain
+from agentlightning.util.json_values import Json
 
 SETS: Final = ("held_out", "validation")
 MOST_POINTS: Final = 12
@@ -30,7 +31,7 @@ Names = Mapping[str, str]
 what rewards mean have other names."""
 
 
-async def list_tasks(data: Catalog, query: Query) -> dict[str, Any]:
+async def list_tasks(data: Catalog, query: Query) -> Json:
     """The validations by mode and step, each with the 95% interval of its mean over tasks; with `set` and `mode`
     instead one set of tasks through its measurements."""
     run = await data.run(query.part("run"))
@@ -48,7 +49,7 @@ async def list_tasks(data: Catalog, query: Query) -> dict[str, Any]:
     return {"set": chosen, "mode": mode, "names": names, **_by_task(points)}
 
 
-async def _means(run: RunData, steps: Names) -> list[dict[str, Any]]:
+async def _means(run: RunData, steps: Names) -> list[Json]:
     points = await _points(run, steps)
     return [{"step": int(label), **found} for label, rows in points.items() if (found := _mean(rows)) is not None]
 
@@ -98,11 +99,11 @@ def _thinned(steps: Names) -> Names:
     return {step: name for place, (step, name) in enumerate(steps.items()) if place in kept}
 
 
-def _mean(rows: Sequence[RolloutSummary]) -> dict[str, Any] | None:
+def _mean(rows: Sequence[RolloutSummary]) -> Json | None:
     return measured([row.reward_number for row in rows])
 
 
-def _by_task(points: Points) -> dict[str, Any]:
+def _by_task(points: Points) -> Json:
     """Each task through the measurements, and the last compared with the first."""
     labels = list(points)
     tasks: dict[str, dict[str, list[RolloutSummary]]] = {}
@@ -121,7 +122,7 @@ def _by_task(points: Points) -> dict[str, Any]:
     }
 
 
-def _task(key: str, labels: Sequence[str], own: Mapping[str, Sequence[RolloutSummary]]) -> dict[str, Any]:
+def _task(key: str, labels: Sequence[str], own: Mapping[str, Sequence[RolloutSummary]]) -> Json:
     text = next(rows[0].task for rows in own.values())
     cells = [_cell(own.get(label, ())) for label in labels]
     first, last = cells[0]["mean"], cells[-1]["mean"]
@@ -129,13 +130,13 @@ def _task(key: str, labels: Sequence[str], own: Mapping[str, Sequence[RolloutSum
     return {"task_key": key, "task": text, "cells": cells, "change": change}
 
 
-def _cell(rows: Sequence[RolloutSummary]) -> dict[str, Any]:
+def _cell(rows: Sequence[RolloutSummary]) -> Json:
     known = [row.reward_number for row in rows if row.reward_number is not None]
     ids = [row.rollout_id for row in rows]
     return {"mean": statistics.fmean(known) if known else None, "missing": len(rows) - len(known), "rollouts": ids}
 
 
-def _compared(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _compared(found: Sequence[Mapping[str, Any]]) -> Json:
     """The paired gain, computed as that of a run's result is, and the tasks won and lost."""
     first, last = ([each["cells"][place]["mean"] for each in found] for place in (0, -1))
     try:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
 from agentlightning.errors import ConfigError
 from agentlightning.util.plugins import Registry
-from agentlightning.util.settings import Named
+from agentlightning.util.settings import AtLeastOne, Named, Section
 from agentlightning.weight_sync.transfer import AUTO, DISK, SENDERS
 
 ENGINES = Registry(
@@ -52,32 +52,30 @@ def smallest_lora_rank(rank: int) -> int:
     return next(each for each in LORA_RANKS if each >= rank)
 
 
-class ServersConfig(BaseModel):
+class ServersConfig(Section):
     """The servers that sample from the policy."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     urls: tuple[str, ...] = ()
     """Running servers to join. Empty: vLLM servers are started on this machine."""
     token_env: str | None = None
     """Environment variable with the token of the joined servers."""
-    count: int = Field(default=1, ge=1)
+    count: AtLeastOne = 1
     """Number of servers to start."""
     command: str = "vllm"
     """Program or command line that starts vLLM; `serve` and the options follow."""
     args: tuple[str, ...] = ()
     """Further options of `vllm serve`, such as `--tensor-parallel-size=2`."""
-    env: dict[str, str] = Field(default_factory=dict[str, str])
+    env: dict[str, str] = Field(default={})
     """Environment variables of started servers."""
     devices: tuple[str, ...] = ()
     """CUDA_VISIBLE_DEVICES of each started server, such as `["0,1", "2,3"]`. Empty: every server sees all devices."""
-    start_seconds: float = Field(default=600.0, gt=0)
+    start_seconds: PositiveFloat = 600.0
     """Time limit for a server to start listening."""
-    timeout_seconds: float = Field(default=3600.0, gt=0)
+    timeout_seconds: PositiveFloat = 3600.0
     """A server that sends nothing for this long while it samples has failed. An unstreamed answer comes whole."""
-    retries: int = Field(default=2, ge=0)
+    retries: NonNegativeInt = 2
     """How often a call is repeated after a server failure."""
-    wait_seconds: float = Field(default=600.0, gt=0)
+    wait_seconds: PositiveFloat = 600.0
     """How long a call waits while no server is up."""
     weights: str | None = None
     """Directory for new weights that this machine and the servers see under the same path; None: the run's own."""
@@ -85,7 +83,7 @@ class ServersConfig(BaseModel):
     """How new weights reach vLLM servers: `disk`; `nccl`, from the trainer's GPU to theirs; `ipc`, on one GPU that a
     server shares with the trainer; `auto`: without the disk if servers are started here and `devices` assigns their
     GPUs. A server whose transfers fail gets them from the disk."""
-    tolerance: float | None = Field(default=None, gt=0)
+    tolerance: PositiveFloat | None = None
     """Largest difference between the servers' log-probability of a token and the trainer's before an update counts as
     failed. None: 0.01 for float32, 0.1 for bfloat16, whose rounding error is some hundredths."""
 
@@ -144,17 +142,15 @@ class ServersConfig(BaseModel):
         return RetryPolicy(retries=self.retries, wait_seconds=self.wait_seconds)
 
 
-class ServedModel(BaseModel):
+class ServedModel(Section):
     """A model that servers sample from and that is not trained here."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str
     """The model's directory, or its name on the hub: its tokenizer renders the conversations, and started servers load
     it."""
     engine: Annotated[str, Named(ENGINES)] = "vllm"
     """Kind of its servers."""
-    servers: ServersConfig = Field(default_factory=ServersConfig)
+    servers: ServersConfig = ServersConfig()
     """Its servers, joined or started here."""
     dtype: str = "auto"
     """Of the weights in started servers."""
@@ -171,7 +167,7 @@ class ServedModel(BaseModel):
                 raise ValueError(f"servers.{name} is about new weights, and {self.model} is not trained; leave it out")
         return self
 
-    adapters: dict[str, str] = Field(default_factory=dict[str, str])
+    adapters: dict[str, str] = Field(default={})
     """LoRA adapters, each a model of its own: name -> directory."""
 
     def with_adapters(self) -> ServersConfig:

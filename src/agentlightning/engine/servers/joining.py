@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field, PositiveFloat
 
 from agentlightning.engine.adapter_view import AdapterTable
 from agentlightning.engine.servers.config import ServersConfig
+from agentlightning.util.settings import Section
 
 PROTOCOL: Final = 3
 """Raised with each change that an earlier version would misunderstand."""
@@ -31,11 +32,7 @@ COUNTS: Final = ("calls", "tokens", "failed", "held", "updates", "held_seconds")
 updates, and the seconds in which calls were held back."""
 
 
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class RunRequest(_Message):
+class RunRequest(Section):
     """A request of a run that has joined."""
 
     run_id: str
@@ -50,7 +47,7 @@ class CheckRequest(RunRequest):
     """False: the run adds adapters, and the weights below them stay."""
 
 
-class ServedAdapter(_Message):
+class ServedAdapter(Section):
     """One version of an adapter, as the model servers have it."""
 
     name: str
@@ -60,7 +57,7 @@ class ServedAdapter(_Message):
     version: int
 
 
-class Pause(_Message):
+class Pause(Section):
     """How calls are held back; see `UpdateGate.update`."""
 
     in_flight: bool
@@ -98,7 +95,7 @@ class JoinRequest(StateRequest):
     """`gateway.structured_output` of the run."""
     record_top_logprobs: int = 0
     """`gateway.record_top_logprobs` of the run."""
-    lease_seconds: float = Field(gt=0)
+    lease_seconds: PositiveFloat
     """After so long without a request of the run, its calls are refused."""
     tokenizer: str
     """The tokenizer's archive, in base64."""
@@ -109,7 +106,7 @@ class JoinRequest(StateRequest):
     """The tokens of `tokenizer_archive.PROBE`."""
 
 
-class JoinStatus(_Message):
+class JoinStatus(Section):
     """What a gateway has done for a run since it joined."""
 
     counts: dict[str, int | float] = Field(default_factory=lambda: dict[str, int | float].fromkeys(COUNTS, 0))

@@ -14,12 +14,13 @@ from typing import Any, Final, Self
 from urllib.parse import unquote
 
 from msgspec import Struct
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from agentlightning.attempt_address import AGENT_BAGGAGE
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.answer import objects
 from agentlightning.gateway.dialects.content_parts import BILLING, object_of
+from agentlightning.util.settings import Section
 
 HEADER: Final = "x-agentlightning-agent"
 KEY_CHARACTERS: Final = 2048
@@ -28,13 +29,11 @@ MAX_NAME_CHARACTERS: Final = 256
 _MAX_CACHED: Final = 1024
 
 
-class AgentRule(BaseModel):
+class AgentRule(Section):
     """How calls of one agent are recognized: an entry of `[[agents]]` in the configuration.
 
     A rule without a `name` takes it from the group `agent` of `matches`.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str | None = Field(default=None, min_length=1, max_length=MAX_NAME_CHARACTERS)
     """The name of the agent on spans."""

@@ -17,10 +17,11 @@ from agentlightning.gateway.answer import Answer, Event, ProviderResponse
 from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.errors import ApiError
+from agentlightning.util.json_values import Json
 
 ApiPath = Literal["chat/completions", "completions", "responses", "embeddings", "messages"]
 """Paths of the API that are model calls."""
-Body = bytes | dict[str, Any]
+Body = bytes | Json
 """The body of a request, as received or parsed."""
 
 
@@ -34,8 +35,8 @@ class Request:
     """The conversation; empty if the request has `prompts`."""
     prompts: tuple[str | list[int], ...] = ()
     """Raw prompts, as text or as token ids, each of which gets `n` answers."""
-    tools: list[dict[str, Any]] | None = None
-    forbidden_tools: list[dict[str, Any]] | None = None
+    tools: list[Json] | None = None
+    forbidden_tools: list[Json] | None = None
     """Tools that must not be called (`tool_choice` none). An engine is not shown them; a provider is."""
     custom_tools: frozenset[str] = frozenset()
     """Names of the tools whose input is free text: `tools` has them as functions (`answer.CUSTOM_INPUT`)."""

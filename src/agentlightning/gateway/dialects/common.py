@@ -25,12 +25,12 @@ from agentlightning.gateway.dialects.output_constraint import (
 from agentlightning.gateway.dialects.sse import DONE, encode_event
 from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.gateway.http import parse
-from agentlightning.util.json_values import dumps, loads
+from agentlightning.util.json_values import Json, dumps, loads
 
 MAX_TOP_LOGPROBS: Final = 20
 
 
-def read_json(body: bytes | dict[str, Any]) -> dict[str, Any]:
+def read_json(body: bytes | Json) -> Json:
     """The body as a JSON object, parsed unless it is one already. Raises ApiError 400 if it is none."""
     try:
         data = body if isinstance(body, dict) else parse(body)
@@ -105,7 +105,7 @@ def sampling_params(data: Mapping[str, Any], readers: Readers, base: SamplingPar
 
 
 def read_shared(
-    data: dict[str, Any],
+    data: Json,
     readers: Readers,
     base: SamplingParams,
     known: Container[str],
@@ -212,13 +212,11 @@ OPENAI_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
 
 # -- tools and formats -------------------------------------------------------------------------------------------------
 
-Tools = list[dict[str, Any]]
+Tools = list[Json]
 """Function tools, as chat completions has them."""
 
 
-def function_tools(
-    data: Mapping[str, Any], function_of: Callable[[dict[str, Any]], Any]
-) -> tuple[Tools | None, tuple[str, ...]]:
+def function_tools(data: Mapping[str, Any], function_of: Callable[[Json], Any]) -> tuple[Tools | None, tuple[str, ...]]:
     """(function tools, names of the ignored kinds of tools, which only a hosted service offers).
 
     `function_of` returns the function of a tool in the request.

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any, Final, NoReturn
 
 from agentlightning.engine.base import SamplingParams
-from agentlightning.gateway.answer import Answer, Event, Json
+from agentlightning.gateway.answer import Answer, Event
 from agentlightning.gateway.dialects import common
 from agentlightning.gateway.dialects.base import (
     Body,
@@ -32,6 +32,7 @@ from agentlightning.gateway.dialects.common import (
 )
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.errors import ApiError, bad_request
+from agentlightning.util.json_values import Json
 
 _KNOWN: Final = frozenset({"model", "prompt", "stream", "stream_options", "n", "logprobs", "user", "return_token_ids"})
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {

@@ -20,9 +20,7 @@ from agentlightning.chat.base import Message
 from agentlightning.chat.messages import read_parts
 from agentlightning.errors import DatasetError
 from agentlightning.gateway.errors import bad_request
-from agentlightning.util.json_values import dumps, loads
-
-Json = dict[str, Any]
+from agentlightning.util.json_values import Json, dumps, loads
 
 
 class TextPart(TypedDict):
@@ -228,7 +226,7 @@ def text_of(content: Any) -> str:
     return content or ""
 
 
-def _call_meaning(call: dict[str, Any]) -> list[Any]:
+def _call_meaning(call: Json) -> list[Any]:
     function = call["function"]
     return [call.get("id"), function["name"], normalized_arguments(function["arguments"])]
 

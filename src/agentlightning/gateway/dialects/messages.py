@@ -22,7 +22,6 @@ from agentlightning.gateway.answer import (
     THOUGHTS,
     Answer,
     Event,
-    Json,
     ProviderResponse,
     ReasoningDelta,
     RefusalDelta,
@@ -47,7 +46,7 @@ from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.dialects.sse import loads as loads_tolerantly
 from agentlightning.gateway.errors import ApiError, bad_request
-from agentlightning.util.json_values import dumps, loads
+from agentlightning.util.json_values import Json, dumps, loads
 
 RAW_ARGUMENTS: Final = "_raw_arguments"
 """The field for the arguments of a tool call that are no JSON object, which this format cannot carry otherwise."""
@@ -159,9 +158,7 @@ def _message(where: str, message: Any, dropped: list[str], attachments: bool) ->
     return _user(where, role, blocks, dropped, attachments)
 
 
-def _user(
-    where: str, role: str, blocks: Sequence[dict[str, Any]], dropped: list[str], attachments: bool
-) -> list[Message]:
+def _user(where: str, role: str, blocks: Sequence[Json], dropped: list[str], attachments: bool) -> list[Message]:
     """Each tool result becomes a message of its own, and so does each run of other blocks."""
     messages: list[Message] = []
     for is_result, run in groupby(blocks, lambda block: block.get("type") == "tool_result"):
@@ -182,9 +179,9 @@ def _result(where: str, block: Mapping[str, Any], dropped: list[str], attachment
     return {"role": "tool", "content": content, "tool_call_id": call_id}
 
 
-def _assistant(where: str, blocks: Sequence[dict[str, Any]]) -> Message:
+def _assistant(where: str, blocks: Sequence[Json]) -> Message:
     message: Message = {"role": "assistant", "content": ""}
-    sealed: list[dict[str, Any]] = []
+    sealed: list[Json] = []
     for block in blocks:
         match block.get("type"):
             case "tool_use":
@@ -200,7 +197,7 @@ def _assistant(where: str, blocks: Sequence[dict[str, Any]]) -> Message:
     return message | ({"sealed": sealed} if sealed else {})
 
 
-def _call(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
+def _call(where: str, block: Mapping[str, Any]) -> Json:
     given = block.get("input")
     if isinstance(given, dict) and isinstance(given.get(RAW_ARGUMENTS), str):
         given = given[RAW_ARGUMENTS]

@@ -18,7 +18,7 @@ that the constraint requires is still to come.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final, Literal
@@ -26,6 +26,7 @@ from typing import Any, Final, Literal
 import jsonschema_rs
 import orjson
 
+from agentlightning.chat.tool_calls.format import Tools
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.errors import bad_request
 from agentlightning.util.json_values import dumps, loads
@@ -142,7 +143,7 @@ def _parse(text: str) -> Any:
         return _NOT_JSON
 
 
-def strict_arguments(tools: Sequence[dict[str, Any]] | None) -> dict[str, Check]:
+def strict_arguments(tools: Tools) -> dict[str, Check]:
     """The checks of the tools with `strict`, by name. Raises ApiError 400 for a schema that cannot be checked."""
     functions = [tool["function"] for tool in tools or ()]
     return {

@@ -19,7 +19,7 @@ from typing import Any, Final
 from agentlightning.chat.base import Message
 from agentlightning.gateway.dialects.content_parts import extend_digest
 from agentlightning.gateway.errors import ApiError, bad_request
-from agentlightning.util.json_values import dumps, loads
+from agentlightning.util.json_values import Json, dumps, loads
 from agentlightning.util.shared_cache import open_cache
 
 Attempt = tuple[str, str]
@@ -77,13 +77,13 @@ class ResponseLookup:
             raise ApiError(400, message, code="previous_response_not_found", param="previous_response_id")
         return messages[::-1]
 
-    def item(self, item_id: str) -> dict[str, Any]:
+    def item(self, item_id: str) -> Json:
         """An item of a reply. Raises ApiError 400 for an item that is not stored."""
         if (item := self._find("item", item_id)) is None:
             raise bad_request("input", f"the item {item_id!r} is not stored here; send the item itself")
         return loads(item[2])
 
-    def turn(self, turn: bytes) -> list[dict[str, Any]]:
+    def turn(self, turn: bytes) -> list[Json]:
         """A turn as its provider wrote it (`ResponseStore.add_turn`); empty if it is not stored."""
         found = self._find("turn", turn)
         return loads(found[2]) if found else []
@@ -148,7 +148,7 @@ class ResponseStore:
             for item in items:
                 self._put(key, "item", item["id"], None, None, dumps(item))
 
-    def add_turn(self, attempt: Attempt, turn: bytes, blocks: list[dict[str, Any]]) -> None:
+    def add_turn(self, attempt: Attempt, turn: bytes, blocks: list[Json]) -> None:
         """Store a turn as its provider wrote it and wants it back, by its key (`content_parts.turn_key`)."""
         with self._change(attempt) as key:
             self._put(key, "turn", turn, None, None, dumps(blocks))

@@ -19,7 +19,6 @@ from agentlightning.gateway.answer import (
     CUSTOM_INPUT,
     Answer,
     Event,
-    Json,
     ProviderResponse,
     ReasoningDelta,
     RefusalDelta,
@@ -48,7 +47,7 @@ from agentlightning.gateway.dialects.content_parts import has_attachments, joine
 from agentlightning.gateway.dialects.response_store import Attempt, ResponseLookup, ResponseStore
 from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.errors import ApiError, bad_request
-from agentlightning.util.json_values import dumps
+from agentlightning.util.json_values import Json, dumps
 
 _PREFIX: Final = "resp_"
 _KNOWN: Final = frozenset(
@@ -108,7 +107,7 @@ def _as_function(tool: Any) -> Any:
     return {"type": "function", "name": tool.get("name"), "description": described.strip(), "parameters": schema}
 
 
-def _function(tool: dict[str, Any]) -> dict[str, Any]:
+def _function(tool: Json) -> Json:
     return {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
 
 
@@ -134,7 +133,7 @@ def _as_items(value: Any, role: str) -> Any:
 
 def _read_items(where: str, items: Any, recall: ResponseLookup, attachments: bool) -> list[Message]:
     messages: list[Message] = []
-    reasoning, sealed = "", list[dict[str, Any]]()
+    reasoning, sealed = "", list[Json]()
     for index, item in enumerate(require_type(where, items, list)):
         place = f"{where}[{index}]"
         item = require_type(place, item, dict)
@@ -152,7 +151,7 @@ def _read_items(where: str, items: Any, recall: ResponseLookup, attachments: boo
     return messages
 
 
-def _add_reasoning(messages: list[Message], first: int, reasoning: str, sealed: list[dict[str, Any]]) -> None:
+def _add_reasoning(messages: list[Message], first: int, reasoning: str, sealed: list[Json]) -> None:
     """Add reasoning to the assistant's turn that follows it, or as a turn of its own."""
     if messages[-1]["role"] != "assistant":
         messages.insert(first, {"role": "assistant", "content": ""})

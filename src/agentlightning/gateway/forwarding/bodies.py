@@ -20,7 +20,7 @@ import orjson
 
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
-from agentlightning.gateway.answer import THOUGHTS, Json
+from agentlightning.gateway.answer import THOUGHTS
 from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import ApiPath, Request
 from agentlightning.gateway.dialects.chat import ECHOED
@@ -38,7 +38,7 @@ from agentlightning.gateway.dialects.content_parts import (
 from agentlightning.gateway.dialects.messages import RAW_ARGUMENTS
 from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.gateway.upstream.provider import Provider
-from agentlightning.util.json_values import loads
+from agentlightning.util.json_values import Json, loads
 
 TurnLookup = Callable[[bytes], list[Json]]
 """Finds a turn as its provider wrote it, by its key; empty if it is not known."""

@@ -31,7 +31,7 @@ from msgspec import structs
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError
-from agentlightning.gateway.answer import PENDING, Answer, Json, ProviderResponse, Usage, needs_echo, objects
+from agentlightning.gateway.answer import PENDING, Answer, ProviderResponse, Usage, needs_echo, objects
 from agentlightning.gateway.callers.attempts import AttemptIds, AttemptTable
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.dialects import DIALECTS
@@ -70,7 +70,7 @@ from agentlightning.span import Span
 from agentlightning.store import durability
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.transport import TransportError
-from agentlightning.util.json_values import dumps
+from agentlightning.util.json_values import Json, dumps
 
 logger = logging.getLogger(__name__)
 
@@ -710,7 +710,7 @@ class ForwardingService:
         with suppress(ValueError):
             ended.response.read(loads(body))
         usage, price = ended.response.usage or Usage(), ended.route.price or pool.provider.price
-        used: dict[str, Any] = {names.INPUT_TOKENS: usage.input_tokens, names.OUTPUT_TOKENS: usage.output_tokens}
+        used: Json = {names.INPUT_TOKENS: usage.input_tokens, names.OUTPUT_TOKENS: usage.output_tokens}
         used |= {names.COST: price.dollars(usage)} if price else {}
         with ExitStack() as undo:
             undo.callback(self.responses.note_provider, attempt, response_id, pool.provider.name, call)
@@ -750,7 +750,7 @@ class ForwardingService:
 
     def _prepare(self, call: ResolvedCall) -> ForwardedCall:
         path, headers, caller, context, data, route = call
-        resource, forced, trace_id = "", dict[str, Any](), ""
+        resource, forced, trace_id = "", Json(), ""
         if context is not None:
             resource, forced = context.sampling_parameters(route.name)
             trace_id = context.trace_id

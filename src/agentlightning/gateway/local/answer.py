@@ -14,10 +14,11 @@ from itertools import zip_longest
 from typing import Any
 
 from agentlightning.chat.base import ChatFormat, ParsedToolCall, ThoughtMarkers
-from agentlightning.chat.tool_calls.format import partial_marker_length
+from agentlightning.chat.tool_calls.format import Tools, partial_marker_length
 from agentlightning.chat.tool_calls.template_probe import CallReader
 from agentlightning.engine.base import Sample
-from agentlightning.gateway.answer import Answer, Event, Json, ReasoningDelta, ToolCall
+from agentlightning.gateway.answer import Answer, Event, ReasoningDelta, ToolCall
+from agentlightning.util.json_values import Json
 
 TopLogprobs = tuple[tuple[int, float], ...]
 """(token, log-probability), most likely first."""
@@ -130,7 +131,7 @@ class SampledAnswer(Answer):
     """If False, the request offers no tools, and a tool call is ordinary content."""
     single_tool_call: bool = False
     """The request allows at most one tool call."""
-    tools: Sequence[dict[str, Any]] | None = None
+    tools: Tools = None
     """The tools of the request; some formats read the types of arguments from them."""
     top_logprobs: int = 0
     """The number of likeliest tokens that the caller is told; spans may keep more."""

@@ -28,14 +28,16 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import orjson
 
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.reasoning import find_reasoning_markers, strip_opening_marker, strip_reasoning
+from agentlightning.chat.tool_calls.format import Tools
 from agentlightning.engine.base import Sample
 from agentlightning.errors import ContextLengthError
+from agentlightning.gateway.callers.attempts import AttemptIds
 from agentlightning.gateway.dialects.content_parts import (
     extend_digest,
     message_digests,
@@ -160,7 +162,7 @@ class Conversations:
     def __init__(self, max_attempts: int = 16384, max_tokens: int = 100_000_000) -> None:
         self._max_attempts = max_attempts
         self._max_tokens = max_tokens
-        self._attempts: OrderedDict[tuple[str, str], _AttemptPaths] = OrderedDict()
+        self._attempts: OrderedDict[AttemptIds, _AttemptPaths] = OrderedDict()
         self._tokens = 0
         self.num_evicted = 0
         """Attempts evicted; their next calls start new paths."""
@@ -175,11 +177,11 @@ class Conversations:
 
     def prompt(
         self,
-        attempt: tuple[str, str] | None,
+        attempt: AttemptIds | None,
         model: str,
         chat: ChatFormat,
         messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] | None,
+        tools: Tools,
         context: int | None = None,
         prefill: str = "",
     ) -> Prompt:
@@ -201,7 +203,7 @@ class Conversations:
         reason = "edited" if drift else None
         return Prompt(known + added[0], path, len(known), drift, digests, variant, reason, prefill=prefill)
 
-    def _paths_of(self, attempt: tuple[str, str] | None) -> _AttemptPaths | None:
+    def _paths_of(self, attempt: AttemptIds | None) -> _AttemptPaths | None:
         """The paths of an attempt, marked as recently used; None without an attempt."""
         if attempt is None:
             return None
@@ -211,7 +213,7 @@ class Conversations:
 
     def raw_prompt(
         self,
-        attempt: tuple[str, str] | None,
+        attempt: AttemptIds | None,
         model: str,
         chat: ChatFormat,
         prompt: str | list[int],
@@ -233,7 +235,7 @@ class Conversations:
 
     def add_answer(
         self,
-        attempt: tuple[str, str],
+        attempt: AttemptIds,
         prompt: Prompt,
         answer: Message,
         sample: Sample,
@@ -254,7 +256,7 @@ class Conversations:
         self._add_tokens(memory, len(tokens))
 
     def add_raw_answer(
-        self, attempt: tuple[str, str], prompt: Prompt, chat: ChatFormat, shown: str, sample: Sample, span_id: str
+        self, attempt: AttemptIds, prompt: Prompt, chat: ChatFormat, shown: str, sample: Sample, span_id: str
     ) -> None:
         """Store the path of an answer to a raw prompt. `shown` is the text that the caller got."""
         memory = self._attempts.setdefault(attempt, _AttemptPaths())
@@ -276,7 +278,7 @@ class Conversations:
         self._tokens += tokens
         self._evict()
 
-    def forget(self, attempt: tuple[str, str]) -> None:
+    def forget(self, attempt: AttemptIds) -> None:
         """Drop the paths of an attempt that has ended."""
         if memory := self._attempts.pop(attempt, None):
             self._tokens -= memory.tokens
@@ -332,7 +334,7 @@ def _within(chat: ChatFormat, token_ids: Sequence[int], shown: str) -> tuple[int
     return length, text
 
 
-def _variant(model: str, chat: ChatFormat, tools: Sequence[dict[str, Any]] | None) -> bytes:
+def _variant(model: str, chat: ChatFormat, tools: Tools) -> bytes:
     kwargs = dict(chat.template_kwargs) or None
     data = dumps([model, kwargs, list(tools) if tools else None], option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(data, digest_size=16).digest()
@@ -379,7 +381,7 @@ def _resembles_known_answer(
 def _suffix_after(
     chat: ChatFormat,
     messages: Sequence[Message],
-    tools: Sequence[dict[str, Any]] | None,
+    tools: Tools,
     length: int,
     ended: bool,
 ) -> tuple[str, str] | None:
@@ -405,7 +407,7 @@ def _end_of_turn_texts(chat: ChatFormat) -> list[str]:
 
 
 def _by_prefix(
-    chat: ChatFormat, text: str, history: Sequence[Message], tools: Sequence[dict[str, Any]] | None, ends: list[str]
+    chat: ChatFormat, text: str, history: Sequence[Message], tools: Tools, ends: list[str]
 ) -> tuple[int, int] | None:
     """Where the token that ends the answer starts and ends in `text`."""
     prefix = chat.render(history, tools, add_generation_prompt=False)
@@ -416,7 +418,7 @@ def _by_prefix(
 
 
 def _by_reading(
-    chat: ChatFormat, text: str, history: Sequence[Message], tools: Sequence[dict[str, Any]] | None, ends: list[str]
+    chat: ChatFormat, text: str, history: Sequence[Message], tools: Tools, ends: list[str]
 ) -> tuple[int, int] | None:
     markers = find_reasoning_markers(chat)
     before = strip_opening_marker(markers, chat.render(history[:-1], tools, add_generation_prompt=True))
@@ -435,7 +437,7 @@ def _by_reading(
     )
 
 
-def _reads_as(chat: ChatFormat, written: str, answer: Message, tools: Sequence[dict[str, Any]] | None) -> bool:
+def _reads_as(chat: ChatFormat, written: str, answer: Message, tools: Tools) -> bool:
     parsed = chat.parse(written, tools)
     calls = [(call.name, normalized_arguments(call.arguments)) for call in parsed.tool_calls]
     meant = [call["function"] for call in answer.get("tool_calls") or ()]

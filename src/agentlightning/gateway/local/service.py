@@ -22,8 +22,8 @@ from agentlightning.chat.reasoning import find_reasoning_markers
 from agentlightning.engine.base import Engine, Sample, SamplingParams
 from agentlightning.engine.likeliest_tokens import likeliest_to_text
 from agentlightning.errors import AgentLightningError, ConfigError, ContextLengthError, PolicyError
-from agentlightning.gateway.answer import Answer, Event, Json
-from agentlightning.gateway.callers.attempts import AttemptContext, AttemptTable
+from agentlightning.gateway.answer import Answer, Event
+from agentlightning.gateway.callers.attempts import AttemptContext, AttemptIds, AttemptTable
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.callers.replay import RecordedAnswer, load_replay
 from agentlightning.gateway.dialects import DIALECTS
@@ -58,6 +58,7 @@ from agentlightning.gateway.sampling import (
 from agentlightning.gateway.upstream.token_bound import estimate_prompt_tokens
 from agentlightning.span import Span, new_span_id
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.util.json_values import Json
 
 logger = logging.getLogger(__name__)
 
@@ -284,7 +285,7 @@ class LocalCall:
     """Events of a streamed reply; None once the sampling has ended."""
 
     @property
-    def attempt(self) -> tuple[str, str] | None:
+    def attempt(self) -> AttemptIds | None:
         return self.record.caller.attempt
 
     # -- the reply ---------------------------------------------------------------------------------------------------

@@ -22,15 +22,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from pydantic import BaseModel, Field
+from pydantic import PositiveFloat
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.upstream.provider import CONFIG
+from agentlightning.gateway.upstream.provider import PrivateSection
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.util.file_lock import lock_file
+from agentlightning.util.settings import AtLeastOne
 
 _LAYOUT: Final = struct.Struct("<8sdd")
 _MAGIC: Final = b"aglspent"
@@ -39,18 +40,16 @@ _MAX_AMOUNT: Final = 1e15
 """Upper limit for the recorded dollars or tokens of one call."""
 
 
-class BudgetConfig(BaseModel):
+class BudgetConfig(PrivateSection):
     """Limits for the cost of calls to providers. Calls to local policies are not counted."""
 
-    model_config = CONFIG
-
-    dollars: float | None = Field(default=None, gt=0)
+    dollars: PositiveFloat | None = None
     """US dollars for all rollouts together; None: no limit."""
-    tokens: int | None = Field(default=None, ge=1)
+    tokens: AtLeastOne | None = None
     """Input and output tokens of all rollouts together; None: no limit."""
-    rollout_dollars: float | None = Field(default=None, gt=0)
+    rollout_dollars: PositiveFloat | None = None
     """US dollars for each rollout, over all its attempts; None: no limit."""
-    rollout_tokens: int | None = Field(default=None, ge=1)
+    rollout_tokens: AtLeastOne | None = None
     """Tokens of each rollout, over all its attempts; None: no limit."""
     file: str | None = None
     """The file that keeps the total across restarts of the server; remove it to start at zero. None: beside the store's

@@ -10,13 +10,23 @@ from collections.abc import Iterable
 from typing import Final, Literal
 from urllib.parse import unquote, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_serializer, field_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    SecretStr,
+    field_serializer,
+    field_validator,
+)
 
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.answer import Usage
 from agentlightning.gateway.dialects.base import ApiPath
 from agentlightning.transport import Headers
 from agentlightning.transport.connector import ConnectOptions, Proxy, secrets_of, without_credentials
+from agentlightning.util.settings import AtLeastOne, Section
 
 COUNT_TOKENS_PATH: Final = "messages/count_tokens"
 """Served wherever `messages` is."""
@@ -27,8 +37,6 @@ _DEFAULT_PATHS: Final[dict[str, tuple[ApiPath, ...]]] = {
 }
 """Paths that every server of a dialect serves."""
 _NEW_LIMIT_HOSTS: Final = ("api.openai.com", ".openai.azure.com")
-CONFIG: Final = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
-"""Inputs are hidden in errors, since they may contain a key."""
 _VISIBLE_HEADERS: Final = frozenset(
     {
         *(b"x-request-id", b"request-id", b"apim-request-id", b"x-amzn-requestid", b"cf-ray"),
@@ -41,20 +49,24 @@ _VISIBLE_PREFIXES: Final = (b"x-ratelimit-", b"anthropic-ratelimit-")
 _MAX_HEADER_BYTES: Final = 1024
 
 
-class Price(BaseModel):
+class PrivateSection(Section):
+    """Settings whose errors hide what was given, since that may contain a provider's key."""
+
+    model_config = ConfigDict(hide_input_in_errors=True)
+
+
+class Price(PrivateSection):
     """US dollars per million tokens."""
 
-    model_config = CONFIG
-
-    input: float = Field(default=0.0, ge=0)
+    input: NonNegativeFloat = 0.0
     """For input tokens."""
-    output: float = Field(default=0.0, ge=0)
+    output: NonNegativeFloat = 0.0
     """For output tokens, including reasoning."""
-    cached_input: float | None = Field(default=None, ge=0)
+    cached_input: NonNegativeFloat | None = None
     """For input tokens read from the provider's cache; None: the same as `input`."""
-    cache_write: float | None = Field(default=None, ge=0)
+    cache_write: NonNegativeFloat | None = None
     """For input tokens that Anthropic caches for five minutes; None: 1.25 times `input`, as it charges."""
-    cache_write_hour: float | None = Field(default=None, ge=0)
+    cache_write_hour: NonNegativeFloat | None = None
     """For input tokens that Anthropic caches for an hour; None: twice `input`, as it charges."""
 
     def dollars(self, usage: Usage) -> float:
@@ -67,10 +79,8 @@ class Price(BaseModel):
         return (max(0, uncached) * self.input + cache_cost + usage.output_tokens * self.output) / 1e6
 
 
-class Provider(BaseModel):
+class Provider(PrivateSection):
     """One provider, with one or several interchangeable servers."""
-
-    model_config = CONFIG
 
     name: str = Field(min_length=1)
     """Its name in routing rules and spans (OTel's `gen_ai.provider.name`)."""
@@ -95,25 +105,25 @@ class Provider(BaseModel):
     """The provider's name of the model; None: the requested name."""
     price: Price | None = None
     """US dollars per million tokens; None: its calls cost nothing."""
-    max_output_tokens: int = Field(default=8192, ge=1)
+    max_output_tokens: AtLeastOne = 8192
     """The output limit of calls that set none: budgets reserve it, and requests translated for Anthropic, which needs
     a limit, contain it."""
-    image_tokens: int = Field(default=6500, ge=1)
+    image_tokens: AtLeastOne = 6500
     """Tokens that budgets and `tokens_per_minute` reserve for an image until its actual cost is known. Most providers
     charge less: Anthropic about 1,600, OpenAI 1,500 to 3,800, Together 6,404; but gpt-4o-mini up to 48,000."""
-    max_concurrency: int = Field(default=256, ge=1)
+    max_concurrency: AtLeastOne = 256
     """Concurrent calls; further calls wait."""
-    requests_per_minute: int | None = Field(default=None, ge=1)
+    requests_per_minute: AtLeastOne | None = None
     """Requests per minute; further calls wait. None: no limit."""
-    tokens_per_minute: int | None = Field(default=None, ge=1)
+    tokens_per_minute: AtLeastOne | None = None
     """Input and output tokens per minute; further calls wait. None: no limit."""
-    max_wait_seconds: float = Field(default=60.0, ge=0)
+    max_wait_seconds: NonNegativeFloat = 60.0
     """Calls that would have to wait longer are rejected with 429 and `Retry-After`."""
-    connect_seconds: float = Field(default=10.0, gt=0)
+    connect_seconds: PositiveFloat = 10.0
     """Timeout for connecting to a server."""
-    timeout_seconds: float = Field(default=600.0, gt=0)
+    timeout_seconds: PositiveFloat = 600.0
     """Timeout for the next byte of a response."""
-    retries: int = Field(default=1, ge=0)
+    retries: NonNegativeInt = 1
     """Retries of a call that failed before its first byte, on another server if there is one. 0: failures are passed
     on as they are, and the caller's SDK retries them as it would without a gateway."""
     proxy: SecretStr | Literal[False] | None = None
@@ -121,7 +131,7 @@ class Provider(BaseModel):
     HTTP_PROXY, unless NO_PROXY excludes the server; never for this machine itself."""
     ca_file: str | None = None
     """A file with certificates (PEM) of trusted authorities, besides those of the system or SSL_CERT_FILE."""
-    health_seconds: float = Field(default=10.0, gt=0)
+    health_seconds: PositiveFloat = 10.0
     """Seconds between health probes, if there are several servers."""
     token_ids: bool = False
     """Whether to request token ids and log-probabilities, which vLLM and SGLang return."""

@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 import orjson
 
 from agentlightning.gateway.dialects.content_parts import IMAGE_TYPES, image_url, object_of
-from agentlightning.util.json_values import dumps, loads
+from agentlightning.util.json_values import Json, dumps, loads
 
 BYTES_PER_TOKEN: Final = 2
 """Lower bound for text: most tokens have three or four bytes."""
@@ -47,7 +47,7 @@ def _media(request: Any) -> tuple[int, int, int]:
         if isinstance(value, list):
             left += cast("list[Any]", value)
         elif isinstance(value, dict):
-            part = cast("dict[str, Any]", value)
+            part = cast(Json, value)
             if (size := _image_bytes(part)) is not None:
                 images += 1
                 image_bytes += size
@@ -58,14 +58,14 @@ def _media(request: Any) -> tuple[int, int, int]:
     return images, image_bytes, audio_bytes
 
 
-def _image_bytes(part: dict[str, Any]) -> int | None:
+def _image_bytes(part: Json) -> int | None:
     """Bytes of an inline image, 0 for one given by its address; None if it is no image."""
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in _IMAGES:
         return None
     if kind == "image":  # JSON schemas use this word as well.
         source = part.get("source")
-        return _length(cast("dict[str, Any]", source).get("data")) if isinstance(source, dict) else None
+        return _length(cast(Json, source).get("data")) if isinstance(source, dict) else None
     url = image_url(part)
     return len(url) if url is not None and url.startswith("data:") else 0
 
@@ -113,7 +113,7 @@ def _content_tokens(value: Any) -> float:
         elif isinstance(value, list):
             left += cast("list[Any]", value)
         elif isinstance(value, dict):
-            part = cast("dict[str, Any]", value)
+            part = cast(Json, value)
             if _image_bytes(part) is not None:
                 tokens += _TOKENS_PER_IMAGE
                 continue

@@ -44,7 +44,7 @@ from agentlightning.policy.model_loading import load_model, with_adapters_of
 from agentlightning.policy.update.forward import Forward, ModelTraits, States, cost_model
 from agentlightning.policy.update.optimizer import master_values
 from agentlightning.policy.update.packing import MicroBatch, TokenTable, plan
-from agentlightning.policy.update.updater import Learner, LossSpec, Updater
+from agentlightning.policy.update.updater import LocalLearner, LossSpec, Updater
 from agentlightning.policy.update.value_head import ValueHead
 from agentlightning.trajectory import FloatArray, Node, TokenTree, TrainingSample
 
@@ -341,7 +341,7 @@ class ShardedUpdater(Updater):
 # -- checkpoint ------------------------------------------------------------------------------------------------------
 
 # The training state of ranks on disk, by torch's distributed checkpoint: each rank writes its share, and any number of
-# ranks can read it. Beside the weights that are trained it is what `Learner.state_dict` has.
+# ranks can read it. Beside the weights that are trained it is what `LocalLearner.state_dict` has.
 
 FOLDER = "ranks"
 """In a checkpoint of a policy."""
@@ -384,14 +384,14 @@ def owner_of(name: str | None) -> str:
     return MODEL if name is None else f"adapter:{name}"
 
 
-def modules_by_owner(learner: Learner) -> dict[str, nn.Module]:
+def modules_by_owner(learner: LocalLearner) -> dict[str, nn.Module]:
     """What is sampled from or trained. An owner is the model, an adapter or the value head."""
     found: dict[str, nn.Module] = {MODEL: cast(nn.Module, learner.model)}
     found |= {} if learner.value_head is None else {VALUE_HEAD: learner.value_head}
     return found | {owner_of(name): adapter for name, adapter in learner.by_name.items()}
 
 
-class RankLearner(Learner):
+class RankLearner(LocalLearner):
     """Every rank calls the same method with the same arguments. Raises what the parts below do."""
 
     def __init__(self, config: LocalPolicyConfig, ranks: Ranks) -> None:
@@ -417,13 +417,13 @@ class RankLearner(Learner):
         self._modules = modules_by_owner(self)
 
     def read_scorer(self, directory: Path) -> PreTrainedModel:
-        """See `Learner.read_scorer`. Ranks other than the first get its weights when it is divided."""
+        """See `LocalLearner.read_scorer`. Ranks other than the first get its weights when it is divided."""
         first = self._ranks.rank == 0
         read = partial(read_scorer, directory, self.model, self.tokenizer, self.forward.dtype, weights=first)
         return self.load(read).requires_grad_(False)
 
     def make_forward(self, model: PreTrainedModel, gradient_checkpointing: bool = False) -> Forward:
-        """See `Learner.make_forward`."""
+        """See `LocalLearner.make_forward`."""
         return ShardedForward(model, self._ranks, gradient_checkpointing=gradient_checkpointing)
 
     def train(

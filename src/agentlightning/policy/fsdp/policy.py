@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentlightning.errors import PolicyError
 from agentlightning.models import checkpoint
-from agentlightning.policy.base import UPDATE, Capabilities, Columns, ScoreColumn, SeparatePolicy, UpdateOptions
+from agentlightning.policy.base import (
+    UPDATE,
+    Capabilities,
+    Columns,
+    Metrics,
+    ScoreColumn,
+    SeparatePolicy,
+    UpdateOptions,
+)
 from agentlightning.policy.config import LocalPolicyConfig
 from agentlightning.policy.fsdp.group import RankGroup
 from agentlightning.policy.fsdp.learner import FOLDER, Weights, check_complete, modules_by_owner
@@ -58,9 +66,7 @@ class FsdpPolicy(SeparatePolicy, LocalPolicy):
 
     # -- learning --------------------------------------------------------------------------------------------------
 
-    async def train_apart(
-        self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE
-    ) -> Mapping[str, float]:
+    async def train_apart(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> Metrics:
         """See `SeparatePolicy.train_apart`. Raises RankError for a rank that ends or fails: the policy is of no
         more use then."""
         metrics, names = await self._call("train", list(samples), options)
@@ -75,7 +81,7 @@ class FsdpPolicy(SeparatePolicy, LocalPolicy):
                 " in_flight=True"
             )
 
-    async def publish_update(self, *, in_flight: bool = False) -> Mapping[str, float]:
+    async def publish_update(self, *, in_flight: bool = False) -> Metrics:
         """See `SeparatePolicy.publish_update`. Returns publish_bytes, of what has changed, and publish_seconds."""
         started, names = time.monotonic(), self._unpublished
         weights = await self._call("gather", names)

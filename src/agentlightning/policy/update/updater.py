@@ -2,7 +2,7 @@
 
 Each has its own optimiser, and a policy trains one kind for its whole life. The weights of a name are those of
 `TrainingSample.adapter`; each sample trains the weights that it is for. `Updater` makes one update of one of them:
-training samples in, an optimiser step done. `Learner` has them all.
+training samples in, an optimiser step done. `LocalLearner` has them all.
 """
 
 from __future__ import annotations
@@ -469,7 +469,7 @@ MAX_REFERENCES = 2
 """Models kept to score tokens with: a reference and a teacher."""
 
 
-class Learner:
+class LocalLearner:
     """Not thread safe: nothing may use the weights during a step."""
 
     def __init__(

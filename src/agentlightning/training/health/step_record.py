@@ -23,7 +23,7 @@ from agentlightning.credit import group_trajectories
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.base import SMALLEST_SPREAD, spread
 from agentlightning.errors import RewardError
-from agentlightning.trajectory import Trajectory
+from agentlightning.trajectory import RewardWeights, Trajectory
 from agentlightning.util.json_values import dumps
 
 DIMENSION: Final = "reward_of_"
@@ -228,9 +228,7 @@ Output = tuple[tuple[int, ...], ...]
 """The sampled tokens of a rollout, call by call."""
 
 
-def batch_metrics(
-    trajectories: Sequence[Trajectory], reward_weights: Mapping[str, float] | None = None
-) -> dict[str, float]:
+def batch_metrics(trajectories: Sequence[Trajectory], reward_weights: RewardWeights = None) -> dict[str, float]:
     """Metrics of a batch, with the names of `StepRecord`. Whatever cannot be computed is left out."""
     if not trajectories:
         return {}
@@ -250,7 +248,7 @@ def batch_metrics(
     return {**found, **_named(trajectories), **_outputs(trajectories, groups), **answer_metrics(trajectories)}
 
 
-def score_of(trajectory: Trajectory, weights: Mapping[str, float] | None) -> float | None:
+def score_of(trajectory: Trajectory, weights: RewardWeights) -> float | None:
     """The reward of a rollout as one number; None where it is missing, or cannot be made one."""
     try:
         return team_score(trajectory, weights)

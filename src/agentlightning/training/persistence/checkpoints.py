@@ -22,10 +22,10 @@ from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import Engine
 from agentlightning.errors import AgentLightningError, PolicyError, ResumeError
 from agentlightning.policy.base import Policy
+from agentlightning.policy.learner import Learner
 from agentlightning.resources import LLM, NamedResources, ProxyLLM, named_resources, prompts_in
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.callbacks import RunAccount
-from agentlightning.training.learner import PolicyLearner
 from agentlightning.training.persistence.run_changes import settings_of_run
 from agentlightning.training.persistence.run_dir import (
     ALGORITHM_FILE,
@@ -113,7 +113,7 @@ class Checkpoints:
 
     account: RunAccount
     config: RunConfig
-    learner: PolicyLearner | None
+    learner: Learner | None
     publisher: ResourcePublisher
     algorithm: Algorithm[Any]
     _saved: int | None = None

@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import orjson
 
-from agentlightning.algorithms.training import Learner
+from agentlightning.policy.base import Metrics
+from agentlightning.policy.learner import Learner
 from agentlightning.training.callbacks import Callback, NoState, RunAccount
-from agentlightning.trajectory import FloatArray, TrainingSample
+from agentlightning.trajectory import CallId, FloatArray, TrainingSample
 
 FOLDER: Final = "ratios"
 DIGITS: Final = 4
-CallRatios = dict[tuple[str, str], list[float]]
+CallRatios = dict[CallId, list[float]]
 """Log-ratios of the sampled tokens of each call, by (rollout_id, span_id)."""
 
 
@@ -42,7 +43,7 @@ class TokenRatios(Callback[NoState]):
     def __init__(self, account: RunAccount, learner: Learner) -> None:
         self.account, self.learner = account, learner
 
-    async def on_update(self, samples: Sequence[TrainingSample]) -> Mapping[str, float]:
+    async def on_update(self, samples: Sequence[TrainingSample]) -> Metrics:
         """Returns what that cost. Raises PolicyError for a policy that cannot score tokens."""
         began = time.monotonic()
         found: CallRatios = {}

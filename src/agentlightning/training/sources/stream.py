@@ -27,13 +27,13 @@ from agentlightning.assemble import REPLAY_MISMATCHES, REPLAYED_CALLS, TURN_LIMI
 from agentlightning.config import Branching, TurnLimit
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.errors import ConfigError
+from agentlightning.policy.learner import age, updates_of
 from agentlightning.rollouts import BRANCH, Rollout
 from agentlightning.task import TaskSampler
 from agentlightning.training.curriculum import LearnabilityOrder, collect_branched
-from agentlightning.training.learner import age, updates_of
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan
-from agentlightning.trajectory import Trajectory
+from agentlightning.trajectory import RewardWeights, Trajectory
 from agentlightning.util.event_loop import in_background
 
 # -- in-flight limit -------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class RolloutStream(Struct):
     """No groups are started for later steps, unless one asks for them."""
     order: LearnabilityOrder | None = None
     """Which tasks come next. None: every task once an epoch."""
-    reward_weights: Mapping[str, float] | None = None
+    reward_weights: RewardWeights = None
     """The weights of the named dimensions of a reward."""
     turn_limit: TurnLimit | None = None
     """The policy's answers that a rollout may have. It follows the turn that the rollout belongs to."""

@@ -8,9 +8,19 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    StrictInt,
+    field_validator,
+    model_validator,
+)
 
 from agentlightning.engine.base import out_of_range
+from agentlightning.util.settings import AtLeastOne, ShareBelowOne
 
 OLDEST_SDK: Final = "0.30"
 """The oldest version of the `tinker` package whose requests this server reads."""
@@ -51,7 +61,7 @@ class SessionId(WireRequest):
 
 
 class LoraShape(WireRequest):
-    rank: int = Field(ge=1)
+    rank: AtLeastOne
     seed: int | None = None
     train_unembed: bool = True
     train_mlp: bool = True
@@ -83,11 +93,11 @@ class Place(BaseModel):
 
 
 class AdamParams(WireRequest):
-    learning_rate: float = Field(default=1e-4, ge=0)
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    eps: float = Field(default=1e-12, ge=0)
-    weight_decay: float = Field(default=0.0, ge=0)
+    learning_rate: NonNegativeFloat = 1e-4
+    beta1: ShareBelowOne = 0.9
+    beta2: ShareBelowOne = 0.95
+    eps: NonNegativeFloat = 1e-12
+    weight_decay: NonNegativeFloat = 0.0
     grad_clip_norm: float = 0.0
 
 
@@ -175,8 +185,8 @@ class SampleRequest(WireRequest):
     base_model: str | None = None
     model_path: str | None = None
     prompt_logprobs: bool | None = None
-    prompt_logprobs_last_n: int | None = Field(default=None, ge=1)
-    topk_sample_logprobs: int = Field(default=0, ge=0)
+    prompt_logprobs_last_n: AtLeastOne | None = None
+    topk_sample_logprobs: NonNegativeInt = 0
 
 
 class RequestId(WireRequest):

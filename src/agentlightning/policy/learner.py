@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol, cast
+from typing import cast
 
 from agentlightning.chat.base import ChatFormat
 from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.policy.base import (
     UPDATE,
     Columns,
+    Metrics,
     Policy,
     ScoreColumn,
     SeparatePolicy,
@@ -68,17 +69,9 @@ def _versions(call: Transition) -> list[int]:
     return [version for version in found if version is not None]
 
 
-class WeightPublisher(Protocol):
-    """Publishes the weights of a policy where other hosts pull them."""
-
-    async def publish(self) -> Mapping[str, float]:
-        """Publish them as they are now; returns what that cost."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class PolicyLearner:
-    """Implements `algorithms.training.Learner`."""
+class Learner:
+    """The weights that an algorithm trains. It reads them here; `Training.update` changes them."""
 
     policy: Policy
     updating: Callable[[], AbstractAsyncContextManager[bool]]
@@ -87,19 +80,22 @@ class PolicyLearner:
     """Tokens of a micro-batch, unless the update says otherwise."""
     resumes: Resumes = ()
     """Of the run: loading a checkpoint raises the version, and is no update."""
-    weights: WeightPublisher | None = None
-    """Where each version is published."""
+    publish_weights: Callable[[], Awaitable[Metrics]] | None = None
+    """Publishes each version where other hosts pull it; returns what that cost."""
 
     @property
     def chat(self) -> ChatFormat:
+        """The chat template and tokenizer of the model."""
         return self.policy.chat
 
     @property
     def context_length(self) -> int:
+        """The number of tokens the model can hold, prompt and answer together."""
         return self.policy.context_length
 
     @property
     def policy_version(self) -> int:
+        """The version of the present weights. It only grows."""
         return self.policy.policy_version
 
     @property
@@ -114,7 +110,7 @@ class PolicyLearner:
         return policy.versions if isinstance(policy, AgentEngines) else {policy.model: policy.policy_version}
 
     def updates_of(self, version: int) -> int:
-        """See `algorithms.training.Learner`."""
+        """The number of updates behind weights of this version: loading a checkpoint raises it and is none."""
         return updates_of(version, self.resumes)
 
     def version_of(self, adapter: str | None) -> int:
@@ -122,7 +118,7 @@ class PolicyLearner:
         model = self.policy.model if adapter is None else f"{self.policy.model}:{adapter}"
         return self.versions.get(model, self.policy_version)
 
-    async def update(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> Mapping[str, float]:
+    async def update(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> Metrics:
         """`Policy.train`. The metrics also have the age of the samples and the seconds until calls had finished. A
         policy that trains other weights than those that sample holds calls back only while these are replaced."""
         own = dict(await asyncio.to_thread(staleness, samples, self.version_of, self.resumes))
@@ -140,10 +136,10 @@ class PolicyLearner:
                 metrics |= await self.policy.train(samples, options, in_flight=in_flight)
         return {**metrics, **own, **await self.publish()}
 
-    async def publish(self) -> Mapping[str, float]:
+    async def publish(self) -> Metrics:
         """Publish the weights where other hosts pull them, if the run has such a place; returns what that cost. Raises
         WeightStoreError."""
-        return {} if self.weights is None else await self.weights.publish()
+        return {} if self.publish_weights is None else await self.publish_weights()
 
     async def score(
         self,
@@ -153,9 +149,11 @@ class PolicyLearner:
         reference: Path | None = None,
         adapter: str | None = None,
     ) -> Columns:
+        """See `Policy.score`."""
         return await self.policy.score(trees, what, reference=reference, adapter=adapter)
 
     async def save(self, directory: Path) -> None:
+        """Write the present weights to a directory that transformers loads."""
         await self.policy.save(directory)
 
     async def rollback(self, directory: Path) -> None:
@@ -166,7 +164,7 @@ class PolicyLearner:
 
 def staleness(
     samples: Sequence[TrainingSample], version_of: Callable[[str | None], int], resumes: Resumes = ()
-) -> Mapping[str, float]:
+) -> Metrics:
     """The number of updates between the weights that sampled a token and those that are about to learn from it, whose
     version `version_of` gives by the adapter of a sample.
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agentlightning.policy.base import Capabilities, UpdateOptions
-from agentlightning.training.learner import PolicyLearner, staleness
+from agentlightning.policy.learner import Learner, staleness
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 
@@ -82,7 +82,7 @@ class Separate(Recorded):
 async def test_calls_wait_only_while_the_weights_that_answer_them_change(
     policy: Any, events: list[str], metrics: set[str]
 ):
-    found = await PolicyLearner(policy, policy.updating, token_budget=7).update([])
+    found = await Learner(policy, policy.updating, token_budget=7).update([])
     assert policy.events == events
     assert found.keys() == metrics | {"drain_seconds"}
 
@@ -103,7 +103,7 @@ async def test_weights_that_a_run_returns_to_are_published_as_updated_ones_are()
             policy.events.append("publish")
             return {"publish_seconds": 0.1}
 
-    learner = PolicyLearner(policy, policy.updating, token_budget=7, weights=Publisher())  # type: ignore[arg-type]
+    learner = Learner(policy, policy.updating, token_budget=7, publish_weights=Publisher().publish)  # type: ignore[arg-type]
     await learner.rollback(Path("step-3"))
     assert policy.events == ["calls wait", "load step-3", "calls go on", "publish"]
     assert (await learner.update([]))["publish_seconds"] == 0.1
