@@ -236,7 +236,7 @@ class Forward:
         places = np.arange(width)
         try:
             self._states(self._padded([prompt], len(prompt)), places[:1], cache)
-            cache.layers = [FarLayer(layer, between) for layer in cache.layers]
+            cache.layers[:] = [FarLayer(layer, between) for layer in cache.layers]
             return self._states(self._padded([answer], width), places, cache, **inputs).hidden
         except FORWARD_ERRORS:
             return None
