@@ -17,6 +17,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -58,6 +60,22 @@ def gpt2() -> PreTrainedModel:
 
 def mistral() -> PreTrainedModel:
     return MistralForCausalLM(MistralConfig(**SHAPE, **HEADS, sliding_window=6))
+
+
+def hidden_window_in_layers() -> PreTrainedModel:
+    """Its local layers cut what they are given to a window, whatever the mask."""
+    config = GPTNeoConfig(
+        vocab_size=VOCAB, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
+        window_size=16, max_position_embeddings=10_000, initializer_range=0.15, bos_token_id=None, eos_token_id=2,
+    )  # fmt: skip
+    return GPTNeoForCausalLM(config)
+
+
+def hidden_window_in_mask() -> PreTrainedModel:
+    """Its own mask has a window, which its layers do not name."""
+    model = MistralForCausalLM(MistralConfig(**SHAPE, **HEADS, sliding_window=16))
+    model.config.layer_types = ["full_attention"] * 2
+    return model
 
 
 def made(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
@@ -603,6 +621,19 @@ def test_adapters_train_alone() -> None:
 def test_a_model_with_a_sliding_window_cannot_share_a_prefix() -> None:
     with pytest.raises(ConfigError, match='use sharing="merged" or "auto"'):
         Updater(made(mistral)).forward.plan(samples(groups()), sharing="shared")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("build", [hidden_window_in_layers, hidden_window_in_mask])
+def test_rows_are_not_joined_where_a_window_shows_in_long_rows_only(build: Any, dtype: torch.dtype) -> None:
+    updater = Updater(made(build).to(dtype))
+    draw = random.Random(0)
+    prompt = [draw.randrange(VOCAB) for _ in range(40)]
+    batch = samples([[conversation(f"0.{i}", 0, prompt) for i in range(4)]])
+    for mode in ("auto", "shared"):
+        assert not any(each.lines for each in updater.forward.plan(batch, sharing=mode))
+        if dtype == torch.float32:
+            assert apart(gradient(updater, batch, sharing=mode), gradient(updater, batch, sharing="rows")) < 1e-5
 
 
 def test_impossible_settings_are_refused(updater: Updater) -> None:

@@ -118,6 +118,10 @@ def _cache_index(layer: nn.Module) -> int | None:
 
 PROBE = (3, 5, 4, 6), (7, 4, 8, 2), (8, 6, 3, 5)
 """A prompt and two answers, by which is found out what a model can."""
+FAR = 5120
+"""Tokens of a prompt, in that trial, of which a window that is shorter hides some."""
+BETWEEN = 3072
+"""Tokens between the prompt and an answer that sees it, as rows of a line have them."""
 LAUNCH_CPU = 1.5e7
 LAUNCH_ACCELERATOR = 1e10
 """What launching the kernels of one layer costs, in multiply-adds the device could have done."""
@@ -179,7 +183,8 @@ class Forward:
     @torch.no_grad()
     def _probe(self) -> ModelTraits:
         """The traits, by comparing the hidden states of passes over one small tree: a model may have a last block that
-        mixes tokens, count positions from another number, or take masks of its own kind only."""
+        mixes tokens, count positions from another number, or take masks of its own kind only. And of passes behind a
+        long prompt, where its attention may end at a window."""
         prompt, *answers = [tuple(token % self.head.vocabulary for token in each) for each in PROBE]
         nodes = [Node(0, answer, sampled=True, logprobs=(0.0,) * len(answer)) for answer in answers]
         batch = [TrainingSample(TokenTree((Node(-1, prompt), *nodes)))]
@@ -188,18 +193,23 @@ class Forward:
         (line,) = join_rows(plain.rows, 64)
         block, self.last_mlp = self.last_mlp, None
         whole_NH = self._hidden(plain)
-
-        def agrees(other: MicroBatch) -> bool:
-            found_NH = self._hidden(other)
-            if found_NH is None or whole_NH is None:
-                return False
-            precision = (whole_NH.amax() - whole_NH.amin()) * (3e-4 if self.dtype == torch.float32 else 0.1)
-            return bool((found_NH - whole_NH).abs().amax() <= precision)
-
-        shares = can_share(self.model) and agrees(shared)
-        joins = can_share(self.model) and can_mask(self.model) and agrees(replace(plain, rows=line.rows, lines=(line,)))
+        shares = can_share(self.model) and self._agree(whole_NH, self._hidden(shared))
+        joins = (
+            can_share(self.model)
+            and can_mask(self.model)
+            and self._agree(whole_NH, self._hidden(replace(plain, rows=line.rows, lines=(line,))))
+            and self._agree(self._far(prompt, answers[0], 0), self._far(prompt, answers[0], BETWEEN))
+        )
         self.last_mlp = block
-        return ModelTraits(self.head.traits, block is not None and agrees(plain), shares, joins)
+        tokenwise_mlp = block is not None and self._agree(whole_NH, self._hidden(plain))
+        return ModelTraits(self.head.traits, tokenwise_mlp, shares, joins)
+
+    def _agree(self, expected_NH: Tensor | None, found_NH: Tensor | None) -> bool:
+        """Whether hidden states differ by rounding only."""
+        if expected_NH is None or found_NH is None:
+            return False
+        precision = (expected_NH.amax() - expected_NH.amin()) * (3e-4 if self.dtype == torch.float32 else 0.05)
+        return bool((found_NH - expected_NH).abs().amax() <= precision)
 
     def _hidden(self, batch: MicroBatch) -> Tensor | None:
         """The hidden states for the targets of a micro-batch, in the order of the table [N, H]; None where the model
@@ -207,6 +217,28 @@ class Forward:
         try:
             return self.states(batch).hidden[self.tensor(batch.places.argsort())]
         except (*FORWARD_ERRORS, PolicyError):
+            return None
+
+    def _far(self, prompt: Sequence[int], answer: Sequence[int], between: int) -> Tensor | None:
+        """The hidden states of an answer [T, H] to `FAR` tokens: those of `prompt`, whose keys and values count many
+        times. Other tokens `between` are hidden by a mask that is given; without any, the model makes its own mask. So
+        a window makes a difference, in its own mask or, whatever the mask, in its layers. None: it cannot."""
+        width, begin = len(answer), FAR + between
+        config = self.model.config.get_text_config(decoder=True)
+        most = getattr(config, "max_position_embeddings", None) or len(prompt) + width
+        first = min(FAR, most - width)  # Its positions may be a table that ends there.
+        inputs = {"position_ids": self.tensor(np.arange(first, first + width)[None])}
+        if between:
+            visible_TS = np.tri(width, begin + width, begin, bool)
+            visible_TS[:, FAR:begin] = False
+            inputs["attention_mask"] = self._mask(visible_TS[None])
+        cache = DynamicCache(config=self.model.config)
+        places = np.arange(width)
+        try:
+            self._states(self._padded([prompt], len(prompt)), places[:1], cache)
+            cache.layers[:] = [FarLayer(layer, between) for layer in cache.layers]
+            return self._states(self._padded([answer], width), places, cache, **inputs).hidden
+        except FORWARD_ERRORS:
             return None
 
     def plan(
@@ -327,10 +359,13 @@ class Forward:
             for index, begin in zip(line.index, line.begins, strict=True):
                 positions_T[index] = np.arange(len(index))
                 visible_TT[np.ix_(index[begin:], index)] = np.tri(len(index) - begin, len(index), begin, bool)
-        hidden_LTT = self.tensor(~visible_LTT)
-        mask_LTT = torch.zeros(hidden_LTT.shape, dtype=self.dtype, device=self.model.device)
-        mask_LTT.masked_fill_(hidden_LTT, torch.finfo(self.dtype).min)
-        return {"attention_mask": mask_LTT[:, None], "position_ids": self.tensor(positions_LT)}
+        return {"attention_mask": self._mask(visible_LTT), "position_ids": self.tensor(positions_LT)}
+
+    def _mask(self, visible_LTS: np.ndarray[Any, Any]) -> Tensor:
+        """What is added to attention scores [L, 1, T, S]."""
+        hidden_LTS = self.tensor(~visible_LTS)
+        mask_LTS = torch.zeros(hidden_LTS.shape, dtype=self.dtype, device=self.model.device)
+        return mask_LTS.masked_fill_(hidden_LTS, torch.finfo(self.dtype).min)[:, None]
 
     def _states(
         self, ids_BT: Tensor, positions: np.ndarray[Any, Any], cache: DynamicCache | None, **inputs: Tensor
@@ -352,6 +387,28 @@ class Forward:
     def _padded(self, rows: Sequence[Sequence[int]], width: int) -> Tensor:
         padded = [[*row, *[0] * (width - len(row))] for row in rows]
         return torch.tensor(padded, dtype=torch.long, device=self.model.device)
+
+
+class FarLayer(DynamicLayer):
+    """What a layer of a cache holds, stretched to `FAR` tokens, and then some that are empty. Nothing else is kept, so
+    that a large model has room for it."""
+
+    def __init__(self, layer: Any, empty: int) -> None:
+        super().__init__()
+        self._held: tuple[Tensor, Tensor] = (layer.keys, layer.values)
+        self._empty = empty
+
+    def get_seq_length(self) -> int:
+        return FAR + self._empty
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_options: Any) -> tuple[Tensor, Tensor]:
+        return self._behind(self._held[0], key_states), self._behind(self._held[1], value_states)
+
+    def _behind(self, held_BHTD: Tensor, new_BHTD: Tensor) -> Tensor:
+        tokens = held_BHTD.split(1, dim=-2)
+        far = [token.expand(-1, -1, FAR // len(tokens), -1) for token in tokens]
+        empty = torch.zeros_like(tokens[0]).expand(-1, -1, self._empty, -1)
+        return torch.cat([*far, empty, new_BHTD], dim=-2)
 
 
 def can_share(model: PreTrainedModel) -> bool:
