@@ -23,6 +23,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+from agentlightning.training.learner import PolicyLearner
+
 from agentlightning.config import RunConfig, TrainConfig
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.models.tiny import make_tiny
@@ -32,7 +34,6 @@ from agentlightning.policy.served import ServedPolicy
 from agentlightning.server.serve import serve
 from agentlightning.store import LightningStore
 from agentlightning.training.joined_gateways import JoinedGateways
-from agentlightning.training.learner import PolicyLearner
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 from agentlightning.util.event_loop import run_sync
 
