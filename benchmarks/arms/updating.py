@@ -23,12 +23,11 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-from agentlightning.training.learner import PolicyLearner
-
 from agentlightning.config import RunConfig, TrainConfig
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.models.tiny import make_tiny
 from agentlightning.policy.config import LocalPolicyConfig, PolicyConfig
+from agentlightning.policy.learner import Learner
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.server.serve import serve
@@ -60,7 +59,7 @@ class Updates:
 
     def __init__(self, policy: ServedPolicy, updating: Any) -> None:
         self._updating = updating
-        self.learner = PolicyLearner(policy, self._held, token_budget=4096)
+        self.learner = Learner(policy, self._held, token_budget=4096)
         self.count, self.held = 0, 0.0
         self._running = False
         self._task: asyncio.Task[None] | None = None

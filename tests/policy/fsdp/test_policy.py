@@ -102,7 +102,7 @@ async def assert_same(one: Policy, several: Policy) -> None:
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "full": {},
+    "full": {"optimizer": {"lr": 1e-3, "warmup_steps": 16}},
     "lora": {"lora": Lora(r=4)},
     "muon": {"optimizer": {"type": "muon", "lr": 1e-3}},
     "critic": {"value_head": "linear"},

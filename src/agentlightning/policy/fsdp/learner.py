@@ -457,13 +457,14 @@ class RankLearner(LocalLearner):
         """Continue from the state in `directory`, and return the names of what was loaded. Raises PolicyError for one
         that is damaged, or of another model or optimiser, before anything changes."""
         state = deepcopy(self._state())
-        states: dict[str | None, dict[str, Any]] = state["updaters"]
+        states: dict[str, dict[str, Any]] = state["updaters"]
         try:
             saved = FileSystemReader(directory).read_metadata().state_dict_metadata
-            for name, own in states.items():
+            for name, updater in self.updaters.items():
+                own = states[owner_of(name)]
                 own.pop("average", None)
-                if f"updaters.{name}.average.rate" in saved:
-                    own["average"] = deepcopy(self.updaters[name].new_average(0.0).state_dict())
+                if f"updaters.{owner_of(name)}.average.rate" in saved:
+                    own["average"] = deepcopy(updater.new_average(0.0).state_dict())
             state_dict_loader.load(state, checkpoint_id=directory, process_group=self._ranks.control)
         except READ_ERRORS as error:
             raise PolicyError(
@@ -476,7 +477,7 @@ class RankLearner(LocalLearner):
                 for name, weight in weights.items():
                     weight.copy_(state["weights"][owner][name])
         for name, updater in self.updaters.items():
-            updater.load_state_dict(states[name])
+            updater.load_state_dict(states[owner_of(name)])
         self.adapters.drop_stacks()
         return list(self.updaters)
 
@@ -491,5 +492,6 @@ class RankLearner(LocalLearner):
         for updater in self.updaters.values():
             for optimizer in updater.optimizers:
                 optimizer.begin()
-        states = {name: updater.state_dict() for name, updater in self.updaters.items()}
+        # Under names that are texts: torch gives back nothing but tensors of what stands under any other key.
+        states = {owner_of(name): updater.state_dict() for name, updater in self.updaters.items()}
         return {"weights": self._trained(), "updaters": states}
