@@ -200,10 +200,13 @@ class Reservation:
 
     def spend(self, dollars: float, tokens: int) -> None:
         """Record the cost of a try."""
+        self._add(dollars, tokens)
+        self._budgets.persist()
+
+    def _add(self, dollars: float, tokens: int) -> None:
         for account in (self._account, self._budgets.total):
             account.dollars += dollars
             account.tokens += tokens
-        self._budgets.persist()
 
     def check(self) -> None:
         """Raises ApiError 402 if the budget is spent."""
@@ -212,7 +215,7 @@ class Reservation:
     def settle(self, dollars: float, tokens: int) -> None:
         """Record the cost of the last try, and end the reservation."""
         if self._open:
-            self.spend(dollars, tokens)
+            self._add(dollars, tokens)  # written with the release: a crash in between would count the call twice
             self.release()
 
     def release(self) -> None:
