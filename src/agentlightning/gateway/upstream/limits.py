@@ -269,7 +269,7 @@ class _SpendFile:
 
     def write(self, account: Account) -> None:
         total = (account.dollars + account.reserved_dollars, float(account.tokens + account.reserved_tokens))
-        _LAYOUT.pack_into(self._map, 0, _MAGIC, *total)
+        self._map[:] = _LAYOUT.pack(_MAGIC, *total)  # `pack_into` writes zeros first, which a crash would leave
 
     def close(self) -> None:
         self._map.close()
