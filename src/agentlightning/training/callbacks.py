@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -152,7 +153,9 @@ def restore(callback: Callback[Any], table: Mapping[str, Any]) -> None:
 
 def saved(callback: Callback[Any]) -> dict[str, Any]:
     """Its state as JSON values. Raises TypeError and ValueError for what JSON has not."""
-    table = msgspec.to_builtins(callback.state)
+    state: Any = callback.state
+    # msgspec leaves out fields of a dataclass that have the default of their class.
+    table = msgspec.to_builtins(asdict(state) if hasattr(state, "__dataclass_fields__") else state)
     json.dumps(table, allow_nan=False)
     return table
 

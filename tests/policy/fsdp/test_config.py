@@ -39,3 +39,9 @@ def test_every_setting_reaches_the_ranks() -> None:
     for name in ("kind", "processes", "rank_timeout_seconds", "device"):
         assert getattr(config, name) == getattr(settings, name)
     assert config.sampling_device == "cpu"  # Servers sample: the trainer's copy needs no accelerator.
+
+
+def test_settings_of_an_earlier_run_are_read_though_they_name_no_address() -> None:
+    assert agl.config.PolicyConfig.model_validate({"kind": "fsdp", "processes": 2, "address": "none"}).processes == 2
+    with pytest.raises(ValidationError, match="address"):
+        agl.config.PolicyConfig.model_validate({"address": "0.0.0.0:29400"})

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import typer
+from msgspec.structs import asdict
 
 from agentlightning.cli.opening import run_or_newest, weights_of
 from agentlightning.cli.options import GivenStore, Json, RewardWeights, Run

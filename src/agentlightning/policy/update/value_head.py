@@ -11,7 +11,7 @@ Shapes: N tokens, H hidden.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -80,15 +80,19 @@ class ValueHead(nn.Module):
             weights = load_file(path)
         except (OSError, SafetensorError) as error:
             raise PolicyError(f"{path} cannot be read: {error}; choose another checkpoint") from error
-        own, saved = (
-            {name: list(each.shape) for name, each in found.items()} for found in (self.state_dict(), weights)
-        )
+        own, saved = map(_shape, (self.state_dict(), weights))
         if own != saved:
             raise PolicyError(
                 f"{path} holds a value head of shape {saved}, policy.value_head asks for {own}; continue with the"
                 " settings it was saved with"
             )
         return weights
+
+
+def _shape(weights: Mapping[str, Tensor]) -> list[int]:
+    """The sizes of what goes into the first layer and comes out of each."""
+    layers = [each.shape for _, each in sorted(weights.items()) if each.dim() == 2]
+    return [*(shape[1] for shape in layers[:1]), *(shape[0] for shape in layers)]
 
 
 def reading(head: ValueHead | None, directory: Path) -> Callable[[], None]:
