@@ -259,7 +259,7 @@ async def test_credit_is_assigned_in_a_thread_beside_the_event_loop(monkeypatch)
 def test_an_algorithm_is_made_from_its_settings_by_their_type():
     assert make_algorithm(LightningRLConfig(steps=3)).total_steps == 3
     assert make_algorithm(SFTConfig(steps=2)).total_steps == 2
-    with pytest.raises(ConfigError, match=r"no algorithm None\. Known: apo, dpo, lightning_rl"):
+    with pytest.raises(ConfigError, match=r"without a type name no algorithm\. Known: apo, dpo, lightning_rl"):
         make_algorithm(RunConfig())
 
 

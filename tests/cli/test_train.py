@@ -35,7 +35,7 @@ def test_printing_the_settings_imports_no_torch_and_no_part_of_a_run():
         (["algorithm.stepps=7"], "unknown setting algorithm.stepps"),
         (["algorithm.group_size=1"], "group_size=1 leaves no baseline"),
         (["algorithm.credit=best"], "there is no credit rule 'best'"),
-        (["algorithm.credit.gamma=0.5"], "settings of a credit rule say no type. Known: discounted,"),
+        (["algorithm.credit.gamma=0.5"], "settings without a type name no credit rule. Known: discounted,"),
         (["algorithm.loss.type=best"], "algorithm.loss"),
         (["algorithm.credit=value", 'algorithm.loss=["ppo", "value"]'], 'set policy.value_head="linear"'),
         (["algorithm.optimizer.warmup_steps=500"], "warmup_steps=500 must be below"),

@@ -94,7 +94,7 @@ def test_rules_are_found_by_name_or_configuration() -> None:
         credit_rule("unifrom")
     with pytest.raises(ConfigError, match="normalise"):
         credit_rule({"type": "uniform", "normalise": False})
-    with pytest.raises(ConfigError, match=r"no credit rule None\. Known: "):
+    with pytest.raises(ConfigError, match=r"without a type name no credit rule\. Known: "):
         credit_rule({"normalize_std": False})
 
 

@@ -219,7 +219,7 @@ class Registry(dict[str, Any]):
         known = [*self.names(), *self.aliases]
         near = get_close_matches(str(name), known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
-        no_type = f"settings of a {self.noun} say no type."
+        no_type = f"settings without a type name no {self.noun}."
         problem = no_type if name is None else f"there is no {self.noun} {name!r}{hint}"
         raise ConfigError(
             f"{problem} Known: {', '.join(sorted(known))}; one of your own is module:name or path/file.py:name"
