@@ -1,6 +1,8 @@
 """`agl.evaluate`: an agent is run on tasks, with a model or without, and its rewards are counted."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -195,6 +197,43 @@ def test_a_cache_runs_nothing_twice_and_what_failed_again(tmp_path):
     assert sorted(log.read_text().split()) == ["0", "0", "1", "1", "2", "2", "2"]
     other = agl.evaluate(lambda task: 0.25, tasks[:2], cache=tmp_path / "cache", runner=once)
     assert (other.cached, other) == (0, 0.25)
+
+
+CLOSED_OVER_SETS = """
+import sys
+import agentlightning as agl
+
+def make():
+    known = {"first", "second", "third", "fourth"}
+    def agent(task):
+        return float(task in {"first", "third", "fifth", "seventh"} and task in known)
+    return agent
+
+if __name__ == "__main__":
+    print(agl.evaluate(make(), ["first", "second"], cache=sys.argv[1]).cached)
+"""
+
+
+def test_the_order_of_sets_which_differs_between_processes_leaves_the_cache_valid(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(CLOSED_OVER_SETS)
+    command = [sys.executable, str(script), str(tmp_path / "cache")]
+    cached = [
+        subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True)
+        for seed in ("1", "2", "3")
+    ]
+    assert [each.stdout.split() for each in cached] == [["0"], ["2"], ["2"]]
+
+
+def test_what_an_agent_closes_over_tells_it_from_another(tmp_path):
+    def allowing(*names):
+        allowed = set(names)
+        return lambda task: float(task in allowed)
+
+    runs = [
+        agl.evaluate(allowing(*names), ["a", "b"], cache=tmp_path / "cache") for names in (("a", "c"), ("c", "a"), "a")
+    ]
+    assert [each.cached for each in runs] == [0, 2, 0]
 
 
 def test_tasks_that_were_trained_on_are_named():

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from agentlightning.algorithms.training import Collected
 from agentlightning.config import RunnerConfig
@@ -297,24 +297,37 @@ def _identity(part: Any) -> Any:
     """What tells an agent or a reward function from another, as JSON. Raises ConfigError where that cannot be told."""
     if isinstance(part, str):
         return _named(part)
-    described = io.BytesIO()
     try:
-        _Describer(described).dump(part)
-    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        return _described(part)
+    except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
         raise ConfigError(
             f"the cache cannot tell this {type(part).__name__} from another ({error}); give the agent and the reward as"
             " module:name, or leave out cache"
         ) from error
-    return hashlib.sha256(described.getvalue()).hexdigest()[:DIGITS]
+
+
+def _described(value: Any) -> str:
+    """The digest of what `_Describer` writes."""
+    written = io.BytesIO()
+    _Describer(written).dump(value)
+    return hashlib.sha256(written.getvalue()).hexdigest()[:DIGITS]
 
 
 class _Describer(pickle.Pickler):
     """Writes an object with its state, functions with their code and what they close over, and where classes are."""
 
+    def persistent_id(self, obj: Any) -> Any:
+        """Of a set: its elements in an order that does not change with the process, as that of strings does."""
+        if not isinstance(obj, set | frozenset):
+            return None
+        return type(obj).__qualname__, sorted(map(_described, cast("set[Any]", obj)))
+
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, FunctionType):
             cells = [cell.cell_contents for cell in obj.__closure__ or ()]
-            parts = [_source(obj), _code(obj.__code__), cells, obj.__defaults__, obj.__kwdefaults__]
+            parts = [_source(obj), obj.__code__, cells, obj.__defaults__, obj.__kwdefaults__]
+        elif isinstance(obj, CodeType):
+            parts = obj.co_code, obj.co_consts, obj.co_names
         elif isinstance(obj, ModuleType):
             parts = obj.__name__
         elif inspect.isclass(obj) and obj.__module__ != "builtins":
@@ -345,11 +358,6 @@ def _source(value: Any) -> Any:
         return [*name, _file(Path(inspect.getfile(value)))]
     except (TypeError, OSError):
         return name
-
-
-def _code(code: CodeType) -> Any:
-    constants = [_code(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
-    return [code.co_code.hex(), constants, code.co_names]
 
 
 def _file(path: Path) -> str:

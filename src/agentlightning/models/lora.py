@@ -303,8 +303,9 @@ class AdapterConfig(BaseModel):
     fan_in_fan_out: Literal[False] = False
     use_rslora: Literal[False] = False
     use_dora: Literal[False] = False
-    modules_to_save: None = None
+    modules_to_save: list[str] | None = Field(None, max_length=0)
     rank_pattern: dict[str, int] = Field(default_factory=dict[str, int], max_length=0)
+    alpha_pattern: dict[str, float] = Field(default_factory=dict[str, float], max_length=0)
     inference_mode: bool = True
 
     @property

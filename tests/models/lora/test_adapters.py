@@ -122,7 +122,17 @@ def test_a_saved_adapter_comes_back_exactly_and_only_into_one_of_its_shape(tmp_p
         read_weights(tmp_path, adapter)
 
 
-@pytest.mark.parametrize("change", [{"use_dora": True}, {"peft_type": "IA3"}, {"bias": "all"}])
+UNLIKE_LORA: list[dict[str, object]] = [
+    {"use_dora": True},
+    {"peft_type": "IA3"},
+    {"bias": "all"},
+    {"modules_to_save": ["lm_head"]},
+    {"rank_pattern": {"q_proj": 4}},
+    {"alpha_pattern": {"q_proj": 16.0}},
+]
+
+
+@pytest.mark.parametrize("change", UNLIKE_LORA, ids=lambda change: next(iter(change)))
 def test_adapters_that_are_no_plain_lora_are_refused_by_name(change: dict[str, object], tmp_path: Path) -> None:
     adapters = adapters_of(tiny_model(), writer=None)
     write_adapter(tmp_path, adapters.by_name["writer"], "base")
@@ -130,6 +140,13 @@ def test_adapters_that_are_no_plain_lora_are_refused_by_name(change: dict[str, o
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(PolicyError, match=next(iter(change))):
         read_adapter_config(tmp_path)
+
+
+def test_an_adapter_as_peft_writes_it_with_everything_at_its_default_is_read(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj"], modules_to_save=[])
+    config.save_pretrained(tmp_path)
+    assert read_adapter_config(tmp_path).targets == ("q_proj",)
 
 
 def test_adapters_that_a_model_cannot_have_are_refused() -> None:
