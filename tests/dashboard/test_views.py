@@ -15,11 +15,13 @@ import pytest
 from typer.testing import CliRunner
 
 from agentlightning.cli.main import build
+from agentlightning.config import TrainConfig
 from agentlightning.credit import training_samples
 from agentlightning.dashboard.data.catalog import Catalog
 from agentlightning.store import LightningStore
 from agentlightning.store.types import RolloutRecord
 from agentlightning.training.sources.collector import TrajectoryReader
+from agentlightning.util.settings import dump_toml, load_settings
 
 pytestmark = pytest.mark.integration
 
@@ -58,6 +60,17 @@ async def test_the_list_names_every_run_with_state_progress_and_reward_with_its_
     assert done["cost"]["tokens"] > half["cost"]["tokens"] > 0
     assert (done["warnings"], half["warning_names"]) == (0, ["truncated_outputs"])
     assert (done["algorithm"], done["model"], done["agent"]) == ("lightning_rl", "tiny", "examples/calculator.py:solve")
+
+
+async def test_the_settings_of_a_run_are_shown_without_secrets(writer, copied):
+    path = copied / GRPO / "config.toml"
+    provider = {"name": "known", "base_urls": ["http://127.0.0.1:1/v1"], "headers": {"authorization": "Bearer s3cret"}}
+    settings = load_settings(TrainConfig, toml=path).model_dump() | {"gateway": {"providers": [provider]}}
+    path.write_text(dump_toml(TrainConfig.model_validate(settings)))
+    assert "s3cret" in path.read_text()
+    shown = (await get(writer, f"/runs/{GRPO}"))["settings"]
+    assert "http://127.0.0.1:1/v1" in shown["gateway.providers"]
+    assert "s3cret" not in str(shown)
 
 
 async def test_a_run_has_its_curves_band_settings_and_checkpoints(client, made_up):

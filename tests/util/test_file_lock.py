@@ -41,7 +41,7 @@ def load(names):
         importlib.import_module(name)
 
 names = ["agentlightning" + name for name in (
-    "", ".store", ".server", ".gateway.app", ".gateway.upstream.budget",
+    "", ".store", ".server", ".gateway.app", ".gateway.upstream.limits",
     ".training.persistence.run_dir", ".cli.main", ".cli.run", ".tracing.tracer",
     ".store.http.client", ".runner.runner", ".trainer",
 )]

@@ -32,10 +32,9 @@ from agentlightning.policy.base import Metrics
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.callbacks import Callback, FinishedStep, NoState, RunAccount
 from agentlightning.training.measurements import Measurements
-from agentlightning.training.persistence.run_changes import leaves
+from agentlightning.training.persistence.run_changes import flat_settings
 from agentlightning.training.persistence.run_dir import forget_after, write_atomically
 from agentlightning.training.sources.transcripts import MOST_TEXT, conversation_of, read_recordings, text_of
-from agentlightning.util.settings import SECRETS
 
 if TYPE_CHECKING:
     from agentlightning.training.report.result import TrainingResult
@@ -440,7 +439,7 @@ class Tracking(Callback[NoState]):
         self.run_dir, step = account.run_dir.path, account.state.step
         self._ended = False
         known = _read(self.run_dir / FILE)
-        settings = flat_settings(config.model_dump(mode="json"))
+        settings = flat_settings(config)
         self._channels: list[_Channel] = []
         for name in dict.fromkeys(self.config.trackers):
             run = TrackedRun(
@@ -512,20 +511,6 @@ class Tracking(Callback[NoState]):
     def _send(self, what: str, call: Callable[[Tracker], object]) -> None:
         for channel in self._channels:
             channel.send(what, call)
-
-
-def flat_settings(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by full names (`algorithm.steps`); lists as JSON. Secrets are left out."""
-    return {
-        name: orjson.dumps(value).decode() if isinstance(value, list) else value
-        for name, value in leaves(_without_secrets(table))
-    }
-
-
-def _without_secrets(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _without_secrets(inner) for name, inner in value.items() if name not in SECRETS}
-    return [_without_secrets(each) for each in value] if isinstance(value, list) else value
 
 
 def _read(path: Path) -> dict[str, str]:

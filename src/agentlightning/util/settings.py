@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
 import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,8 +34,7 @@ M = TypeVar("M", bound=BaseModel)
 Table = dict[str, Any]
 
 NONE = "none"
-SECRETS = frozenset({"api_key", "headers", "password", "proxy", "token"})
-"""Names of settings whose values appear in no message."""
+_SECRET = re.compile(r"(^|_)(key|token|secret|password)$|^(headers|proxy)$", re.IGNORECASE)
 _ITEM = "*"
 """Stands for the index of a list item in the name of a setting."""
 
@@ -211,9 +211,15 @@ def settings_from(
     raise ConfigError("; ".join(lines))
 
 
+def is_secret(name: str) -> bool:
+    """Whether the full name of a setting (`runner.env.HF_TOKEN`) or a part of it says that its value is for no message,
+    tracker or page."""
+    return any(map(_SECRET.search, name.split(".")))
+
+
 def _named(override: str) -> str:
     name, _, value = override.partition("=")
-    return f"{name}=..." if SECRETS & {*name.strip().split(".")} or "{" in value else override
+    return f"{name}=..." if is_secret(name.strip()) or "{" in value else override
 
 
 @dataclass(frozen=True, slots=True)
@@ -528,7 +534,7 @@ def _may_be_shown(path: Sequence[str], value: Any) -> bool:
     if isinstance(value, dict | BaseModel):
         return False
     items = cast(list[Any], value) if isinstance(value, list) else []
-    return not any(part in SECRETS for part in path) and all(_may_be_shown((), inner) for inner in items)
+    return not any(map(is_secret, path)) and all(_may_be_shown((), inner) for inner in items)
 
 
 def _shown(value: Any) -> str:

@@ -11,6 +11,7 @@ from agentlightning.training.persistence.run_changes import (
     changes_rewards,
     check_changes,
     describe_changes,
+    flat_settings,
     overrides,
     record_of,
 )
@@ -61,6 +62,25 @@ def test_a_change_has_the_old_and_the_new_value():
 def test_what_a_run_is_made_of_stays(text):
     with pytest.raises(ConfigError, match=f"^{text.partition('=')[0]}.*: a resumed run keeps this"):
         check_changes(changed(text))
+
+
+PROVIDER = {"name": "known", "base_urls": ["http://127.0.0.1:1/v1"], "api_key": "s3cret", "headers": {"x": "s3cret"}}
+
+
+def test_settings_are_shown_without_secrets_in_lists_neither():
+    environment = {"HF_TOKEN": "s3cret", "OPENAI_API_KEY": "s3cret", "password": "s3cret", "CITY": "Paris"}
+    settings = {"gateway": {"providers": [PROVIDER]}, "runner": {"env": environment}}
+    found = flat_settings(TrainConfig.model_validate(settings))
+    assert "s3cret" not in str(found)
+    assert '"base_urls":["http://127.0.0.1:1/v1"]' in found["gateway.providers"]
+    assert {name for name in found if name.startswith("runner.env")} == {"runner.env.CITY"}
+
+
+def test_changes_of_a_list_are_named_without_its_secrets():
+    changes = changed_settings(TrainConfig(), TrainConfig.model_validate({"gateway": {"providers": [PROVIDER]}}))
+    for text in (describe_changes(changes), record_of(changes, 3).decode()):
+        assert "http://127.0.0.1:1/v1" in text
+        assert "s3cret" not in text
 
 
 def test_changes_are_named_without_secrets():

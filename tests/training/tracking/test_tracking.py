@@ -21,7 +21,7 @@ from agentlightning.errors import MissingExtraError
 from agentlightning.training import tracking as module
 from agentlightning.training.callbacks import FinishedStep
 from agentlightning.training.persistence.run_dir import RunState
-from agentlightning.training.tracking import Tracking, Transcript, flat_settings
+from agentlightning.training.tracking import Tracking, Transcript
 
 ROW = Transcript("greedy", '{"word": "red"}', "user: say <red> | now\nassistant: red", "red", 0.5, "r1-validation-0")
 RESULT = {
@@ -169,9 +169,29 @@ def test_a_tracker_that_is_not_installed_is_refused_before_the_run(tmp_path: Pat
         Reported(config("mlflow"), tmp_path, 0)
 
 
-def test_no_secret_is_among_the_settings() -> None:
-    found = flat_settings({"a": {"api_key": "s", "b": 1}, "list": [{"headers": {"x": "s"}, "c": 2}]})
-    assert found == {"a.b": 1, "list": '[{"c":2}]'}
+async def test_no_secret_is_among_the_settings(tmp_path: Path, tracker_is: Any) -> None:
+    shown: list[Any] = []
+
+    class Settings(Broken):
+        def start(self, run: Any) -> str:
+            shown.append(run.settings)
+            return "one"
+
+    tracker_is(Settings)
+    provider = {
+        "name": "known",
+        "base_urls": ["http://127.0.0.1:1/v1"],
+        "api_key": "s3cret",
+        "headers": {"x": "s3cret"},
+    }
+    settings = config("tensorboard").model_dump()
+    settings |= {"gateway": {"providers": [provider]}, "runner": {"env": {"HF_TOKEN": "s3cret", "CITY": "Paris"}}}
+    run = Reported(TrainConfig.model_validate(settings), tmp_path, 0)
+    await run.result(tmp_path / "curve.png")
+    (found,) = shown
+    assert found["runner.env.CITY"] == "Paris"
+    assert "http://127.0.0.1:1/v1" in found["gateway.providers"]
+    assert "s3cret" not in str(found)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from agentlightning.config import TrainConfig
 from agentlightning.dashboard.data.run_files import RunFiles
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.evaluation.intervals import mean_of_seeds, seed_difference
-from agentlightning.training.persistence.run_changes import changed_settings, settings_of_run
+from agentlightning.training.persistence.run_changes import changed_settings, leaves, settings_of_run, shown
 from agentlightning.training.persistence.run_dir import read_state
 from agentlightning.util.json_values import Json, loads
 
@@ -77,7 +77,9 @@ def joined_runs(runs: Mapping[str, RunFiles]) -> list[Json]:
             continue
         if config is None:
             continue
-        settings = {key: each for key, each in files.settings().items() if not key.startswith(NO_SETTINGS)}
+        settings = {
+            key: each for key, each in leaves(config.model_dump(mode="json")) if not key.startswith(NO_SETTINGS)
+        }
         extensions = {key: each["sha256"] for key, each in state.extensions.items()}
         own, names = found.setdefault(repr((settings, extensions)), (Configuration(config, extensions), []))
         if config.run.seed not in own.runs:
@@ -117,7 +119,7 @@ def record_of(found: Sequence[Configuration]) -> list[Json]:
         label = names[next(iter(each.runs.values()))]
         label += f" and {len(each.runs) - 1} more" if len(each.runs) > 1 else ""
         row: Json = {"label": label, "runs": [str(run) for run in each.runs.values()], "seeds": [*each.runs]}
-        row["settings"] = _changes(differing(first.settings, each.settings))
+        row["settings"] = _changes(shown(differing(first.settings, each.settings)))
         for name in ("after", "gain"):
             row[name] = {mode: asdict(mean_of_seeds(each.numbers(mode, name))) for mode in modes}
         if each is not first:

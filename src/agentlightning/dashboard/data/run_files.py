@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import orjson
@@ -17,15 +16,13 @@ from agentlightning.training.governance import AUDIT_FILE, AuditRecord, read_aud
 from agentlightning.training.health.examination import read_records, status_of
 from agentlightning.training.health.signs import SignHistory, sign_history
 from agentlightning.training.health.step_record import StepRecord
-from agentlightning.training.persistence.run_changes import settings_of_run
+from agentlightning.training.persistence.run_changes import flat_settings, settings_of_run
 from agentlightning.training.persistence.run_dir import RunState, check_run, read_state, whole_lines
 from agentlightning.util.json_values import Json
 
 T = TypeVar("T")
 Signature = tuple[int, int] | None
 """(time of the last change in nanoseconds, size in bytes) of a file; None: there is none."""
-SECRET: Final = re.compile(r"(^|_)(key|token|secret|password)$", re.IGNORECASE)
-HIDDEN: Final = "(hidden)"
 
 
 @dataclass(slots=True)
@@ -67,8 +64,8 @@ class RunFiles:
         return self._read("config_error", "config.toml", lambda: self._load_config()[1])
 
     def settings(self) -> Json:
-        """The settings by dotted name, keys and tokens hidden."""
-        return self._read("settings", "config.toml", lambda: _flat(self.config()))
+        """The settings by their full names in order, without secrets."""
+        return self._read("settings", "config.toml", self._load_settings)
 
     def audit(self) -> list[AuditRecord]:
         return self._read("audit", AUDIT_FILE, lambda: read_audit(self.path))
@@ -106,6 +103,10 @@ class RunFiles:
     def signature(self) -> str:
         """Changes whenever the metrics, the state or the report do."""
         return repr([self._signature(name) for name in ("metrics.jsonl", "state.json", "report.json")])
+
+    def _load_settings(self) -> Json:
+        config = self.config()
+        return {} if config is None else dict(sorted(flat_settings(config).items()))
 
     def _load_config(self) -> tuple[TrainConfig | None, str]:
         try:
@@ -160,19 +161,3 @@ def _json_or_none(path: Path) -> Any:
         return orjson.loads(path.read_bytes())
     except (OSError, orjson.JSONDecodeError):
         return None
-
-
-def _flat(config: TrainConfig | None) -> Json:
-    return {} if config is None else dict(sorted(flatten(config.model_dump(mode="json")).items()))
-
-
-def flatten(value: Mapping[str, Any], prefix: str = "") -> Json:
-    """A table by dotted names. Values of keys, tokens and passwords are hidden."""
-    found: Json = {}
-    for name, inner in value.items():
-        path = f"{prefix}{name}"
-        if isinstance(inner, dict) and inner:
-            found |= flatten(inner, f"{path}.")
-        else:
-            found[path] = HIDDEN if inner and SECRET.search(name) else inner
-    return found

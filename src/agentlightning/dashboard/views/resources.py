@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from agentlightning.dashboard.data.catalog import Catalog
-from agentlightning.dashboard.data.run_files import HIDDEN, RunFiles
+from agentlightning.dashboard.data.run_files import RunFiles
 from agentlightning.dashboard.data.summary import Updates
 from agentlightning.dashboard.query import Query
 from agentlightning.policy.learner import Resumes, updates_of
@@ -54,7 +54,7 @@ def _version(update: ResourcesUpdate, before: ResourcesUpdate | None, updates: U
 
 
 def _without_key(resource: Mapping[str, Any]) -> Json:
-    return {name: HIDDEN if name == "api_key" and value else value for name, value in resource.items()}
+    return {name: "(hidden)" if name == "api_key" and value else value for name, value in resource.items()}
 
 
 def changed_prompts(old: Mapping[str, PromptTemplate], new: Mapping[str, PromptTemplate]) -> list[Json]:

@@ -29,7 +29,7 @@ from agentlightning.task import Overlap, load_dataset, overlaps, split, task_key
 from agentlightning.training.persistence.run_dir import RunDir, RunState, readable, write_atomically
 from agentlightning.util.json_values import dumps, loads
 from agentlightning.util.plugins import Registry, file_of
-from agentlightning.util.settings import NONE, SECRETS, load_settings
+from agentlightning.util.settings import NONE, is_secret, load_settings
 
 # -- tasks -----------------------------------------------------------------------------------------------------------
 
@@ -284,17 +284,21 @@ def overrides(changes: Mapping[str, Any] | Sequence[str]) -> list[str]:
 
 def describe_changes(changes: Changes) -> str:
     """`algorithm.steps 100 -> 200, runner.hosts 1 -> 2`, without secrets."""
-    return ", ".join(f"{name} {old} -> {new}" for name, (old, new) in _shown(changes).items())
+    return ", ".join(f"{name} {old} -> {new}" for name, (old, new) in shown(changes).items())
 
 
 def record_of(changes: Changes, step: int) -> bytes:
     """One line for the run's record of changes, without secrets."""
-    return orjson.dumps({"time": time.time(), "step": step, "changes": _shown(changes)}) + b"\n"
+    return orjson.dumps({"time": time.time(), "step": step, "changes": shown(changes)}) + b"\n"
 
 
-def _shown(changes: Changes) -> Changes:
+def shown(changes: Changes) -> Changes:
+    """Changes without secrets."""
     hidden = ("...", "...")
-    return {name: hidden if SECRETS & set(name.split(".")) else values for name, values in changes.items()}
+    return {
+        name: hidden if is_secret(name) else (_without_secrets(old), _without_secrets(new))
+        for name, (old, new) in changes.items()
+    }
 
 
 def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -307,6 +311,21 @@ def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(stage, f"{prefix}.{place}")
     else:
         yield prefix, value
+
+
+def flat_settings(config: TrainConfig) -> dict[str, Any]:
+    """Settings by full names (`algorithm.steps`), to be shown; lists as JSON. Secrets are left out."""
+    return {
+        name: dumps(value).decode() if isinstance(value, list) else value
+        for name, value in leaves(_without_secrets(config.model_dump(mode="json")))
+    }
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, dict):
+        known = cast(dict[str, Any], value)
+        return {name: _without_secrets(inner) for name, inner in known.items() if not is_secret(name)}
+    return [_without_secrets(each) for each in cast("list[Any]", value)] if isinstance(value, list) else value
 
 
 # -- extensions ------------------------------------------------------------------------------------------------------
