@@ -19,9 +19,10 @@ from agentlightning.policy import open as opening
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.resources import LLM
 from agentlightning.rollouts import EnqueueRolloutRequest
+from agentlightning.run import serve_run
 from agentlightning.store import InMemoryLightningStore, LightningStoreClient
 from agentlightning.testing import ScriptedEngine
-from agentlightning.trainer import Trainer, serve_run
+from agentlightning.trainer import Trainer
 from agentlightning.training.agent_runner import credentials, make_runner, queue_of
 from agentlightning.training.persistence.checkpoints import newest_version
 from agentlightning.training.persistence.run_dir import RunDir, RunState, read_state

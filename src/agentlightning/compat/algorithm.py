@@ -14,7 +14,6 @@ from agentlightning.compat.adapters import TracerTraceToTriplet, TraceToMessages
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.errors import ConfigError
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.training.run import TrainingRun
 
 ARGUMENTS: Final = ("store", "train_dataset", "val_dataset", "initial_resources", "adapter")
 
@@ -64,8 +63,8 @@ class FunctionalAlgorithm(Algorithm[Any]):
     async def run(self, training: Training) -> None:
         if training.step:
             return
-        assert isinstance(training, TrainingRun)
-        collector, tasks = training.account.collector, training.measurements.tasks
+        run: Any = training  # What such a function is given is no algorithm's business otherwise.
+        collector, tasks = run.account.collector, run.measurements.tasks
         values: dict[str, Any] = {
             "store": _RunStore(collector.store, collector.queue),
             "train_dataset": tasks.train,
@@ -79,7 +78,7 @@ class FunctionalAlgorithm(Algorithm[Any]):
         else:
             await asyncio.to_thread(self.function, **arguments)
         latest = await collector.store.get_latest_resources()
-        if latest is not None and not latest.resources_id.startswith(training.state.run_id):
+        if latest is not None and not latest.resources_id.startswith(run.state.run_id):
             await training.publish(latest.resources)
         await training.finish_step(Collected(()), {})
 

@@ -26,13 +26,13 @@ from agentlightning.evaluation.evaluation import Evaluation
 from agentlightning.policy.base import Metrics, UpdateOptions
 from agentlightning.training.health.step_record import StepRecord
 from agentlightning.training.persistence.run_dir import RunDir, RunState, forget_after
-from agentlightning.training.sources.collector import RolloutCollector
 from agentlightning.trajectory import TrainingSample
 from agentlightning.util.plugins import calls_of, described
 from agentlightning.util.progress import Progress
 
 if TYPE_CHECKING:
     from agentlightning.training.report.result import TrainingResult
+    from agentlightning.training.sources.collector import RolloutCollector
 
 R = TypeVar("R")
 S = TypeVar("S")

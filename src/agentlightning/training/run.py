@@ -29,9 +29,9 @@ from agentlightning.training.health.examination import closing_warnings
 from agentlightning.training.health.step_record import VALIDATION, batch_metrics
 from agentlightning.training.joined_gateways import JoinedGateways
 from agentlightning.training.measurements import TEMPERATURES, Measurements, run_trials
-from agentlightning.training.persistence.checkpoints import Checkpoints
+from agentlightning.training.persistence.checkpoints import Checkpoints, load_weights, read_resources
 from agentlightning.training.persistence.run_dir import RunState, StageRecord, write_atomically
-from agentlightning.training.recorded import RecordedSource
+from agentlightning.training.recorded import NothingArrived, RecordedSource
 from agentlightning.training.report.result import TrainingResult, cost_of_steps, stage_results, with_providers
 from agentlightning.training.sources.stream import RolloutStream
 from agentlightning.trajectory import TrainingSample, Trajectory
@@ -241,12 +241,51 @@ class TrainingRun(Struct):
         self.account.progress.update(self.step, **record.progress())
         self.account.conclude(step)
 
-    async def begin(self) -> None:
-        """Before the first step of a process."""
-        self.account.read_records()
+    # -- phases --------------------------------------------------------------------------------------------------------
+
+    async def fit(self) -> TrainingResult:
+        """Measure the starting policy, unless that is done, train, and measure the result."""
+        account, state, measurements, algorithm = (
+            self.account,
+            self.state,
+            self.measurements,
+            self.checkpoints.algorithm,
+        )
+        progress = account.progress
+        if measurements.rollouts:
+            progress.phase("measuring the starting policy", measurements.rollouts)
+        at_start = state.measures_start(measurements.config.modes)
+        before = await measurements.measure_start()
+        if at_start:
+            await self._load_checkpoint()
+        # How many steps a search takes is not known: its budget ends it.
+        progress.phase("training", None if algorithm.selects_result else self.total_steps, done=state.step)
+        if state.step >= self.total_steps:
+            progress.note(f"all {state.step} steps are done; with more (algorithm.steps=N) the run continues")
+        account.read_records()
         if self.learner is not None:
             await self.learner.publish()
-        await self.account.each(lambda callback: callback.on_start())
+        await account.each(lambda callback: callback.on_start())
+        with calls_of(type(algorithm), "algorithm"):
+            try:
+                outcome: object = await algorithm.run(self)
+            except NothingArrived as ended:
+                outcome = ended
+                await self.checkpoints.save()
+        if self.recorded is not None:
+            self.recorded.finish(outcome)
+        await self.finish()
+        if measurements.rollouts:
+            progress.phase("measuring the trained policy", measurements.rollouts)
+        return await self.report(before, await measurements.measure_trained())
+
+    async def _load_checkpoint(self) -> None:
+        """Continue from the last checkpoint once the starting policy is measured."""
+        run_dir, state = self.account.run_dir, self.state
+        self.checkpoints.publisher.publish(read_resources(run_dir.path, state.checkpoint))
+        if self.learner is not None:
+            async with self.learner.updating():
+                await load_weights(self.learner.policy, run_dir, state, self.account.collector.store)
 
     async def finish(self) -> None:
         """After the last step of the run, or of a stage: its result is the promoted version, or the best one by

@@ -12,6 +12,7 @@ import pytest
 from agentlightning.algorithms.lightning_rl import reward_metrics
 from agentlightning.algorithms.training import Collected
 from agentlightning.credit.rejection import Rejection
+from agentlightning.run import load_rule
 from agentlightning.span import (
     AIR_RULE,
     LOGPROBS,
@@ -26,7 +27,6 @@ from agentlightning.span import (
 )
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.tracing.air import AutomaticRewards, weighted_rules
-from agentlightning.trainer import load_rule
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.run import step_line
 from agentlightning.training.sources import collector as reader

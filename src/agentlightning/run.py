@@ -1,0 +1,540 @@
+"""A training run, from its settings to its result: opens its directory, makes its parts, and connects them.
+
+It is imported when a run begins: a trainer and its settings need none of these parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from msgspec import Struct, structs
+
+from agentlightning.algorithms.base import Algorithm, make_algorithm
+from agentlightning.assemble.model_calls import NO_LIMITS, TokenLimits
+from agentlightning.attempt_variables import OTLP_ENDPOINTS
+from agentlightning.compat.runner import Hook, with_hooks
+from agentlightning.config import TrainConfig
+from agentlightning.dashboard.app import PATH as DASHBOARD
+from agentlightning.dashboard.app import dashboard_routes
+from agentlightning.dashboard.data.catalog import catalog_of_run
+from agentlightning.engine.base import Engine
+from agentlightning.errors import ConfigError, ResumeError
+from agentlightning.policy.base import Policy, capabilities_of
+from agentlightning.policy.learner import Learner
+from agentlightning.policy.open import follow_trainer, open_models, require_training
+from agentlightning.resources import NamedResources, prompts_in
+from agentlightning.runner import Runner
+from agentlightning.runner.agents.loading import load_object
+from agentlightning.runner.agents.spec import function_spec
+from agentlightning.server.app import Server, is_loopback
+from agentlightning.server.serve import serve
+from agentlightning.store import LightningStore
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.instrumented import instrument
+from agentlightning.task import load_dataset
+from agentlightning.tracing.air import weighted_rules
+from agentlightning.tracing.otlp.exporter import OtlpExporter
+from agentlightning.training import dry_run
+from agentlightning.training.agent_runner import (
+    check_runners,
+    credentials,
+    load_agent,
+    make_runner,
+    queue_of,
+    report_missing_runners,
+    rollout_config,
+    routes_models,
+    run_beside,
+)
+from agentlightning.training.callbacks import Callback, RunAccount, make_callbacks
+from agentlightning.training.curriculum import task_order
+from agentlightning.training.dry_run import DryRun
+from agentlightning.training.environment_providers import with_own_providers
+from agentlightning.training.governance import Audit, Gate, Guard, Health
+from agentlightning.training.health.examination import starting_warnings
+from agentlightning.training.joined_gateways import JoinedGateways, check_free, check_gateways, joined_url
+from agentlightning.training.measurements import Measurements
+from agentlightning.training.persistence.checkpoints import Checkpoints, ResourcePublisher, read_resources
+from agentlightning.training.persistence.run_changes import (
+    Tasks,
+    changed_settings,
+    changes_rewards,
+    check_disjoint,
+    check_extensions,
+    check_objects,
+    describe_changes,
+    extensions_of,
+    load_tasks,
+    read_tasks,
+    record_of,
+    write_tasks,
+)
+from agentlightning.training.persistence.run_dir import RunDir, RunState, write_atomically
+from agentlightning.training.persistence.token_ratios import TokenRatios
+from agentlightning.training.recorded import (
+    RecordedSource,
+    check_live,
+    check_recorded,
+    open_recorded,
+    recorded_data,
+    sessions_of,
+    wired_settings,
+)
+from agentlightning.training.report.result import TrainingResult
+from agentlightning.training.report.reward_curve import Curve
+from agentlightning.training.run import TrainingRun
+from agentlightning.training.sources.collector import RolloutCollector, TrajectoryReader
+from agentlightning.training.sources.group_rewards import GroupRewardSource
+from agentlightning.training.sources.stream import InFlightLimit, RolloutStream, check_staleness
+from agentlightning.training.starting_policy import has_random_weights, make_starting_policy, open_for_training
+from agentlightning.training.tracking import Tracking
+from agentlightning.training.trainer_settings import (
+    algorithm_of_run,
+    algorithm_to_record,
+    check_prices,
+    trained_agents,
+    with_absolute_paths,
+)
+from agentlightning.training.watch import watch_rollouts
+from agentlightning.util.event_loop import in_background
+from agentlightning.util.plugins import calls_of, load_plugin
+from agentlightning.util.progress import Progress
+from agentlightning.util.settings import dump_toml
+
+
+class Run(Struct):
+    """A run as a trainer is asked for it: `fit` opens its directory, makes its parts, and carries it out."""
+
+    config: TrainConfig
+    algorithm: Algorithm[Any] | None
+    """The object that was given. None: the settings name it."""
+    agent: Any
+    reward: Any
+    store: LightningStoreBase | None
+    """The one that was given. None: it has one of its own."""
+    resources: NamedResources
+    """What rollouts are given beside the policy."""
+    callbacks: Sequence[Callback[Any]]
+    """Those of others that are objects; the settings name more."""
+    hooks: Hook | Sequence[Hook] | None
+    progress: Progress
+    path: Path
+    """Of its directory."""
+    before: TrainConfig | None
+    """The settings of the run that is resumed, before any change. None: it begins."""
+    changes: Sequence[str]
+    """As on the command line."""
+    trained: Path | None
+    """What an earlier call of `train` has made of the model."""
+
+    async def fit(
+        self, train: Any = None, validation: Any = None, held_out: Any = None, *, recorded: bool = False
+    ) -> TrainingResult:
+        """A run of the agent, or on `recorded` data, where the agent only measures."""
+        if not recorded:
+            check_live(self._chosen, self.config)
+        if self._chosen.learns_weights:
+            require_training()
+            follow_trainer(self.config.policy)
+        with self.progress:
+            run_dir, state, tasks = self._open(train, validation, held_out, recorded=recorded)
+            try:
+                async with AsyncExitStack() as stack:
+                    with self._set_up(run_dir, state):
+                        algorithm = algorithm_of_run(self.algorithm, self.config, state.algorithm, self.path)
+                        if changed_rewards := self._changes_rewards():
+                            state.forget_measurements()
+                        source = None
+                        if recorded:
+                            check_recorded(algorithm, self.config, self.agent, tasks.held_out)
+                            store, parts = sessions_of(algorithm, self.store), (run_dir, state, self.progress, stack)
+                            self.config, source = await open_recorded(self.config, algorithm, store, *parts)
+                            write_tasks(run_dir, tasks)
+                            self._write_config(run_dir)
+                            algorithm = source.plan.algorithm
+                        wiring = self._wiring(algorithm, run_dir, state, tasks, source)
+                        runner, run = await stack.enter_async_context(wiring.open())
+                        run_dir.write_state(state)
+                        if changed_rewards:
+                            await run.account.begin_revision()
+                    random = algorithm.learns_weights and algorithm.objective == "reinforcement"
+                    random = random and has_random_weights(self.config)
+                    run.account.warn(starting_warnings(random_weights=random, shared=tasks.shared()))
+                    return await run_beside(runner, run.fit())
+            except Exception as error:
+                run_dir.write_error(error)
+                raise
+            finally:
+                run_dir.close()
+
+    async def dry_run(self, *datasets: Any) -> DryRun:
+        """Everything short of training, in a directory that is removed. `datasets`: as `fit` takes them."""
+        follow_trainer(self.config.policy)
+        resumed = None if self.before is None else self.path
+        with TemporaryDirectory(prefix="agl-dry-run-") as directory, self.progress:
+            settings, path = dry_run.settings_of(self.config, resumed), Path(directory) / "run"
+            other = structs.replace(self, config=settings, path=path, store=None, callbacks=(), before=None)
+            found = datasets if resumed is None else dry_run.tasks_of_run(resumed)
+            run_dir, state, tasks = other._open(*found, recorded=False)
+            try:
+                wiring = other._wiring(other._chosen, run_dir, state, tasks, None)
+                return await dry_run.dry_run(self.config, wiring.algorithm, tasks, wiring.open)
+            finally:
+                run_dir.close()
+
+    @property
+    def _chosen(self) -> Algorithm[Any]:
+        return self.algorithm or make_algorithm(self.config.algorithm)
+
+    def _changes_rewards(self) -> bool:
+        """Whether a resumed run has a changed agent, reward or reward weights. An object that replaces an object is
+        assumed to be the same one."""
+        if (before := self.before) is None:
+            return False
+        replaced = ((self.agent, before.agent), (self.reward, before.reward))
+        if any(named is not None and not isinstance(given, str | None) for given, named in replaced):
+            return True
+        return changes_rewards(changed_settings(before, self.config))
+
+    def _open(self, train: Any, validation: Any, held_out: Any, *, recorded: bool) -> tuple[RunDir, RunState, Tasks]:
+        """The run directory: new, resumed, or one whose result a further run on recorded data begins with. Raises
+        ConfigError, DatasetError and ResumeError."""
+        if not recorded:
+            check_gateways(self.config, self.store, self._chosen)
+        if self.before is not None and self.trained is None:
+            if any(part is not None for part in (train, validation, held_out)):
+                raise ConfigError(f"{self.path} keeps its own tasks; resume it without datasets")
+            return self._reopen(recorded=recorded)
+        self.config = with_absolute_paths(self.config)
+        if recorded:
+            own = held_out if held_out is not None else self.config.data.held_out
+            tasks = Tasks([], held_out=[] if own is None else load_dataset(own))
+            data, store = recorded_data(self._chosen, is_object=self.algorithm is not None), None
+        else:
+            tasks, data, store = load_tasks(self.config, train, validation, held_out), None, self.store
+        parts = {"agent": self.agent, "reward": self.reward, "store": store, "callbacks": self.callbacks or None}
+        state = RunState(
+            f"r{secrets.token_hex(4)}",
+            None if data is not None and data.sources else algorithm_to_record(self.algorithm),
+            [name for name, part in parts.items() if part is not None and not isinstance(part, str)],
+            extensions_of(self.config),
+            recorded=data,
+        )
+        if data is None or self.trained is None:
+            run_dir = RunDir.create(self.path)
+            write_tasks(run_dir, tasks)
+            self._write_config(run_dir)
+            run_dir.write_state(state)
+            return run_dir, state, tasks
+        run_dir = RunDir.open(self.path)
+        for earlier in (run_dir.start, run_dir.reference):
+            shutil.rmtree(earlier, ignore_errors=True)
+        policy = self.config.policy.model_copy(update={"model": str(self.trained)})
+        self.config = self.config.model_copy(update={"policy": policy})
+        state.step = data.first_step = len(run_dir.read_metrics())
+        return run_dir, state, tasks
+
+    def _reopen(self, *, recorded: bool) -> tuple[RunDir, RunState, Tasks]:
+        run_dir = RunDir.open(self.path)
+        try:
+            state = run_dir.read_state()
+            if state.recorded is not None and not recorded:
+                raise ResumeError(
+                    f"{self.path} learns from recorded data, without an agent; continue it with Trainer.resume("
+                    f"{str(self.path)!r}).train(), or `agl train --resume {self.path}`"
+                )
+            check_extensions(self.path, state, self.config, self.changes)
+            return run_dir, state, read_tasks(run_dir)
+        except BaseException:
+            run_dir.close()
+            raise
+
+    @contextmanager
+    def _set_up(self, run_dir: RunDir, state: RunState) -> Generator[None]:
+        """Discard a new run if its set-up fails, unless its warm start is done; record the changes of a resumed one."""
+        try:
+            yield
+        except Exception:
+            warmed_up = self.config.warm_start.dataset is not None and run_dir.start.exists()
+            if self.before is None and self.trained is None and not warmed_up:
+                run_dir.discard()
+            raise
+        if self.before is not None and (changes := changed_settings(self.before, self.config)):
+            self._write_config(run_dir)
+            with (run_dir.path / "changes.jsonl").open("ab") as file:
+                file.write(record_of(changes, state.step))
+            self.progress.note(f"changed: {describe_changes(changes)}")
+
+    def _write_config(self, run_dir: RunDir) -> None:
+        # Headers for a provider may hold its key.
+        write_atomically(run_dir.path / "config.toml", dump_toml(self.config).encode(), private=True)
+
+    def _wiring(
+        self, algorithm: Algorithm[Any], run_dir: RunDir, state: RunState, tasks: Tasks, recorded: RecordedSource | None
+    ) -> Wiring:
+        """Of an agent, which in a run on `recorded` data only measures, and may be missing; such a run keeps rollouts
+        in a store of its own. Raises ConfigError for none, ResumeError for an object that was not given again."""
+        config, store, agent = self.config, self.store, self.agent
+        check_objects(self.path, state, store=store, reward=self.reward, callbacks=self.callbacks)
+        if recorded is not None:
+            config, store = wired_settings(config, agent), None
+        if agent is not None or recorded is None:
+            check_runners(config, store, agent, self.reward)
+        given = with_hooks(agent, self.hooks, config.runner.hooks), self.reward, store, self.resources, self.callbacks
+        return Wiring(config, algorithm, *given, self.progress, run_dir, state, tasks, recorded)
+
+
+class Wiring(Struct):
+    """What a run is made of; `open` makes the run."""
+
+    config: TrainConfig
+    algorithm: Algorithm[Any]
+    agent: Any
+    """None: runners elsewhere have it, or a run on recorded data measures nothing."""
+    reward: Any
+    store: LightningStoreBase | None
+    """The store that was given to the run. None: it has one of its own."""
+    resources: NamedResources
+    """What rollouts are given beside the policy."""
+    callbacks: Sequence[Callback[Any]]
+    """Those of others that are objects; the settings name more."""
+    progress: Progress
+    run_dir: RunDir
+    state: RunState
+    tasks: Tasks
+    recorded: RecordedSource | None
+    """What it learns from. None: from rollouts of the agent, which else only measures."""
+
+    @asynccontextmanager
+    async def open(self) -> AsyncGenerator[tuple[Runner | None, TrainingRun]]:
+        """The run and its runner; None: it has none here."""
+        since, algorithm, state, note = time.monotonic(), self.algorithm, self.state, self.progress.note
+        learns = state.learns_weights = algorithm.learns_weights
+        if not learns:
+            self.config = with_own_providers(self.config, note)
+        config, given, run_id = self.config, self.store, state.run_id
+        if algorithm.selects_result:
+            check_disjoint(self.tasks)
+        check_prices(algorithm, config)
+        token, secret = credentials(given)
+        async with AsyncExitStack() as stack:
+            store = await open_store(given, self.run_dir, stack)
+            self.progress.phase("loading the agent and the model")
+            queue, runner = queue_of(config.runner, given, run_id), None
+            runs_agent = self.recorded is None or self.agent is not None
+            if runs_agent and config.runner.hosts:
+                routing: dict[str, Any] = {"redirect": learns or routes_models(config), "queue": queue}
+                log = self.run_dir.path / "agent.log"
+                runner = make_runner(config.runner, store, self.agent, self.reward, secret, log=log, **routing)
+            url = joined_url(config)
+            listener = await load_agent(runner, stack, config.run.host, config.run.port, policy=learns, url=url)
+            policy = joined = None
+            if learns:
+                await make_starting_policy(config, self.run_dir, self.tasks, self.progress)
+                check = partial(check_free, config, given, run_id)
+                policy = await open_for_training(config, algorithm, self.run_dir, state, store, self.progress, check)
+                stack.push_async_callback(policy.close)
+            if config.run.gateways:
+                joined = await stack.enter_async_context(JoinedGateways.open(config, given, policy, run_id, note))
+            own = None if joined else policy
+            server = await serve_run(config, store, own, self.run_dir, stack, secret, token, listener)
+            note(f"dashboard: {server.url}{DASHBOARD}#token={token}")
+            account = RunAccount(self.run_dir, state, self._collector(store, policy, queue), self.progress, since=since)
+            stack.push_async_callback(account.close)
+            if self.progress.enabled:
+                timeout, own_store = config.runner.timeout_seconds, self.run_dir.store_path.exists()
+                watching = watch_rollouts(store, run_id, self.progress, timeout, own_store=own_store)
+                await stack.enter_async_context(in_background(watching))
+            called = url or config.run.public_url or server.url
+            await account.collector.move(run_id, called)
+            if runner is not None:
+                await account.collector.recover(run_id, "the process that ran it ended")
+                await runner.start(url or server.url)
+                stack.push_async_callback(runner.stop)
+            elif runs_agent:
+                await stack.enter_async_context(in_background(report_missing_runners(given or store, run_id, note)))
+            run = await self._run(account, policy, server, called, joined)
+            with calls_of(type(algorithm), "algorithm"):
+                run.prepared = await algorithm.prepare(run)
+            yield runner, run
+
+    def _collector(self, store: LightningStoreBase, policy: Policy | None, queue: str | None) -> RolloutCollector:
+        config, limits, model = self.config, NO_LIMITS, None
+        if policy is not None:
+            limits, model = TokenLimits(policy.vocab_size, policy.context_length), policy.model
+        reward = config.curriculum.turns and config.curriculum.turns.reward
+        rules = weighted_rules(config.air, load_rule)
+        reader = TrajectoryReader(store, model, limits, rules, turn_limit_reward=reward)
+        share = config.runner.max_failed_share
+        return RolloutCollector(reader, rollout_config(config.runner), queue=queue, max_failed_share=share)
+
+    async def _run(
+        self, account: RunAccount, policy: Policy | None, server: Server, url: str, joined: JoinedGateways | None
+    ) -> TrainingRun:
+        """The run, with the resources of its last checkpoint unless the starting policy is still to be measured. Its
+        calls go to `url`: the gateway of `server`, or one that was joined."""
+        config, algorithm, state, store = self.config, self.algorithm, self.state, account.collector.store
+        publisher = ResourcePublisher(store, url, policy, self.resources, config.runner.max_calls)
+        if not state.measures_start(config.evaluation.modes):
+            publisher.publish(read_resources(self.run_dir.path, state.checkpoint))
+        learner = None if policy is None else self._learner(policy, server, joined)
+        checkpoints = Checkpoints(account, config.run, learner, publisher, algorithm)
+        checkpoints.restore_algorithm(state.checkpoint)
+        weights, validates = algorithm.reward_weights, not algorithm.selects_result
+        measurements = Measurements(account, publisher, self.tasks, config.evaluation, weights, validates)
+        stream = None if self.recorded else self._stream(account, publisher, learner)
+        source: Any = self.recorded or stream
+        if config.group_reward is not None:
+            judge = load_object(function_spec(config.group_reward, "group reward"), "group reward")
+            source = GroupRewardSource(source, judge, store)
+        run = TrainingRun(
+            account,
+            source,
+            learner,
+            measurements,
+            checkpoints,
+            total_steps=algorithm.total_steps + (state.first_step if self.recorded else 0),
+            target_agent=trained_agents(self.agent),
+            seed=config.run.seed,
+            recorded=self.recorded,
+            start_prompts=prompts_in(self.resources),
+            stream=stream,
+            uses_providers=bool(config.gateway.providers),
+            joined=joined,
+        )
+        account.add(Curve(self.run_dir, required=learner is not None))
+        account.add(await asyncio.to_thread(Tracking, config, account, measurements))
+        if config.guard is not None:
+            account.add(Guard(config.guard, account, weights))
+        if config.run.token_ratios and learner is not None:
+            account.add(TokenRatios(account, learner))
+        account.add(audit := Audit(account, checkpoints, algorithm.name))
+        account.add(health := Health(config.run, account, checkpoints, judges=self.recorded is None))
+        if config.gate is not None:
+            account.add(Gate(config.gate, account, checkpoints, audit, health, measurements))
+        for callback in make_callbacks(config.run.callbacks, self.callbacks):
+            callback.run = run
+            account.add(callback)
+        return run
+
+    def _learner(self, policy: Policy, server: Server, joined: JoinedGateways | None) -> Learner:
+        config, updating, publish = self.config.policy, joined and joined.updating, None
+        if updating is None:
+            assert server.gateway is not None
+            updating = partial(
+                server.gateway.gates.of(policy).update,
+                in_flight=config.in_flight,
+                drain_seconds=config.drain_seconds,
+                can_go_on=capabilities_of(policy).in_flight,
+            )
+        if config.weights.url is not None:
+            publisher = load_plugin("publishers", "weights")
+            publish = publisher(policy, config.weights, self.run_dir.path / "weights").publish
+        return Learner(policy, updating, config.token_budget, self.state.resumes, publish)
+
+    def _stream(self, account: RunAccount, publisher: ResourcePublisher, learner: Learner | None) -> RolloutStream:
+        """The stream of rollouts; with `max_staleness` 0, each step waits for its own. Raises ConfigError for a
+        `max_staleness` or a curriculum that cannot be."""
+        config, algorithm, state, tasks = self.config, self.algorithm, self.state, self.tasks.train
+        check_staleness(config.run.max_staleness, algorithm.total_steps)
+        algorithm.check_staleness(config.run.max_staleness)
+        if learner is None:
+            check_calls_of_policy(config)
+        return RolloutStream(
+            account.collector,
+            tasks,
+            state,
+            publisher.write,
+            seed=config.run.seed,
+            policy_version=lambda: 0 if learner is None else learner.policy_version,
+            versions=lambda: {} if learner is None else learner.versions,
+            max_staleness=config.run.max_staleness,
+            total_steps=algorithm.total_steps,
+            order=task_order(config.curriculum, len(tasks), config.run.seed, state.curriculum),
+            reward_weights=algorithm.reward_weights,
+            turn_limit=config.curriculum.turns,
+            branching=config.curriculum.branching,
+            limit=InFlightLimit(learner.policy.kv_cache_usage)
+            if learner is not None and config.runner.limit_by_load
+            else InFlightLimit(),
+            on_progress=lambda done, total: account.progress.update(state.stage_step, rollouts=f"{done}/{total}"),
+            note=account.progress.note,
+        )
+
+
+async def open_store(given: LightningStoreBase | None, run_dir: RunDir, stack: AsyncExitStack) -> LightningStoreBase:
+    """The given store, or the run's own. Its spans also go where OpenTelemetry's environment variables say."""
+    store = given
+    if store is None:
+        store = LightningStore(run_dir.store_path)
+        stack.push_async_callback(store.close)
+    endpoint = next(filter(None, map(os.environ.get, OTLP_ENDPOINTS)), None)
+    if endpoint is not None:
+        exporter = OtlpExporter(endpoint)
+        stack.push_async_callback(asyncio.to_thread, exporter.close)
+        store = instrument(store, [exporter])
+    return store
+
+
+async def serve_run(
+    config: TrainConfig,
+    store: LightningStoreBase,
+    policy: Engine | None,
+    run_dir: RunDir,
+    stack: AsyncExitStack,
+    secret: str,
+    token: str,
+    listener: socket.socket | None = None,
+) -> Server:
+    """The server of a run and its dashboard, until the stack is closed. The policy answers all calls that no route
+    sends elsewhere."""
+    data = catalog_of_run(run_dir.path, store)
+    stack.push_async_callback(data.close)
+    engines: dict[str, Engine] = {} if policy is None else {policy.model: policy}
+    engines |= await open_models(config.gateway.models, stack, run_dir.path)
+    serving = serve(
+        store,
+        engines if policy is not None or routes_models(config) else None,
+        secret=secret,
+        token=token,
+        routing=config.gateway,
+        accept_any_model=policy is not None,
+        require_key=not is_loopback(config.run.host),
+        budget_file=run_dir.path / "spent",
+        host=config.run.host,
+        listener=listener,
+        pages=dashboard_routes(data, token),
+    )
+    return await stack.enter_async_context(serving)
+
+
+def load_rule(name: str) -> Any:
+    """The function of an AIR rule that is given by name. Raises AgentError."""
+    return load_object(function_spec(name, "AIR rule"), "AIR rule")
+
+
+def check_calls_of_policy(config: TrainConfig) -> None:
+    """Raises ConfigError for settings on the calls of a policy, for a run without one."""
+    settings = {
+        "curriculum.turns": config.curriculum.turns,
+        "curriculum.branching": config.curriculum.branching,
+        "runner.max_calls": config.runner.max_calls,
+        "run.token_ratios": config.run.token_ratios or None,
+    }
+    for name, setting in settings.items():
+        if setting is not None:
+            raise ConfigError(
+                f"{name} needs a policy, whose answers are counted and have log-probabilities; this run trains no"
+                " model: leave it out"
+            )
