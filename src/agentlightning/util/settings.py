@@ -14,6 +14,7 @@ import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from datetime import date, time
 from difflib import SequenceMatcher
@@ -156,7 +157,7 @@ def load_settings(model: type[M], *, toml: Path | None = None, overrides: Sequen
     sources += [_Source(f"from the override {_named(text)}", _read_override(text)) for text in overrides]
     table: Table = {}
     for source in sources:
-        _merge(table, source.table)
+        _merge(table, deepcopy(source.table))
     known = dict(_known(model))
     _read_none(table, known)
     _fill(table, {name: field.get_default(call_default_factory=True) for name, field in model.model_fields.items()})
@@ -247,63 +248,39 @@ def _read_override(text: str) -> Table:
     if not equals or not key.strip():
         raise ConfigError(f"{text!r} sets nothing; write section.key=value, as in algorithm.steps=50")
     try:
-        table = tomllib.loads(f"{key}={value}")
-    except tomllib.TOMLDecodeError:
-        return _text_override(key, _json_or_text(value))
-    return _text_override(key, value) if isinstance(_leaf(table), date | time) else table
-
-
-def _json_or_text(value: str) -> Any:
-    """People paste JSON objects and lists, which are not TOML."""
-    if not value.lstrip().startswith(("{", "[")):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
-
-
-def _text_override(key: str, value: Any) -> Table:
-    try:
         table = tomllib.loads(f"{key}=0")
     except tomllib.TOMLDecodeError:
         raise ConfigError(f"{key!r} is not the name of a setting; write section.key=value") from None
     inner = table
     while isinstance(next(iter(inner.values())), dict):
         inner = next(iter(inner.values()))
-    inner[next(iter(inner))] = value
+    inner[next(iter(inner))] = _read_value(value)
     return table
 
 
-def _leaf(value: Any) -> Any:
-    while isinstance(value, dict) and value:
-        value = next(iter(cast(Table, value).values()))
-    return value
+def _read_value(text: str) -> Any:
+    """TOML, but for dates; JSON, as people paste objects and lists; else text."""
+    try:
+        [value] = tomllib.loads(f"value={text}").values()
+        return text if isinstance(value, date | time) else value
+    except ValueError:
+        with suppress(ValueError):
+            return json.loads(text) if text.lstrip().startswith(("{", "[")) else text
+        return text
 
 
-def _merge(into: Table, table: Mapping[str, Any]) -> None:
+def _merge(into: Any, table: Table, name: str = "") -> None:
+    """Set what the table sets: keys of a table, and items of a list by their place, as in `stages.1.steps=50`."""
     for key, value in table.items():
-        if isinstance(value, dict):
-            inner = into.get(key)
-            if isinstance(inner, list) and all(each.isdecimal() for each in cast(Table, value)):
-                _merge_items(cast(list[Any], inner), cast(Table, value), key)
-                continue
-            if not isinstance(inner, dict):
-                inner = into[key] = {}
-            _merge(cast(Table, inner), cast(Table, value))
+        if isinstance(into, list) and int(key) >= len(cast(list[Any], into)):
+            raise ConfigError(f"there is no {name}.{key}: {name} has {len(into)} items, counted from 0")
+        place: Any = int(key) if isinstance(into, list) else key
+        inner = into[place] if isinstance(into, list) else into.get(key)
+        is_place = isinstance(inner, list) and isinstance(value, dict) and all(map(str.isdecimal, cast(Table, value)))
+        if isinstance(value, dict) and (is_place or isinstance(inner, dict)):
+            _merge(inner, cast(Table, value), key)
         else:
-            into[key] = value
-
-
-def _merge_items(into: list[Any], items: Table, name: str) -> None:
-    """Change items of a list by their place: `stages.1.steps=50`."""
-    for place, value in items.items():
-        if int(place) >= len(into):
-            raise ConfigError(f"there is no {name}.{place}: {name} has {len(into)} items, counted from 0")
-        if isinstance(value, dict) and isinstance(into[int(place)], dict):
-            _merge(cast(Table, into[int(place)]), cast(Table, value))
-        else:
-            into[int(place)] = value
+            into[place] = value
 
 
 def _read_none(table: Table, known: Mapping[str, FieldInfo], prefix: str = "") -> None:
@@ -341,17 +318,13 @@ def _expanded(model: type[BaseModel], settings: Table) -> Table:
 def _known(model: type[BaseModel], prefix: str = "", outer: tuple[Any, ...] = ()) -> Iterator[tuple[str, FieldInfo]]:
     """Every setting by its dotted name, including sections, all members of unions, and items of lists (as `*`)."""
     for name, field in model.model_fields.items():
-        yield prefix + name, field
+        full = prefix + name
+        yield full, field
         for member in _members(Annotated[field.annotation, None, *field.metadata]):
-            yield from _known_below(member, f"{prefix}{name}.", (*outer, model))
-            if get_origin(member) in (tuple, list):
-                for item in _members(get_args(member)[0]):
-                    yield from _known_below(item, f"{prefix}{name}.{_ITEM}.", (*outer, model))
-
-
-def _known_below(member: Any, prefix: str, outer: tuple[Any, ...]) -> Iterator[tuple[str, FieldInfo]]:
-    if isinstance(member, type) and get_origin(member) is None and issubclass(member, BaseModel):
-        yield from _known(member, prefix, outer) if member not in outer else ()
+            items = _members(get_args(member)[0]) if get_origin(member) in (tuple, list) else ()
+            for part, start in ((member, f"{full}."), *((item, f"{full}.{_ITEM}.") for item in items)):
+                if isinstance(part, type) and get_origin(part) is None and issubclass(part, BaseModel):
+                    yield from _known(part, start, (*outer, model)) if part not in (*outer, model) else ()
 
 
 def _members(annotation: Any) -> Iterator[Any]:

@@ -193,9 +193,9 @@ def test_an_object_in_place_of_a_name_is_another_reward_and_in_place_of_an_objec
         return 1.0
 
     state = RunState(run_id="r", evaluations={"before-greedy": [1.0]}, best_step=3)
-    assert not Trainer.resume(run, reward=reward)._changes_rewards(reward)
+    assert not Trainer.resume(run, reward=reward)._run(reward)._changes_rewards()
     write_atomically(run / "config.toml", dump_toml(TrainConfig(reward="m:f")).encode())
-    assert not Trainer.resume(run)._changes_rewards(reward)
-    assert Trainer.resume(run, reward=reward)._changes_rewards(reward)
+    assert not Trainer.resume(run)._run(reward)._changes_rewards()
+    assert Trainer.resume(run, reward=reward)._run(reward)._changes_rewards()
     state.forget_measurements()
     assert (state.evaluations, state.best_step, state.suffix) == ({}, None, "-changed1")
