@@ -16,11 +16,15 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct, structs
+from pydantic import BaseModel
 
-from agentlightning.algorithms.base import Algorithm, make_algorithm
+from agentlightning.algorithms.apo.config import APOConfig
+from agentlightning.algorithms.base import Algorithm, class_name, make_algorithm
+from agentlightning.algorithms.lightning_rl import LightningRLConfig
+from agentlightning.algorithms.sequential import SequentialConfig
 from agentlightning.assemble.model_calls import NO_LIMITS, TokenLimits
 from agentlightning.attempt_variables import OTLP_ENDPOINTS
 from agentlightning.compat.runner import Hook, with_hooks
@@ -99,18 +103,11 @@ from agentlightning.training.sources.group_rewards import GroupRewardSource
 from agentlightning.training.sources.stream import InFlightLimit, RolloutStream, check_staleness
 from agentlightning.training.starting_policy import has_random_weights, make_starting_policy, open_for_training
 from agentlightning.training.tracking import Tracking
-from agentlightning.training.trainer_settings import (
-    algorithm_of_run,
-    algorithm_to_record,
-    check_prices,
-    trained_agents,
-    with_absolute_paths,
-)
 from agentlightning.training.watch import watch_rollouts
 from agentlightning.util.event_loop import in_background
 from agentlightning.util.plugins import calls_of, load_plugin
 from agentlightning.util.progress import Progress
-from agentlightning.util.settings import dump_toml
+from agentlightning.util.settings import dump_toml, settings_from
 
 
 class Run(Struct):
@@ -181,12 +178,14 @@ class Run(Struct):
     async def dry_run(self, *datasets: Any) -> DryRun:
         """Everything short of training, in a directory that is removed. `datasets`: as `fit` takes them."""
         follow_trainer(self.config.policy)
-        resumed = None if self.before is None else self.path
+        if self.before is not None:
+            raise ConfigError(
+                f"a dry run is of a run that is to begin; give the settings of this one: {self.path}/config.toml"
+            )
         with TemporaryDirectory(prefix="agl-dry-run-") as directory, self.progress:
-            settings, path = dry_run.settings_of(self.config, resumed), Path(directory) / "run"
-            other = structs.replace(self, config=settings, path=path, store=None, callbacks=(), before=None)
-            found = datasets if resumed is None else dry_run.tasks_of_run(resumed)
-            run_dir, state, tasks = other._open(*found, recorded=False)
+            settings, path = dry_run.settings_of(self.config), Path(directory) / "run"
+            other = structs.replace(self, config=settings, path=path, store=None, callbacks=())
+            run_dir, state, tasks = other._open(*datasets, recorded=False)
             try:
                 wiring = other._wiring(other._chosen, run_dir, state, tasks, None)
                 return await dry_run.dry_run(self.config, wiring.algorithm, tasks, wiring.open)
@@ -538,3 +537,84 @@ def check_calls_of_policy(config: TrainConfig) -> None:
                 f"{name} needs a policy, whose answers are counted and have log-probabilities; this run trains no"
                 " model: leave it out"
             )
+
+
+# -- settings --------------------------------------------------------------------------------------------------------
+
+
+C = TypeVar("C", bound=BaseModel)
+
+
+def check_prices(algorithm: Algorithm[Any], config: TrainConfig) -> None:
+    """Raises ConfigError for a prompt search with a budget in money, of whose calls none has a price."""
+    gateway = config.gateway
+    if any(each.price for each in (*gateway.providers, *gateway.routes)):
+        return
+    for stage in getattr(algorithm, "stages", (algorithm,)):
+        settings = getattr(stage, "config", None)
+        if isinstance(settings, APOConfig) and settings.budget.money and not settings.has_prices:
+            raise ConfigError(
+                f"budget.money={settings.budget.money:g} limits nothing, as no call has a price: set input_price and"
+                " output_price of the critic (and the editor), and agent_input_price and agent_output_price of the"
+                " budget, or the price of a provider ([[gateway.providers]])"
+            )
+
+
+def with_absolute_paths(config: TrainConfig) -> TrainConfig:
+    """The same configuration, so that a run can be resumed from any directory. Raises ConfigError where its model
+    servers cannot be had."""
+    servers = config.policy.servers.with_absolute_paths()
+    if config.policy.engine != "local":
+        servers.check(config.policy.engine)
+    changes: dict[str, Any] = {
+        "runner": config.runner.model_copy(update={"cwd": str(Path(config.runner.cwd or ".").resolve())}),
+        "policy": _absolute(config.policy, "model").model_copy(update={"servers": servers}),
+        "algorithm": _with_absolute_models(config.algorithm),
+        "data": _absolute(config.data, "sessions"),
+        "gate": config.gate and _absolute(config.gate, "tasks"),
+        "warm_start": _absolute(config.warm_start, "dataset"),
+    }
+    return config.model_copy(update=changes)
+
+
+def _with_absolute_models(settings: C) -> C:
+    """The settings of an algorithm, and of its stages."""
+    if isinstance(settings, SequentialConfig):
+        return settings.model_copy(update={"stages": tuple(map(_with_absolute_models, settings.stages))})
+    found = _absolute(settings, "reference", "teacher", "dataset", "validation", "data")
+    output = getattr(settings, "output", None)
+    return found.model_copy(update={"output": str(Path(output).resolve())} if output else {})
+
+
+def _absolute(section: C, *names: str) -> C:
+    """A section of settings whose paths, where there is something, are absolute."""
+    given = {name: path for name in names if (path := getattr(section, name, None)) and Path(path).exists()}
+    return section.model_copy(update={name: str(Path(path).resolve()) for name, path in given.items()})
+
+
+def algorithm_to_record(algorithm: Algorithm[Any] | None) -> str | None:
+    """`module:Class` of an algorithm object that the configuration cannot bring back; None where it can."""
+    return None if algorithm is None or algorithm.restorable else class_name(algorithm)
+
+
+def algorithm_of_run(
+    given: Algorithm[Any] | None, config: TrainConfig, recorded: str | None, run_dir: Path
+) -> Algorithm[Any]:
+    """The given object, or the algorithm that the configuration names. Raises ResumeError where a resumed run had
+    another one, which its directory cannot bring back."""
+    if given is None and recorded is None:
+        return make_algorithm(config.algorithm)
+    name = None if given is None else class_name(given)
+    if given is None or name != (recorded or class_name(make_algorithm(config.algorithm))):
+        raise ResumeError(
+            f"{run_dir} is trained by {recorded or 'an algorithm made from its settings'}, not by"
+            f" {name or 'one made from settings'}; give it the algorithm it had:"
+            f" Trainer.resume({str(run_dir)!r}, algorithm=...)"
+        )
+    return given
+
+
+def trained_agents(agent: Any) -> str | None:
+    """The agents to train, where the agent is an object that declares them."""
+    target = getattr(agent, "trained_agents", None)
+    return settings_from(LightningRLConfig, {"target_agent": target}, source="trained_agents of the agent").target_agent

@@ -17,12 +17,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentlightning.algorithms.base import Algorithm, make_algorithm
+from agentlightning.algorithms.base import ALGORITHMS, Algorithm, make_algorithm
 from agentlightning.algorithms.recorded.plan import MethodSetting
 from agentlightning.compat.algorithm import Baseline, with_adapter
-from agentlightning.config import DataConfig, TrainConfig
+from agentlightning.config import DataConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.errors import ConfigError
-from agentlightning.resources import NamedResources, Resource, as_resources
+from agentlightning.policy.config import PolicyConfig
+from agentlightning.policy.open import check_model
+from agentlightning.resources import NamedResources, Resource, as_resources, prompts_in
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import load_dataset
 from agentlightning.training.callbacks import Callback
@@ -34,10 +36,9 @@ from agentlightning.training.persistence.run_changes import (
     settings_of_run,
 )
 from agentlightning.training.persistence.run_dir import read_state
-from agentlightning.training.trainer_settings import check_algorithm, split_prompts, with_arguments
 from agentlightning.util.event_loop import run_sync
 from agentlightning.util.progress import Progress
-from agentlightning.util.settings import settings_from
+from agentlightning.util.settings import chosen, settings_from
 
 if TYPE_CHECKING:
     from agentlightning.compat.runner import Hook
@@ -83,16 +84,19 @@ class Trainer:
         self.hooks = hooks
         self.callbacks = [each for each in callbacks if isinstance(each, Callback)]
         """Those that are objects; the settings name the others."""
-        self.algorithm = with_adapter(None if algorithm is None else check_algorithm(algorithm), adapter)
+        if algorithm is not None and not isinstance(algorithm, Algorithm):
+            algorithm = make_algorithm(chosen(algorithm, ALGORITHMS))
+        self.algorithm = with_adapter(algorithm, adapter)
         runners = n_workers if n_runners is None else n_runners
         named = [each for each in callbacks if not isinstance(each, Callback)]
         self.config = with_arguments(config or TrainConfig(), self.algorithm, model, runners, seed, named)
-        prompts, others = split_prompts(as_resources(initial_resources or {}))
-        self.config = self.config.model_copy(update={"prompts": {**self.config.prompts, **prompts}})
+        resources = as_resources(initial_resources or {})
+        prompts = {**self.config.prompts, **prompts_in(resources)}
+        self.config = self.config.model_copy(update={"prompts": prompts})
         self.reward = reward if reward is not None else self.config.reward
         self.store = store
         self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-        self.initial_resources: NamedResources = {**self.config.prompts, **others}
+        self.initial_resources: NamedResources = {**resources, **prompts}
         self.progress = progress or Progress()
         self._trained: Path | None = None
         """What `train` has made of the model."""
@@ -279,3 +283,61 @@ class Trainer:
 def given(**arguments: Any) -> dict[str, Any]:
     """Those that are not None."""
     return {name: each for name, each in arguments.items() if each is not None}
+
+
+def with_arguments(
+    config: TrainConfig,
+    algorithm: Algorithm[Any] | None,
+    model: str | Path | None = None,
+    n_runners: int | None = None,
+    seed: int | None = None,
+    callbacks: Sequence[Any] = (),
+) -> TrainConfig:
+    """The configuration with the arguments of a trainer in it. Raises ConfigError where they do not go together."""
+    changes: dict[str, Any] = {}
+    settings = getattr(algorithm, "config", None)
+    if algorithm is not None and (algorithm.restorable or getattr(settings, "type", "") in ALGORITHMS):
+        changes["algorithm"] = settings
+    model = _model_of(model, algorithm)
+    if model is not None:
+        changes["policy"] = settings_from(PolicyConfig, {"model": str(model)}, base=config.policy)
+    if n_runners is not None:
+        values = {"hosts": n_runners}
+        changes["runner"] = settings_from(RunnerConfig, values, base=config.runner, source="given as n_runners")
+    run: dict[str, Any] = {} if seed is None else {"seed": seed}
+    if callbacks:
+        run["callbacks"] = (*config.run.callbacks, *callbacks)
+    if run:
+        changes["run"] = settings_from(RunConfig, run, base=config.run, source="given to Trainer")
+    found = config.model_copy(update=changes)
+    run_by = algorithm or make_algorithm(found.algorithm)
+    for stage in getattr(run_by, "stages", (run_by,)):
+        found = with_lora(found, getattr(stage, "config", None))
+    if run_by.selects_result and not run_by.learns_weights and "modes" not in found.evaluation.model_fields_set:
+        # Without a policy there is no temperature to set: both modes would measure the same twice.
+        once = found.evaluation.model_copy(update={"modes": ("sampled",)})
+        found = found.model_copy(update={"evaluation": once})
+    found.check_sections()
+    return found
+
+
+def with_lora(config: TrainConfig, settings: object) -> TrainConfig:
+    """The configuration with the adapter that settings of an algorithm ask for."""
+    lora, policy = getattr(settings, "lora", None), config.policy
+    if lora is None:
+        return config
+    if policy.lora not in (None, lora):
+        raise ConfigError("lora was given to the algorithm and, another one, as policy.lora; give one of them")
+    return config.model_copy(update={"policy": policy.model_copy(update={"lora": lora})})
+
+
+def _model_of(model: object, algorithm: Algorithm[Any] | None) -> str | Path | None:
+    """The model to train, named by the trainer's argument or by the algorithm."""
+    own = None if algorithm is None else algorithm.model
+    for given in (model, own):
+        if given is not None:
+            check_model(given)
+    if model is not None and own is not None and str(model) != str(own):
+        raise ConfigError(f"model={str(model)!r} was given to the trainer and {str(own)!r} to the algorithm; give one")
+    found = model if model is not None else own
+    return found if isinstance(found, str | Path) else None

@@ -24,8 +24,8 @@ from agentlightning.models.tiny import make_tiny
 from agentlightning.policy.base import Capabilities, UpdateOptions
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.served import ServedPolicy
+from agentlightning.run import with_absolute_paths
 from agentlightning.testing.scripted_engine import ByteChatFormat
-from agentlightning.training.trainer_settings import with_absolute_paths
 from agentlightning.weight_sync.disk import CheckpointFolder
 
 

@@ -7,11 +7,10 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, closing
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
 from itertools import takewhile
-from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal
 
 from agentlightning import span as names
 from agentlightning.algorithms.base import Algorithm
@@ -19,7 +18,7 @@ from agentlightning.algorithms.training import RolloutReport
 from agentlightning.assemble.model_calls import calls, has_failed, is_call, model_of, untrainable_calls
 from agentlightning.assemble.trajectories import steps
 from agentlightning.chat.base import ChatFormat
-from agentlightning.config import TrackingConfig, TrainConfig, WarmStartConfig
+from agentlightning.config import TrackingConfig, TrainConfig
 from agentlightning.errors import AgentError, AgentLightningError, ConfigError
 from agentlightning.rollouts import Attempt
 from agentlightning.runner import Runner
@@ -28,8 +27,7 @@ from agentlightning.task import load_dataset
 from agentlightning.training.agent_runner import run_beside
 from agentlightning.training.health.step_record import LEAK_SHARE, answers_in_prompts
 from agentlightning.training.measurements import run_trials
-from agentlightning.training.persistence.run_changes import Tasks, read_tasks
-from agentlightning.training.persistence.run_dir import RunDir
+from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.run import TrainingRun
 from agentlightning.training.sources.transcripts import transcript_of
 from agentlightning.training.starting_policy import has_random_weights
@@ -377,37 +375,25 @@ def _short(value: Any) -> str:
 
 # Runs the rollouts of a dry run: a few tasks, each several times, as a step of training would; nothing is learned.
 
-Datasets: TypeAlias = tuple[Sequence[Any] | None, Sequence[Any] | None, Sequence[Any] | None]
-"""Tasks to learn from, for validation, held out; None: those of the settings."""
-
 TASKS: Final = 4
 REPEATS: Final = 2
 """Rollouts of each task: whether rewards differ shows in several."""
 
 
-def settings_of(config: TrainConfig, resumed: Path | None = None) -> TrainConfig:
-    """Those of a dry run: no second attempts, and failures are counted only; the starting weights of a run that is
-    `resumed`. Raises ConfigError where runners elsewhere have the agent, or a tracker is not installed."""
+def settings_of(config: TrainConfig) -> TrainConfig:
+    """Those of a dry run: no second attempts, and failures are counted only. Raises ConfigError where runners elsewhere
+    have the agent, or a tracker is not installed."""
     if config.is_recorded:
         raise ConfigError("a dry run runs an agent, and this run learns from recorded data, without one")
     if not config.runner.hosts:
         raise ConfigError("a dry run runs the agent here, and runner.hosts=0 leaves it to runners elsewhere")
-    runner = config.runner.model_copy(update={"max_attempts": 1, "max_failed_share": 1.0})
     check_installed(config.tracking)
-    tracking = TrackingConfig(transcripts=0)
-    changes: dict[str, Any] = {"runner": runner, "tracking": tracking}
-    changes["run"] = config.run.model_copy(update={"gateways": ()})  # Its store is its own.
-    if resumed is not None and (resumed / "start").exists():
-        changes["policy"] = config.policy.model_copy(update={"model": str(resumed / "start")})
-        changes["warm_start"] = WarmStartConfig()
+    changes = {
+        "runner": config.runner.model_copy(update={"max_attempts": 1, "max_failed_share": 1.0}),
+        "tracking": TrackingConfig(transcripts=0),
+        "run": config.run.model_copy(update={"gateways": ()}),  # Its store is its own.
+    }
     return config.model_copy(update=changes)
-
-
-def tasks_of_run(run_dir: Path) -> Datasets:
-    """Those that a run was started with."""
-    with closing(RunDir.open(run_dir)) as opened:
-        found = read_tasks(opened)
-    return found.train, found.validation, found.held_out
 
 
 async def dry_run(

@@ -44,8 +44,7 @@ async def evaluate_tasks(
     repeats: int = 1,
     rollout_ids: Sequence[str] | None = None,
     reward_weights: RewardWeights = None,
-    max_failed_share: float | None = None,
-    require_reward: bool = False,
+    strict: bool = True,
     scores: Scores | None = None,
     on_progress: Callable[[int], None] | None = None,
     on_collected: Callable[[Collected], Awaitable[None]] | None = None,
@@ -54,8 +53,8 @@ async def evaluate_tasks(
     task by task: a repeated call continues an interrupted evaluation. `scores`: rewards by rollout id, in place of
     those that the rollouts have.
 
-    Raises TrainingStopped as `RolloutCollector.collect` does where too many rollouts fail, and with `require_reward`
-    RewardError where rollouts succeed and none has a usable reward.
+    Where it is `strict`, raises TrainingStopped as `RolloutCollector.collect` does where too many rollouts fail, and
+    RewardError where rollouts succeed and none has a usable reward; else failures are part of the result.
     """
     ends = [""] if repeats == 1 else [f"-{repeat}" for repeat in range(repeats)]
     plans = [
@@ -70,11 +69,11 @@ async def evaluate_tasks(
         resources_id=resources_id,
         mode=mode,
         check=None if scores is not None else lambda trajectories: unrewarded(trajectories, reward_weights, NO_REWARD),
-        max_failed_share=max_failed_share,
+        max_failed_share=None if strict else 1.0,
         max_rejected_share=1.0,
         on_progress=on_progress,
     )
-    if require_reward and collected.rejected and not collected.trajectories:
+    if strict and collected.rejected and not collected.trajectories:
         first = collected.rejected[0]
         raise RewardError(
             f"none of {len(tasks)} tasks has a reward ({describe_reasons(collected.left_out)}). The first rollout,"
@@ -222,8 +221,7 @@ class Measurements:
             resources_id=await self.publisher.write(name, {"temperature": TEMPERATURES[mode]}),
             mode="test" if held_out else "val",
             reward_weights=self.reward_weights,
-            max_failed_share=None if strict else 1.0,
-            require_reward=strict,
+            strict=strict,
             scores=scores,
             on_progress=on_progress,
             on_collected=self.account.name_evaluated,

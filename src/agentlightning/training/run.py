@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -404,9 +405,9 @@ def step_line(state: RunState, collected: Collected, metrics: Metrics) -> dict[s
 
 def _automatic_rewards(collected: Collected) -> dict[str, float]:
     """`air_RULE` for each rule that gave rewards, and `air_reward` for all: the mean sum of a rollout."""
-    sums: dict[str, float] = {}
+    sums = defaultdict[str, float](float)
     for trajectory in collected.trajectories:
         for rule, value in trajectory.metadata.get(AUTOMATIC_REWARDS, {}).items():
-            for name in (f"air_{rule}", "air_reward"):
-                sums[name] = sums.get(name, 0.0) + value
+            sums[f"air_{rule}"] += value
+            sums["air_reward"] += value
     return {name: value / len(collected.trajectories) for name, value in sums.items()}

@@ -188,6 +188,11 @@ def test_tasks_that_cannot_be_read_end_the_promise_to_resume(run):
         Trainer.resume(run).fit(lambda task: 1.0)
 
 
+def test_a_run_that_has_begun_has_no_dry_run(run):
+    with pytest.raises(ConfigError, match=r"has begun.*agl train --config .*config.toml --dry-run"):
+        Trainer.resume(run).dry_run()
+
+
 def test_an_object_in_place_of_a_name_is_another_reward_and_in_place_of_an_object_the_same(run):
     def reward(task):
         return 1.0

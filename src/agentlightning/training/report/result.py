@@ -117,9 +117,6 @@ class StageResult(FrozenStruct, frozen=True):
     cost: Cost = Cost()
     """Without the calls to providers, which are counted for the whole run."""
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def stage_results(state: RunState, lines: Sequence[Mapping[str, Any]], modes: Sequence[str]) -> tuple[StageResult, ...]:
     """The stages of a finished run; none for a run of one algorithm. `lines`: the metrics of its steps."""
