@@ -158,13 +158,20 @@ def load_settings(model: type[M], *, toml: Path | None = None, overrides: Sequen
     table: Table = {}
     for source in sources:
         _merge(table, deepcopy(source.table))
-    known = dict(_known(model))
-    _read_none(table, known)
-    _fill(table, {name: field.get_default(call_default_factory=True) for name, field in model.model_fields.items()})
+    _read_none(table, dict(_known(model)))
+    _fill(table, _defaults(model))
+    return _validated(model, table, sources)
+
+
+def _defaults(model: type[BaseModel]) -> Table:
+    return {name: field.get_default(call_default_factory=True) for name, field in model.model_fields.items()}
+
+
+def _validated(model: type[M], table: Table, sources: Sequence[_Source]) -> M:
     try:
         return model.model_validate(table, extra="forbid")
     except ValidationError as error:
-        lines = _explain(error.errors(), table, sources, list(known))
+        lines = _explain(error.errors(), table, sources, [name for name, _ in _known(model)])
     head = f"{len(lines)} invalid settings:\n  " if len(lines) > 1 else ""
     raise ConfigError(head + "\n  ".join(lines))
 
@@ -197,19 +204,13 @@ def settings_from(
 
     Raises ConfigError as `load_settings` does; `source` is what its message says about the origin of the values.
     """
-    known = {name: field.get_default(call_default_factory=True) for name, field in model.model_fields.items()}
-    defaults = known if base is None else dict(base)
     table = _expanded(model, dict(values))
-    _fill(table, defaults)
-    try:
-        made = model.model_validate({**({} if base is None else defaults), **table}, extra="forbid")
-        if base is None:
-            return made
-        changed = {name: value for name, value in made if name in table or value != getattr(base, name)}
-        return base.model_copy(update=changed)
-    except ValidationError as error:
-        lines = _explain(error.errors(), table, [_Source(source, dict(values))], list(dict(_known(model))))
-    raise ConfigError("; ".join(lines))
+    _fill(table, _defaults(model) if base is None else dict(base))
+    made = _validated(model, table if base is None else {**dict(base), **table}, [_Source(source, dict(values))])
+    if base is None:
+        return made
+    changed = {name: value for name, value in made if name in table or value != getattr(base, name)}
+    return base.model_copy(update=changed)
 
 
 def is_secret(name: str) -> bool:
