@@ -62,7 +62,6 @@ from agentlightning.training.agent_runner import (
     run_beside,
 )
 from agentlightning.training.callbacks import Callback, RunAccount, make_callbacks
-from agentlightning.training.curriculum import task_order
 from agentlightning.training.dry_run import DryRun
 from agentlightning.training.environment_providers import with_own_providers
 from agentlightning.training.governance import Audit, Gate, Guard, Health
@@ -100,7 +99,7 @@ from agentlightning.training.report.reward_curve import Curve
 from agentlightning.training.run import TrainingRun
 from agentlightning.training.sources.collector import RolloutCollector, TrajectoryReader
 from agentlightning.training.sources.group_rewards import GroupRewardSource
-from agentlightning.training.sources.stream import InFlightLimit, RolloutStream, check_staleness
+from agentlightning.training.sources.stream import InFlightLimit, RolloutStream, check_staleness, task_order
 from agentlightning.training.starting_policy import has_random_weights, make_starting_policy, open_for_training
 from agentlightning.training.tracking import Tracking
 from agentlightning.training.watch import watch_rollouts
@@ -180,7 +179,8 @@ class Run(Struct):
         follow_trainer(self.config.policy)
         if self.before is not None:
             raise ConfigError(
-                f"a dry run is of a run that is to begin; give the settings of this one: {self.path}/config.toml"
+                f"a dry run checks a run that is to begin, and {self.path} has begun; give its settings in place of it:"
+                f" agl train --config {self.path}/config.toml --dry-run"
             )
         with TemporaryDirectory(prefix="agl-dry-run-") as directory, self.progress:
             settings, path = dry_run.settings_of(self.config), Path(directory) / "run"

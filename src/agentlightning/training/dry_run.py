@@ -29,7 +29,7 @@ from agentlightning.training.health.step_record import LEAK_SHARE, answers_in_pr
 from agentlightning.training.measurements import run_trials
 from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.run import TrainingRun
-from agentlightning.training.sources.transcripts import transcript_of
+from agentlightning.training.sources.collector import transcript_of
 from agentlightning.training.starting_policy import has_random_weights
 from agentlightning.training.tracking import check_installed
 from agentlightning.util.json_values import recorded_objects

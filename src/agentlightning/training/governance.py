@@ -71,7 +71,7 @@ from agentlightning.training.measurements import Measurements
 from agentlightning.training.persistence.checkpoints import Checkpoints
 from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import KeptCheckpoint, check_run, whole_lines
-from agentlightning.training.sources.transcripts import read_recordings
+from agentlightning.training.sources.collector import read_recordings
 from agentlightning.trajectory import Reward, RewardWeights, Trajectory
 
 # -- health ----------------------------------------------------------------------------------------------------------

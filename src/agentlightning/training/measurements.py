@@ -20,8 +20,7 @@ from agentlightning.training.callbacks import RunAccount
 from agentlightning.training.persistence.checkpoints import ResourcePublisher
 from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import RunState
-from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan, describe_failure
-from agentlightning.training.sources.transcripts import read_recordings
+from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan, describe_failure, read_recordings
 from agentlightning.trajectory import RewardWeights
 
 # -- evaluate tasks --------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The training run: the `Training` that an algorithm is given.
 
 It combines the run's source of rollouts, learner, measurements and checkpoints, and keeps the account of its steps;
-`trainer.py` makes these parts. After every step the run directory holds all that is needed to continue from there.
+`agentlightning/run.py` makes these parts. After every step the run directory holds all that is needed to continue from there.
 """
 
 from __future__ import annotations
@@ -384,7 +384,7 @@ class TrainingRun(Struct):
 
 def step_line(state: RunState, collected: Collected, metrics: Metrics) -> dict[str, Any]:
     """A line of `metrics.jsonl`: the algorithm's metrics, and what the run knows of the step's rollouts."""
-    reasons = count_reasons(collected.rejected)
+    reasons, tokens = count_reasons(collected.rejected), collected.sampled_tokens
     return {
         "step": state.step,
         **({"revision": state.revision} if state.revision else {}),
@@ -397,8 +397,8 @@ def step_line(state: RunState, collected: Collected, metrics: Metrics) -> dict[s
         **{f"rejected_{reason}": count for reason, count in reasons.items()},
         **collected.metrics,
         **_automatic_rewards(collected),
-        "sampled_tokens": collected.sampled_tokens,
-        "tokens_per_second": (collected.sampled_tokens - collected.sampled_before) / max(collected.seconds, 1e-9),
+        "sampled_tokens": tokens,
+        "tokens_per_second": (tokens - collected.sampled_before) / max(collected.seconds, 1e-9),
         "collect_seconds": collected.seconds,
     }
 

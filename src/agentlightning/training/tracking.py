@@ -34,7 +34,7 @@ from agentlightning.training.callbacks import Callback, FinishedStep, NoState, R
 from agentlightning.training.measurements import Measurements
 from agentlightning.training.persistence.run_changes import flat_settings
 from agentlightning.training.persistence.run_dir import forget_after, write_atomically
-from agentlightning.training.sources.transcripts import MOST_TEXT, conversation_of, read_recordings, text_of
+from agentlightning.training.sources.collector import MOST_TEXT, conversation_of, read_recordings, text_of
 
 if TYPE_CHECKING:
     from agentlightning.training.report.result import TrainingResult

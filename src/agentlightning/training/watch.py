@@ -16,8 +16,7 @@ from agentlightning.assemble import calls
 from agentlightning.errors import AgentLightningError
 from agentlightning.rollouts import Attempt, Rollout, RolloutStatus
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.training.sources.collector import cause_of_failure
-from agentlightning.training.sources.transcripts import conversation_of, text_of
+from agentlightning.training.sources.collector import cause_of_failure, conversation_of, text_of
 from agentlightning.util.progress import Progress, RolloutCounts
 
 logger = logging.getLogger(__name__)

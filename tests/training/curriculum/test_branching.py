@@ -13,7 +13,7 @@ from agentlightning.algorithms.training import BranchPoint, Collected, RolloutRe
 from agentlightning.config import Branching, CurriculumConfig, TrainConfig
 from agentlightning.errors import ConfigError
 from agentlightning.trainer import Trainer
-from agentlightning.training.curriculum import branch_wants, collect_branched
+from agentlightning.training.sources.stream import branch_wants, collect_branched
 from agentlightning.trajectory import Trajectory, Transition
 from agentlightning.util.settings import load_settings
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from agentlightning.config import CurriculumConfig
 from agentlightning.errors import DatasetError
 from agentlightning.task import TaskSampler
-from agentlightning.training.curriculum import LearnabilityOrder, task_order
+from agentlightning.training.sources.stream import LearnabilityOrder, task_order
 
 LEARNABILITY = CurriculumConfig(tasks="learnability")
 

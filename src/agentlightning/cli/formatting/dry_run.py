@@ -49,7 +49,7 @@ def _print_check(check: DryRunCheck, console: Console) -> None:
 
 def _print_example(rollouts: tuple[DryRunRollout, ...], console: Console) -> None:
     """The best of them, message by message."""
-    from agentlightning.training.sources.transcripts import said
+    from agentlightning.training.sources.collector import said
 
     shown = max(rollouts, key=lambda each: (each.policy_calls > 0, each.reward is not None, each.reward or 0.0))
     reward = "no reward" if shown.reward is None else f"reward {shown.reward:g}"

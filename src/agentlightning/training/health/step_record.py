@@ -138,7 +138,8 @@ class StepRecord(Struct, frozen=True):
     def read(cls, line: Mapping[str, Any]) -> StepRecord:
         """The record of a line of metrics. Unknown metrics, and numbers that are not finite, are ignored; of the
         latter, the names of `UPDATE_METRICS` are kept."""
-        numbers = {name: value for name, value in line.items() if _is_finite(value)}
+        # Of numbers so large that a sum of them is infinite, nothing can be said.
+        numbers = {name: each for name, each in line.items() if isinstance(each, int | float) and abs(each) < 1e100}
         known: dict[str, Any] = {name: kind(numbers[name]) for name, kind in _NUMBERS.items() if name in numbers}
         return cls(
             **known,
@@ -192,11 +193,6 @@ class StepRecord(Struct, frozen=True):
 
 _KINDS: Final = {"int": int, "float": float, "float | None": float}
 _NUMBERS: Final = {name: _KINDS[kind] for name, kind in StepRecord.__annotations__.items() if kind in _KINDS}
-
-
-def _is_finite(value: Any) -> bool:
-    """Of numbers so large that a sum of them is infinite, nothing can be said."""
-    return isinstance(value, int | float) and abs(value) < 1e100
 
 
 def _with_prefix(numbers: Mapping[str, Any], prefix: str) -> dict[str, float]:

@@ -125,7 +125,7 @@ class RunState(Struct):
     taken: dict[str, int] = {}
     """Group -> the step that learned from it, for the groups of turns that are not finished."""
     curriculum: dict[str, list[float]] = {}
-    """What the order of tasks has learned of each, by its place (`curriculum.task_order.TaskRecord`)."""
+    """What the order of tasks has learned of each, by its place (`sources.stream.TaskRecord`)."""
     turn_tasks: dict[str, list[int]] = {}
     """The tasks of each turn that is not finished, where their order depends on rewards."""
     stages: list[StageRecord] = []

@@ -17,7 +17,7 @@ from agentlightning.resources import PromptTemplate
 from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.persistence.run_dir import RunState, read_state, unfinished
-from agentlightning.training.sources.transcripts import said, transcript_of
+from agentlightning.training.sources.collector import said, transcript_of
 from agentlightning.util.event_loop import run_sync
 from agentlightning.util.frozen_struct import FrozenStruct, as_dataclass
 from agentlightning.util.json_values import as_text, dumps, loads

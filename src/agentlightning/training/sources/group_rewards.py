@@ -19,8 +19,7 @@ from agentlightning.errors import MissingRewardError, RewardError
 from agentlightning.rewards.judges import JudgedRollout
 from agentlightning.runner.agents.reward import check_reward
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.training.sources.collector import checked
-from agentlightning.training.sources.transcripts import read_recordings, transcript_of
+from agentlightning.training.sources.collector import checked, read_recordings, transcript_of
 from agentlightning.trajectory import Reward, Trajectory
 
 CONCURRENCY: Final = 4
