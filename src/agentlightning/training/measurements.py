@@ -43,7 +43,8 @@ async def evaluate_tasks(
     repeats: int = 1,
     rollout_ids: Sequence[str] | None = None,
     reward_weights: RewardWeights = None,
-    strict: bool = True,
+    max_failed_share: float | None = None,
+    require_reward: bool = False,
     scores: Scores | None = None,
     on_progress: Callable[[int], None] | None = None,
     on_collected: Callable[[Collected], Awaitable[None]] | None = None,
@@ -52,8 +53,8 @@ async def evaluate_tasks(
     task by task: a repeated call continues an interrupted evaluation. `scores`: rewards by rollout id, in place of
     those that the rollouts have.
 
-    Where it is `strict`, raises TrainingStopped as `RolloutCollector.collect` does where too many rollouts fail, and
-    RewardError where rollouts succeed and none has a usable reward; else failures are part of the result.
+    Raises TrainingStopped as `RolloutCollector.collect` does where too many rollouts fail, and with `require_reward`
+    RewardError where rollouts succeed and none has a usable reward.
     """
     ends = [""] if repeats == 1 else [f"-{repeat}" for repeat in range(repeats)]
     plans = [
@@ -68,11 +69,11 @@ async def evaluate_tasks(
         resources_id=resources_id,
         mode=mode,
         check=None if scores is not None else lambda trajectories: unrewarded(trajectories, reward_weights, NO_REWARD),
-        max_failed_share=None if strict else 1.0,
+        max_failed_share=max_failed_share,
         max_rejected_share=1.0,
         on_progress=on_progress,
     )
-    if strict and collected.rejected and not collected.trajectories:
+    if require_reward and collected.rejected and not collected.trajectories:
         first = collected.rejected[0]
         raise RewardError(
             f"none of {len(tasks)} tasks has a reward ({describe_reasons(collected.left_out)}). The first rollout,"
@@ -220,7 +221,8 @@ class Measurements:
             resources_id=await self.publisher.write(name, {"temperature": TEMPERATURES[mode]}),
             mode="test" if held_out else "val",
             reward_weights=self.reward_weights,
-            strict=strict,
+            max_failed_share=None if strict else 1.0,
+            require_reward=strict,
             scores=scores,
             on_progress=on_progress,
             on_collected=self.account.name_evaluated,
@@ -250,16 +252,13 @@ async def run_trials(
         max_failed_share=1.0,
         on_progress=on_progress,
     )
-    scored = {each.rollout_id: each for each in collected.trajectories}
-    unusable = {each.rollout_id: each.message for each in collected.rejected}
-    ids = [*scored, *unusable, *(each.rollout_id for each in collected.failed)]
+    outcomes: dict[str, dict[str, Any]] = {each.rollout_id: {"failure": each.message} for each in collected.rejected}
+    for each in collected.trajectories:
+        outcomes[each.rollout_id] = {"score": team_score(each, reward_weights), "reward": team_reward(each)}
+    ids = [*outcomes, *(each.rollout_id for each in collected.failed)]
     reports: dict[str, RolloutReport] = {}
     for rollout_id, found in (await read_recordings(collector.store, ids)).items():
         name = rollout_id.removeprefix(f"{label}-").partition("-again")[0]
-        report = RolloutReport(rollout_id, output=found.output, spans=found.spans)
-        if (trajectory := scored.get(rollout_id)) is None:
-            reports[name] = replace(report, failure=unusable.get(rollout_id) or describe_failure(found.attempt))
-        else:
-            score, reward = team_score(trajectory, reward_weights), team_reward(trajectory)
-            reports[name] = replace(report, score=score, reward=reward)
+        outcome = outcomes.get(rollout_id) or {"failure": describe_failure(found.attempt)}
+        reports[name] = RolloutReport(rollout_id, output=found.output, spans=found.spans, **outcome)
     return collected, [reports[name] for name in tasks]

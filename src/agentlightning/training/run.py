@@ -1,7 +1,8 @@
 """The training run: the `Training` that an algorithm is given.
 
 It combines the run's source of rollouts, learner, measurements and checkpoints, and keeps the account of its steps;
-`agentlightning/run.py` makes these parts. After every step the run directory holds all that is needed to continue from there.
+`agentlightning/run.py` makes these parts. After every step the run directory holds all that is needed to continue from
+there.
 """
 
 from __future__ import annotations
