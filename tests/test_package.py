@@ -38,6 +38,12 @@ def test_a_server_starts_without_what_few_of_them_need():
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"
 
 
+def test_a_trainer_is_made_without_the_parts_of_a_run():
+    parts = ["httpx", "uvicorn", "jinja2", "google.protobuf", "agentlightning.server", "agentlightning.dashboard"]
+    program = f"import agentlightning, sys; agentlightning.Trainer(); print([n for n in {parts} if n in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"
+
+
 def test_defining_an_agent_loads_no_torch():
     names = "agl.rollout, agl.emit_reward, agl.LightningStore"
     program = f"import agentlightning as agl, sys; {names}; print('torch' in sys.modules)"

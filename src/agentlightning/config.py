@@ -500,14 +500,10 @@ class TrainConfig(Section):
         found = dataset_kind(str(address))
         if found is None:
             return values
-        kind = found[1]
         table: dict[str, Any] = dict(values)
-        table["agent"] = table.get("agent") or kind.agent
-        table["reward"] = table.get("reward") or kind.reward
-        data: Any = table.get("data") or {}
-        given = dict(data)
-        table["data"] = {**given, "train": given.get("train") or address}
-        return table
+        data = dict(table.get("data") or {})
+        brought = {name: table.get(name) or getattr(found[1], name) for name in ("agent", "reward")}
+        return {**table, **brought, "data": {**data, "train": data.get("train") or address}}
 
     def check_sections(self) -> None:
         """Raises ConfigError where settings of different sections do not go together."""
