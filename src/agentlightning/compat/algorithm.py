@@ -63,7 +63,7 @@ class FunctionalAlgorithm(Algorithm[Any]):
     async def run(self, training: Training) -> None:
         if training.step:
             return
-        run: Any = training  # What such a function is given is no algorithm's business otherwise.
+        run: Any = training  # A function of 0.x is given parts of the run that algorithms do not see.
         collector, tasks = run.account.collector, run.measurements.tasks
         values: dict[str, Any] = {
             "store": _RunStore(collector.store, collector.queue),

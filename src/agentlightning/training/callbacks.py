@@ -22,7 +22,6 @@ from agentlightning.algorithms.training import Collected, Training
 from agentlightning.config import CALLBACKS
 from agentlightning.credit.rejection import NO_POLICY_CALLS, count_reasons
 from agentlightning.errors import ConfigError, ResumeError, TrainingStopped
-from agentlightning.evaluation.evaluation import Evaluation
 from agentlightning.policy.base import Metrics, UpdateOptions
 from agentlightning.training.health.step_record import StepRecord
 from agentlightning.training.persistence.run_dir import RunDir, RunState, forget_after
@@ -31,6 +30,7 @@ from agentlightning.util.plugins import calls_of, described
 from agentlightning.util.progress import Progress
 
 if TYPE_CHECKING:
+    from agentlightning.evaluation.evaluation import Evaluation
     from agentlightning.training.report.result import TrainingResult
     from agentlightning.training.sources.collector import RolloutCollector
 

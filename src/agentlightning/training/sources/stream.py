@@ -415,8 +415,8 @@ class RolloutStream(Struct):
     """Those that were cancelled for the engine's load, to be started first."""
     _place: tuple[int, int] | None = None
     """(turn, index) of the next group to start."""
-    _part: tuple[int, int] = (-1, 0)
-    """(step, requests within it)."""
+    _requests: Counter[int] = field(default_factory=Counter[int])
+    """By step."""
     _served: int = -1
     """The step that has had its groups of the run's order."""
     _limited: bool = False
@@ -435,7 +435,9 @@ class RolloutStream(Struct):
         return await collect_branched(self._collect, request, self.branching)
 
     async def _collect(self, request: RolloutRequest) -> Collected:
-        step, part = self._next_part()
+        step = self.state.step
+        part = self._requests[step]
+        self._requests[step] += 1
         following = [want for want in request.wants if want.is_next]
         named = [want for want in request.wants if not want.is_next]
         if self._served == step and following:
@@ -717,13 +719,6 @@ class RolloutStream(Struct):
         return {**order, **counts, "groups_in_flight": sum(group.completed is None for group in self._groups)}
 
     # -- what runs at once ---------------------------------------------------------------------------------------------
-
-    def _next_part(self) -> tuple[int, int]:
-        """The current step, and the number of earlier requests within it."""
-        step, count = self._part
-        part = count if step == self.state.step else 0
-        self._part = self.state.step, part + 1
-        return self.state.step, part
 
     async def _named(self, wants: Sequence[Want], step: int, part: int) -> list[RolloutPlan]:
         """Of named tasks and branches. An id follows from what is wanted, so that a resumed step that asks for
