@@ -32,7 +32,6 @@ from agentlightning.training.persistence.run_changes import (
     changed_settings,
     check_changes,
     overrides,
-    resumed_settings,
     settings_of_run,
 )
 from agentlightning.training.persistence.run_dir import read_state
@@ -122,10 +121,10 @@ class Trainer:
 
         Raises ResumeError where there is no run, and ConfigError for a change that cannot be made.
         """
-        trainer = cls(resumed_settings(Path(run_dir), changes), run_dir=run_dir, **options)
-        trainer._resumed_from = settings_of_run(Path(run_dir))
-        trainer._named = overrides(changes)
-        check_changes(changed_settings(trainer._resumed_from, trainer.config))
+        before, named = settings_of_run(Path(run_dir)), overrides(changes)
+        trainer = cls(settings_of_run(Path(run_dir), named), run_dir=run_dir, **options)
+        trainer._resumed_from, trainer._named = before, named
+        check_changes(changed_settings(before, trainer.config))
         return trainer
 
     def fit(

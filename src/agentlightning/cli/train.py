@@ -134,7 +134,7 @@ def _resolve(changes: list[str], config: Path | None, run: Path | None, resume: 
     """The configuration of the run. Raises ConfigError for settings and options that cannot work."""
     from agentlightning.config import TrainConfig
     from agentlightning.errors import ConfigError
-    from agentlightning.training.persistence.run_changes import resumed_settings
+    from agentlightning.training.persistence.run_changes import settings_of_run
     from agentlightning.util.settings import load_settings
 
     if resume is None:
@@ -143,7 +143,7 @@ def _resolve(changes: list[str], config: Path | None, run: Path | None, resume: 
         raise ConfigError("--resume uses the run's own settings; give those to change as section.key=value")
     if run is not None:
         raise ConfigError(f"--resume {resume} continues in that directory; leave out --run {run}")
-    return resumed_settings(resume, changes)
+    return settings_of_run(resume, changes)
 
 
 def _store(server: str | None, token: str | None) -> LightningStoreClient | None:

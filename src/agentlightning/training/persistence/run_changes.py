@@ -238,14 +238,6 @@ def _earlier_options(run_dir: Path) -> list[str]:
     return overrides({to: found[name] for name, to in EARLIER_OPTIONS.items() if found.get(name) is not None})
 
 
-def resumed_settings(run_dir: Path, changes: Mapping[str, Any] | Sequence[str]) -> TrainConfig:
-    """The configuration that a run is resumed with. Raises ResumeError where there is no run, and ConfigError for a
-    change that cannot be made."""
-    settings = settings_of_run(run_dir, overrides(changes))
-    check_changes(changed_settings(settings_of_run(run_dir), settings))
-    return settings
-
-
 def changed_settings(before: BaseModel, after: BaseModel) -> Changes:
     """The settings that differ."""
     old, new = dict(leaves(before.model_dump(mode="json"))), dict(leaves(after.model_dump(mode="json")))
