@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, TypeVar, cast
@@ -44,7 +44,7 @@ from agentlightning.rollouts import (
     RolloutStatus,
 )
 from agentlightning.span import AIR_RULE, Span
-from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.base import ROLLOUTS_PER_READ, LightningStoreBase
 from agentlightning.tracing.air import AutomaticRewards
 from agentlightning.trajectory import Reward, Trajectory
 from agentlightning.util.json_values import dumps, recorded_objects
@@ -58,9 +58,6 @@ from agentlightning.util.json_values import dumps, recorded_objects
 
 NO_REWARDS: Mapping[str, float] = MappingProxyType({})
 NO_TASKS: Mapping[str, Any] = MappingProxyType({})
-READ_TOGETHER: Final = 16
-"""Rollouts assembled in one call of a worker thread: few enough to bound memory, enough to make the hand-over cheap."""
-
 Readings = tuple[tuple[Trajectory, ...], tuple[Rejection, ...]]
 """The usable trajectories and the rejected rollouts, each in the order requested."""
 
@@ -92,7 +89,8 @@ class TrajectoryReader:
             return (), ()
         found: dict[str, Trajectory] = {}
         rejected: dict[str, Rejection] = {}
-        async for chunk in _in_chunks(self.store.iter_spans(list(groups))):
+        for ids in _chunks(list(groups), ROLLOUTS_PER_READ):
+            chunk = [each async for each in self.store.iter_spans(ids)]
             assembled, rewards_found = await asyncio.to_thread(self._assemble, chunk, groups)
             if rewards_found:
                 await self.store.add_many_spans(rewards_found)
@@ -155,19 +153,6 @@ async def checked(trajectories: Sequence[Trajectory], check: Check | None) -> Re
     rejected = () if check is None else tuple(await asyncio.to_thread(lambda: list(check(trajectories))))
     refused = {each.rollout_id for each in rejected}
     return tuple(each for each in trajectories if each.rollout_id not in refused), rejected
-
-
-async def _in_chunks(
-    rollouts: AsyncIterator[tuple[str, list[Span]]],
-) -> AsyncIterator[list[tuple[str, list[Span]]]]:
-    chunk: list[tuple[str, list[Span]]] = []
-    async for each in rollouts:
-        chunk.append(each)
-        if len(chunk) == READ_TOGETHER:
-            yield chunk
-            chunk = []
-    if chunk:
-        yield chunk
 
 
 # -- transcripts -----------------------------------------------------------------------------------------------------
@@ -527,6 +512,6 @@ def cause_of_failure(attempt: Attempt | None) -> str:
     return next((line for line in reversed(lines) if raised.match(line)), lines[-1])
 
 
-def _chunks(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    for start in range(0, len(items), CHUNK):
-        yield items[start : start + CHUNK]
+def _chunks(items: Sequence[T], size: int = CHUNK) -> Iterator[Sequence[T]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
