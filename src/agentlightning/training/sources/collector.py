@@ -512,6 +512,7 @@ def cause_of_failure(attempt: Attempt | None) -> str:
     return next((line for line in reversed(lines) if raised.match(line)), lines[-1])
 
 
-def _chunks(items: Sequence[T], size: int = CHUNK) -> Iterator[Sequence[T]]:
+def _chunks(items: Sequence[T], size: int | None = None) -> Iterator[Sequence[T]]:
+    size = size or CHUNK
     for start in range(0, len(items), size):
         yield items[start : start + size]
