@@ -72,7 +72,7 @@ def test_answers_are_joined_to_one_line_where_that_is_cheaper_than_padding() -> 
     lengths = (9, 1, 2, 1)
     group = sample(*((name, (1, 2, 3, 4), length) for name, length in zip("abcd", lengths, strict=True)))
     (batch,) = plan([group], token_budget=100, sharing="shared")
-    assert (len(batch.lines), batch.shared_prefixes) == (1, 1)
+    assert (len(batch.lines), batch.joined) == (1, True)
     assert batch.tokens == 4 + 8, "the prompt, the longest answer but its last token; the others begin as it does"
     (padded,) = plan([group], token_budget=100, sharing="shared", join=False)
     assert padded.tokens == 3 + 4 * 9

@@ -188,7 +188,6 @@ class RemoteUpdater(Updater):
             "tokens_trained": len(logprobs_N),
             "tokens_computed": sum(row.length for row in batch.rows) * (1 if own else 2),
             "micro_batches": 1,
-            "shared_prefixes": 0,
         }
 
     def _native(

@@ -321,14 +321,12 @@ class ContinuousBatcher:
         if not (self._rows or self._prefilling):
             self._cache.release()
 
-    def abort(self) -> list[Request]:
-        """Drop all requests and everything cached; returns the requests."""
-        dropped = [*self._rows, *self._prefilling, *self._waiting]
+    def abort(self) -> None:
+        """Drop all requests and everything cached."""
         self._rows, self._prefilling, self._batch_params = [], [], None
         self._waiting.clear()
         self.invalidate_cache()
         self.release_memory()
-        return dropped
 
     def state_dict(self) -> dict[str, Any]:
         """The random state."""

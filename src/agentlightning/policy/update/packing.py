@@ -290,11 +290,6 @@ class MicroBatch:
         return len(self.families) * self.shared_length + len(self.lines) * self.width
 
     @property
-    def shared_prefixes(self) -> int:
-        """How many prefixes of several rows are computed once."""
-        return len(self.families) + sum(line.joined for line in self.lines)
-
-    @property
     def places(self) -> IntArray:
         """For each target, rows by rows, its place in the table [N]."""
         return np.concatenate([row.places for row in self.rows])

@@ -245,7 +245,6 @@ class Updater:
                     "tokens_trained": len(logprobs_N),
                     "tokens_computed": batch.tokens,
                     "micro_batches": 1,
-                    "shared_prefixes": batch.shared_prefixes,
                 }
                 if at_temperature and batch.kept is not None:
                     sums |= _kept_metrics(batch.kept)
@@ -425,7 +424,6 @@ COUNTS: tuple[str, ...] = (
     "tokens_trained",
     "tokens_computed",
     "micro_batches",
-    "shared_prefixes",
 )
 KEPT_COUNT = "tokens_with_kept_sets"
 """Trained tokens whose probability is that over a recorded set; only in updates that have some."""

@@ -383,11 +383,6 @@ class VllmProcess:
         return f"http://127.0.0.1:{self._port}"
 
     @property
-    def pid(self) -> int | None:
-        """Of the process that guards the server."""
-        return self._process.pid if self._process else None
-
-    @property
     def ended(self) -> bool:
         return self._process is None or self._process.poll() is not None
 
