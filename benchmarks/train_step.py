@@ -267,8 +267,8 @@ CASES: dict[str, tuple[dict[str, Any], float | None]] = {
 def padded_rows(updater: Updater, samples: list[TrainingSample]) -> list[MicroBatch]:
     """One row for each call, 64 rows a pass, padded to the longest, in the order of the calls."""
     batches = updater.forward.plan(samples, token_budget=10**9, sharing="rows")
-    rows = [row for batch in batches for row in batch.rows]
-    return [MicroBatch(tuple(rows[i : i + MICRO_BATCH]), batches[0].table) for i in range(0, len(rows), MICRO_BATCH)]
+    lines = [line for batch in batches for line in batch.lines]
+    return [MicroBatch(tuple(lines[i : i + MICRO_BATCH]), batches[0].table) for i in range(0, len(lines), MICRO_BATCH)]
 
 
 def gradient(updater: Updater, batches: Iterable[MicroBatch]) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentlightning.weight_sync.transfer import as_bytes, manifest, num_bytes, pack_over
+from agentlightning.weight_sync.transfer import as_bytes, manifest, pack_over
 
 WEIGHTS = {
     "a.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4),
@@ -22,7 +22,7 @@ sizes = st.lists(st.integers(0, 40), max_size=30)
 @given(sizes, st.integers(1, 60))
 def test_pack_over_cuts_where_the_server_cuts(lengths: list[int], limit: int):
     tensors = [torch.zeros(length, dtype=torch.uint8) for length in lengths]
-    runs = [[num_bytes(tensor) for tensor in run] for run in pack_over(tensors, limit)]
+    runs = [[tensor.nbytes for tensor in run] for run in pack_over(tensors, limit)]
     assert [length for run in runs for length in run] == lengths
     assert all(sum(run) > limit for run in runs[:-1])
     assert all(sum(run[:-1]) <= limit for run in runs)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentlightning.weight_sync.transfer import CudaIpcSender, TransferError, num_bytes, pack_within
+from agentlightning.weight_sync.transfer import CudaIpcSender, TransferError, pack_within
 
 WEIGHTS = {
     "a.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4),
@@ -30,7 +30,7 @@ def test_pack_within_exceeds_the_limit_only_for_a_single_tensor(lengths: list[in
     weights = {str(index): torch.zeros(length, dtype=torch.uint8) for index, length in enumerate(lengths)}
     runs = list(pack_within(weights, limit))
     assert [name for run in runs for name in run] == list(weights)
-    assert all(len(run) == 1 or sum(map(num_bytes, run.values())) <= limit for run in runs)
+    assert all(len(run) == 1 or sum(tensor.nbytes for tensor in run.values()) <= limit for run in runs)
 
 
 class Shared:

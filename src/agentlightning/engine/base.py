@@ -14,24 +14,6 @@ from agentlightning.chat.base import ChatFormat
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 from agentlightning.util.kept_sets import KeptSets
 
-__all__ = [
-    "DISTRIBUTION_PARAMS",
-    "RANGES",
-    "TERMINATION_PARAMS",
-    "ConstraintKind",
-    "Engine",
-    "EngineUnavailableError",
-    "FinishReason",
-    "OnTokens",
-    "PromptTokensError",
-    "Sample",
-    "SamplingParams",
-    "TopLogprobs",
-    "out_of_range",
-    "room_for_answer",
-    "version_runs",
-]
-
 ConstraintKind = Literal["json_schema", "grammar"]
 """The fields of `SamplingParams` that constrain the form of an answer."""
 

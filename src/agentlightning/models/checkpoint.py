@@ -212,6 +212,12 @@ def refusing(model: PreTrainedModel) -> Generator[None]:
         ) from error
 
 
+def configured_window(model: PreTrainedModel) -> int | None:
+    """The sliding window that a configuration names, whether or not it names layers with one; None: there is none."""
+    config: Any = model.config.get_text_config(decoder=True)
+    return getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+
+
 def cache_argument(model: Any) -> str:
     """`cache` since transformers 5.24, `past_key_values` in versions before and in models that patch their forward.
     `model` may be a model of peft, which passes its arguments on."""

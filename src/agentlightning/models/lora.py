@@ -18,7 +18,6 @@ Shapes: N rows, K adapters, R the sum of their r.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Generator, Mapping, Sequence
@@ -313,26 +312,6 @@ class AdapterConfig(BaseModel):
         """The layers that it changes."""
         parameters = self.target_parameters or ()
         return (*(self.target_modules or ()), *(name.removesuffix(".weight") for name in parameters))
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterFiles:
-    """Writes the adapters of a policy to a directory, as `PreTrainedModel.save_pretrained` writes a model."""
-
-    base: str
-    """The directory or hub name of the model below the adapters."""
-    adapters: Mapping[str, Adapter]
-    """By name."""
-    agents: Mapping[str, Any]
-    """What each agent learns, as JSON; empty where all learn the same."""
-
-    def save_pretrained(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        for name, adapter in self.adapters.items():
-            write_adapter(adapter_directory(directory, name), adapter, self.base)
-        if self.agents:
-            content = {"base_model_name_or_path": self.base, "agents": dict(self.agents)}
-            (directory / AGENTS).write_text(json.dumps(content, indent=2))
 
 
 def adapter_directory(directory: Path, name: str) -> Path:

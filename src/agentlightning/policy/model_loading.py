@@ -31,7 +31,7 @@ LARGE: Final = 50_000_000
 
 
 class SavedAgents(BaseModel):
-    """What `AdapterFiles` writes to `agents.json`."""
+    """`agents.json`, beside the adapters of single agents."""
 
     base_model_name_or_path: str | None = None
     agents: dict[str, AgentSetting] = Field(default={})

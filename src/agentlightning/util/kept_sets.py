@@ -7,18 +7,16 @@ sampled can only be computed again over the recorded set (DeepSeek-V3.2, 2025, a
 
 A worked example, the sets {4, 9} and {7}, and a position at which every token was kept:
 
-    sizes 2 1 0    ids 4 9 7    differences 4 5 -2    text = base64(zlib(3, sizes, differences)), int32, little endian
-
-The differences are written byte by byte: the lowest of all, then the next; those above are nearly all 0.
+    sizes 2 1 0    ids 4 9 7    differences 4 5 -2, which `util.ragged_text` writes, int32
 """
 
 from __future__ import annotations
 
-import zlib
-from base64 import b64decode, b64encode
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from agentlightning.util.ragged_text import ragged_from_text, ragged_to_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -88,28 +86,13 @@ class KeptSets:
         """For an attribute of a span: with sets of a hundred tokens, about 2 bytes for each id."""
         import numpy as np
 
-        differences = np.diff(self.id_array(), prepend=0).astype(_INT).view(np.uint8).reshape(-1, 4)
-        data = np.array([len(self)], _INT).tobytes() + self.sizes + differences.T.tobytes()
-        return b64encode(zlib.compress(data, 1)).decode()
+        return ragged_to_text(self.sizes, (4, np.diff(self.id_array(), prepend=0).astype(_INT).tobytes()))
 
     @classmethod
     def from_text(cls, text: str, tokens: int) -> KeptSets:
         """The sets of an answer of so many tokens. Raises ValueError for what `to_text` did not write."""
         import numpy as np
 
-        limit = 4 * (1 + tokens + tokens * MAX_SET)
-        opened = zlib.decompressobj()
-        try:
-            data = opened.decompress(b64decode(text, validate=True), limit)
-        except zlib.error as error:
-            raise ValueError(f"they are no compressed data ({error})") from error
-        if not opened.eof or len(data) % 4 or len(data) < 4:
-            raise ValueError(f"they are cut off, or more than {MAX_SET} for each of {tokens} tokens")
-        count, *_ = np.frombuffer(data[:4], _INT).tolist()
-        sizes, differences = data[4 : 4 + 4 * tokens], np.frombuffer(data[4 + 4 * tokens :], np.uint8)
-        ids = np.ascontiguousarray(differences.reshape(4, -1).T).view(_INT).ravel().astype(np.int64).cumsum()
-        found = cls(sizes, ids.astype(_INT).tobytes())
-        size_N = found.size_array()
-        if count != tokens or len(found) != tokens or (size_N < 0).any() or int(size_N.sum()) * 4 != len(differences):
-            raise ValueError(f"there are {count} sets for {tokens} tokens, or their sizes do not add up")
-        return found
+        sizes, differences = ragged_from_text(text, tokens, MAX_SET, 4)
+        ids = np.frombuffer(differences, _INT).astype(np.int64).cumsum()
+        return cls(sizes, ids.astype(_INT).tobytes())

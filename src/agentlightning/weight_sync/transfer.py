@@ -155,10 +155,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 # -- nccl ------------------------------------------------------------------------------------------------------------
 
 # Binding to the C interface of NCCL, the library that torch ships.
@@ -352,7 +348,7 @@ def pack_over(tensors: Iterable[Tensor], limit: int) -> Generator[list[Tensor]]:
     filled = 0
     for tensor in tensors:
         batch.append(tensor)
-        filled += num_bytes(tensor)
+        filled += tensor.nbytes
         if filled > limit:
             yield batch
             batch, filled = [], 0
@@ -384,13 +380,13 @@ class CudaIpcSender(WeightSender):
         self.connected = True
 
     def _transfer(self, weights: Weights, send_update: SendUpdate) -> None:
-        sizes = [num_bytes(tensor) for tensor in weights.values()]
+        sizes = [tensor.nbytes for tensor in weights.values()]
         buffer = self._gpu.allocate(max(max(sizes, default=0), min(self._buffer_bytes, sum(sizes))))
         handle = base64.b64encode(pickle.dumps(self._gpu.handle(buffer))).decode()
         try:
             for batch in pack_within(weights, len(buffer)):
                 self._fill(buffer, batch)
-                batch_sizes = [num_bytes(tensor) for tensor in batch.values()]
+                batch_sizes = [tensor.nbytes for tensor in batch.values()]
                 update = {**manifest(batch), "tensor_sizes": batch_sizes, "ipc_handles_pickled": handle}
                 wait_for_reply(self._post(send_update, update))
                 self._progress()
@@ -401,8 +397,8 @@ class CudaIpcSender(WeightSender):
     def _fill(self, buffer: Tensor, batch: Weights) -> None:
         start = 0
         for tensor in batch.values():
-            buffer[start : start + num_bytes(tensor)].copy_(as_bytes(tensor))
-            start += num_bytes(tensor)
+            buffer[start : start + tensor.nbytes].copy_(as_bytes(tensor))
+            start += tensor.nbytes
         self._gpu.synchronize()
 
 
@@ -411,11 +407,11 @@ def pack_within(weights: Weights, limit: int) -> Generator[dict[str, Tensor]]:
     batch: dict[str, Tensor] = {}
     filled = 0
     for name, tensor in weights.items():
-        if batch and filled + num_bytes(tensor) > limit:
+        if batch and filled + tensor.nbytes > limit:
             yield batch
             batch, filled = {}, 0
         batch[name] = tensor
-        filled += num_bytes(tensor)
+        filled += tensor.nbytes
     if batch:
         yield batch
 

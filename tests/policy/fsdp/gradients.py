@@ -33,7 +33,7 @@ from agentlightning.policy.fsdp.learner import RankLearner, Ranks, ShardedUpdate
 from agentlightning.policy.losses import COUNT, FACTOR, LOSSES, MARGIN, token_losses
 from agentlightning.policy.mismatch import corrections
 from agentlightning.policy.update import streams
-from agentlightning.policy.update.updater import LocalLearner, LossSpec
+from agentlightning.policy.update.updater import LocalLearner
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 
 COLUMNS = ("ref_logprobs", "teacher_logprobs", "proximal_logprobs", "returns", "values", MARGIN, FACTOR, COUNT)
@@ -121,9 +121,7 @@ def gradient(trained: LocalLearner, case: Case) -> torch.Tensor:
     budget = 20 + case.seed % 60
     with trained.use(trained.own):
         normalized = streams.normalized(prepared, losses)
-        updater._gradient(
-            normalized, LossSpec(losses, options=UpdateOptions(token_budget=budget, sharing=case.sharing))
-        )
+        updater._gradient(normalized, UpdateOptions(loss=losses, token_budget=budget, sharing=case.sharing))
     optimizers = [each for each in (updater.optimizer, updater.value_optimizer) if each is not None]
     found = [p.grad for each in optimizers for p in each.masters if p.grad is not None]
     return torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in found])

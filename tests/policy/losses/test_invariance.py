@@ -100,9 +100,11 @@ def gradient(updater: Updater, batch: Sequence[TrainingSample], loss: Any, misma
     losses = token_losses(loss)
     prepared, within = streams.for_losses(batch, losses), corrections(mismatch)
     if "interpolation" not in batch[0].columns:
-        (prepared, _), within = streams.corrected(prepared, within), ()
+        prepared, _ = streams.corrected(prepared, within)
+    else:
+        prepared = replace(prepared, corrections=within)
     updater.optimizer.zero_grad()
-    updater.accumulate(updater.forward.plan(streams.normalized(prepared, losses), **plan), losses, within)
+    updater.accumulate(updater.forward.plan(streams.normalized(prepared, losses), **plan), losses)
     return torch.cat([p.grad.flatten() for p in updater.optimizer.parameters if p.grad is not None])
 
 

@@ -12,6 +12,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tests.support.models import tiny_model
 from transformers import (
+    BertConfig,
+    BertLMHeadModel,
     CohereConfig,
     CohereForCausalLM,
     Gemma2Config,
@@ -20,6 +22,10 @@ from transformers import (
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniCPM3Config,
+    MiniCPM3ForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     PhiConfig,
     PhiForCausalLM,
     PreTrainedModel,
@@ -53,9 +59,31 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "an untied head": lambda: untied(),
     "a head with a bias": lambda: PhiForCausalLM(PhiConfig(**SHAPE)),
+    "opt, whose decoder is inside of its model": lambda: OPTForCausalLM(
+        OPTConfig(**SHAPE, ffn_dim=24, word_embed_proj_dim=16, max_position_embeddings=64)
+    ),
+    "minicpm3, which scales hidden states": lambda: MiniCPM3ForCausalLM(
+        MiniCPM3Config(
+            **{**SHAPE, "num_key_value_heads": 2},
+            q_lora_rank=8,
+            kv_lora_rank=8,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=8,
+            v_head_dim=8,
+        )
+    ),
+    "bert, which transforms them": lambda: BertLMHeadModel(BertConfig(**SHAPE, is_decoder=True)),
     "a frozen head": lambda: frozen_head(untied()),
 }
-LINEAR = {"llama", "gpt2", "an adapter around llama", "an untied head", "a head with a bias", "a frozen head"}
+LINEAR = {
+    "llama",
+    "gpt2",
+    "an adapter around llama",
+    "an untied head",
+    "a head with a bias",
+    "a frozen head",
+    "opt, whose decoder is inside of its model",
+}
 """Those whose logits are those of a linear layer: their chunks share a buffer."""
 
 
@@ -76,7 +104,6 @@ def test_chunks_give_the_same_probabilities_and_gradients_as_all_at_once(
     torch.manual_seed(0)
     model = MODELS[name]().eval()
     head = OutputHead(model)
-    assert head.traits.separable
     ids = torch.randint(0, 30, (2, 7))
     chosen, temperatures = ids[:, 1:].flatten(), torch.rand(12) + 0.5
     logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
@@ -88,7 +115,7 @@ def test_chunks_give_the_same_probabilities_and_gradients_as_all_at_once(
     monkeypatch.setattr(output_head, "CHUNK_LOGITS", 5 * head.vocabulary)
     assert (head.linear is not None) == (name in LINEAR)
     widths: list[int] = []
-    hidden = head._decoder(input_ids=ids)[0][:, :-1].flatten(0, 1)
+    hidden = head.decoder(input_ids=ids)[0][:, :-1].flatten(0, 1)
     measure = output_head._measure
     record = lambda logits, *rest: (widths.append(len(logits)), measure(logits, *rest))[1]  # noqa: E731
     monkeypatch.setattr(output_head, "_measure", record)

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from agentlightning.assemble import token_tree
 from agentlightning.errors import PolicyError
 from agentlightning.policy.base import Sharing
+from agentlightning.policy.losses import NLLLoss, PPOLoss
 from agentlightning.policy.update.packing import CostModel, MicroBatch, plan
+from agentlightning.policy.update.streams import for_losses
 from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
 
 MODES = get_args(Sharing)
@@ -51,7 +53,7 @@ def test_calls_that_continue_one_another_are_one_row() -> None:
     assert row.targets.tolist() == [2, 3, 5, 7, 8, 9]
     assert batch.tokens == row.length == 9
     (alone,) = plan([CHAIN], token_budget=100, sharing="shared")
-    assert not alone.lines, "a row that shares with no other is computed without a mask"
+    assert not alone.joined, "a row that shares with no other is computed without a mask"
 
 
 def test_one_row_for_each_call_is_there_to_compare_with() -> None:
@@ -70,13 +72,13 @@ def test_answers_are_joined_to_one_line_where_that_is_cheaper_than_padding() -> 
     lengths = (9, 1, 2, 1)
     group = sample(*((name, (1, 2, 3, 4), length) for name, length in zip("abcd", lengths, strict=True)))
     (batch,) = plan([group], token_budget=100, sharing="shared")
-    assert (len(batch.lines), batch.shared_prefixes) == (1, 1)
+    assert (len(batch.lines), batch.joined) == (1, True)
     assert batch.tokens == 4 + 8, "the prompt, the longest answer but its last token; the others begin as it does"
     (padded,) = plan([group], token_budget=100, sharing="shared", join=False)
     assert padded.tokens == 3 + 4 * 9
     apart = sample(*((name, (1, 2, 3, 4, i), 9) for i, name in enumerate("abcd")))
     (dear,) = plan([apart], token_budget=100, sharing="shared", cost=CostModel(pair=0.1))
-    assert not dear.lines, "joined, every token is compared with all others"
+    assert not dear.joined, "joined, every token is compared with all others"
 
 
 def test_a_line_has_every_token_of_a_tree_once_wherever_its_paths_part() -> None:
@@ -128,10 +130,12 @@ def test_sharing_that_pays_only_together_is_found() -> None:
 
 def test_tokens_that_teach_nothing_are_not_computed() -> None:
     group = sample(("a", (1, 2), 5), ("b", (1, 2), 3), zero=frozenset({"a"}))
-    (batch,) = plan([group], token_budget=100, sharing="merged")
+    (batch,) = plan(for_losses([group], [PPOLoss()]), token_budget=100, sharing="merged")
     assert [row.token_ids for row in batch.rows] == [(1, 2, 90, 91, 92)]
-    assert len(plan([group], token_budget=100, sharing="merged", trains_zero_advantage=True)[0].rows) == 2
-    assert plan([sample(("a", (1, 2), 5), zero=frozenset({"a"}))], token_budget=100) == []
+    (imitated,) = plan(for_losses([group], [NLLLoss()]), token_budget=100, sharing="merged")
+    assert len(imitated.rows) == 2
+    alone = sample(("a", (1, 2), 5), zero=frozenset({"a"}))
+    assert plan(for_losses([alone], [PPOLoss()]), token_budget=100) == []
 
 
 def test_a_call_is_whole_in_one_row_though_a_later_prompt_split_it() -> None:
@@ -198,7 +202,8 @@ def test_every_trained_token_is_a_target_exactly_once(
         for weight, advantage in zip(weights, advantages, strict=True)
         if advantage
     )
-    batches = plan(batch, token_budget=budget, sharing=mode, cost=CostModel(launch=float(launch)))
+    table = for_losses(batch, [PPOLoss()])
+    batches = plan(table, token_budget=budget, sharing=mode, cost=CostModel(launch=float(launch)))
     assert trained(batches) == expected
     for each in batches:
         assert each.tokens <= budget or len(each.rows) == 1
@@ -208,4 +213,4 @@ def test_every_trained_token_is_a_target_exactly_once(
             assert len({next(heads).token_ids[: each.shared_length] for _ in range(count)}) == 1
         where = each.predictions()
         assert sorted(where.order) == list(range(sum(len(row.targets) for row in each.rows)))
-        assert all(0 <= place < len(each.lines or each.rows) * each.width for place in where.rows)
+        assert all(0 <= place < len(each.lines) * each.width for place in where.rows)

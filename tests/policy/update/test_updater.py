@@ -156,13 +156,13 @@ def test_joined_rows_are_blind_to_one_another(build: Any, attention: str) -> Non
     updater.model.set_attn_implementation(attention)
     batch = samples(groups(turns=2))
     batches = updater.forward.plan(batch, sharing="shared", token_budget=10_000)
-    assert any(each.lines for each in batches)
+    assert any(each.joined for each in batches)
     assert apart(gradient(updater, batch, sharing="shared"), gradient(updater, batch, sharing="rows")) < 1e-5
 
 
 def test_rows_are_joined_only_for_attention_that_takes_a_mask(updater: Updater, monkeypatch: Any) -> None:
     monkeypatch.setattr(updater.model.config, "_attn_implementation", "flash_attention_2")
-    assert not any(each.lines for each in updater.forward.plan(samples(groups()), sharing="shared"))
+    assert not any(each.joined for each in updater.forward.plan(samples(groups()), sharing="shared"))
 
 
 @pytest.mark.parametrize("part", ["model", "decoder"])
@@ -183,7 +183,7 @@ def test_a_forward_pass_of_unsloth_is_given_plain_rows_alone(part: str, monkeypa
     forward.__module__ = "unsloth.models.llama"
     monkeypatch.setattr(patched, "forward", forward)
     batches = updater.forward.plan(batch, token_budget=10_000)
-    assert not any(each.lines or each.shared_length for each in batches)
+    assert not any(each.joined or each.shared_length for each in batches)
     assert apart(gradient(updater, batch, sharing="auto"), expected) < 1e-5
     with pytest.raises(ConfigError, match="shared"):
         updater.forward.plan(batch, sharing="shared")
@@ -210,7 +210,7 @@ def test_a_prefix_that_holds_samples_is_shared_with_its_gradient(updater: Update
         for lines in (True, False):
             monkeypatch.setattr(updater.forward, "traits", replace(updater.forward.traits, joins=lines))
             (shared,) = updater.forward.plan(batch, sharing="shared")
-            assert bool(shared.lines) == lines == (not shared.shared_length)
+            assert shared.joined == lines == (not shared.shared_length)
             assert apart(gradient(updater, batch, sharing="shared"), expected) < 1e-5
 
 
@@ -296,8 +296,8 @@ def test_supervised_learning_maximises_the_answers_whatever_they_were_sampled_wi
     greedy = [
         replace(s, tree=replace(s.tree, nodes=tuple(replace(n, temperature=0.0) for n in s.tree.nodes))) for s in batch
     ]
-    expected = gradient(updater, samples(groups()), NLLLoss(), trains_zero_advantage=True)
-    assert torch.equal(gradient(updater, greedy, NLLLoss(), trains_zero_advantage=True), expected)
+    expected = gradient(updater, samples(groups()), NLLLoss())
+    assert torch.equal(gradient(updater, greedy, NLLLoss()), expected)
     copied = Updater(copy.deepcopy(updater.model), OptimizerConfig(lr=1e-2))
     surprise = [copied.step(greedy, UpdateOptions(loss="nll"))["nll"] for _ in range(10)]
     assert surprise[-1] < surprise[0] / 2
@@ -367,8 +367,8 @@ def test_what_sampler_and_trainer_disagree_about_is_measured_before_the_first_st
 
 def test_several_losses_add_up_each_by_its_coefficient(updater: Updater) -> None:
     batch = samples(groups())
-    several = gradient(updater, batch, ["ppo", {"type": "nll", "coefficient": 0.1}], trains_zero_advantage=True)
-    ppo, nll = (gradient(updater, batch, name, trains_zero_advantage=True) for name in ("ppo", "nll"))
+    several = gradient(updater, batch, ["ppo", {"type": "nll", "coefficient": 0.1}])
+    ppo, nll = (gradient(updater, batch, name) for name in ("ppo", "nll"))
     assert apart(several, ppo + 0.1 * nll) < 1e-5
     metrics = Updater(made(llama)).step(batch, UpdateOptions(loss=["ppo", "cispo", "nll"]))
     assert {"ratio", "cispo_ratio", "nll"} <= set(metrics)
@@ -599,8 +599,11 @@ class Demanding(torch.nn.Module):
 @pytest.mark.parametrize("block", [Mixing(), Demanding(), None])
 def test_a_last_block_that_does_not_treat_tokens_alone_is_left_as_it_is(block: torch.nn.Module | None) -> None:
     model = made(llama)
-    assert Forward(model).last_mlp is model.model.layers[-1].mlp
-    model.model.layers[-1].mlp = block
+    layer = model.model.layers[-1]
+    assert Forward(model).last_mlp is layer.mlp
+    layer.mlp = block
+    if not isinstance(block, Mixing):
+        layer.forward = lambda hidden, **_: hidden if block is None else block(hidden, hidden)
     assert Forward(model).last_mlp is None
 
 
@@ -631,7 +634,7 @@ def test_rows_are_not_joined_where_a_window_shows_in_long_rows_only(build: Any, 
     prompt = [draw.randrange(VOCAB) for _ in range(40)]
     batch = samples([[conversation(f"0.{i}", 0, prompt) for i in range(4)]])
     for mode in ("auto", "shared"):
-        assert not any(each.lines for each in updater.forward.plan(batch, sharing=mode))
+        assert not any(each.joined for each in updater.forward.plan(batch, sharing=mode))
         if dtype == torch.float32:
             assert apart(gradient(updater, batch, sharing=mode), gradient(updater, batch, sharing="rows")) < 1e-5
 

@@ -54,7 +54,7 @@ def sample(values: Sequence[Any] | None = None) -> TrainingSample:
 
 def gradient(updater: Updater, loss: Any, **plan: Any) -> torch.Tensor:
     updater.zero_grad()
-    updater.accumulate(updater.forward.plan([sample()], trains_zero_advantage=True, **plan), loss)
+    updater.accumulate(updater.forward.plan([sample()], **plan), loss)
     return torch.cat([p.grad.flatten() for p in updater.optimizer.parameters if p.grad is not None])
 
 

@@ -34,12 +34,10 @@ from agentlightning.policy.losses import (
     TokenLoss,
     token_losses,
 )
-from agentlightning.policy.mismatch import Correction
 from agentlightning.policy.update import streams
 from agentlightning.policy.update.packing import MicroBatch, TokenTable, plan, token_table
 from agentlightning.policy.update.updater import (
     EntropyHistory,
-    LossSpec,
     Updater,
     sum_of_losses,
     tokens_of,
@@ -66,8 +64,8 @@ class RowPlanner:
                 'sharing="shared" is for a model on this machine; leave it out with policy.kind = "tinker"'
             )
         batches = plan(batch, token_budget=ROW_BUDGET, sharing="rows" if sharing == "rows" else "merged", join=False)
-        rows = tuple(row for batch in batches for row in batch.rows)
-        return [MicroBatch(rows, batches[0].table)] if rows else []
+        lines = tuple(line for batch in batches for line in batch.lines)
+        return [MicroBatch(lines, batches[0].table)] if lines else []
 
     def tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(values)
@@ -155,19 +153,19 @@ class RemoteUpdater(Updater):
             found[batch.places] = self._send(batch, "cross_entropy", {}, {"weights": zeros}, backward=False).numpy()
         return table.by_node(found)
 
-    def _step(self, part: TokenTable, spec: LossSpec) -> dict[str, float]:
+    def _step(self, part: TokenTable, options: UpdateOptions) -> dict[str, float]:
         """Rollouts whose data is not finite are left out before anything is sent."""
-        broken = streams.not_finite_in_data(part, {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in spec.losses)))
-        sums = self._gradient(streams.without(part, np.isin(part.rollout, broken)), spec)
+        needs = {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in token_losses(options.loss)))
+        broken = streams.not_finite_in_data(part, needs)
+        sums = self._gradient(streams.without(part, np.isin(part.rollout, broken)), options)
         if not sums:
             return {}
         return {**sums, **self.optimizer.step(sums["loss"]), "rollouts_not_finite": float(len(broken))}
 
-    def accumulate(
-        self, batches: Sequence[MicroBatch], loss: LossSetting = "ppo", within: Sequence[Correction] = ()
-    ) -> dict[str, float]:
+    def accumulate(self, batches: Sequence[MicroBatch], loss: LossSetting = "ppo") -> dict[str, float]:
         """See `Updater.accumulate`; `batches` are the one of `RowPlanner`."""
         losses, [batch] = token_losses(loss), batches
+        within = batch.table.corrections
         entropy_N = torch.zeros(len(batch.places))
         own = native(losses[0]) if len(losses) == 1 and not within else None
         if own is not None:
@@ -190,7 +188,6 @@ class RemoteUpdater(Updater):
             "tokens_trained": len(logprobs_N),
             "tokens_computed": sum(row.length for row in batch.rows) * (1 if own else 2),
             "micro_batches": 1,
-            "shared_prefixes": 0,
         }
 
     def _native(

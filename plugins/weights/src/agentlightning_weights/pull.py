@@ -7,7 +7,6 @@ DIR/state.json           which version that is
 
 from __future__ import annotations
 
-import logging
 import shutil
 import socket
 import time
@@ -20,8 +19,6 @@ import orjson
 from agentlightning_weights.bucket import DIFFERENCE, Bucket, FileEntry, Manifest, WeightStoreError, folder_of
 from agentlightning_weights.differences import DamagedDifferenceError, apply, digest
 from agentlightning_weights.publish import WANTED
-
-logger = logging.getLogger(__name__)
 
 STATE: Final = "state.json"
 
@@ -37,8 +34,6 @@ class Pulled:
     seconds: float
     steps: int
     """Versions that were applied one after the other; 0: the newest one was here."""
-    refused: int = 0
-    """Differences that were damaged."""
 
 
 class WeightPuller:
@@ -48,8 +43,6 @@ class WeightPuller:
         """Raises as `Bucket`."""
         self.bucket = Bucket(url)
         self.directory = directory.absolute()
-        self.refused = 0
-        """Differences refused so far, because they were damaged."""
         self._host = host or socket.gethostname()
         self._read = 0
 
@@ -63,28 +56,19 @@ class WeightPuller:
             return None
         return (version, name) if self._place(version).is_dir() else None
 
-    def newest(self) -> int | None:
-        """The newest complete version; None: there is none."""
-        return max(self.bucket.versions(), default=None)
-
     def pull(self) -> Pulled | None:
         """Bring the newest version here; None where none was published. Raises WeightStoreError where it cannot be: a
         damaged difference is refused, and a full version asked for, which the next publication is."""
         since, self._read = time.monotonic(), 0
-        if (newest := self.newest()) is None:
+        newest, current = max(self.bucket.versions(), default=None), self.current
+        if newest is None:
             return None
-        refused_before, current = self.refused, self.current
         chain = self._chain(newest, current)
         try:
             self._apply(chain, current)
         except DamagedDifferenceError as error:
-            self.refused += 1
-            logger.warning("a difference at %s was refused: %s", self.bucket.url, error)
-            chain = self._replacement(newest, error)
-            self._apply(chain, None)
-        seconds = time.monotonic() - since
-        place = self._place(newest)
-        return Pulled(newest, place, self._read, seconds, len(chain), self.refused - refused_before)
+            raise self._refusal(newest, error) from error
+        return Pulled(newest, self._place(newest), self._read, time.monotonic() - since, len(chain))
 
     def _chain(self, version: int, current: tuple[int, str] | None) -> list[Manifest]:
         """What leads to a version: from what is here, else from a full one."""
@@ -104,16 +88,14 @@ class WeightPuller:
             manifest = before
         return chain[::-1]
 
-    def _replacement(self, newest: int, error: DamagedDifferenceError) -> list[Manifest]:
-        """From the last full version, if that needs no damaged difference: it is one itself."""
-        manifest = self.bucket.manifest(newest)
-        if manifest.base is None:
-            raise WeightStoreError(f"the full version {newest} at {self.bucket.url} is damaged: {error}") from error
+    def _refusal(self, newest: int, error: DamagedDifferenceError) -> WeightStoreError:
+        if self.bucket.manifest(newest).base is None:
+            return WeightStoreError(f"the full version {newest} at {self.bucket.url} is damaged: {error}")
         self._want_full()
-        raise WeightStoreError(
+        return WeightStoreError(
             f"version {newest} at {self.bucket.url} is refused: {error}; a full version was asked for, which the next"
             " publication is"
-        ) from error
+        )
 
     def _want_full(self) -> None:
         self.bucket.write(f"{WANTED}/{self._host}.json", orjson.dumps({"since": time.time()}))

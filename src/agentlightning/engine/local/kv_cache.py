@@ -63,23 +63,17 @@ def probe_layout(model: PreTrainedModel) -> Layout:
         one = torch.ones(1, 1, dtype=torch.long, device=model.device)
         model(input_ids=one, attention_mask=one, use_cache=True, **{cache_argument(model): cache})
     counts: dict[tuple[int, int], int] = {}
-    shapes: list[tuple[int, int]] = []
-    locations: list[tuple[tuple[int, int], tuple[int, int]]] = []
+    """Of each shape, in the order of the pools."""
 
     def locate(states: Tensor) -> tuple[int, int]:
         shape = (states.shape[1], states.shape[3])
-        if shape not in counts:
-            shapes.append(shape)
-            counts[shape] = 0
-        counts[shape] += 1
-        return shapes.index(shape), counts[shape] - 1
+        counts[shape] = counts.get(shape, 0) + 1
+        return list(counts).index(shape), counts[shape] - 1
 
-    for layer in cast(list[CacheLayerMixin], cache.layers):
-        keys, values = cast(Tensor, layer.keys), cast(Tensor, layer.values)
-        locations.append((locate(keys), locate(values)))
+    layers = cast(list[Any], cache.layers)
     return Layout(
-        locations=tuple(locations),
-        pools=tuple((counts[shape], *shape) for shape in shapes),
+        locations=tuple((locate(layer.keys), locate(layer.values)) for layer in layers),
+        pools=tuple((count, *shape) for shape, count in counts.items()),
         dtype=model.dtype,
         windows={kind: detail.get("sliding_window") for kind, detail in zip(kinds, details, strict=True)},
     )

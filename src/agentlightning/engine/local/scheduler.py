@@ -44,7 +44,7 @@ from agentlightning.engine.local.kv_cache import KVCache, probe_layout
 from agentlightning.engine.local.prefix_cache import Match, RadixPrefixCache
 from agentlightning.engine.stop_strings import StopScanner
 from agentlightning.errors import AgentLightningError, ConfigError, PolicyError
-from agentlightning.models.checkpoint import FORWARD_ERRORS, cache_argument
+from agentlightning.models.checkpoint import FORWARD_ERRORS, cache_argument, configured_window
 from agentlightning.models.lora import Adapters
 from agentlightning.util.common_prefix import common_prefix_length
 from agentlightning.util.kept_sets import KeptSets
@@ -321,14 +321,12 @@ class ContinuousBatcher:
         if not (self._rows or self._prefilling):
             self._cache.release()
 
-    def abort(self) -> list[Request]:
-        """Drop all requests and everything cached; returns the requests."""
-        dropped = [*self._rows, *self._prefilling, *self._waiting]
+    def abort(self) -> None:
+        """Drop all requests and everything cached."""
         self._rows, self._prefilling, self._batch_params = [], [], None
         self._waiting.clear()
         self.invalidate_cache()
         self.release_memory()
-        return dropped
 
     def state_dict(self) -> dict[str, Any]:
         """The random state."""
@@ -644,7 +642,8 @@ class ContinuousBatcher:
         where that differs from a pass without a cache, too."""
         noise, failure = self._difference(alone=True)
         reason = "its configuration has a window that its layers do not name"
-        if self._cache.layout.has_sliding_window or not self._hidden_window():
+        hidden = 0 < (configured_window(self.model) or 0) < self.context_length
+        if self._cache.layout.has_sliding_window or not hidden:
             cascade = [True, False] if cascade_attention.supported(self.model) else [False]
             ways = [(way, False) for way in cascade]
             if decoder.supported(self.model, self._cache):
@@ -661,11 +660,6 @@ class ContinuousBatcher:
             "%s samples one row after the other, which is slow for many: rows that share a pass would not be sampled "
             "from its own distribution (%s)", type(self.model).__name__, reason,
         )  # fmt: skip
-
-    def _hidden_window(self) -> bool:
-        config: Any = self.model.config.get_text_config(decoder=True)
-        window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-        return isinstance(window, int) and 0 < window < self.context_length
 
     def _difference(self, *, alone: bool = False, cascade: bool = False, lean: bool = False) -> tuple[float, str]:
         """How far the logits of two rows of different lengths, as if beside a far longer one, are from those without a

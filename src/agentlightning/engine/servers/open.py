@@ -113,7 +113,7 @@ async def open_servers(
 async def _connect_senders(
     replicas: Sequence[Replica], transfer: str, device: str, stack: AsyncExitStack, *, required: bool
 ) -> None:
-    """Connect the servers' workers with senders, which the stack aborts. Raises ConfigError or ModelServerError if one
+    """Connect the servers' workers with senders, which the stack aborts. Raises ConfigError or PolicyError if one
     cannot connect; unless `required`, that server gets its weights from the disk instead."""
     channels: list[WeightChannel] = []
     for replica in replicas:

@@ -94,17 +94,15 @@ class WeightChannel:
         return self.failures <= MAX_TRANSFER_FAILURES
 
     async def send(self, weights: LabeledWeights, lend: LendWeights, on_loaded: Callable[[], None]) -> None:
-        """Raises ModelServerError or ConfigError; the server may then hold a mix of old and new weights."""
+        """Raises PolicyError or ConfigError; the server may then hold a mix of old and new weights."""
         try:
             if not self.sender.connected:
                 await self.receiver.connect(self.sender)
             await self.receiver.receive_weights(self.sender, lend, weights.label, on_loaded)
-        except (PolicyError, ConfigError) as error:
-            self.failures += 1
-            self.sender.abort()
-            if isinstance(error, (ModelServerError, ConfigError)):
-                raise
-            raise ModelServerError(f"{self.receiver.url}: {error}", retryable=True) from error
+        except BaseException as error:
+            self.failures += isinstance(error, PolicyError | ConfigError)
+            self.sender.abort()  # Nobody waits for it any more.
+            raise
 
 
 class Replica(Server):

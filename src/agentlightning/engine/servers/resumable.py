@@ -74,7 +74,7 @@ class ResumableSample:
             params = params if params.seed is None else replace(params, seed=params.seed + count)
             params = replace(params, min_tokens=max(0, params.min_tokens - count))
             self._scanner = self._new_scanner() if params.stop else None
-        prompt = [*self.prompt, *self.token_ids] if count else self.prompt
+        prompt = [*self.prompt, *self.token_ids]
         return SampleRequest(model, prompt, params, self._max_tokens - count, self._end_tokens, adapter)
 
     def append(self, chunk: TokenChunk, version: int) -> None:

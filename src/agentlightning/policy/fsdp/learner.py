@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Generator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -38,14 +37,13 @@ from transformers import DynamicCache, PreTrainedModel
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.checkpoint import read_scorer
 from agentlightning.models.resolve import resolve_model
-from agentlightning.policy.base import UPDATE, UpdateOptions
-from agentlightning.policy.config import LocalPolicyConfig, OptimizerConfig
+from agentlightning.policy.base import UPDATE, Sharing, UpdateOptions
+from agentlightning.policy.config import LocalPolicyConfig
 from agentlightning.policy.model_loading import load_model, with_adapters_of
-from agentlightning.policy.update.forward import Forward, ModelTraits, States, cost_model
+from agentlightning.policy.update.forward import Forward, ModelTraits, cost_model
 from agentlightning.policy.update.optimizer import master_values
-from agentlightning.policy.update.packing import MicroBatch, TokenTable, plan
-from agentlightning.policy.update.updater import LocalLearner, LossSpec, Updater
-from agentlightning.policy.update.value_head import ValueHead
+from agentlightning.policy.update.packing import MicroBatch, TokenTable, plan, token_table
+from agentlightning.policy.update.updater import LocalLearner, Updater
 from agentlightning.trajectory import FloatArray, Node, TokenTree, TrainingSample
 
 # -- collectives -----------------------------------------------------------------------------------------------------
@@ -146,6 +144,8 @@ class ShardedForward(Forward):
         self.ranks = ranks
         self._used = False
         """Whether there has been a pass, before which torch has no state to reset."""
+        self.loads: list[list[float]] = []
+        """Of each batch that was planned: the predicted cost of each rank."""
         shard(model, ranks, self.dtype)
         self.cost = cost_model(model)
 
@@ -168,46 +168,40 @@ class ShardedForward(Forward):
                 # What was gathered must not outlive the next change of the weights.
                 cast(FSDPModule, self.model).reset_iter_state()
 
-    def states(self, batch: MicroBatch) -> States:
+    def states(self, batch: MicroBatch) -> Tensor:
         """See `Forward.states`, with the idle passes of this position."""
         idle = self._idle(self._left.pop(0) - _passes(batch)) if self._left else None
-        states = super().states(batch)
-        return states if idle is None else States(states.hidden + idle.to(states.hidden.dtype), states.logits)
+        hidden_NH = super().states(batch)
+        return hidden_NH if idle is None else hidden_NH + idle.to(hidden_NH.dtype)
 
     def _states(
         self, ids_BT: Tensor, positions: np.ndarray[Any, Any], cache: DynamicCache | None, **inputs: Tensor
-    ) -> States:
+    ) -> Tensor:
         self._used = True
         return super()._states(ids_BT, positions, cache, **inputs)
 
-    def score(
-        self,
-        trees: Sequence[TokenTree],
-        what: AbstractSet[str] = frozenset({"logprobs", "entropy"}),
-        *,
-        value_head: ValueHead | None = None,
-        token_budget: int = 8192,
-    ) -> dict[str, list[tuple[FloatArray, ...]]]:
-        """See `Forward.score`: the columns of all trees, on every rank."""
-        plans = [self.plan([TrainingSample(tree)], token_budget=token_budget) for tree in trees]
-        prices = [sum(map(self.cost.price, plan)) for plan in plans]
-        parts = divide([price or 1.0 for price in prices], self.ranks.count)
-        own = parts[self.ranks.rank]
-        found = super().score([trees[i] for i in own], what, value_head=value_head, token_budget=token_budget)
-        columns: dict[str, list[Any]] = {name: [()] * len(trees) for name in what}
-        for part, each in zip(parts, self.ranks.gather(found), strict=True):
-            for name, values in each.items():
-                for index, column in zip(part, values, strict=True):
-                    columns[name][index] = column
-        return columns
+    def plan(
+        self, batch: TokenTable | Sequence[TrainingSample], *, token_budget: int = 8192, sharing: Sharing = "auto"
+    ) -> list[MicroBatch]:
+        """See `Forward.plan`: that of the trees of this rank. Every rank divides them alike."""
+        table = batch if isinstance(batch, TokenTable) else token_table(batch)
+        own = partial(super().plan, token_budget=token_budget, sharing=sharing)
+        prices = [sum(map(self.cost.price, own(replace(table, part=(number,))))) for number in table.part]
+        parts = divide(prices, self.ranks.count)
+        self.loads.append([sum(prices[i] for i in part) for part in parts])
+        part = tuple(table.part[i] for i in parts[self.ranks.rank])
+        return own(replace(table, part=part)) if part else []
+
+    def joint(self, found: FloatArray) -> FloatArray:
+        """See `Forward.joint`."""
+        return np.sum(self.ranks.gather(found), axis=0)
 
     def _idle(self, passes: int) -> Tensor:
         """Passes whose sum is 0; every weight has a gradient of 0."""
         total = torch.zeros((), device=self.model.device)
         batch = _idle_batch()
         for _ in range(passes):
-            states = super().states(batch)
-            logprobs_1, _ = self.logprobs(batch, states, at_temperature=False)
+            logprobs_1, _ = self.logprobs(batch, super().states(batch), at_temperature=False)
             total = total + logprobs_1.sum() * 0.0
         return total
 
@@ -288,54 +282,31 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
 class ShardedUpdater(Updater):
     """Trains a model that the ranks divide. Every rank calls the same method with the same samples."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        optimizer: OptimizerConfig | None = None,
-        adapter: nn.Module | None = None,
-        value_head: ValueHead | None = None,
-        *,
-        forward: ShardedForward,
-    ) -> None:
-        self.ranks = forward.ranks
-        whole = [each.to(self.ranks.device) for each in (adapter, value_head) if each is not None]
-        super().__init__(model, optimizer, adapter, value_head, forward=forward)
-        self.whole = [parameter for each in whole for parameter in each.parameters()]
-        """What each rank has undivided."""
-        self._loads: list[list[float]] = []
-        """Of each batch divided since the step began: the predicted cost of each rank."""
+    forward: ShardedForward  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @property
+    def whole(self) -> list[nn.Parameter]:
+        """What is trained and each rank has undivided."""
+        trained = [each for optimizer in self.optimizers for each in optimizer.parameters]
+        return [parameter for parameter in trained if not isinstance(parameter, DTensor)]
 
     def step(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> dict[str, float]:
         """See `Updater.step`. The metrics also have `idle_ranks`, the most ranks without a tree in an optimiser step,
         and `rank_imbalance`, the predicted cost of the busiest rank as a multiple of the mean."""
-        self._loads = []
+        self.forward.loads.clear()
         metrics = super().step(samples, options)
-        busy = [loads for loads in self._loads if sum(loads)]
-        idle = max((loads.count(0.0) for loads in busy), default=self.ranks.count)
-        imbalance = sum(max(loads) for loads in busy) * self.ranks.count / max(sum(map(sum, busy)), 1e-9)
+        busy, count = [loads for loads in self.forward.loads if sum(loads)], self.forward.ranks.count
+        idle = max((loads.count(0.0) for loads in busy), default=count)
+        imbalance = sum(max(loads) for loads in busy) * count / max(sum(map(sum, busy)), 1e-9)
         return {**metrics, "idle_ranks": float(idle), "rank_imbalance": imbalance}
 
-    def _gradient(self, part: TokenTable, spec: LossSpec) -> dict[str, float]:
-        own = self._own(part, spec.options)
-        batches = self._plan(own, spec.options) if own.part else []
-        sums = self.ranks.sum(self.accumulate(batches, spec.losses, spec.within))
-        self.ranks.sum_gradients(self.whole)
+    def _gradient(self, part: TokenTable, options: UpdateOptions) -> dict[str, float]:
+        sums = self.forward.ranks.sum(self.accumulate(self._plan(part, options), options.loss))
+        self.forward.ranks.sum_gradients(self.whole)
         return sums
 
-    def _own(self, part: TokenTable, options: UpdateOptions) -> TokenTable:
-        """The trees of this rank, as rank 0 has divided them."""
-        found: tuple[list[list[int]], list[float]] | None = None
-        if self.ranks.rank == 0:
-            plans = [self._plan(replace(part, part=(number,)), options) for number in part.part]
-            prices = [sum(map(self.forward.cost.price, batches)) for batches in plans]
-            parts = divide(prices, self.ranks.count)
-            found = parts, [sum(prices[i] for i in own) for own in parts]
-        parts, loads = self.ranks.from_first(found)
-        self._loads.append(loads)
-        return replace(part, part=tuple(part.part[i] for i in parts[self.ranks.rank]))
-
     def _divides_rollouts(self, batches: Sequence[MicroBatch]) -> bool:
-        return any(self.ranks.gather(super()._divides_rollouts(batches)))
+        return any(self.forward.ranks.gather(super()._divides_rollouts(batches)))
 
 
 # -- checkpoint ------------------------------------------------------------------------------------------------------
@@ -423,7 +394,9 @@ class RankLearner(LocalLearner):
         return self.load(read).requires_grad_(False)
 
     def make_forward(self, model: PreTrainedModel, gradient_checkpointing: bool = False) -> Forward:
-        """See `LocalLearner.make_forward`."""
+        """See `LocalLearner.make_forward`. What is trained beside a model moves to the device of this rank."""
+        for part in filter(None, (*self.by_name.values(), self.value_head)):
+            part.to(self._ranks.device)
         return ShardedForward(model, self._ranks, gradient_checkpointing=gradient_checkpointing)
 
     def train(

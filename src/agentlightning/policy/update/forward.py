@@ -1,7 +1,7 @@
 """The forward pass of training: log-probabilities of chosen tokens, for an update or to score them.
 
 Works with any `transformers` causal language model through its own forward and `DynamicCache`, on any device. Only
-the hidden states at trained positions reach the output head (`head_positions`), a chunk at a time
+the hidden states at trained positions reach the output head (`states_at_positions`), a chunk at a time
 (`output_head`), so that no [B, T, V] logits exist and no [N, V] ones of a large vocabulary.
 The model is in evaluation mode: the probabilities that are trained are those that were sampled from.
 
@@ -25,16 +25,15 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentlightning.errors import ConfigError, PolicyError
-from agentlightning.models.checkpoint import FORWARD_ERRORS, cache_argument
+from agentlightning.models.checkpoint import FORWARD_ERRORS, cache_argument, configured_window
 from agentlightning.policy.base import Sharing
 from agentlightning.policy.update.output_head import (
     Chosen,
     HeadTraits,
     Kept,
     OutputHead,
-    head_at_positions,
     last_mlp,
-    logprobs_from_logits,
+    states_at_positions,
     token_logprobs,
 )
 from agentlightning.policy.update.packing import (
@@ -55,7 +54,7 @@ from agentlightning.trajectory import FloatArray, Node, TokenTree, TrainingSampl
 #
 # The layers stay in evaluation mode, and a key-value cache is put back to what it was before they are computed again,
 # so that the gradient is the same and rows can share a prefix. transformers' own checkpointing allows neither. The last
-# layer stores its activations: it is computed at trained positions only (`head_positions`).
+# layer stores its activations: it is computed at trained positions only (`states_at_positions`).
 #
 # Chen et al. 2016, arXiv:1604.06174.
 
@@ -118,10 +117,6 @@ def _cache_index(layer: nn.Module) -> int | None:
 
 PROBE = (3, 5, 4, 6), (7, 4, 8, 2), (8, 6, 3, 5)
 """A prompt and two answers, by which is found out what a model can."""
-FAR = 5120
-"""Tokens of a prompt, in that trial, of which a window that is shorter hides some."""
-BETWEEN = 3072
-"""Tokens between the prompt and an answer that sees it, as rows of a line have them."""
 LAUNCH_CPU = 1.5e7
 LAUNCH_ACCELERATOR = 1e10
 """What launching the kernels of one layer costs, in multiply-adds the device could have done."""
@@ -130,16 +125,6 @@ GRADIENT_CPU = 40.0
 bytes that this moves, not fitted to measurements."""
 COPY = 16.0
 """Multiply-adds that take as long as copying one number of a cache to a row, forward and backward."""
-
-
-@dataclass(frozen=True, slots=True)
-class States:
-    """What the output head is given to predict the targets of a micro-batch, in the order of `MicroBatch.places`."""
-
-    hidden: Tensor
-    """hidden_NH."""
-    logits: Tensor | None
-    """logits_NV of a model whose output head cannot be run alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,23 +168,17 @@ class Forward:
     @torch.no_grad()
     def _probe(self) -> ModelTraits:
         """The traits, by comparing the hidden states of passes over one small tree: a model may have a last block that
-        mixes tokens, count positions from another number, or take masks of its own kind only. And of passes behind a
-        long prompt, where its attention may end at a window."""
+        mixes tokens, count positions from another number, or take masks of its own kind only."""
         prompt, *answers = [tuple(token % self.head.vocabulary for token in each) for each in PROBE]
         nodes = [Node(0, answer, sampled=True, logprobs=(0.0,) * len(answer)) for answer in answers]
         batch = [TrainingSample(TokenTree((Node(-1, prompt), *nodes)))]
         (plain,) = plan(batch, token_budget=64, sharing="merged")
         (shared,) = plan(batch, token_budget=64, sharing="shared", join=False)
-        (line,) = join_rows(plain.rows, 64)
         block, self.last_mlp = self.last_mlp, None
         whole_NH = self._hidden(plain)
         shares = can_share(self.model) and self._agree(whole_NH, self._hidden(shared))
-        joins = (
-            can_share(self.model)
-            and can_mask(self.model)
-            and self._agree(whole_NH, self._hidden(replace(plain, rows=line.rows, lines=(line,))))
-            and self._agree(self._far(prompt, answers[0], 0), self._far(prompt, answers[0], BETWEEN))
-        )
+        lines = replace(plain, lines=tuple(join_rows(plain.rows, 64)))
+        joins = can_share(self.model) and can_mask(self.model) and self._agree(whole_NH, self._hidden(lines))
         self.last_mlp = block
         tokenwise_mlp = block is not None and self._agree(whole_NH, self._hidden(plain))
         return ModelTraits(self.head.traits, tokenwise_mlp, shares, joins)
@@ -215,30 +194,8 @@ class Forward:
         """The hidden states for the targets of a micro-batch, in the order of the table [N, H]; None where the model
         cannot compute them."""
         try:
-            return self.states(batch).hidden[self.tensor(batch.places.argsort())]
+            return self.states(batch)[self.tensor(batch.places.argsort())]
         except (*FORWARD_ERRORS, PolicyError):
-            return None
-
-    def _far(self, prompt: Sequence[int], answer: Sequence[int], between: int) -> Tensor | None:
-        """The hidden states of an answer [T, H] to `FAR` tokens: those of `prompt`, whose keys and values count many
-        times. Other tokens `between` are hidden by a mask that is given; without any, the model makes its own mask. So
-        a window makes a difference, in its own mask or, whatever the mask, in its layers. None: it cannot."""
-        width, begin = len(answer), FAR + between
-        config = self.model.config.get_text_config(decoder=True)
-        most = getattr(config, "max_position_embeddings", None) or len(prompt) + width
-        first = min(FAR, most - width)  # Its positions may be a table that ends there.
-        inputs = {"position_ids": self.tensor(np.arange(first, first + width)[None])}
-        if between:
-            visible_TS = np.tri(width, begin + width, begin, bool)
-            visible_TS[:, FAR:begin] = False
-            inputs["attention_mask"] = self._mask(visible_TS[None])
-        cache = DynamicCache(config=self.model.config)
-        places = np.arange(width)
-        try:
-            self._states(self._padded([prompt], len(prompt)), places[:1], cache)
-            cache.layers[:] = [FarLayer(layer, between) for layer in cache.layers]
-            return self._states(self._padded([answer], width), places, cache, **inputs).hidden
-        except FORWARD_ERRORS:
             return None
 
     def plan(
@@ -247,7 +204,6 @@ class Forward:
         *,
         token_budget: int = 8192,
         sharing: Sharing = "auto",
-        trains_zero_advantage: bool = False,
     ) -> list[MicroBatch]:
         """The micro-batches of a batch. Raises ConfigError where sharing="shared" and the model cannot share."""
         if sharing in ("auto", "shared") and not (self.traits.shares and can_share(self.model)):
@@ -262,7 +218,6 @@ class Forward:
             token_budget=token_budget,
             cost=self.cost,
             sharing=sharing,
-            trains_zero_advantage=trains_zero_advantage,
             join=self.traits.joins and can_mask(self.model),
         )
 
@@ -271,24 +226,25 @@ class Forward:
         make as many passes each."""
         return nullcontext()
 
-    def states(self, batch: MicroBatch) -> States:
-        """Run the body of the model."""
+    def joint(self, found: FloatArray) -> FloatArray:
+        """Numbers of the tokens of a table, of which each process has computed those of its own `plan`, else 0."""
+        return found
+
+    def states(self, batch: MicroBatch) -> Tensor:
+        """Run the body of the model. hidden_NH, of which the targets of a micro-batch are predicted, in the order of
+        `MicroBatch.places`."""
         shared = batch.shared_length
         where = batch.predictions()
-        prefix, cache = self._prefix(batch, where.prefix) if shared else (None, None)
-        ids = [line.token_ids for line in batch.lines] or [row.token_ids[shared:-1] for row in batch.rows]
-        masked = self._line_inputs(batch.lines, batch.width) if batch.lines else {}
-        states = self._states(self._padded(ids, batch.width), where.rows, cache, **masked)
-        if prefix is None or not (len(where.prefix) or self.always_uses_prefix):
-            return states
-        order_N = self.tensor(where.order)
-        hidden_NH = torch.cat([prefix.hidden, states.hidden])[order_N]
-        if prefix.logits is None or states.logits is None:
-            return States(hidden_NH, None)
-        return States(hidden_NH, torch.cat([prefix.logits, states.logits])[order_N])
+        prefix_PH, cache = self._prefix(batch, where.prefix) if shared else (None, None)
+        ids = [line.token_ids[shared:] for line in batch.lines]
+        masked = self._line_inputs(batch.lines, batch.width) if batch.joined else {}
+        hidden_NH = self._states(self._padded(ids, batch.width), where.rows, cache, **masked)
+        if prefix_PH is None or not (len(where.prefix) or self.always_uses_prefix):
+            return hidden_NH
+        return torch.cat([prefix_PH, hidden_NH])[self.tensor(where.order)]
 
     def logprobs(
-        self, batch: MicroBatch, states: States, at_temperature: bool, entropy_gradient: bool = False
+        self, batch: MicroBatch, hidden_NH: Tensor, at_temperature: bool, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
         """logprobs_N of the targets of a micro-batch, from its `states`, and the entropy of their distributions [N],
         which has a gradient if asked for. `at_temperature`, a distribution is the one that was sampled from: also over
@@ -298,12 +254,7 @@ class Forward:
         temperatures_N = self.tensor(batch.table.temperatures[batch.places]) if at_temperature else None
         sets = batch.kept if at_temperature else None
         kept = None if sets is None else Kept.of(sets, self.head.vocabulary, self.model.device)
-        return self._logprobs(states, Chosen(chosen_N, temperatures_N, entropy_gradient, kept))
-
-    def _logprobs(self, states: States, chosen: Chosen) -> tuple[Tensor, Tensor]:
-        if states.logits is not None:
-            return logprobs_from_logits(states.logits, chosen)
-        return token_logprobs(self.head, states.hidden, chosen)
+        return token_logprobs(self.head, hidden_NH, Chosen(chosen_N, temperatures_N, entropy_gradient, kept))
 
     def of_targets(self, inputs: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> Tensor:
         """log p(targets[b][t] | inputs[b][: t + 1]) at temperature 1, all rows one behind the other [N], with gradient.
@@ -311,7 +262,8 @@ class Forward:
         width = max(map(len, inputs))
         places = np.concatenate([np.arange(len(row)) + number * width for number, row in enumerate(inputs)])
         chosen_N = self.tensor(np.concatenate([np.asarray(row, np.int64) for row in targets]))
-        return self._logprobs(self._states(self._padded(inputs, width), places, None), Chosen(chosen_N))[0]
+        hidden_NH = self._states(self._padded(inputs, width), places, None)
+        return token_logprobs(self.head, hidden_NH, Chosen(chosen_N))[0]
 
     @torch.no_grad()
     def score(
@@ -330,25 +282,25 @@ class Forward:
         batches = self.plan(table, token_budget=token_budget)
         with self.aligned(batches):
             for batch in batches:
-                states = self.states(batch)
-                columns = {} if value_head is None else {"values": value_head(states.hidden)}
+                hidden_NH = self.states(batch)
+                columns = {} if value_head is None else {"values": value_head(hidden_NH)}
                 if what & {"logprobs", "entropy"}:
-                    columns["logprobs"], columns["entropy"] = self.logprobs(batch, states, at_temperature=True)
+                    columns["logprobs"], columns["entropy"] = self.logprobs(batch, hidden_NH, at_temperature=True)
                 for name in columns.keys() & what:
                     found[name][batch.places] = columns[name].cpu().numpy()
-        return {name: table.by_node(values) for name, values in found.items()}
+        return {name: table.by_node(self.joint(values)) for name, values in found.items()}
 
     def tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(values).to(self.model.device)
 
-    def _prefix(self, batch: MicroBatch, positions: np.ndarray[Any, Any]) -> tuple[States, DynamicCache]:
+    def _prefix(self, batch: MicroBatch, positions: np.ndarray[Any, Any]) -> tuple[Tensor, DynamicCache]:
         """Compute each family's prefix once; returns what `_states` does, and a cache with one entry for each row."""
         firsts = [sum(batch.families[:i]) for i in range(len(batch.families))]
-        ids_GT = self._padded([batch.rows[b].token_ids[: batch.shared_length] for b in firsts], batch.shared_length)
+        ids_GT = self._padded([batch.lines[b].token_ids[: batch.shared_length] for b in firsts], batch.shared_length)
         cache = DynamicCache(config=self.model.config)
-        states = self._states(ids_GT, positions, cache)
+        hidden_PH = self._states(ids_GT, positions, cache)
         _expand_to_rows(cache, batch.families)
-        return states, cache
+        return hidden_PH, cache
 
     def _line_inputs(self, lines: Sequence[Line], width: int) -> dict[str, Tensor]:
         """The positions [L, T] of the tokens of lines, and a mask [L, 1, T, T] that is added to their attention scores:
@@ -359,56 +311,27 @@ class Forward:
             for index, begin in zip(line.index, line.begins, strict=True):
                 positions_T[index] = np.arange(len(index))
                 visible_TT[np.ix_(index[begin:], index)] = np.tri(len(index) - begin, len(index), begin, bool)
-        return {"attention_mask": self._mask(visible_LTT), "position_ids": self.tensor(positions_LT)}
-
-    def _mask(self, visible_LTS: np.ndarray[Any, Any]) -> Tensor:
-        """What is added to attention scores [L, 1, T, S]."""
-        hidden_LTS = self.tensor(~visible_LTS)
-        mask_LTS = torch.zeros(hidden_LTS.shape, dtype=self.dtype, device=self.model.device)
-        return mask_LTS.masked_fill_(hidden_LTS, torch.finfo(self.dtype).min)[:, None]
+        hidden_LTT = self.tensor(~visible_LTT)
+        mask_LTT = torch.zeros(hidden_LTT.shape, dtype=self.dtype, device=self.model.device)
+        mask_LTT.masked_fill_(hidden_LTT, torch.finfo(self.dtype).min)
+        return {"attention_mask": mask_LTT[:, None], "position_ids": self.tensor(positions_LT)}
 
     def _states(
         self, ids_BT: Tensor, positions: np.ndarray[Any, Any], cache: DynamicCache | None, **inputs: Tensor
-    ) -> States:
-        """The states at `positions` of the flattened [B, T] input. Rows are padded on the right, where a causal model
+    ) -> Tensor:
+        """hidden_NH at `positions` of the flattened [B, T] input. Rows are padded on the right, where a causal model
         does not look, so that no mask is needed unless rows are joined."""
         hidden: list[Tensor] = []
-        whole = not self.head.traits.separable
-        distinct, which = np.unique(
-            positions, return_inverse=True
-        )  # One token may predict the first of several answers.
-        at_positions = head_at_positions(self.model, self.tensor(distinct), self.last_mlp, hidden, logits=whole)
+        # One token may predict the first of several answers.
+        distinct, which = np.unique(positions, return_inverse=True)
+        at_positions = states_at_positions(self.head.decoder, self.tensor(distinct), self.last_mlp, hidden)
         with at_positions, recomputed(self.recomputed_layers):
-            cached = {self.cache_argument: cache, "use_cache": cache is not None}
-            output = self.model(input_ids=ids_BT, **cached, **inputs)
-        which_N = self.tensor(which)
-        return States(hidden[0].index_select(0, which_N), output.logits[0].index_select(0, which_N) if whole else None)
+            self.model(input_ids=ids_BT, **{self.cache_argument: cache, "use_cache": cache is not None}, **inputs)
+        return hidden[0].index_select(0, self.tensor(which))
 
     def _padded(self, rows: Sequence[Sequence[int]], width: int) -> Tensor:
         padded = [[*row, *[0] * (width - len(row))] for row in rows]
         return torch.tensor(padded, dtype=torch.long, device=self.model.device)
-
-
-class FarLayer(DynamicLayer):
-    """What a layer of a cache holds, stretched to `FAR` tokens, and then some that are empty. Nothing else is kept, so
-    that a large model has room for it."""
-
-    def __init__(self, layer: Any, empty: int) -> None:
-        super().__init__()
-        self._held: tuple[Tensor, Tensor] = (layer.keys, layer.values)
-        self._empty = empty
-
-    def get_seq_length(self) -> int:
-        return FAR + self._empty
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_options: Any) -> tuple[Tensor, Tensor]:
-        return self._behind(self._held[0], key_states), self._behind(self._held[1], value_states)
-
-    def _behind(self, held_BHTD: Tensor, new_BHTD: Tensor) -> Tensor:
-        tokens = held_BHTD.split(1, dim=-2)
-        far = [token.expand(-1, -1, FAR // len(tokens), -1) for token in tokens]
-        empty = torch.zeros_like(tokens[0]).expand(-1, -1, self._empty, -1)
-        return torch.cat([*far, empty, new_BHTD], dim=-2)
 
 
 def can_share(model: PreTrainedModel) -> bool:
@@ -420,8 +343,12 @@ def can_share(model: PreTrainedModel) -> bool:
 
 
 def can_mask(model: PreTrainedModel) -> bool:
-    """Whether its attention takes a mask of any shape."""
-    return not has_unsloth_forward(model) and getattr(model.config, "_attn_implementation", None) in ("sdpa", "eager")
+    """Whether its attention takes a mask of any shape, and nothing else hides tokens: a window that layers have by
+    themselves, as those of GPT-Neo, which do not go through transformers' attention interface, or a mask of the model's
+    own."""
+    known = getattr(model.config, "_attn_implementation", None) in ("sdpa", "eager")
+    interface = known and model._supports_attention_backend  # pyright: ignore[reportPrivateUsage]
+    return interface and configured_window(model) is None and not has_unsloth_forward(model)
 
 
 def has_unsloth_forward(model: PreTrainedModel) -> bool:

@@ -9,10 +9,9 @@ Shapes: N trained positions, C positions of a chunk, V vocabulary, H hidden.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +26,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from agentlightning.engine.local.sampler import MIN_TEMPERATURE
 from agentlightning.errors import PolicyError
-from agentlightning.models.checkpoint import FORWARD_ERRORS
+from agentlightning.models.checkpoint import refusing
 from agentlightning.policy.update.packing import KeptTokens
 
 # -- chunked log-probabilities ----------------------------------------------------------------------------------------
@@ -347,7 +346,7 @@ def _as(gradient: Tensor | None, weight: Tensor | None) -> Tensor | None:
     return None if gradient is None or weight is None else gradient.to(weight.dtype)
 
 
-# -- head positions --------------------------------------------------------------------------------------------------
+# -- positions -------------------------------------------------------------------------------------------------------
 
 # A forward pass that computes what follows the last attention only at the positions whose logits are needed.
 #
@@ -358,39 +357,34 @@ def _as(gradient: Tensor | None, weight: Tensor | None) -> Tensor | None:
 
 
 @contextmanager
-def head_at_positions(
-    model: PreTrainedModel, positions_N: Tensor, block: nn.Module | None, hidden: list[Tensor], *, logits: bool = True
+def states_at_positions(
+    decoder: nn.Module, positions_N: Tensor, block: nn.Module | None, hidden: list[Tensor]
 ) -> Generator[None]:
-    """Compute the output head, and `block` (`last_mlp`), at `positions_N` of the flattened [B, T] input only.
+    """Append what the decoder returns at `positions_N` of the flattened [B, T] input to `hidden`: hidden_NH. `block`
+    (`last_mlp`) computes these alone, and what follows the decoder computes nothing."""
 
-    The head's input hidden_NH is appended to `hidden`. The model's logits are then [1, N, V], and go through whatever
-    follows the head; without `logits`, the head computes none.
-    """
-    head = model.get_output_embeddings()
-    if head is None:
-        raise PolicyError(f"{type(model).__name__} has no output embeddings; train a causal language model")
-
-    def select(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (args[0].flatten(0, 1).index_select(0, positions_N).unsqueeze(0), *args[1:])
+    def at_positions(states_BTH: Tensor) -> Tensor:
+        return states_BTH.flatten(0, 1).index_select(0, positions_N)
 
     shapes: list[torch.Size] = []
 
     def narrow(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         shapes.append(args[0].shape)
-        return select(module, args)
+        return (at_positions(args[0]).unsqueeze(0), *args[1:])
 
     def widen(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         shape = shapes.pop()
         empty = output.new_zeros(shape[0] * shape[1], shape[2])
         return empty.index_copy(0, positions_N, output[0]).view(shape)
 
-    def take(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        states = select(module, args)[0]
-        hidden.append(states[0])
-        return (states if logits else states[:, :0], *args[1:])
+    def take(module: nn.Module, args: tuple[Tensor, ...], output: Any) -> Any:
+        states_BTH = output["last_hidden_state"]
+        hidden.append(at_positions(states_BTH))
+        output["last_hidden_state"] = states_BTH[:, :0]
+        return output
 
     with ExitStack() as hooks:
-        hooks.callback(head.register_forward_pre_hook(take).remove)
+        hooks.callback(decoder.register_forward_hook(take).remove)
         if block is not None:
             hooks.callback(block.register_forward_pre_hook(narrow).remove)
             hooks.callback(block.register_forward_hook(widen).remove)
@@ -404,7 +398,7 @@ def last_mlp(model: PreTrainedModel) -> nn.Module | None:
     return block if isinstance(block, nn.Module) else None
 
 
-logger = logging.getLogger(__name__)
+# -- head ------------------------------------------------------------------------------------------------------------
 
 CHUNK_LOGITS = 1 << 24
 """Logits computed at once: 64 MiB in float32."""
@@ -414,8 +408,6 @@ CHUNK_LOGITS = 1 << 24
 class HeadTraits:
     """What is found out about an output head by running it."""
 
-    separable: bool = False
-    """Whether logits can be computed from hidden states alone."""
     linear: bool = False
     """Whether logits are those of the output layer."""
     output: Callable[..., Any] = BaseModelOutputWithPast
@@ -423,59 +415,50 @@ class HeadTraits:
 
 
 class OutputHead:
-    """What a causal language model does after its decoder: the output layer, and whatever follows it (a soft cap, a
-    scale). It runs the model with the decoder replaced by given hidden states; the first use is compared with a plain
-    forward pass."""
+    """What a causal language model does after its decoder: the output layer, and whatever is before it (a scale, a
+    transformation) or follows it (a soft cap). It runs the model with the decoder replaced by given hidden states; the
+    first use is compared with a plain forward pass."""
 
     def __init__(self, model: PreTrainedModel, traits: HeadTraits | None = None) -> None:
-        """`traits`: those of the same model in another process, where this one cannot be run yet."""
+        """`traits`: those of the same model in another process, where this one cannot be run yet. Raises PolicyError
+        for a model without output embeddings, or whose logits are not those of what its decoder returns."""
         self._model = _causal_model(model)
+        if self._model.get_output_embeddings() is None:
+            raise PolicyError(f"{type(model).__name__} has no output embeddings; train a causal language model")
         self.vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
-        self._decoder = getattr(self._model, self._model.base_model_prefix, None)
+        found: nn.Module = self._model.get_decoder()
+        self.decoder = found if isinstance(found, PreTrainedModel) else self._model.base_model
         self.traits = traits or HeadTraits()
         if traits is None:
             self._find_traits()
-        if not self.traits.separable:
-            logger.warning(
-                "the output head of %s cannot be run alone: the logits of all trained positions are in memory at once",
-                type(self._model).__name__,
-            )
 
     @property
     def linear(self) -> nn.Linear | None:
         """The layer that computes the logits, if nothing else happens to them now."""
         layer: Any = self._model.get_output_embeddings()
-        hooked = layer is not None and (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
+        hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
         return layer if self.traits.linear and not hooked else None
 
     def __call__(self, hidden_CH: Tensor) -> Tensor:
         """logits_CV."""
         ids_1C = torch.zeros(1, len(hidden_CH), dtype=torch.long, device=hidden_CH.device)
-        with _with_decoder_output(self._decoder, self.traits.output(last_hidden_state=hidden_CH.unsqueeze(0))):
+        with _with_decoder_output(self.decoder, self.traits.output(last_hidden_state=hidden_CH.unsqueeze(0))):
             return self._model(input_ids=ids_1C, use_cache=False).logits[0]
 
     @torch.no_grad()
     def _find_traits(self) -> None:
         """Set `traits` to those of the model."""
-        decoder: Any = self._decoder
         padding = getattr(self._model.config, "pad_token_id", None)  # transformers warns of it without a mask.
         ids_1C = torch.tensor([[token for token in range(4) if token != padding]], device=self._model.device)
-        hidden: list[Tensor] = []
-        layer: Any = self._model.get_output_embeddings()
-
-        def take(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            """What training takes: something may happen to it between decoder and output layer."""
-            hidden.append(args[0][0])
-
-        agrees = False
-        with suppress(*FORWARD_ERRORS):
-            with layer.register_forward_pre_hook(take):
+        outputs: list[Any] = []
+        with refusing(self._model):
+            with self.decoder.register_forward_hook(lambda _module, _args, output: outputs.append(output)):
                 expected = self._model(input_ids=ids_1C, use_cache=False).logits[0]
-            output = type(decoder(input_ids=ids_1C, use_cache=False))
-            self.traits = HeadTraits(separable=True, output=output)
-            found = self(hidden[0])
-            agrees = found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
-        self.traits = replace(self.traits, linear=self._matches_layer()) if agrees else HeadTraits()
+            self.traits = HeadTraits(output=type(outputs[0]))
+            found = self(outputs[0]["last_hidden_state"][0])
+            if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-3, atol=1e-3):
+                raise ValueError("its logits are not those of what its decoder returns")
+            self.traits = replace(self.traits, linear=self._matches_layer())
 
     @torch.no_grad()
     def _matches_layer(self) -> bool:

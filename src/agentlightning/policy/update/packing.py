@@ -22,15 +22,16 @@ Shapes: S sampled tokens of all samples of a batch, N trained tokens of a micro-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentlightning.errors import PolicyError
 from agentlightning.policy.base import Sharing
+from agentlightning.policy.mismatch import Correction
 from agentlightning.trajectory import FloatArray, Node, TokenTree, TrainingSample
 from agentlightning.util.common_prefix import common_prefix_length
 
@@ -84,6 +85,8 @@ class TokenTable:
     """For each sample, the call of each node; `NOT_SAMPLED` for prompts."""
     kept: KeptTokens | None = None
     """None: every token could be sampled everywhere."""
+    corrections: tuple[Correction, ...] = ()
+    """Of weights, against proximal log-probabilities that are interpolated in each micro-batch."""
 
     @property
     def within(self) -> NDArray[np.bool_]:
@@ -207,7 +210,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Line:
-    """Rows of one tree that are computed as one: their common tokens once, each seen by what is below it alone."""
+    """A row, or rows of one tree that are computed as one: their common tokens once, each seen by what is below it
+    alone."""
 
     rows: tuple[Row, ...]
     token_ids: tuple[int, ...]
@@ -215,6 +219,14 @@ class Line:
     """For each row, where its tokens stand in the line."""
     begins: tuple[int, ...]
     """For each row, how many of its tokens stand there for an earlier row."""
+
+    @property
+    def length(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def joined(self) -> bool:
+        return len(self.rows) > 1
 
 
 def join_rows(rows: Iterable[Row], limit: int) -> list[Line]:
@@ -232,6 +244,11 @@ def join_rows(rows: Iterable[Row], limit: int) -> list[Line]:
     return [_line(each) for each in lines]
 
 
+def line_of(row: Row) -> Line:
+    """A row by itself."""
+    return _line([(row, 0)])
+
+
 def _line(rows: Sequence[tuple[Row, int]]) -> Line:
     token_ids: list[int] = []
     index: list[IntArray] = []
@@ -244,32 +261,33 @@ def _line(rows: Sequence[tuple[Row, int]]) -> Line:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """Rows computed in one forward and backward pass. The targets of a call are all in it."""
+    """Lines computed in one forward and backward pass. The targets of a call are all in it."""
 
-    rows: tuple[Row, ...]
+    lines: tuple[Line, ...]
     table: TokenTable
     shared_length: int = 0
-    """How many tokens of each row are computed once per family, in a pass before; 0: none."""
+    """How many tokens of each line are computed once per family, in a pass before; 0: none."""
     families: tuple[int, ...] = ()
-    """Where `shared_length` > 0: how many consecutive rows share each prefix."""
-    lines: tuple[Line, ...] = ()
-    """What the rows are joined to; empty: each is computed by itself."""
+    """Where `shared_length` > 0: how many consecutive lines share each prefix."""
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(row for line in self.lines for row in line.rows)
+
+    @property
+    def joined(self) -> bool:
+        """Whether a mask keeps rows of a line apart."""
+        return any(line.joined for line in self.lines)
 
     @property
     def width(self) -> int:
-        """Length of the padded rows, without the shared part, or lines."""
-        lengths = [len(line.token_ids) for line in self.lines] or [row.length for row in self.rows]
-        return max(lengths) - self.shared_length
+        """Length of the padded lines, without the shared part."""
+        return max(line.length for line in self.lines) - self.shared_length
 
     @property
     def tokens(self) -> int:
         """Tokens computed, padding included."""
-        return len(self.families) * self.shared_length + len(self.lines or self.rows) * self.width
-
-    @property
-    def shared_prefixes(self) -> int:
-        """How many prefixes of several rows are computed once."""
-        return len(self.families) + sum(len(line.rows) > 1 for line in self.lines)
+        return len(self.families) * self.shared_length + len(self.lines) * self.width
 
     @property
     def places(self) -> IntArray:
@@ -282,25 +300,19 @@ class MicroBatch:
         return None if self.table.kept is None else self.table.kept.at(self.places)
 
     def predictions(self) -> Predictions:
-        """The positions that predict the targets: one token before each, in the shared prefix or in its row."""
-        shared, width, none = self.shared_length, self.width, np.empty(0, np.int64)
-        if self.lines:
-            found = [
-                number * width + index[row.targets - 1]
-                for number, line in enumerate(self.lines)
-                for row, index in zip(line.rows, line.index, strict=True)
-            ]
-            inside = np.concatenate(found)
-            return Predictions(none, inside, np.arange(len(inside)))
-        owners = [family for family, count in enumerate(self.families) for _ in range(count)] or [0] * len(self.rows)
-        counts = [len(row.targets) for row in self.rows]
-        before = np.concatenate([row.targets for row in self.rows]) - 1
+        """The positions that predict the targets: one token before each, in the shared prefix or in its line."""
+        shared = self.shared_length
+        owners = np.repeat(np.arange(len(self.families) or 1), self.families or len(self.lines))
+        found = [
+            index[row.targets - 1] for line in self.lines for row, index in zip(line.rows, line.index, strict=True)
+        ]
+        before = np.concatenate(found)
+        line = np.repeat([number for number, line in enumerate(self.lines) for _ in line.rows], [*map(len, found)])
         early = before < shared
-        prefix = np.repeat(np.array(owners, np.int64) * shared, counts) + before
-        inside = np.repeat(np.arange(len(self.rows)) * width, counts) + before - shared
         order = np.empty(len(before), np.int64)
         split = int(early.sum())
         order[early], order[~early] = np.arange(split), np.arange(split, len(before))
+        prefix, inside = owners[line] * shared + before, line * self.width + before - shared
         return Predictions(prefix[early], inside[~early], order)
 
 
@@ -311,17 +323,15 @@ class Predictions:
     prefix: IntArray
     """Flat positions in [families, shared_length]."""
     rows: IntArray
-    """Flat positions in [rows or lines, width]."""
+    """Flat positions in [lines, width]."""
     order: IntArray
     """For each target, rows by rows, its place in `prefix` followed by `rows`."""
 
 
 # -- plan ------------------------------------------------------------------------------------------------------------
 
-T = TypeVar("T")
-
 TRAINED = "trained"
-"""A column that is 1 for each token that counts in a loss. Samples without it: those with a weight and an advantage."""
+"""A column that is 1 for each token that counts in a loss. Without it those with a weight do, and without both all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,22 +353,17 @@ class CostModel:
     launch: float = 50.0
     """Fixed time of a pass, whatever its size: its kernels, and adding the gradient of every weight."""
 
-    def rows(self, count: int, width: int) -> float:
-        return count * width * (1 + self.pair * width / 2) + self.launch
+    def passes(self, count: int, width: int, joined: bool = False) -> float:
+        return count * width * (1 + self.pair * width * (1.0 if joined else 0.5)) + self.launch
 
     def shared(self, families: int, shared_length: int, count: int, width: int) -> float:
         branches = count * width * (1 + self.pair * (shared_length + width))
-        return self.rows(families, shared_length) + branches + count * shared_length * self.copy + self.launch
-
-    def joined(self, lines: int, width: int) -> float:
-        return lines * width * (1 + self.pair * width) + self.launch
+        return self.passes(families, shared_length) + branches + count * shared_length * self.copy + self.launch
 
     def price(self, batch: MicroBatch) -> float:
-        if batch.lines:
-            return self.joined(len(batch.lines), batch.width)
         if batch.shared_length:
-            return self.shared(len(batch.families), batch.shared_length, len(batch.rows), batch.width)
-        return self.rows(len(batch.rows), batch.width)
+            return self.shared(len(batch.families), batch.shared_length, len(batch.lines), batch.width)
+        return self.passes(len(batch.lines), batch.width, batch.joined)
 
 
 CPU_COST = CostModel()
@@ -368,18 +373,15 @@ CPU_COST = CostModel()
 class Choice:
     """How the rows of a tree are computed."""
 
-    rows: Sequence[Row] = ()
+    lines: Sequence[Line] = ()
     family: MicroBatch | None = None
     """Rows with a common prefix."""
-    lines: Sequence[Line] = ()
 
     def price(self, cost: CostModel) -> float:
-        """In passes of its own."""
-        total = sum(cost.rows(1, row.length) - cost.launch for row in self.rows) + cost.launch * bool(self.rows)
-        if self.family is not None:
-            total += cost.price(self.family)
-        joined = sum(cost.joined(1, len(line.token_ids)) - cost.launch for line in self.lines)
-        return total + joined + cost.launch * bool(self.lines)
+        """In passes of its own: one for plain lines, and one for joined ones."""
+        total = sum(cost.passes(1, line.length, line.joined) - cost.launch for line in self.lines)
+        total += cost.launch * len({line.joined for line in self.lines})
+        return total if self.family is None else total + cost.price(self.family)
 
 
 def plan(
@@ -388,29 +390,24 @@ def plan(
     token_budget: int,
     cost: CostModel = CPU_COST,
     sharing: Sharing = "auto",
-    trains_zero_advantage: bool = False,
     join: bool = True,
 ) -> list[MicroBatch]:
     """Divide a batch into micro-batches of at most `token_budget` computed tokens; a longer single row goes alone.
 
     "auto" takes the cheapest by `cost` of four plans: nothing shared; everything joined; for each tree what is cheapest
-    alone, and what is cheapest once several trees share a launch. A call is trained if one of its tokens has a weight
-    and, unless `trains_zero_advantage`, an advantage; all of its tokens are then targets. Where samples have no
-    weights, all calls are. Without `join` no rows are joined, for models that take no mask. Raises PolicyError for a
-    trained token without a prompt.
+    alone, and what is cheapest once several trees share a launch. A call is trained if one of its tokens is, as
+    `TRAINED` says: all of its tokens are then targets. Without `join` no rows are joined, for models that take no mask.
+    Raises PolicyError for a trained token without a prompt.
     """
     table = batch if isinstance(batch, TokenTable) else token_table(batch)
     packer = _Packer(table, token_budget, cost)
-    trained = _trained_calls(table, trains_zero_advantage)
+    trained = _trained_calls(table)
     trees = [_Paths(table, number, trained, by_call=sharing == "rows") for number in table.part]
-    merged = [Choice(tree.rows) for tree in trees]
+    merged = [Choice(tree.lines) for tree in trees]
     if sharing in ("rows", "merged"):
         return packer.pack(merged)
-    joined = [[Choice(lines=join_rows(tree.rows, token_budget))] if join else [] for tree in trees]
-    shared = [
-        [*own, *tree.families()] or [whole] if len(tree.rows) > 1 else [whole]  # a row alone needs no mask
-        for own, tree, whole in zip(joined, trees, merged, strict=True)
-    ]
+    joined = [[Choice(join_rows(tree.rows, token_budget))] if join else [] for tree in trees]
+    shared = [[*own, *tree.families()] or [whole] for own, tree, whole in zip(joined, trees, merged, strict=True)]
     if sharing == "shared":
         return packer.pack([min(each, key=lambda choice: choice.price(cost)) for each in shared])
     plans = [merged, [own[0] for own in joined if own]] if join else [merged]
@@ -438,6 +435,7 @@ class _Paths:
         if not by_call:
             self.paths = self._leaf_paths()
         self.rows = [self._row(path, owned) for path, owned in self.paths]
+        self.lines = [line_of(row) for row in self.rows]
 
     def _leaf_paths(self) -> list[tuple[list[int], set[int]]]:
         """Paths to the deepest trained nodes, each with the nodes of the calls that are its own to train: a call
@@ -482,8 +480,8 @@ class _Paths:
                 lengths[key] = max(lengths.get(key, 0), depths[index] - 1)
         choices: list[Choice] = []
         for members, length in lengths.items():
-            inside = tuple(self.rows[i] for i in members)
-            outside = [row for i, row in enumerate(self.rows) if i not in members]
+            inside = tuple(self.lines[i] for i in members)
+            outside = [line for i, line in enumerate(self.lines) if i not in members]
             choices.append(Choice(outside, MicroBatch(inside, self._table, length, (len(inside),))))
         return choices
 
@@ -496,19 +494,16 @@ def _depths(tree: TokenTree) -> list[int]:
     return depths
 
 
-def _trained_calls(table: TokenTable, trains_zero_advantage: bool) -> NDArray[np.bool_]:
+def _trained_calls(table: TokenTable) -> NDArray[np.bool_]:
     """For each call of the table, whether one of its tokens is trained."""
-    columns = table.columns
-    counts = columns.get(TRAINED, columns.get("weights", np.ones(len(table.call)))) != 0
-    if TRAINED not in columns and not trains_zero_advantage and "advantages" in columns:
-        counts &= columns["advantages"] != 0
+    counts = table.columns.get(TRAINED, table.columns.get("weights", np.ones(len(table.call)))) != 0
     trained = np.zeros(table.call.max(initial=-1) + 1, bool)
     trained[table.call[counts]] = True
     return trained
 
 
 class _Packer:
-    """Puts rows of one table into micro-batches."""
+    """Puts lines of one table into micro-batches."""
 
     def __init__(self, table: TokenTable, token_budget: int, cost: CostModel) -> None:
         self.table = table
@@ -517,40 +512,36 @@ class _Packer:
 
     def pack(self, choices: Sequence[Choice]) -> list[MicroBatch]:
         families: list[MicroBatch] = []
-        plain: list[Row] = []
+        lines: list[Line] = []
         for choice in choices:
             parts, whole = self._divide(choice.family) if choice.family else ([], [])
             families += parts
-            plain += [*choice.rows, *whole]
-        rows = [MicroBatch(tuple(each), self.table) for each in self._by_length(plain, lambda row: row.length)]
-        lines = self._by_length([line for each in choices for line in each.lines], lambda line: len(line.token_ids))
-        joined = [
-            MicroBatch(tuple(row for line in each for row in line.rows), self.table, lines=tuple(each))
-            for each in lines
-        ]
-        return [*self._pack_families(families), *joined, *rows]
+            lines += [*choice.lines, *whole]
+        batches = [*self._by_length(line for line in lines if line.joined)]
+        batches += self._by_length(line for line in lines if not line.joined)
+        return [*self._pack_families(families), *(MicroBatch(tuple(each), self.table) for each in batches)]
 
-    def _by_length(self, parts: Iterable[T], length: Callable[[T], int]) -> list[list[T]]:
-        """Parts by length, a new batch where the budget ends or padding has cost as much as another pass would."""
-        batches: list[list[T]] = []
+    def _by_length(self, lines: Iterable[Line]) -> list[list[Line]]:
+        """Lines by length, a new batch where the budget ends or padding has cost as much as another pass would."""
+        batches: list[list[Line]] = []
         wasted = 0
-        for part in sorted(parts, key=length, reverse=True):
-            width = length(batches[-1][0]) if batches else 0
-            wasted += width - length(part)
+        for line in sorted(lines, key=lambda line: line.length, reverse=True):
+            width = batches[-1][0].length if batches else 0
+            wasted += width - line.length
             if not batches or (len(batches[-1]) + 1) * width > self._token_budget or wasted > self._cost.launch:
                 batches.append([])
                 wasted = 0
-            batches[-1].append(part)
+            batches[-1].append(line)
         return batches
 
-    def _divide(self, family: MicroBatch) -> tuple[list[MicroBatch], list[Row]]:
-        """Families within the budget, each of which computes the prefix; rows that fit none have no prefix."""
+    def _divide(self, family: MicroBatch) -> tuple[list[MicroBatch], list[Line]]:
+        """Families within the budget, each of which computes the prefix; lines that fit none have no prefix."""
         if family.shared_length + 2 * family.width > self._token_budget:
-            return [], list(family.rows)
+            return [], list(family.lines)
         size = (self._token_budget - family.shared_length) // family.width
-        rows = sorted(family.rows, key=lambda row: row.length, reverse=True)
-        parts = [tuple(rows[i : i + size]) for i in range(0, len(rows), size)]
-        families = [replace(family, rows=part, families=(len(part),)) for part in parts if len(part) > 1]
+        lines = sorted(family.lines, key=lambda line: line.length, reverse=True)
+        parts = [tuple(lines[i : i + size]) for i in range(0, len(lines), size)]
+        families = [replace(family, lines=part, families=(len(part),)) for part in parts if len(part) > 1]
         return families, [part[0] for part in parts if len(part) == 1]
 
     def _pack_families(self, families: list[MicroBatch]) -> list[MicroBatch]:
@@ -559,7 +550,7 @@ class _Packer:
         for family in sorted(families, key=lambda each: (each.shared_length, each.width), reverse=True):
             if batches:
                 last = batches[-1]
-                both = replace(family, rows=last.rows + family.rows, families=last.families + family.families)
+                both = replace(family, lines=last.lines + family.lines, families=last.families + family.families)
                 cheaper = self._cost.price(both) <= self._cost.price(last) + self._cost.price(family)
                 if both.tokens <= self._token_budget and cheaper:
                     batches[-1] = both

@@ -16,6 +16,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -26,11 +27,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models import SHARED, checkpoint
 from agentlightning.models.lora import (
-    AdapterFiles,
+    AGENTS,
     Adapters,
     adapter_directory,
     has_adapters,
     read_weights,
+    write_adapter,
 )
 from agentlightning.models.resolve import resolve_model, shared_name
 from agentlightning.policy import mismatch as mismatches
@@ -50,7 +52,7 @@ from agentlightning.policy.losses import (
     value_of,
 )
 from agentlightning.policy.mismatch import Correction, MismatchSetting
-from agentlightning.policy.model_loading import LARGE
+from agentlightning.policy.model_loading import LARGE, SavedAgents
 from agentlightning.policy.update import streams
 from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.optimizer import Optimizer, WeightAverage
@@ -79,16 +81,6 @@ class EntropyHistory:
         if math.isfinite(entropy):
             self.steps += 1
             self.mean += (entropy - self.mean) / self.steps
-
-
-@dataclass(frozen=True, slots=True)
-class LossSpec:
-    """What the gradient of samples is computed of."""
-
-    losses: Sequence[TokenLoss]
-    within: Sequence[Correction] = ()
-    """Corrections of weights against interpolated proximal log-probabilities."""
-    options: UpdateOptions = UPDATE
 
 
 class Updater:
@@ -142,14 +134,17 @@ class Updater:
         if options.average is not None:
             self.average = self.average or self.new_average(options.average)
             self.average.rate = options.average
-        table = streams.for_losses(samples, losses)
+        options = replace(options, loss=losses)
+        table, corrections = streams.for_losses(samples, losses), dict[str, float]()
         several = _corrections(table, losses, options.mismatch)
-        within = several if INTERPOLATION in table.columns else ()
-        table, corrections = streams.corrected(table, several) if several and not within else (table, {})
-        totals, spec = dict.fromkeys(COUNTS, 0.0), LossSpec(losses, within, options)
+        if INTERPOLATION in table.columns:
+            table = replace(table, corrections=several)
+        elif several:
+            table, corrections = streams.corrected(table, several)
+        totals = dict.fromkeys(COUNTS, 0.0)
         for index, part in enumerate(streams.minibatches(table, options.minibatches)):
-            sums = self._step(streams.normalized(part, losses), spec)
-            if index == 0 and "approx_kl" in sums and not within and PROXIMAL_LOGPROBS not in table.columns:
+            sums = self._step(streams.normalized(part, losses), options)
+            if index == 0 and "approx_kl" in sums and not {INTERPOLATION, PROXIMAL_LOGPROBS} & table.columns.keys():
                 # What sampler and trainer disagree about, before the first change of weights.
                 corrections["mismatch_kl"] = sums["approx_kl"] / max(1.0, sums[f"{COUNT_OF}approx_kl"])
             _add(totals, sums)
@@ -160,17 +155,17 @@ class Updater:
             self.entropy.add(metrics["entropy"])
         return {**metrics, **corrections}
 
-    def _step(self, part: TokenTable, spec: LossSpec) -> dict[str, float]:
+    def _step(self, part: TokenTable, options: UpdateOptions) -> dict[str, float]:
         """One optimiser step. If the gradient is not finite, the rollouts responsible are left out."""
-        sums = self._gradient(part, spec)
+        sums = self._gradient(part, options)
         if not sums:
             return {}
         norm, left_out = self.optimizer.grad_norm(), 0
         if not _finite(sums, norm):
-            part, left_out = self._without_not_finite(part, spec)
+            part, left_out = self._without_not_finite(part, options)
             if left_out:
                 self.zero_grad()
-                sums = self._gradient(part, spec) or {"loss": math.nan}
+                sums = self._gradient(part, options) or {"loss": math.nan}
                 norm = self.optimizer.grad_norm()
         return {**sums, **self._optimize(sums["loss"], norm), "rollouts_not_finite": float(left_out)}
 
@@ -189,13 +184,14 @@ class Updater:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
-    def _without_not_finite(self, part: TokenTable, spec: LossSpec) -> tuple[TokenTable, int]:
+    def _without_not_finite(self, part: TokenTable, options: UpdateOptions) -> tuple[TokenTable, int]:
         """The batch without the rollouts whose data, loss or gradient is not finite, and their number: 0 where that is
         so of all, because the weights themselves are broken."""
-        found = streams.not_finite_in_data(part, {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in spec.losses)))
+        needs = {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in token_losses(options.loss)))
+        found = streams.not_finite_in_data(part, needs)
         if not len(found):
             every = np.unique(part.rollout[part.within])
-            found = self._not_finite(part, every, spec)
+            found = self._not_finite(part, every, options)
             if len(found) == len(every):
                 return part, 0
         excluded = np.isin(part.rollout, found)
@@ -206,31 +202,28 @@ class Updater:
         )
         return streams.without(part, excluded), len(found)
 
-    def _not_finite(self, part: TokenTable, rollouts: IntArray, spec: LossSpec) -> IntArray:
+    def _not_finite(self, part: TokenTable, rollouts: IntArray, options: UpdateOptions) -> IntArray:
         """Those of the rollouts whose gradient alone is not finite, found by halving. Several processes that train
         together (`policy.fsdp`) all ask about the same rollouts in the same order: each gradient is theirs together."""
         self.zero_grad()
-        sums = self._gradient(streams.without(part, ~np.isin(part.rollout, rollouts)), spec)
+        sums = self._gradient(streams.without(part, ~np.isin(part.rollout, rollouts)), options)
         if not sums or _finite(sums, self.optimizer.grad_norm()):
             return rollouts[:0]
         if len(rollouts) == 1:
             return rollouts
-        return np.concatenate([self._not_finite(part, half, spec) for half in np.array_split(rollouts, 2)])
+        return np.concatenate([self._not_finite(part, half, options) for half in np.array_split(rollouts, 2)])
 
-    def _gradient(self, part: TokenTable, spec: LossSpec) -> dict[str, float]:
+    def _gradient(self, part: TokenTable, options: UpdateOptions) -> dict[str, float]:
         """Add the gradient of samples, and return sums over their tokens; empty where nothing is trained."""
-        batches = self._plan(part, spec.options)
-        return self.accumulate(batches, spec.losses, spec.within) if batches else {}
+        batches = self._plan(part, options)
+        return self.accumulate(batches, options.loss) if batches else {}
 
     def _plan(self, part: TokenTable, options: UpdateOptions) -> list[MicroBatch]:
         budget = options.token_budget or TOKEN_BUDGET
         return self.forward.plan(part, token_budget=budget, sharing=options.sharing)
 
-    def accumulate(
-        self, batches: Sequence[MicroBatch], loss: LossSetting = "ppo", within: Sequence[Correction] = ()
-    ) -> dict[str, float]:
-        """Add the gradient of `batches` to that of `optimizer.masters`; returns sums over tokens, and counts. `within`
-        corrects weights against interpolated proximal log-probabilities."""
+    def accumulate(self, batches: Sequence[MicroBatch], loss: LossSetting = "ppo") -> dict[str, float]:
+        """Add the gradient of `batches` to that of `optimizer.masters`; returns sums over tokens, and counts."""
         losses = token_losses(loss)
         needs = frozenset[str]().union(*(each.needs for each in losses))
         at_temperature, entropy = SAMPLED_LOGPROBS in needs, any(each.needs_entropy for each in losses)
@@ -240,11 +233,11 @@ class Updater:
         ratios_R = self._rollout_log_ratios(batches, losses, at_temperature)
         with self.forward.aligned(batches):
             for batch in batches:
-                states = self.forward.states(batch)
-                logprobs_N, entropy_N = self.forward.logprobs(batch, states, at_temperature, entropy)
+                hidden_NH = self.forward.states(batch)
+                logprobs_N, entropy_N = self.forward.logprobs(batch, hidden_NH, at_temperature, entropy)
                 tokens = self._tokens(batch, logprobs_N, entropy_N, ratios_R)
-                tokens = tokens if critic is None else replace(tokens, values=critic(states.hidden))
-                value, sums = sum_of_losses(losses, tokens, within)
+                tokens = tokens if critic is None else replace(tokens, values=critic(hidden_NH))
+                value, sums = sum_of_losses(losses, tokens, batch.table.corrections)
                 value.backward()
                 sums |= {
                     "loss": value.detach(),
@@ -252,7 +245,6 @@ class Updater:
                     "tokens_trained": len(logprobs_N),
                     "tokens_computed": batch.tokens,
                     "micro_batches": 1,
-                    "shared_prefixes": batch.shared_prefixes,
                 }
                 if at_temperature and batch.kept is not None:
                     sums |= _kept_metrics(batch.kept)
@@ -432,7 +424,6 @@ COUNTS: tuple[str, ...] = (
     "tokens_trained",
     "tokens_computed",
     "micro_batches",
-    "shared_prefixes",
 )
 KEPT_COUNT = "tokens_with_kept_sets"
 """Trained tokens whose probability is that over a recorded set; only in updates that have some."""
@@ -604,14 +595,16 @@ class LocalLearner:
 
     def save(self, directory: Path, state: Mapping[str, Any] | None, *beside: checkpoint.Savable) -> None:
         """See `models.checkpoint.save`."""
-        saved: checkpoint.Savable = self.model
-        if self.by_name:
-            agents = {
-                agent: setting.model_dump(exclude_none=True) if isinstance(setting, Lora) else setting
-                for agent, setting in self._config.agents.items()
-            }
-            saved = AdapterFiles(shared_name(self._config.model), self.by_name, agents)
+        saved: Any = SimpleNamespace(save_pretrained=self._save_adapters) if self.by_name else self.model
         checkpoint.save(directory, saved, self.tokenizer, state, self.value_head, *beside)
+
+    def _save_adapters(self, directory: Path) -> None:
+        base, agents = shared_name(self._config.model), self._config.agents
+        for name, adapter in self.by_name.items():
+            write_adapter(adapter_directory(directory, name), adapter, base)
+        if agents:
+            content = SavedAgents(base_model_name_or_path=base, agents=agents)
+            (directory / AGENTS).write_text(content.model_dump_json(indent=2, exclude_none=True))
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resume needs beside the weights."""

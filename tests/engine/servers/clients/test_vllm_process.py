@@ -93,12 +93,12 @@ async def test_a_server_gets_its_options_and_restarts_with_other_weights(tmp_pat
     told = (tmp_path / "x.log").read_text()
     for words in ("'serve', '" + str(tmp_path / "m"), "'processed_logprobs'", "'mine'", "'127.0.0.1'", "'--more'"):
         assert words in told
-    pid = child.pid
+    guard = child._process
+    assert guard is not None
     await child.restart(tmp_path / "newer")
     assert str(tmp_path / "newer") in (tmp_path / "x.log").read_text()
     assert not child.ended
-    assert pid is not None
-    assert not alive(pid)
+    assert not alive(guard.pid)
     await child.close()
     await child.close()
     assert child.ended

@@ -78,19 +78,6 @@ class ServedModelInfo:
     adapters: frozenset[str] = field(default_factory=frozenset[str])
 
 
-def caller_error(error: ModelServerError, request: SampleRequest) -> AgentLightningError:
-    """The error to raise for a failed `request`: rejections of the request itself become ContextLengthError or
-    ConfigError."""
-    if error.status not in (400, 422):
-        return error
-    if CONTEXT_ERROR.search(str(error)):
-        return ContextLengthError(
-            f"the prompt has {len(request.prompt)} tokens, which leaves no room for an answer; shorten the prompt, or "
-            f"use a model with a longer context ({error})"
-        )
-    return ConfigError(f"the model server cannot sample with these parameters: {error}")
-
-
 # -- HTTP --------------------------------------------------------------------------------------------------------------
 
 MAX_QUOTED = 300
@@ -123,10 +110,6 @@ class JsonClient:
     async def get(self, path: str, *, seconds: float = 10.0, optional: bool = False) -> Any:
         """The JSON of the response. With `optional`, None where the server has no such path."""
         return await self._request("GET", path, None, seconds, optional)
-
-    async def text(self, path: str, *, seconds: float = 5.0) -> str:
-        """The response as text."""
-        return (await self._read("GET", path, None, seconds)).decode("utf-8", errors="replace")
 
     async def post(
         self,
@@ -240,7 +223,8 @@ class HttpModelServer(JsonClient):
 
     async def kv_cache_usage(self) -> float | None:
         """The share of its memory for keys and values that is in use; None if it does not report it."""
-        return largest_metric(await self.text("/metrics"), *self.kv_cache_metrics)
+        text = (await self._read("GET", "/metrics", None, 5.0)).decode("utf-8", errors="replace")
+        return largest_metric(text, *self.kv_cache_metrics)
 
     async def sample(self, request: SampleRequest, on_chunk: OnChunk, *, stream: bool) -> Completion:
         """Sample one answer. `on_chunk` gets all of its tokens; with `stream`, as they are sampled. Cancelling the call
@@ -251,7 +235,8 @@ class HttpModelServer(JsonClient):
         self, path: str, body: Mapping[str, Any], request: SampleRequest, read: Callable[[Any], Completion | None]
     ) -> Completion:
         """`sample` by a request whose response, or with `stream` in its body each of whose events, `read` passes on;
-        it returns the end of the answer once it is known."""
+        it returns the end of the answer once it is known. A rejection of the request itself becomes ContextLengthError
+        or ConfigError."""
         completion = None
         try:
             if not body["stream"]:
@@ -261,7 +246,14 @@ class HttpModelServer(JsonClient):
                     async for event in events:
                         completion = read(event) or completion
         except ModelServerError as error:
-            raise caller_error(error, request) from None
+            if error.status not in (400, 422):
+                raise
+            if CONTEXT_ERROR.search(str(error)):
+                raise ContextLengthError(
+                    f"the prompt has {len(request.prompt)} tokens, which leaves no room for an answer; shorten the"
+                    f" prompt, or use a model with a longer context ({error})"
+                ) from None
+            raise ConfigError(f"the model server cannot sample with these parameters: {error}") from None
         if completion is None:
             raise self.protocol_error(path, "its answer has no end")
         return completion

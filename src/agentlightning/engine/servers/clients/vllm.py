@@ -224,26 +224,36 @@ class VllmServer(HttpModelServer):
             await self.post("/update_weight_version", {"new_version": label}, seconds=60.0, optional=True)
 
     async def connect(self, sender: WeightSender) -> None:
-        """Connect the server's workers with `sender`. Raises ConfigError if it was not started for that."""
-        await self._disconnect()  # Whatever is left of another run, or of a sender that failed.
-        world = await self.get("/get_world_size")
+        """Connect the server's workers with `sender`. Raises ConfigError if it was not started for that, and
+        TransferError; an error of the server takes precedence over NCCL's."""
+        with contextlib.suppress(ModelServerError):  # Whatever is left of another run, or of a sender that failed.
+            await self.post("/shutdown_weight_transfer_engine", seconds=60.0)
+        body = {"init_info": sender.init_info(int((await self.get("/get_world_size"))["world_size"]))}
+        joining = asyncio.create_task(self.post("/init_weight_transfer_engine", body, seconds=LOAD_SECONDS))
+        joining.add_done_callback(lambda done: sender.abort() if done.cancelled() or done.exception() else None)
         try:
-            body = {"init_info": sender.init_info(int(world["world_size"]))}
-            server_init = asyncio.create_task(self.post("/init_weight_transfer_engine", body, seconds=LOAD_SECONDS))
-            await _connect_both(server_init, sender)
-        except (TransferError, ModelServerError) as error:
-            if isinstance(error, ModelServerError) and error.status in (404, 500):
-                raise ConfigError(
-                    f"{self.url} does not take weights in this way ({error}); start it with --weight-transfer-config, "
-                    'or use transfer = "disk"'
-                ) from error
-            raise ModelServerError(f"{self.url}: {error}", retryable=True) from error
+            try:
+                await asyncio.to_thread(sender.connect)
+            except TransferError:
+                if joining.done():
+                    await joining
+                raise
+            await joining
+        except ModelServerError as error:
+            if error.status not in (404, 500):
+                raise
+            raise ConfigError(
+                f"{self.url} does not take weights in this way ({error}); start it with --weight-transfer-config, "
+                'or use transfer = "disk"'
+            ) from error
+        finally:
+            joining.cancel()
 
     async def receive_weights(
         self, sender: WeightSender, lend: LendWeights, label: str, on_loaded: Callable[[], None]
     ) -> None:
-        """As `load_weights`, with weights lent by `lend` and sent by `sender`. After a failure the server may hold a
-        mix of old and new weights until `load_weights` or `receive_weights` succeeds."""
+        """As `load_weights`, with weights lent by `lend` and sent by `sender`; raises TransferError, too. After a
+        failure the server may hold a mix of old and new weights until `load_weights` or `receive_weights` succeeds."""
         loop = asyncio.get_running_loop()
 
         def send_update(info: dict[str, Any]) -> Future[Any]:
@@ -252,13 +262,7 @@ class VllmServer(HttpModelServer):
 
         async with self._update(on_loaded):
             await self.post("/start_weight_update", seconds=60.0)
-            try:
-                await lend(lambda weights: sender.send(weights, send_update))
-            except TransferError as error:
-                raise ModelServerError(f"{self.url} did not get the weights: {error}", retryable=True) from error
-            except BaseException:
-                sender.abort()  # Nobody waits for it any more.
-                raise
+            await lend(lambda weights: sender.send(weights, send_update))
             await self.post("/finish_weight_update", {"weight_version": label}, seconds=LOAD_SECONDS)
 
     async def discard_partial_update(self) -> None:
@@ -275,10 +279,6 @@ class VllmServer(HttpModelServer):
 
     async def _reload(self, arguments: Mapping[str, Any], seconds: float) -> None:
         await self.post("/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, seconds=seconds)
-
-    async def _disconnect(self) -> None:
-        with contextlib.suppress(ModelServerError):  # It has no connection, or /init_... will report the problem.
-            await self.post("/shutdown_weight_transfer_engine", seconds=60.0)
 
     async def load_adapter(self, name: str, directory: Path) -> None:
         loaded = (await self.model_info()).adapters
@@ -311,25 +311,6 @@ class VllmServer(HttpModelServer):
             self._partial_update = True
             await self.discard_partial_update()
             await self.post("/resume", seconds=60.0)
-
-
-async def _connect_both(server_init: asyncio.Task[Any], sender: WeightSender) -> None:
-    """Connect the sender while the server initialises. The server's error, if any, takes precedence over NCCL's."""
-
-    def on_done(done: asyncio.Task[Any]) -> None:
-        if done.cancelled() or done.exception():
-            sender.abort()
-
-    server_init.add_done_callback(on_done)
-    try:
-        await asyncio.to_thread(sender.connect)
-        await server_init
-    except TransferError:
-        if server_init.done():
-            await server_init
-        raise
-    finally:
-        server_init.cancel()
 
 
 def validate(params: SamplingParams) -> None:
@@ -400,11 +381,6 @@ class VllmProcess:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._port}"
-
-    @property
-    def pid(self) -> int | None:
-        """Of the process that guards the server."""
-        return self._process.pid if self._process else None
 
     @property
     def ended(self) -> bool:
