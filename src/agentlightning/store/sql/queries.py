@@ -241,6 +241,26 @@ def rollout(connection: Connection, rollout_id: str) -> Rollout | None:
     return mapping.to_rollout(RolloutColumns(*rows[0])) if rows else None
 
 
+_FINISHED_AMONG: Final = (
+    f"SELECT {select('r', ROLLOUT)} FROM rollouts r "
+    "WHERE r.rollout_id = ANY (?) AND coalesce(r.status, '') IN ('succeeded', 'failed', 'cancelled')"
+)
+"""`coalesce` keeps SQLite from the index of the status, in which it would read every rollout that has finished."""
+
+
+def finished(connection: Connection, rollout_ids: list[str]) -> list[Rollout]:
+    """Those of these rollouts that have finished, in the same order. Raises NotFoundError for an unknown one."""
+    rows = {row[1]: RolloutColumns(*row) for row in connection.all(_FINISHED_AMONG, rollout_ids)}
+    if len(rows) < len(rollout_ids):
+        known = {
+            row[0] for row in connection.all("SELECT rollout_id FROM rollouts WHERE rollout_id = ANY (?)", rollout_ids)
+        }
+        unknown = next((each for each in rollout_ids if each not in known), None)
+        if unknown is not None:
+            raise NotFoundError(f"no rollout {unknown!r} in this store")
+    return [mapping.to_rollout(rows[rollout_id]) for rollout_id in rollout_ids if rollout_id in rows]
+
+
 # -- attempts --------------------------------------------------------------------------------------------------------
 
 _ATTEMPTS: Final = Listing(

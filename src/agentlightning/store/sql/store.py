@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import math
 import threading
 import time
 import weakref
@@ -42,7 +41,7 @@ from agentlightning.store.sql.rollouts import ClaimRollouts, check_claimer
 from agentlightning.store.sql.spans import SpanWriteResult, group_by_attempt
 from agentlightning.store.sql.sqlite import SqliteDatabase, locate
 from agentlightning.store.sql.tx import Connection, Database, Tx
-from agentlightning.store.sql.waiting import Command, WaitForRollouts, given
+from agentlightning.store.sql.waiting import Command, Wait, given
 from agentlightning.store.types import (
     UNSET,
     Pruned,
@@ -146,17 +145,17 @@ class SqlStore(LightningStoreBase):
         self.reader.submit(command)
         return await command.future
 
-    async def write_and_wait(self, command: Command, timeout: float | None) -> Any:
-        """Like `write`, for a command that may wait: until its timeout, or until its caller is cancelled."""
-        command.deadline = math.inf if timeout is None else time.monotonic() + max(0.0, timeout)
+    async def claim(self, name: str, limit: int, timeout: float | None, *claimer: Any) -> list[AttemptedRollout]:
+        """Claim by the command `name`; claimer: worker_id, queues, claim_id."""
+        command = ClaimRollouts(self.writer.claims, name, limit, *claimer)
+        command.deadline = time.monotonic() + max(0.0, timeout or 0.0)
+        if not limit:
+            return []
         self.writer.submit(command)
         try:
             return await command.future
         except asyncio.CancelledError:
-            if command.future.cancelled():
-                self.writer.cancel_waiter(command)
-            else:
-                self.writer.return_result(command)
+            self.writer.abandon(command)
             raise
 
     # -- rollouts: the queue ---------------------------------------------------------------------------------------
@@ -182,8 +181,7 @@ class SqlStore(LightningStoreBase):
         queues: Sequence[str] | None = None,
         claim_id: str | None = None,
     ) -> AttemptedRollout | None:
-        command = ClaimRollouts("dequeue_rollout", 1, worker_id, queues, claim_id)
-        claimed = await self.write_and_wait(command, timeout or 0.0)
+        claimed = await self.claim("dequeue_rollout", 1, timeout, worker_id, queues, claim_id)
         return claimed[0] if claimed else None
 
     async def dequeue_many_rollouts(
@@ -195,8 +193,7 @@ class SqlStore(LightningStoreBase):
         queues: Sequence[str] | None = None,
         claim_id: str | None = None,
     ) -> list[AttemptedRollout]:
-        command = ClaimRollouts("dequeue_many_rollouts", limit, worker_id, queues, claim_id)
-        return await self.write_and_wait(command, timeout or 0.0) if limit else []
+        return await self.claim("dequeue_many_rollouts", limit, timeout, worker_id, queues, claim_id)
 
     async def start_attempt(
         self, rollout_id: str, worker_id: str | None = None, *, claim_id: str | None = None
@@ -229,11 +226,23 @@ class SqlStore(LightningStoreBase):
     async def wait_for_rollouts(
         self, *, rollout_ids: Sequence[str], timeout: float | None = None, minimum: int | None = None
     ) -> list[Rollout]:
-        command = WaitForRollouts(rollout_ids, minimum)
-        rows = await self.read(command.name, command.finished)
-        if not command.over(rows) and (timeout is None or timeout > 0):
-            rows = await self.write_and_wait(command, timeout)
-        return [mapping.to_rollout(row) for row in rows]
+        validation.check_texts(rollout_ids, "rollout_ids")
+        ids = list(dict.fromkeys(rollout_ids))
+        wanted = len(ids) if minimum is None else minimum
+        if not 0 <= wanted <= len(ids):
+            raise ConfigError(f"minimum={minimum} of {len(ids)} rollouts can never be reached; leave it out for all")
+        deadline, wait, left = time.monotonic() + (timeout or 0.0), Wait(ids, wanted), None
+        with self.writer.waits.add(wait):
+            while True:
+                self.writer.check_open()
+                wait.begin()
+                finished = await self.read("wait_for_rollouts", lambda db: queries.finished(db, ids))
+                if timeout is not None:
+                    left = deadline - time.monotonic()
+                if len(finished) >= wanted or (left is not None and left <= 0):
+                    return finished
+                wait.note(rollout.rollout_id for rollout in finished)
+                await wait.enough(left)
 
     # -- spans -----------------------------------------------------------------------------------------------------
 
