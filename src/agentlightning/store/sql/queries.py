@@ -144,8 +144,7 @@ class Filters:
             if value is None:
                 continue
             if name.endswith("_in"):
-                validation.check_texts(value, name)
-                condition, value = f"{column} = ANY (?)", list(value)
+                condition, value = f"{column} = ANY (?)", validation.check_texts(value, name)
             else:
                 validation.check_text(value, name)
                 condition = f"strpos({column}, ?) > 0" if name.endswith("_contains") else f"{column} = ?"
@@ -323,8 +322,8 @@ def latest_attempt(connection: Connection, rollout_id: str) -> Attempt | None:
 
 
 def latest_attempts(connection: Connection, rollout_ids: Sequence[str]) -> list[Attempt]:
-    validation.check_texts(rollout_ids, "rollout_ids")
-    return _attempts(connection, f"r.rollout_id = ANY (?) {_LATEST}", list(rollout_ids))
+    ids = validation.check_texts(rollout_ids, "rollout_ids")
+    return _attempts(connection, f"r.rollout_id = ANY (?) {_LATEST}", ids)
 
 
 # -- resources -------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from agentlightning.store.sql import mapping
 from agentlightning.store.sql.schema import OPEN, AttemptRow, RolloutRow, WorkerRow
 from agentlightning.store.sql.tx import LOAD_BY_KEY, Tx
 from agentlightning.store.sql.waiting import WAIT, Command, given
-from agentlightning.store.types import Unset, Worker
+from agentlightning.store.types import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -179,13 +179,13 @@ def _cancel(tx: Tx, rollout: RolloutRow) -> None:
     close_attempts(tx, rollout, "the rollout was cancelled")
 
 
-def update(tx: Tx, rollout_id: str, changes: dict[str, Any], status: str | Unset) -> Rollout:
+def update(tx: Tx, rollout_id: str, status: str | None = None, **changes: Any) -> Rollout:
     """changes: new values of columns."""
     rollout = tx.rollout(rollout_id)
     if isinstance(changes.get("resources_id"), str):
         tx.check_resources(changes["resources_id"])
-    if not isinstance(status, Unset):
-        _update_status(tx, rollout, validation.check_status(status, ROLLOUT_TRANSITIONS))
+    if status is not None:
+        _update_status(tx, rollout, status)
     if changes:
         tx.set(rollout, **changes)
     return mapping.to_rollout(rollout)
@@ -289,7 +289,9 @@ def start(tx: Tx, new: New, has_id: bool, worker_id: str | None, claim_id: str |
     return claim(tx, add(tx, row), worker_id, first_of_claim(claim_id))
 
 
-def start_attempt(tx: Tx, rollout_id: str, worker_id: str | None, claim_id: str | None) -> AttemptedRollout:
+def start_attempt(
+    tx: Tx, rollout_id: str, worker_id: str | None = None, claim_id: str | None = None
+) -> AttemptedRollout:
     if before := claimed_before(tx, claim_id, 1):
         return mapping.to_attempted(before[0])
     return claim(tx, tx.rollout(rollout_id), worker_id, first_of_claim(claim_id))
@@ -394,11 +396,12 @@ class ClaimRollouts(Command):
         claim_id: str | None,
     ) -> None:
         check_claimer(worker_id, claim_id)
-        validation.check_texts(queues, "queues")
         if limit < 0:
             raise ConfigError(f"limit={limit} is negative; use 0 or more")
         super().__init__(name, self._claim, (), given(worker_id), given(first_of_claim(claim_id)))
-        self.queues: QueueNames = None if queues is None else tuple(dict.fromkeys(queues))
+        self.queues: QueueNames = (
+            None if queues is None else tuple(dict.fromkeys(validation.check_texts(queues, "queues")))
+        )
         self.limit = limit
         self._claims = claims
         self._worker_id = worker_id
@@ -593,11 +596,10 @@ def record_failure(tx: Tx, worker: WorkerRow | None, attempt: AttemptRow) -> Non
     tx.set(worker, last_error=validation.to_json(last_error, "last_error"))
 
 
-def update_worker(tx: Tx, worker_id: str, stats: str | None, lease_seconds: float | None) -> Worker:
-    """The heartbeat of a worker, which keeps its open attempts alive. stats is JSON."""
+def update_worker(tx: Tx, worker_id: str, **changes: Any) -> Worker:
+    """The heartbeat of a worker, which keeps its open attempts alive. changes: new values of columns."""
     worker = tx.worker(worker_id)
-    given = {"stats": stats, "lease_seconds": lease_seconds}
-    beat_worker(tx, worker, **{name: value for name, value in given.items() if value is not None})
+    beat_worker(tx, worker, **changes)
     attempts = _open_attempts(tx, worker)
     for attempt in attempts:
         silent_at = attempt.silent_at if attempt.silence is None else tx.steady + attempt.silence
