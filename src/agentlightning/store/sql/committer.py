@@ -531,6 +531,7 @@ class Committer(DatabaseThread):
     def _reset(self) -> None:
         self._forget()
         self._next_deadline = self._clock.steady()
+        self.waits.notify(None)
 
     def _prefetch(self, commands: list[Command]) -> None:
         """Load the rows that the commands name: on a shared database, in the one order in which rows are locked."""

@@ -76,6 +76,10 @@ class Connection(Protocol):
         """Execute a statement for each row of values, at the latest before the next query or the commit."""
         ...
 
+    def write_places(self, rows: Sequence[tuple[int, str, int]]) -> None:
+        """Insert rows of `span_places`, of which there are as many as spans."""
+        self.write(_INSERT_PLACE, rows)
+
     def lock(self, sql: str, *values: Any) -> None:
         """Lock the rows of a query until the transaction ends, at the latest before the next query, which sees what
         others have written to them."""
@@ -467,7 +471,7 @@ class Tx:
             self.connection.write(_INSERT_PACK, self._packs)
             both = zip(self._packs, self._span_ids, strict=True)
             places = [(pack[1], span_id, pack[0]) for pack, span_ids in both for span_id in span_ids]
-            self.connection.write(_INSERT_PLACE, places)
+            self.connection.write_places(places)
             self.count(SPANS, len(places))
             if self._prompts:
                 self.connection.write(_INSERT_PROMPT, self._prompts)

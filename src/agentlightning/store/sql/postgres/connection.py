@@ -96,6 +96,10 @@ _PLACE: Final = (
     "WHERE rollouts.key = new.key AND ? <= (SELECT last_value FROM rollouts_shown)"
 )
 """With a commit: where pages have shown what comes after the first of some new rollouts, move these to the end."""
+_INSERT_PLACES: Final = (
+    "INSERT INTO span_places (attempt_key, span_id, pack_key) SELECT unnest(CAST(? AS BIGINT[])), "
+    "unnest(CAST(? AS TEXT[])), unnest(CAST(? AS BIGINT[])) ON CONFLICT DO NOTHING"
+)
 _NOTE_NUMBER: Final = (
     "INSERT INTO servers (server, number) VALUES (?, ?) "
     "ON CONFLICT (server) DO UPDATE SET number = excluded.number, seen = now()"
@@ -299,6 +303,11 @@ class PostgresConnection(Connection):
         self._wrote = True
         for row in rows:
             self._queue(sql, row)
+
+    def write_places(self, rows: Sequence[tuple[int, str, int]]) -> None:
+        """In one statement: each costs more than the row it writes."""
+        self._wrote = True
+        self._queue(_INSERT_PLACES, [list(column) for column in zip(*rows, strict=True)])
 
     def lock(self, sql: str, *values: Any) -> None:
         self._queue(sql, values)
