@@ -85,19 +85,17 @@ def check_text(value: Any, what: str, of: str = "", limit: int = MAX_TEXT) -> st
     return value
 
 
-def check_texts(values: Sequence[Any] | None, what: str) -> None:
-    if values is None:
-        return
+def check_texts(values: Sequence[Any], what: str) -> list[str]:
     if isinstance(values, str):
         raise ConfigError(f"{what}={values!r} is one text; give a list")
-    for value in values:
-        check_text(value, what)
+    return [check_text(value, what) for value in values]
 
 
-def check_new_id(value: Any, what: str) -> None:
+def check_new_id(value: Any, what: str) -> str:
     """Refuse an id or a name that cannot be part of a URL."""
     if not isinstance(value, str) or not _url_part.fullmatch(value):
         raise ConfigError(f"{what}={value!r} cannot be part of a URL; use up to 128 letters, digits, - _ and :")
+    return value
 
 
 def check_time(value: Any, what: str) -> float:

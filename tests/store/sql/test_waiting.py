@@ -1,60 +1,83 @@
-"""Which waiting commands a transaction affects."""
+"""Who waits for which rollouts to finish, and who is woken up."""
 
 from __future__ import annotations
 
-import math
+import asyncio
 import sqlite3
-import time
-from typing import Any
+from collections.abc import Iterable
 
+import pytest
+
+from agentlightning.errors import StoreClosedError
+from agentlightning.store import InMemoryLightningStore
+from agentlightning.store.sql.queries import _FINISHED_AMONG
 from agentlightning.store.sql.schema import migrate
 from agentlightning.store.sql.sqlite import SqliteSchema, _translated
-from agentlightning.store.sql.waiting import _FINISHED_AMONG, Waiters
+from agentlightning.store.sql.waiting import Wait, Waits
 
 
-class Deadline:
-    def __init__(self, deadline: float) -> None:
-        self.deadline = deadline
+async def woken(waits: Waits, wait: Wait, finished: Iterable[str] | None) -> bool:
+    waits.notify(finished)
+    try:
+        await asyncio.wait_for(wait.enough(None), 0.02)
+    except TimeoutError:
+        return False
+    return True
 
 
-def Command(deadline: float = math.inf) -> Any:
-    return Deadline(deadline)
+async def test_a_wait_is_over_once_enough_of_its_rollouts_have_finished() -> None:
+    waits, both, either = Waits(), Wait(["a", "b"], 2), Wait(["b", "c"], 1)
+    with waits.add(either):
+        either.begin()
+        with waits.add(both):
+            both.begin()
+            assert not await woken(waits, both, ["a"])
+            assert not await woken(waits, either, ["a"])
+            assert await woken(waits, both, ["b", "unknown"])
+            assert await woken(waits, either, [])
+        both.begin()
+        either.begin()
+        assert not await woken(waits, both, ["a", "b"])
+        assert await woken(waits, either, [])
+    assert waits._by_rollout == {}
 
 
-def test_a_wait_is_affected_once_enough_of_its_rollouts_have_finished() -> None:
-    waiters, both, either = Waiters(), Command(), Command()
-    waiters.add_wait(both, {"a", "b"}, 2)
-    waiters.add_wait(either, {"b", "c"}, 1)
-    assert waiters.affected(["a"]) == []
-    assert set(waiters.affected(["b", "unknown"])) == {both, either}
-    waiters.remove(both)
-    assert waiters.affected(["a", "b"]) == [either]
-    assert waiters.rollout_waits() == [either]
+async def test_a_wait_counts_what_finished_before_it_and_looks_again_where_any_may_have() -> None:
+    waits, wait = Waits(), Wait(["a", "b", "c"], 2)
+    with waits.add(wait):
+        wait.begin()
+        wait.note(["a"])
+        assert await woken(waits, wait, ["c"])
+        wait.begin()
+        assert not await woken(waits, wait, ["c"])
+        assert await woken(waits, wait, None)
 
 
-def test_claims_wait_in_order_of_arrival() -> None:
-    waiters, first, second = Waiters(), Command(), Command()
-    waiters.add_claim(first)
-    waiters.add_claim(second)
-    waiters.add_claim(first)
-    assert list(waiters.claims) == [first, second]
-    waiters.remove(first)
-    waiters.remove(first)
-    assert waiters.all() == [second]
+async def test_a_wait_ends_when_the_store_is_closed() -> None:
+    store = InMemoryLightningStore()
+    made = await store.enqueue_rollout("waits")
+    waiting = asyncio.create_task(store.wait_for_rollouts(rollout_ids=[made.rollout_id]))
+    await asyncio.sleep(0.02)
+    await store.close()
+    with pytest.raises(StoreClosedError, match="open it again"):
+        await asyncio.wait_for(waiting, 20)
 
 
-def test_expired_waiters_stay_until_they_are_removed() -> None:
-    now = time.monotonic()
-    waiters, late, later = Waiters(), Command(now - 1), Command(now + 60)
-    waiters.add_claim(late)
-    waiters.add_wait(later, {"a"}, 1)
-    assert waiters.deadline == late.deadline
-    assert waiters.expired() == waiters.expired() == [late]
-    waiters.remove(late)
-    assert waiters.expired() == []
-    assert waiters.deadline == later.deadline
-    waiters.remove(later)
-    assert waiters.deadline == math.inf
+async def test_a_rollout_that_was_queued_again_has_not_finished_for_a_wait() -> None:
+    store = InMemoryLightningStore()
+    first, second = await store.start_rollout("first"), await store.start_rollout("second")
+    ids = [first.rollout_id, second.rollout_id]
+    waiting = asyncio.create_task(store.wait_for_rollouts(rollout_ids=ids, timeout=20))
+    await asyncio.sleep(0.02)
+    await store.cancel_rollout(ids[0])
+    await asyncio.sleep(0.02)
+    await store.requeue_rollout(ids[0], "again")
+    await store.cancel_rollout(ids[1])
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await store.cancel_rollout(ids[0])
+    assert [each.rollout_id for each in await waiting] == ids
+    await store.close()
 
 
 def test_finished_rollouts_are_found_by_their_ids_and_not_among_all_that_have_finished() -> None:

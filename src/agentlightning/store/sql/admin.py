@@ -6,11 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from msgspec import structs
 
 from agentlightning.errors import ConfigError, ConflictError, StoreError
+from agentlightning.resources import ResourcesUpdate
 from agentlightning.rollouts import (
     ATTEMPT_TRANSITIONS,
     FINISHED,
@@ -21,6 +22,7 @@ from agentlightning.rollouts import (
 )
 from agentlightning.span import SUPERSEDED, Span
 from agentlightning.store import validation
+from agentlightning.store.ids import new_id
 from agentlightning.store.sql import mapping, pack, queries, rollouts, spans
 from agentlightning.store.sql.pack import SpanPack
 from agentlightning.store.sql.schema import MAX_PACK, OPEN, RESOURCES, AttemptRow, RolloutRow
@@ -32,42 +34,43 @@ from agentlightning.util.json_values import loads
 # -- resources and queues --------------------------------------------------------------------------------------------
 
 
-def add_resources(tx: Tx, name: str, body: str) -> Any:
-    """Publish a version; returns the columns RESOURCES. body is JSON."""
+def add_resources(tx: Tx, resources: str, resources_id: str | None = None) -> ResourcesUpdate:
+    """Publish a version. resources is JSON."""
+    name = new_id("rs") if resources_id is None else resources_id
     tx.flush()
     found = queries.find_resources(tx.connection, name)
     if found is None:
-        return _publish(tx, name, body)
-    if loads(found[3]) != loads(body):
+        return _publish(tx, name, resources)
+    if loads(found[3]) != loads(resources):
         raise ConflictError(f"resources {name!r} exist already; use update_resources, or another id")
-    return found
+    return mapping.to_resources(found)
 
 
-def update_resources(tx: Tx, name: str, body: str) -> Any:
+def update_resources(tx: Tx, resources_id: str, resources: str) -> ResourcesUpdate:
     """Replace a version, or publish it."""
     tx.flush()
-    found = queries.find_resources(tx.connection, name)
+    found = queries.find_resources(tx.connection, resources_id)
     if found is None:
-        return _publish(tx, name, body)
+        return _publish(tx, resources_id, resources)
     version, create_time = _next_version(tx), found[2]
     change = "UPDATE resources SET version = ?, body = ?, update_time = ? WHERE resources_id = ?"
-    tx.run(change, version, body, tx.wall, name)
-    return (name, version, create_time, body, tx.wall)
+    tx.run(change, version, resources, tx.wall, resources_id)
+    return mapping.to_resources((resources_id, version, create_time, resources, tx.wall))
 
 
-def delete_resources(tx: Tx, name: str) -> int:
-    tx.known_resources.discard(name)
-    return tx.run("DELETE FROM resources WHERE resources_id = ?", name)
+def delete_resources(tx: Tx, resources_id: str) -> int:
+    tx.known_resources.discard(resources_id)
+    return tx.run("DELETE FROM resources WHERE resources_id = ?", resources_id)
 
 
 def _next_version(tx: Tx) -> int:
     return tx.all("SELECT coalesce(max(version), 0) FROM resources")[0][0] + 1
 
 
-def _publish(tx: Tx, name: str, body: str) -> Any:
+def _publish(tx: Tx, name: str, body: str) -> ResourcesUpdate:
     row = (name, _next_version(tx), tx.wall, body, None)
     tx.run(insert_sql("resources", RESOURCES), *row)
-    return row
+    return mapping.to_resources(row)
 
 
 def limit_queue(tx: Tx, name: str, limit: int | None) -> None:

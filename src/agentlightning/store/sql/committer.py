@@ -5,8 +5,8 @@ rows it names are loaded at once, each command runs as a function of the transac
 committed, and only then are the results delivered: a result is durable. A command that raises fails alone. Long
 queries run on a thread and a connection of their own, which see everything that was answered.
 
-A command that finds nothing to do yet may return WAIT. It runs again after each batch that may concern it, until it
-returns a result or its deadline passes. Nothing polls, except for what other processes write to the same file.
+A claim that finds nothing waits. It runs again in each batch that has queued something, until it has claimed or its
+deadline passes. Nothing polls, except for what other processes write to the same file.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from agentlightning.errors import StoreClosedError, StoreError, StoreVersionError
 from agentlightning.rollouts import is_private_queue
 from agentlightning.store.clock import Clock
 from agentlightning.store.sql.answers import AnsweredCalls
-from agentlightning.store.sql.rollouts import ClaimRollouts, Claims, expire
+from agentlightning.store.sql.rollouts import ClaimRollouts, Claims, QueueNames, expire
 from agentlightning.store.sql.spans import SpanWriter
 from agentlightning.store.sql.tx import Connection, Database, Tx
-from agentlightning.store.sql.waiting import WAIT, Command, QueueNames, Waiters
+from agentlightning.store.sql.waiting import WAIT, Command, Waits
 
 logger = logging.getLogger(__name__)
 
@@ -239,8 +240,10 @@ class DatabaseThread:
 class _Committed(NamedTuple):
     """What a committed transaction did."""
 
-    undone_results: int
+    undone: int
     """Results whose callers were gone."""
+    notifications: int
+    """Of other processes, on which it acted."""
     deadlines_checked: bool
     next_deadline: float | None
     """Without the deadlines set by this transaction."""
@@ -261,7 +264,8 @@ class Committer(DatabaseThread):
         self._clock = clock
         self.tx = Tx(connection, clock, database)
         self.spans = SpanWriter(connection)
-        self._claims = Claims(self.tx)
+        self.claims = Claims(self.tx)
+        self.waits = Waits()
         self._answered = AnsweredCalls()
         self._next_deadline: float | None = clock.steady()
         self._last_tick = clock.steady() - TICK_SECONDS
@@ -269,12 +273,11 @@ class Committer(DatabaseThread):
         """When it last checked what other servers wrote, on time.monotonic."""
         self._changed_elsewhere = False
         """Another process has written: any rollout may have changed."""
-        self._waiters = Waiters()
-        self._undelivered: deque[tuple[Command, Any]] = deque()
-        """Committed results that no caller took, to be undone."""
+        self._waiting: dict[ClaimRollouts, None] = {}
+        """In order of arrival."""
+        self._undelivered: deque[tuple[ClaimRollouts, Any]] = deque()
+        """Committed claims that no caller took, to be undone."""
         self._notifications: deque[Notification] = deque()
-        self._accepted: list[Notification] = []
-        """The notifications that the current transaction acts on."""
         self._last_failure = ""
         """Logged once, not for each tick that fails the same way."""
         self._committed: list[Result] = []
@@ -288,19 +291,18 @@ class Committer(DatabaseThread):
             self.stop()
             raise
 
-    def cancel_waiter(self, command: Command) -> None:
-        """Remove a waiting command whose caller was cancelled: that is what running it again does."""
-        self._queue.append(command)
-        self._notify()
-
-    def return_result(self, command: Command) -> None:
-        """Undo a result that arrived while its caller was being cancelled."""
-        if command.future.exception() is None:
-            self._on_undelivered(command, command.future.result())
+    def abandon(self, command: ClaimRollouts) -> None:
+        """The caller of a claim was cancelled, possibly just as its result arrived."""
+        future = command.future
+        if future.cancelled():
+            self._notify()  # it waits no longer
+        elif future.exception() is None:
+            self._on_undelivered(command, future.result())
 
     def _on_undelivered(self, command: Command, value: Any) -> None:
-        self._undelivered.append((command, value))
-        self._notify()
+        if isinstance(command, ClaimRollouts) and value:
+            self._undelivered.append((command, value))
+            self._notify()
 
     def _on_notification(self, queued: bool, finished: Sequence[str] | None) -> None:
         self._notifications.append((queued, finished))
@@ -334,8 +336,9 @@ class Committer(DatabaseThread):
             clock = self._clock
             until_tick = min(TICK_SECONDS, self._last_tick + TICK_SECONDS - clock.steady())
             pauses.append(max(min(self._next_deadline - clock.steady(), clock.fresh_seconds), until_tick))
-        if self._waiters.deadline < math.inf:
-            pauses.append(self._waiters.deadline - time.monotonic())
+        deadline = min([command.deadline for command in self._waiting], default=math.inf)
+        if deadline < math.inf:
+            pauses.append(deadline - time.monotonic())
         return max(0.0, min(pauses)) if pauses else None
 
     def _is_due(self) -> bool:
@@ -382,7 +385,7 @@ class Committer(DatabaseThread):
                 self._undo_all(results)
                 guilty = error.command
                 guilty.done = True
-                self._waiters.remove(guilty)
+                self._stop_waiting(guilty)
                 failed.append((guilty, None, error.__cause__))
                 batch = [command for command in batch if command is not guilty]
             except Exception as error:  # noqa: BLE001  every caller of the batch raises it
@@ -402,8 +405,12 @@ class Committer(DatabaseThread):
             logger.exception("%s: failed after a commit; rows in memory are dropped and read again", self.name)
             self._reset()
         for command, _, _ in results:
-            self._waiters.remove(command)
+            self._stop_waiting(command)
         return failed + results
+
+    def _stop_waiting(self, command: Command) -> None:
+        if isinstance(command, ClaimRollouts):
+            self._waiting.pop(command, None)
 
     def _undo_all(self, results: list[Result]) -> None:
         self._roll_back()
@@ -428,7 +435,10 @@ class Committer(DatabaseThread):
         self._last_tick = self._clock.steady()
         known = isinstance(error, (*self._database.errors, StoreError))
         fault = self._explain(error) if known else StoreError(f"{self.name}: {error!r}")
-        waiting = self._waiters.all() if isinstance(error, StoreVersionError) else ()  # no later transaction succeeds
+        waiting: Iterable[Command] = ()
+        if isinstance(error, StoreVersionError):  # no later transaction succeeds
+            waiting = list(self._waiting)
+            self.waits.notify(None)
         commands = dict.fromkeys([*batch, *(command for command, _, _ in results), *waiting])
         if commands or str(fault) != self._last_failure:
             what = "a transaction was rolled back" if commands else "the store could not check deadlines; retrying"
@@ -436,19 +446,19 @@ class Committer(DatabaseThread):
         self._last_failure = str(fault)
         for command in commands:
             command.done = True
-            self._waiters.remove(command)
+            self._stop_waiting(command)
         return [(command, None, type(fault)(*fault.args)) for command in commands]
 
     def _transact(self, batch: list[Command], results: list[Result]) -> _Committed:
         """Run one transaction up to and including its commit."""
         tx, connection = self.tx, self._connection
-        self._accepted += [self._notifications.popleft() for _ in range(len(self._notifications))]
+        notifications = list(self._notifications)
         due = self._is_due()
         writing = [command for command in batch if not command.reads]
         undelivered = list(self._undelivered)
         durable = not writing or due or bool(undelivered) or any(command.durable for command in writing)
-        wanted = due or bool(writing or undelivered or self._accepted)
-        writes, changed_elsewhere = self._begin(bool(batch), wanted, durable)
+        wanted = due or bool(writing or undelivered or notifications)
+        writes, changed_elsewhere = self._begin(bool(batch or notifications), wanted, durable)
         tx.begin(outdated=self._database.shared or changed_elsewhere)
         if changed_elsewhere and not self._database.shared:
             self.spans.clear()
@@ -459,21 +469,25 @@ class Committer(DatabaseThread):
             if not isinstance(command, ClaimRollouts):
                 self._run_command(command, results)
         next_deadline = expire(tx) if due or changed_elsewhere else self._next_deadline
-        notification = tx.queued, list(tx.finished)
-        self._apply_notifications(changed_elsewhere)
+        own = tx.queued, list(tx.finished)
+        # What other servers did comes after this server's own notification, so that it is not sent again.
+        self._changed_elsewhere = changed_elsewhere or any(finished is None for _, finished in notifications)
+        tx.queued |= changed_elsewhere or any(queued for queued, _ in notifications)
         self._serve_claims([command for command in writing if isinstance(command, ClaimRollouts)], results)
         tx.flush()
         self._answered.write(tx)
         tx.write_counts()
-        self._run_reads(batch, results)
+        for command in batch:
+            if command.reads:
+                self._run_command(command, results)
         self._deliver_committed()
         if writes:
-            connection.notify(*notification)
+            connection.notify(*own)
             connection.commit()
             self.commits += 1
         else:
             connection.rollback()
-        return _Committed(len(undelivered), due or changed_elsewhere, next_deadline)
+        return _Committed(len(undelivered), len(notifications), due or changed_elsewhere, next_deadline)
 
     def _begin(self, called: bool, writes: bool, durable: bool) -> tuple[bool, bool]:
         """Begin a transaction, with the clock in sync. Returns whether it writes, and whether to look at everything
@@ -482,7 +496,7 @@ class Committer(DatabaseThread):
         connection, clock = self._connection, self._clock
         if self._database.shared:
             now = time.monotonic()
-            poll = not (called or self._accepted) or now - self._last_poll >= POLL_SECONDS
+            poll = not called or now - self._last_poll >= POLL_SECONDS
             if poll:
                 self._last_poll = now
             writes |= poll
@@ -502,9 +516,13 @@ class Committer(DatabaseThread):
         return writes, changed
 
     def _after_commit(self, committed: _Committed) -> None:
-        self._accepted.clear()
-        for _ in range(committed.undone_results):
-            self._undelivered.popleft()
+        finished = self.tx.finished.union(
+            *(each or () for _, each in islice(self._notifications, committed.notifications))
+        )
+        self.waits.notify(None if self._changed_elsewhere else finished)
+        for queue, count in ((self._undelivered, committed.undone), (self._notifications, committed.notifications)):
+            for _ in range(count):
+                queue.popleft()
         if committed.deadlines_checked:
             self._last_tick = self._clock.steady()
         deadlines = [each for each in (committed.next_deadline, self.tx.deadline) if each is not None]
@@ -512,19 +530,8 @@ class Committer(DatabaseThread):
 
     def _reset(self) -> None:
         self._forget()
-        self._accepted.clear()
         self._next_deadline = self._clock.steady()
-
-    def _apply_notifications(self, changed_elsewhere: bool) -> None:
-        """Let waiting commands see what other processes did. Comes after this server's own notification, so that
-        theirs is not sent again."""
-        tx = self.tx
-        self._changed_elsewhere = changed_elsewhere
-        tx.queued |= changed_elsewhere
-        for queued, finished in self._accepted:
-            tx.queued |= queued
-            self._changed_elsewhere |= finished is None
-            tx.finished.update(finished or ())
+        self.waits.notify(None)
 
     def _prefetch(self, commands: list[Command]) -> None:
         """Load the rows that the commands name: on a shared database, in the one order in which rows are locked."""
@@ -542,48 +549,38 @@ class Committer(DatabaseThread):
     # -- running commands --------------------------------------------------------------------------------------------
 
     def _serve_claims(self, new: list[ClaimRollouts], results: list[Result]) -> None:
-        """Run the waiting claims, in order of arrival, then the new ones."""
-        if not (self.tx.queued or new):
-            return
-        waiting = [each for each in self._waiters.claims if isinstance(each, ClaimRollouts)]
-        claims = [*waiting, *new]
-        if not claims:
-            return
-        self._claims.begin(sum([command.limit for command in claims]))
+        """Run the waiting claims, in order of arrival, then the new ones; answer those whose time is over."""
+        claims = [*self._waiting, *new] if self.tx.queued or new else []
+        if claims:
+            self.claims.begin(sum([command.limit for command in claims]))
         empty: set[QueueNames] = set()
         for command in claims:
             names = command.queues
             hopeless = names in empty or (None in empty and not _names_private_queue(names))
-            if hopeless and not command.attempts and not command.future.cancelled():
-                command.wait(self._waiters)  # another claim of the same queues has found nothing
-            elif not self._run_command(command, results, partial(command.claim, claims=self._claims)):
+            if hopeless and not command.attempts:  # another claim of the same queues has found nothing
+                self._waiting.setdefault(command)
+            elif not self._run_command(command, results):
                 empty.add(names)
+        now = time.monotonic()
+        for command in list(self._waiting):
+            if command.future.cancelled():
+                del self._waiting[command]
+            elif command.deadline <= now and not command.done:
+                command.done = True
+                results.append((command, [], None))
 
-    def _run_reads(self, batch: list[Command], results: list[Result]) -> None:
-        """Run the waiting commands that are affected, the queries of the batch, and what has timed out."""
-        waiters, connection = self._waiters, self._connection
-        affected = waiters.rollout_waits() if self._changed_elsewhere else waiters.affected(self.tx.finished)
-        for command in [*affected, *(command for command in batch if command.reads)]:
-            self._run_command(command, results, lambda tx, command=command: command.run(connection))
-        for command in waiters.expired():
-            if not command.done:
-                self._execute(command, command.on_timeout, results)
-
-    def _run_command(self, command: Command, results: list[Result], run: Callable[[Tx], Any] | None = None) -> bool:
+    def _run_command(self, command: Command, results: list[Result]) -> bool:
         """Returns False where it has to wait."""
         if command.done or command.future.cancelled():
-            self._waiters.remove(command)
             return True
-        return self._execute(command, run or command.run, results)
-
-    def _execute(self, command: Command, run: Callable[[Tx], Any], results: list[Result]) -> bool:
         tx = self.tx
         tx.changed = False
+        run = partial(command.run, self._connection if command.reads else tx)
         try:
             if command.idempotent is None:
-                value = run(tx)
+                value = run()
             else:
-                value = self._answered.run(command.idempotent, partial(run, tx), command.convert)
+                value = self._answered.run(command.idempotent, run, command.convert)
         except self._database.errors:
             raise
         except Exception as error:
@@ -592,8 +589,8 @@ class Committer(DatabaseThread):
             command.done = True
             results.append((command, None, error))
             return True
-        if value is WAIT:
-            command.wait(self._waiters)
+        if value is WAIT and isinstance(command, ClaimRollouts):
+            self._waiting.setdefault(command)
             return False
         command.done = True
         results.append((command, value, None))
@@ -608,11 +605,10 @@ class Committer(DatabaseThread):
         super()._on_crash(error)
 
     def _reject_all(self, reason: str) -> None:
-        waiting = self._waiters.all()
-        for command in waiting:
-            self._waiters.remove(command)
+        waiting, self._waiting = self._waiting, {}
         self._deliver_committed()
         self._reject(waiting, reason)
+        self.waits.notify(None)
         super()._reject_all(reason)
 
 

@@ -13,7 +13,6 @@ The place of a prompt follows from its pack and its index there. Tokens are int3
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -112,7 +111,7 @@ class PromptCache:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._attempts: OrderedDict[int, list[_Leaf]] = OrderedDict()
+        self._attempts: dict[int, list[_Leaf]] = {}
         self._bytes = 0
 
     def clear(self) -> None:
@@ -126,10 +125,11 @@ class PromptCache:
 
     def add(self, attempt_key: int, place: int, ids: bytes, may_be_stored: bool) -> tuple[Any, ...]:
         """The row of a new prompt. may_be_stored: the database may have earlier ones of this attempt."""
+        if self._bytes > CACHE_BYTES:
+            self.clear()
         leaves = self._attempts.get(attempt_key)
         if leaves is None:
             leaves = self._attempts[attempt_key] = self._read(attempt_key) if may_be_stored else []
-        self._attempts.move_to_end(attempt_key)
         best, shared = None, LONG_PROMPT - 1
         for leaf in leaves:
             common = common_prefix_length(leaf.ids, ids) // TOKEN_BYTES * TOKEN_BYTES
@@ -145,15 +145,9 @@ class PromptCache:
                 self._bytes -= len(best.ids)
         leaves.append(new)
         self._bytes += len(ids)
-        self._evict(leaves)
-        return place, attempt_key, new.root, base, shared, ids[shared:]
-
-    def _evict(self, leaves: list[_Leaf]) -> None:
         if len(leaves) > LEAVES:
             self._bytes -= len(leaves.pop(0).ids)
-        while self._bytes > CACHE_BYTES and len(self._attempts) > 1:
-            _, evicted = self._attempts.popitem(last=False)
-            self._bytes -= sum([len(leaf.ids) for leaf in evicted])
+        return place, attempt_key, new.root, base, shared, ids[shared:]
 
     def _read(self, attempt_key: int) -> list[_Leaf]:
         """The last prompt of an attempt, from the database."""

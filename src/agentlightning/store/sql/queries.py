@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, NamedTuple, Self, TypeVar
 
 from agentlightning.errors import ConfigError, NotFoundError, StoreError
 from agentlightning.resources import ResourcesUpdate
@@ -144,8 +144,7 @@ class Filters:
             if value is None:
                 continue
             if name.endswith("_in"):
-                validation.check_texts(value, name)
-                condition, value = f"{column} = ANY (?)", list(value)
+                condition, value = f"{column} = ANY (?)", validation.check_texts(value, name)
             else:
                 validation.check_text(value, name)
                 condition = f"strpos({column}, ?) > 0" if name.endswith("_contains") else f"{column} = ?"
@@ -227,9 +226,13 @@ def count_rollouts(connection: Connection, **given: Any) -> int:
     return sum(number for queue, number in totals.items() if queue in by.get("queue_in", totals))
 
 
-def _check_rollout(connection: Connection, rollout_id: str) -> None:
-    if not connection.all("SELECT key FROM rollouts WHERE rollout_id = ?", rollout_id):
-        raise NotFoundError(f"no rollout {rollout_id!r} in this store")
+def _check_known(connection: Connection, rollout_ids: list[str]) -> None:
+    """Raises NotFoundError for the first of these ids that is unknown."""
+    found = connection.all("SELECT rollout_id FROM rollouts WHERE rollout_id = ANY (?)", rollout_ids)
+    known = {rollout_id for (rollout_id,) in found}
+    for rollout_id in rollout_ids:
+        if rollout_id not in known:
+            raise NotFoundError(f"no rollout {rollout_id!r} in this store")
 
 
 _ROLLOUT: Final = f"SELECT {select('r', ROLLOUT)} FROM rollouts r WHERE r.rollout_id = ?"
@@ -239,6 +242,21 @@ def rollout(connection: Connection, rollout_id: str) -> Rollout | None:
     validation.check_text(rollout_id, "rollout_id")
     rows = connection.all(_ROLLOUT, rollout_id)
     return mapping.to_rollout(RolloutColumns(*rows[0])) if rows else None
+
+
+_FINISHED_AMONG: Final = (
+    f"SELECT {select('r', ROLLOUT)} FROM rollouts r "
+    "WHERE r.rollout_id = ANY (?) AND coalesce(r.status, '') IN ('succeeded', 'failed', 'cancelled')"
+)
+"""`coalesce` keeps SQLite from the index of the status, in which it would read every rollout that has finished."""
+
+
+def finished(connection: Connection, rollout_ids: list[str]) -> list[Rollout]:
+    """Those of these rollouts that have finished, in the same order. Raises NotFoundError for an unknown one."""
+    rows = {row[1]: RolloutColumns(*row) for row in connection.all(_FINISHED_AMONG, rollout_ids)}
+    if len(rows) < len(rollout_ids):
+        _check_known(connection, rollout_ids)
+    return [mapping.to_rollout(rows[rollout_id]) for rollout_id in rollout_ids if rollout_id in rows]
 
 
 # -- attempts --------------------------------------------------------------------------------------------------------
@@ -265,24 +283,35 @@ def _to_attempts(rows: list[Any]) -> list[Attempt]:
 def attempts(connection: Connection, rollout_id: str, **given: Any) -> list[Attempt]:
     found = _to_attempts(_page(connection, _ATTEMPTS, rollout_id=rollout_id, **given))
     if not found:
-        _check_rollout(connection, rollout_id)
+        _check_known(connection, [rollout_id])
     return found
 
 
-def attempts_of(connection: Connection, rollout_id: str, attempt_id: str | None) -> list[AttemptColumns]:
-    """The rows of all attempts of a rollout, of one, or of the "latest"."""
+class AttemptKey(NamedTuple):
+    key: int
+    attempt_id: str
+    spans: int
+
+
+_KEYS_OF: Final = (
+    "SELECT a.key, a.attempt_id, a.spans FROM rollouts r JOIN attempts a ON a.rollout_key = r.key "
+    "WHERE r.rollout_id = ? ORDER BY a.sequence_id"
+)
+
+
+def attempts_of(connection: Connection, rollout_id: str, attempt_id: str | None) -> list[AttemptKey]:
+    """All attempts of a rollout, one, or the "latest"."""
     if attempt_id is not None:
         validation.check_text(attempt_id, "attempt_id")
     validation.check_text(rollout_id, "rollout_id")
-    rows = connection.all(f"{_ATTEMPTS.source} WHERE r.rollout_id = ? ORDER BY a.sequence_id", rollout_id)
-    found = [AttemptColumns(*row[:-2]) for row in rows]
+    found = [AttemptKey(*row) for row in connection.all(_KEYS_OF, rollout_id)]
     if not found:
-        _check_rollout(connection, rollout_id)
+        _check_known(connection, [rollout_id])
     if attempt_id is None:
         return found
     if attempt_id == "latest":
         return found[-1:]
-    found = [row for row in found if row.attempt_id == attempt_id]
+    found = [each for each in found if each.attempt_id == attempt_id]
     if not found:
         raise NotFoundError(f"rollout {rollout_id!r} has no attempt {attempt_id!r}")
     return found
@@ -298,13 +327,13 @@ def latest_attempt(connection: Connection, rollout_id: str) -> Attempt | None:
     validation.check_text(rollout_id, "rollout_id")
     found = _attempts(connection, f"r.rollout_id = ? {_LATEST}", rollout_id)
     if not found:
-        _check_rollout(connection, rollout_id)
+        _check_known(connection, [rollout_id])
     return found[0] if found else None
 
 
 def latest_attempts(connection: Connection, rollout_ids: Sequence[str]) -> list[Attempt]:
-    validation.check_texts(rollout_ids, "rollout_ids")
-    return _attempts(connection, f"r.rollout_id = ANY (?) {_LATEST}", list(rollout_ids))
+    ids = validation.check_texts(rollout_ids, "rollout_ids")
+    return _attempts(connection, f"r.rollout_id = ANY (?) {_LATEST}", ids)
 
 
 # -- resources -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -33,8 +34,8 @@ from agentlightning.store.ids import claimed_id, first_of_claim, new_id
 from agentlightning.store.sql import mapping
 from agentlightning.store.sql.schema import OPEN, AttemptRow, RolloutRow, WorkerRow
 from agentlightning.store.sql.tx import LOAD_BY_KEY, Tx
-from agentlightning.store.sql.waiting import WAIT, Command, QueueNames, Waiters, given
-from agentlightning.store.types import Unset, Worker
+from agentlightning.store.sql.waiting import WAIT, Command, given
+from agentlightning.store.types import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -178,13 +179,13 @@ def _cancel(tx: Tx, rollout: RolloutRow) -> None:
     close_attempts(tx, rollout, "the rollout was cancelled")
 
 
-def update(tx: Tx, rollout_id: str, changes: dict[str, Any], status: str | Unset) -> Rollout:
+def update(tx: Tx, rollout_id: str, status: str | None = None, **changes: Any) -> Rollout:
     """changes: new values of columns."""
     rollout = tx.rollout(rollout_id)
     if isinstance(changes.get("resources_id"), str):
         tx.check_resources(changes["resources_id"])
-    if not isinstance(status, Unset):
-        _update_status(tx, rollout, validation.check_status(status, ROLLOUT_TRANSITIONS))
+    if status is not None:
+        _update_status(tx, rollout, status)
     if changes:
         tx.set(rollout, **changes)
     return mapping.to_rollout(rollout)
@@ -288,7 +289,9 @@ def start(tx: Tx, new: New, has_id: bool, worker_id: str | None, claim_id: str |
     return claim(tx, add(tx, row), worker_id, first_of_claim(claim_id))
 
 
-def start_attempt(tx: Tx, rollout_id: str, worker_id: str | None, claim_id: str | None) -> AttemptedRollout:
+def start_attempt(
+    tx: Tx, rollout_id: str, worker_id: str | None = None, claim_id: str | None = None
+) -> AttemptedRollout:
     if before := claimed_before(tx, claim_id, 1):
         return mapping.to_attempted(before[0])
     return claim(tx, tx.rollout(rollout_id), worker_id, first_of_claim(claim_id))
@@ -373,20 +376,34 @@ def release_claim(tx: Tx, claimed: Iterable[tuple[AttemptedRollout, int]]) -> No
         _apply(tx, rollout, "requeuing" if number else "queuing", attempt_count=number)
 
 
+QueueNames = tuple[str, ...] | None
+"""The queues that a claim takes from; None for every one that is not private."""
+
+
 class ClaimRollouts(Command):
     """Claims waiting rollouts. Waits while there is none, behind the claims that already wait."""
 
+    deadline = math.inf
+    """Until when it may wait, on time.monotonic."""
+
     def __init__(
-        self, name: str, limit: int, worker_id: str | None, queues: Sequence[str] | None, claim_id: str | None
+        self,
+        claims: Claims,
+        name: str,
+        limit: int,
+        worker_id: str | None,
+        queues: Sequence[str] | None,
+        claim_id: str | None,
     ) -> None:
         check_claimer(worker_id, claim_id)
-        validation.check_texts(queues, "queues")
         if limit < 0:
             raise ConfigError(f"limit={limit} is negative; use 0 or more")
-        super().__init__(name, self._repeat)
-        self.workers, self.attempts = given(worker_id), given(first_of_claim(claim_id))
-        self.queues: QueueNames = None if queues is None else tuple(dict.fromkeys(queues))
+        super().__init__(name, self._claim, (), given(worker_id), given(first_of_claim(claim_id)))
+        self.queues: QueueNames = (
+            None if queues is None else tuple(dict.fromkeys(validation.check_texts(queues, "queues")))
+        )
         self.limit = limit
+        self._claims = claims
         self._worker_id = worker_id
         self._claim_id = claim_id
         self._answer_counts: list[int] = []
@@ -394,32 +411,29 @@ class ClaimRollouts(Command):
         self._first_try: int | None = None
         """The number of the transaction in which it ran first."""
 
-    def _repeat(self, tx: Tx) -> Any:
-        """The result of an earlier command with the same claim_id, whose caller no longer releases it; else WAIT."""
+    def _claim(self, tx: Tx) -> Any:
+        """The attempts, or WAIT. A claim with a claim_id that was answered before gets the same ones, and whoever made
+        that no longer releases them."""
         before = claimed_before(tx, self._claim_id, self.limit)
         for attempt in before:
             if attempt.status == "preparing" and not attempt.superseded:
                 tx.set(attempt, claims=attempt.claims + 1)
         self._answer_counts = [attempt.claims for attempt in before]
-        return [*map(mapping.to_attempted, before)] or WAIT
-
-    def claim(self, tx: Tx, claims: Claims) -> Any:
-        """Return the result, or WAIT."""
-        if (before := self._repeat(tx)) is not WAIT:
-            return before
+        if before:
+            return [mapping.to_attempted(attempt) for attempt in before]
         if self._first_try is None:
             self._first_try = tx.number
         if self._first_try != tx.number and self._worker_id is not None and tx.worker(self._worker_id).lost:
             return []  # its lease ran out while it waited: it would claim what that has just given back
-        found = self._take(tx, claims)
+        found = self._take(tx)
         self._answer_counts = [1] * len(found)
         ids = [None if self._claim_id is None else claimed_id(self._claim_id, index) for index in range(len(found))]
         return [claim(tx, row, self._worker_id, name) for row, name in zip(found, ids, strict=True)] or WAIT
 
-    def _take(self, tx: Tx, claims: Claims) -> list[RolloutRow]:
+    def _take(self, tx: Tx) -> list[RolloutRow]:
         """The rollouts to claim. Damaged ones are set aside."""
         while True:
-            found, sound = claims.take(self.queues, self.limit), list[RolloutRow]()
+            found, sound = self._claims.take(self.queues, self.limit), list[RolloutRow]()
             for rollout in found:
                 try:
                     mapping.to_rollout(rollout)
@@ -428,17 +442,11 @@ class ClaimRollouts(Command):
                     set_aside(tx, rollout, error)
             if len(sound) == len(found):
                 return found
-            claims.clear()
+            self._claims.clear()
 
-    def on_timeout(self, tx: Tx) -> list[AttemptedRollout]:
-        self._answer_counts = []
-        return []
-
-    def undo(self, tx: Tx, result: Any) -> None:
+    def undo(self, tx: Tx, result: Sequence[AttemptedRollout]) -> None:
+        """Revert a committed result whose caller is gone."""
         release_claim(tx, zip(result, self._answer_counts, strict=True))
-
-    def wait(self, waiters: Waiters) -> None:
-        waiters.add_claim(self)
 
 
 class Claims:
@@ -588,11 +596,10 @@ def record_failure(tx: Tx, worker: WorkerRow | None, attempt: AttemptRow) -> Non
     tx.set(worker, last_error=validation.to_json(last_error, "last_error"))
 
 
-def update_worker(tx: Tx, worker_id: str, stats: str | None, lease_seconds: float | None) -> Worker:
-    """The heartbeat of a worker, which keeps its open attempts alive. stats is JSON."""
+def update_worker(tx: Tx, worker_id: str, **changes: Any) -> Worker:
+    """The heartbeat of a worker, which keeps its open attempts alive. changes: new values of columns."""
     worker = tx.worker(worker_id)
-    given = {"stats": stats, "lease_seconds": lease_seconds}
-    beat_worker(tx, worker, **{name: value for name, value in given.items() if value is not None})
+    beat_worker(tx, worker, **changes)
     attempts = _open_attempts(tx, worker)
     for attempt in attempts:
         silent_at = attempt.silent_at if attempt.silence is None else tx.steady + attempt.silence

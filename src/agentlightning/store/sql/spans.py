@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from heapq import heappop, heappush
-from itertools import chain, islice
+from itertools import chain, dropwhile, islice, repeat
 from operator import attrgetter
 from typing import Any, Final
 
@@ -18,9 +17,9 @@ from agentlightning.store import validation
 from agentlightning.store.sql import mapping, pack
 from agentlightning.store.sql.pack import SpanPack
 from agentlightning.store.sql.prompts import PromptCache, PromptReader, place_of
-from agentlightning.store.sql.queries import Order, attempts_of, check_logic
+from agentlightning.store.sql.queries import AttemptKey, Order, attempts_of, check_logic
 from agentlightning.store.sql.rollouts import beat
-from agentlightning.store.sql.schema import MAX_PACK, PACK, AttemptColumns, AttemptRow, select
+from agentlightning.store.sql.schema import MAX_PACK, PACK, AttemptRow, select
 from agentlightning.store.sql.tx import Connection, Tx
 from agentlightning.store.types import FilterLogic, SortOrder
 
@@ -44,30 +43,14 @@ class AttemptSpans:
 
     __slots__ = ("_positions", "_spans", "attempt_id", "named", "pack", "rollout_id")
 
-    pack: SpanPack
-
-    def __init__(self, rollout_id: str, attempt_id: str) -> None:
-        validation.check_text(rollout_id, "rollout_id")
-        validation.check_text(attempt_id, "attempt_id")
-        self.rollout_id = rollout_id
-        self.attempt_id = attempt_id
-        self.named = False
+    def __init__(self, rollout_id: str, attempt_id: str, positions: Sequence[int], spans: Sequence[Span]) -> None:
+        """positions: the indexes of its spans among all `spans` of the call."""
+        self.rollout_id = validation.check_text(rollout_id, "rollout_id")
+        self.attempt_id = validation.check_text(attempt_id, "attempt_id")
+        self._positions = positions
+        self._spans = [spans[position] for position in positions]
+        self.named = any(span.span_id for span in self._spans)
         """The caller chose the id of at least one span."""
-        self._positions: list[int] = []
-        self._spans: list[Span] = []
-
-    def __len__(self) -> int:
-        return len(self._spans)
-
-    def add(self, position: int, span: Span) -> None:
-        """`position` is its index among all spans of the call."""
-        self._positions.append(position)
-        self._spans.append(span)
-        if span.span_id:
-            self.named = True
-
-    def seal(self) -> None:
-        """Validate and pack the spans."""
         self.pack = pack.pack(self._spans)
 
     def read_result(self, result: SpanWriteResult, output: list[Any]) -> None:
@@ -95,27 +78,23 @@ def _as_stored(span: Span, attempt_id: str, span_id: str, sequence_id: int, supe
 
 def group_by_attempt(spans: Sequence[Span]) -> list[AttemptSpans]:
     """The spans of one call, packed for each attempt, MAX_PACK at most in a group."""
-    current: dict[tuple[str, str], AttemptSpans] = {}
-    groups: list[AttemptSpans] = []
+    positions: dict[tuple[str, str], list[int]] = {}
+    for position, span in enumerate(spans):
+        positions.setdefault((span.rollout_id, span.attempt_id), []).append(position)
     ids = [span.span_id for span in spans if span.span_id]
     most = MAX_PACK if len(set(ids)) == len(ids) else len(spans)  # equal ids are told apart within one group
-    for position, span in enumerate(spans):
-        key = (span.rollout_id, span.attempt_id)
-        group = current.get(key)
-        if group is None or len(group) == most:
-            group = current[key] = AttemptSpans(*key)
-            groups.append(group)
-        group.add(position, span)
-    for group in groups:
-        group.seal()
-    return groups
+    return [
+        AttemptSpans(*key, own[start : start + most], spans)
+        for key, own in positions.items()
+        for start in range(0, len(own), most)
+    ]
 
 
 # -- adding ----------------------------------------------------------------------------------------------------------
 
 _IDS_OF: Final = "SELECT ids FROM span_packs WHERE attempt_key = ?"
-CACHE_BYTES: Final = 8 << 20
-_ID_BYTES: Final = 120
+CACHED_IDS: Final = 1 << 16
+"""Then the cache is emptied."""
 
 
 class SpanIds:
@@ -123,44 +102,39 @@ class SpanIds:
     attempt is valid while the attempt has as many spans as when it was made."""
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[int, tuple[int, set[str]]] = OrderedDict()
+        self._entries: dict[int, tuple[int, set[str]]] = {}
         """(number of spans, their ids) by attempt key."""
-        self._bytes = 0
+        self._added = 0
+        """Ids since the cache was empty."""
 
     def clear(self) -> None:
         self._entries.clear()
-        self._bytes = 0
+        self._added = 0
 
     def of(self, tx: Tx, attempt: AttemptRow) -> set[str]:
         """Every span id of an attempt."""
-        entry = self._entries.get(attempt.key)
-        if entry is not None and entry[0] == attempt.spans:
-            return entry[1]
-        ids: set[str] = set()
-        if attempt.spans:
-            for (packed,) in tx.all(_IDS_OF, attempt.key):
-                ids.update(pack.split_ids(bytes(packed)))
-        self._put(attempt.key, attempt.spans, ids)
+        count, ids = self._entries.get(attempt.key, (-1, set[str]()))
+        if count != attempt.spans:
+            packs = tx.all(_IDS_OF, attempt.key) if attempt.spans else ()
+            ids = {span_id for (packed,) in packs for span_id in pack.split_ids(bytes(packed))}
+            self._put(attempt, ids, len(ids))
         return ids
 
     def add(self, attempt: AttemptRow, spans_before: int, ids: Sequence[str], named: bool) -> None:
         """Record spans that were added to an attempt that had `spans_before`. An entry is made only for callers that
         name their spans: others never ask."""
-        entry = self._entries.get(attempt.key)
+        count, known = self._entries.get(attempt.key, (-1, set[str]()))
         if not spans_before and named:
-            self._put(attempt.key, attempt.spans, set(ids))
-        elif entry is not None and entry[0] == spans_before:
-            entry[1].update(ids)
-            self._entries[attempt.key] = (attempt.spans, entry[1])
-            self._bytes += _ID_BYTES * len(ids)
+            count, known = 0, set()
+        if count == spans_before:
+            known.update(ids)
+            self._put(attempt, known, len(ids))
 
-    def _put(self, key: int, count: int, ids: set[str]) -> None:
-        old = self._entries.pop(key, None)
-        self._bytes += _ID_BYTES * (2 + len(ids)) - (0 if old is None else _ID_BYTES * (2 + len(old[1])))
-        self._entries[key] = (count, ids)
-        while self._bytes > CACHE_BYTES and len(self._entries) > 1:
-            _, (_, evicted) = self._entries.popitem(last=False)
-            self._bytes -= _ID_BYTES * (2 + len(evicted))
+    def _put(self, attempt: AttemptRow, ids: set[str], added: int) -> None:
+        if self._added > CACHED_IDS:
+            self.clear()
+        self._added += added
+        self._entries[attempt.key] = (attempt.spans, ids)
 
 
 class SpanWriter:
@@ -293,9 +267,7 @@ NEWEST_BATCH: Final = 4
 _COLUMNS: Final = select("p", PACK)
 _PLACES: Final = "FROM span_places s JOIN span_packs p ON p.key = s.pack_key WHERE"
 _PACKS_WITH: Final = f"SELECT DISTINCT {_COLUMNS} {_PLACES} s.attempt_key = ? AND s.span_id = ANY (?)"
-_PLACE_OF: Final = (
-    f"SELECT p.key, p.attempt_key, p.first_sequence, p.ids {_PLACES} s.attempt_key = ANY (?) AND s.span_id = ?"
-)
+_PLACE_OF: Final = f"SELECT p.attempt_key, p.first_sequence, p.ids {_PLACES} s.attempt_key = ANY (?) AND s.span_id = ?"
 _PACKS_OF: Final = (
     f"SELECT {_COLUMNS} FROM span_packs p WHERE p.attempt_key = ? AND p.first_sequence >= ? "
     "ORDER BY p.first_sequence, p.key LIMIT ? OFFSET ?"
@@ -405,78 +377,54 @@ def query(
             tests.append(_has(field, value) if field == name else _contains(field, value))
     enough = any if check_logic(filter_logic) else all
     order = Order.of("spans", sort_by, sort_order, after)
-    rows, start = attempts_of(connection, rollout_id, attempt_id), None
+    rows, start = attempts_of(connection, rollout_id, attempt_id), -1
     if after is not None:
         rows, start = _find(connection, rows, rollout_id, after)
-    starts = [start, *[None] * len(rows)]
-    spans = chain.from_iterable(
-        _stream(connection, rollout_id, row, position, tokens) for row, position in zip(rows, starts, strict=False)
-    )
+    streams = zip(rows, chain([start], repeat(-1)), strict=False)
+    spans = chain.from_iterable(_stream(connection, rollout_id, row, begin, tokens) for row, begin in streams)
+    if after is not None:
+        spans = islice(dropwhile(lambda span: span.span_id != after, spans), 1, None)
     matching = filter(lambda span: enough(test(span) for test in tests), spans) if tests else spans
     ordered = matching if order.natural else order.sort(matching)
     return list(islice(ordered, offset, None if limit < 0 else offset + limit))
 
 
-Position = tuple[int, int, int]
-"""Position of a span within its attempt: (sequence_id, key of its pack, index in the pack)."""
-
-
-def _find(
-    connection: Connection, rows: list[AttemptColumns], rollout_id: str, after: str
-) -> tuple[list[AttemptColumns], tuple[Position, int]]:
-    """Where the span `after` is: (its attempt and those behind it, (position, sequence number from which to read
-    packs))."""
+def _find(connection: Connection, rows: list[AttemptKey], rollout_id: str, after: str) -> tuple[list[AttemptKey], int]:
+    """(the attempt of the span `after` and those behind it, the sequence number from which to read packs)"""
     keys = [row.key for row in rows]
-    places = {row[1]: row for row in connection.all(_PLACE_OF, keys, after)}
+    places = {row[0]: row for row in connection.all(_PLACE_OF, keys, after)}
     for index, attempt_key in enumerate(keys):
         if attempt_key in places:
-            key, _, first, ids = places[attempt_key]
-            inner = pack.split_ids(bytes(ids)).index(after)
-            sequence_id = first + inner
-            around = connection.all(_FIRST_AROUND, attempt_key, sequence_id - MAX_PACK, sequence_id, sequence_id)
-            return rows[index:], ((sequence_id, key, inner), around[0][0])
+            _, first, ids = places[attempt_key]
+            number = first + pack.split_ids(bytes(ids)).index(after)
+            around = connection.all(_FIRST_AROUND, attempt_key, number - MAX_PACK, number, number)
+            return rows[index:], around[0][0]
     raise NotFoundError(f"rollout {rollout_id!r} has no span {after!r} to continue after")
 
 
-def _stream(
-    connection: Connection,
-    rollout_id: str,
-    attempt: AttemptColumns,
-    after: tuple[Position, int] | None,
-    tokens: bool,
-) -> Iterator[Span]:
-    """The spans of an attempt that follow a position, by sequence number. Packs whose numbers interleave are merged."""
-    ahead: list[tuple[Position, Span]] = []
-    position, start = after or (None, -1)
-    packs = _packs(connection, rollout_id, attempt, start, tokens)
-    following = next(packs, None)
-    while following is not None:
-        (key, first, spans), following = following, next(packs, None)
-        while ahead and ahead[0][0][0] < first:
-            yield heappop(ahead)[1]
-        alone = not ahead and (following is None or spans[-1].sequence_id < following[1])
-        if alone and (position is None or first > position[0]):
-            yield from spans
-            continue
-        for index, span in enumerate(spans):
-            here = (span.sequence_id, key, index)
-            if position is None or here > position:
-                heappush(ahead, (here, span))
-    while ahead:
-        yield heappop(ahead)[1]
+_number_of: Final = attrgetter("sequence_id")
+
+
+def _stream(connection: Connection, rollout_id: str, attempt: AttemptKey, start: int, tokens: bool) -> Iterator[Span]:
+    """The spans of the packs of an attempt that begin at or after a sequence number, by sequence number. Packs whose
+    numbers interleave are merged."""
+    ahead: list[Span] = []
+    for spans in _packs(connection, rollout_id, attempt, start, tokens):
+        over = bisect_left(ahead, spans[0].sequence_id, key=_number_of)
+        yield from ahead[:over]
+        ahead = spans if over == len(ahead) else sorted([*ahead[over:], *spans], key=_number_of)
+    yield from ahead
 
 
 def _packs(
-    connection: Connection, rollout_id: str, attempt: AttemptColumns, start: int, tokens: bool
-) -> Iterator[tuple[int, int, list[Span]]]:
-    """(key, first sequence number, spans)"""
+    connection: Connection, rollout_id: str, attempt: AttemptKey, start: int, tokens: bool
+) -> Iterator[list[Span]]:
+    """The spans of each pack, by its first sequence number."""
     skip, batch = 0, FIRST_BATCH
     reader = PromptReader(connection)
     while True:
         rows = connection.all(_PACKS_OF, attempt.key, start, batch, skip)
-        unpacked = _unpack(reader, rows, rollout_id, attempt.attempt_id, tokens)
-        for row, spans in zip(rows, unpacked, strict=True):
-            yield row[0], row[2], spans
+        yield from _unpack(reader, rows, rollout_id, attempt.attempt_id, tokens)
         if len(rows) < batch:
             return
         batch = min(2 * batch, PACK_BATCH if tokens else BATCH_WITHOUT_TOKENS)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import math
 import threading
 import time
 import weakref
@@ -19,20 +18,18 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from agentlightning.errors import ConfigError, StoreClosedError, StoreError
-from agentlightning.resources import NamedResources, ResourcesUpdate
 from agentlightning.rollouts import (
     ATTEMPT_TRANSITIONS,
-    Attempt,
+    ROLLOUT_TRANSITIONS,
     AttemptedRollout,
     EnqueueRolloutRequest,
     Rollout,
-    RolloutStatus,
 )
 from agentlightning.span import Span
 from agentlightning.store import durability, idempotency, validation
 from agentlightning.store.base import LightningStoreBase, implement, store_url
 from agentlightning.store.clock import Clock
-from agentlightning.store.ids import first_of_claim, new_id
+from agentlightning.store.ids import first_of_claim
 from agentlightning.store.sql import admin, mapping, queries
 from agentlightning.store.sql import rollouts as rollout_commands
 from agentlightning.store.sql import spans as span_commands
@@ -42,15 +39,12 @@ from agentlightning.store.sql.rollouts import ClaimRollouts, check_claimer
 from agentlightning.store.sql.spans import SpanWriteResult, group_by_attempt
 from agentlightning.store.sql.sqlite import SqliteDatabase, locate
 from agentlightning.store.sql.tx import Connection, Database, Tx
-from agentlightning.store.sql.waiting import Command, WaitForRollouts, given
+from agentlightning.store.sql.waiting import Command, Wait, given
 from agentlightning.store.types import (
-    UNSET,
     Pruned,
     Queue,
     Retention,
     RolloutRecord,
-    Unset,
-    Worker,
 )
 
 logger = logging.getLogger(__name__)
@@ -146,17 +140,17 @@ class SqlStore(LightningStoreBase):
         self.reader.submit(command)
         return await command.future
 
-    async def write_and_wait(self, command: Command, timeout: float | None) -> Any:
-        """Like `write`, for a command that may wait: until its timeout, or until its caller is cancelled."""
-        command.deadline = math.inf if timeout is None else time.monotonic() + max(0.0, timeout)
+    async def claim(self, name: str, limit: int, timeout: float | None, *claimer: Any) -> list[AttemptedRollout]:
+        """Claim by the command `name`; claimer: worker_id, queues, claim_id."""
+        command = ClaimRollouts(self.writer.claims, name, limit, *claimer)
+        command.deadline = time.monotonic() + max(0.0, timeout or 0.0)
+        if not limit:
+            return []
         self.writer.submit(command)
         try:
             return await command.future
         except asyncio.CancelledError:
-            if command.future.cancelled():
-                self.writer.cancel_waiter(command)
-            else:
-                self.writer.return_result(command)
+            self.writer.abandon(command)
             raise
 
     # -- rollouts: the queue ---------------------------------------------------------------------------------------
@@ -182,8 +176,7 @@ class SqlStore(LightningStoreBase):
         queues: Sequence[str] | None = None,
         claim_id: str | None = None,
     ) -> AttemptedRollout | None:
-        command = ClaimRollouts("dequeue_rollout", 1, worker_id, queues, claim_id)
-        claimed = await self.write_and_wait(command, timeout or 0.0)
+        claimed = await self.claim("dequeue_rollout", 1, timeout, worker_id, queues, claim_id)
         return claimed[0] if claimed else None
 
     async def dequeue_many_rollouts(
@@ -195,45 +188,29 @@ class SqlStore(LightningStoreBase):
         queues: Sequence[str] | None = None,
         claim_id: str | None = None,
     ) -> list[AttemptedRollout]:
-        command = ClaimRollouts("dequeue_many_rollouts", limit, worker_id, queues, claim_id)
-        return await self.write_and_wait(command, timeout or 0.0) if limit else []
-
-    async def start_attempt(
-        self, rollout_id: str, worker_id: str | None = None, *, claim_id: str | None = None
-    ) -> AttemptedRollout:
-        validation.check_text(rollout_id, "rollout_id")
-        check_claimer(worker_id, claim_id)
-
-        command = Command(
-            "start_attempt",
-            lambda tx: rollout_commands.start_attempt(tx, rollout_id, worker_id, claim_id),
-            (rollout_id,),
-            given(worker_id),
-            given(first_of_claim(claim_id)),
-        )
-        return await self.write(command)
-
-    async def requeue_rollout(self, rollout_id: str, reason: str) -> Rollout:
-        validation.check_text(rollout_id, "rollout_id")
-        validation.to_json(reason, "reason")
-
-        return await self.do("requeue_rollout", lambda tx: rollout_commands.requeue(tx, rollout_id, reason), rollout_id)
-
-    async def cancel_rollout(self, rollout_id: str) -> Rollout:
-        validation.check_text(rollout_id, "rollout_id")
-
-        return await self.do("cancel_rollout", lambda tx: rollout_commands.cancel(tx, rollout_id), rollout_id)
+        return await self.claim("dequeue_many_rollouts", limit, timeout, worker_id, queues, claim_id)
 
     # -- rollouts: queries and changes ----------------------------------------------------------------------------
 
     async def wait_for_rollouts(
         self, *, rollout_ids: Sequence[str], timeout: float | None = None, minimum: int | None = None
     ) -> list[Rollout]:
-        command = WaitForRollouts(rollout_ids, minimum)
-        rows = await self.read(command.name, command.finished)
-        if not command.over(rows) and (timeout is None or timeout > 0):
-            rows = await self.write_and_wait(command, timeout)
-        return [mapping.to_rollout(row) for row in rows]
+        ids = list(dict.fromkeys(validation.check_texts(rollout_ids, "rollout_ids")))
+        wanted = len(ids) if minimum is None else minimum
+        if not 0 <= wanted <= len(ids):
+            raise ConfigError(f"minimum={minimum} of {len(ids)} rollouts can never be reached; leave it out for all")
+        deadline, wait, left = time.monotonic() + (timeout or 0.0), Wait(ids, wanted), None
+        with self.writer.waits.add(wait):
+            while True:
+                self.writer.check_open()
+                wait.begin()
+                finished = await self.read("wait_for_rollouts", lambda db: queries.finished(db, ids))
+                if timeout is not None:
+                    left = deadline - time.monotonic()
+                if len(finished) >= wanted or (left is not None and left <= 0):
+                    return finished
+                wait.note(rollout.rollout_id for rollout in finished)
+                await wait.enough(left)
 
     # -- spans -----------------------------------------------------------------------------------------------------
 
@@ -276,46 +253,6 @@ class SqlStore(LightningStoreBase):
         ids = [rollout_id for rollout_id, _ in pairs]
         return await self.write(Command(name, lambda tx: span_commands.reserve_sequence_ids(tx, pairs), ids), convert)
 
-    # -- resources -------------------------------------------------------------------------------------------------
-
-    async def add_resources(self, resources: NamedResources, resources_id: str | None = None) -> ResourcesUpdate:
-        body = mapping.dump_resources(resources)
-        if resources_id is not None:
-            validation.check_new_id(resources_id, "resources_id")
-        name = new_id("rs") if resources_id is None else resources_id
-
-        command = Command("add_resources", lambda tx: admin.add_resources(tx, name, body))
-        return await self.write(command, mapping.to_resources)
-
-    async def update_resources(self, resources_id: str, resources: NamedResources) -> ResourcesUpdate:
-        validation.check_new_id(resources_id, "resources_id")
-        body = mapping.dump_resources(resources)
-
-        command = Command("update_resources", lambda tx: admin.update_resources(tx, resources_id, body))
-        return await self.write(command, mapping.to_resources)
-
-    async def delete_resources(self, resources_id: str) -> int:
-        validation.check_text(resources_id, "resources_id")
-
-        return await self.do("delete_resources", lambda tx: admin.delete_resources(tx, resources_id))
-
-    # -- workers ---------------------------------------------------------------------------------------------------
-
-    async def update_worker(
-        self, worker_id: str, stats: dict[str, Any] | None = None, *, lease_seconds: float | None = None
-    ) -> Worker:
-        validation.check_text(worker_id, "worker_id")
-        text = None if stats is None else validation.dict_to_json(stats, "stats")
-        if lease_seconds is not None:
-            validation.check_time(lease_seconds, "lease_seconds")
-            if lease_seconds <= 0:
-                raise ConfigError(f"lease_seconds={lease_seconds} is not positive; use more than 0")
-        return await self.do(
-            "update_worker",
-            lambda tx: rollout_commands.update_worker(tx, worker_id, text, lease_seconds),
-            worker=worker_id,
-        )
-
     # -- queues ----------------------------------------------------------------------------------------------------
 
     async def update_queue(self, name: str, limit: int | None) -> Queue:
@@ -327,11 +264,6 @@ class SqlStore(LightningStoreBase):
         return next(queue for queue in await self.query_queues() if queue.name == name)
 
     # -- retention, export and import ------------------------------------------------------------------------------
-
-    async def delete_rollouts(self, rollout_ids: Sequence[str]) -> int:
-        validation.check_texts(rollout_ids, "rollout_ids")
-        ids = list(rollout_ids)
-        return await self.do("delete_rollouts", lambda tx: admin.delete(tx, ids), *ids)
 
     async def prune(self, retention: Retention, dry_run: bool = False) -> Pruned:
         admin.check_retention(retention)
@@ -410,7 +342,7 @@ _READS: Final[Mapping[str, Callable[..., Any]]] = {
 """By method of the contract: the function of a connection and its arguments that it runs in the reader's thread."""
 
 
-# -- writes of many fields ---------------------------------------------------------------------------------------------
+# -- new rollouts -----------------------------------------------------------------------------------------------------
 
 _BIND_START: Final = inspect.signature(LightningStoreBase.start_rollout).bind
 
@@ -437,59 +369,100 @@ async def _start_rollout(*arguments: Any, **options: Any) -> AttemptedRollout:
     return await store.write(command)
 
 
-async def _update_rollout(
-    store: SqlStore, rollout_id: str, *, status: RolloutStatus | Unset = UNSET, **fields: Any
-) -> Rollout:
-    validation.check_text(rollout_id, "rollout_id")
-    changes = _checked(_ROLLOUT_CHANGES, fields)
-    return await store.do(
-        "update_rollout", lambda tx: rollout_commands.update(tx, rollout_id, changes, status), rollout_id
-    )
+# -- writes ------------------------------------------------------------------------------------------------------------
+
+Check = Callable[[Any, str], Any]
+"""Of an argument and its name: returns what is stored, or raises ConfigError."""
 
 
-async def _update_attempt(store: SqlStore, rollout_id: str, attempt_id: str, **fields: Any) -> Attempt:
-    validation.check_text(rollout_id, "rollout_id")
-    validation.check_text(attempt_id, "attempt_id")
-    changes = _checked(_ATTEMPT_CHANGES, fields)
-    return await store.do(
-        "update_attempt",
-        lambda tx: rollout_commands.update_attempt(tx, rollout_id, attempt_id, **changes),
-        rollout_id,
-        worker=changes.get("worker_id"),
-    )
+def _writer(name: str, run: Callable[..., Any], checks: Mapping[str, Check]) -> Callable[..., Any]:
+    parameters = list(inspect.signature(getattr(LightningStoreBase, name)).parameters.values())[1:]
+    names, defaults = [each.name for each in parameters], {each.name: each.default for each in parameters}
+
+    async def write(self: SqlStore, *arguments: Any, **options: Any) -> Any:
+        options.update(zip(names, arguments, strict=False))
+        if len(arguments) > len(names) or options.keys() - checks.keys():
+            raise TypeError(f"{name} takes {', '.join(names)}; it got {', '.join(map(str, [*arguments, *options]))}")
+        changed = {each: value for each, value in options.items() if value is not defaults[each]}
+        values = {each: checks[each](value, each) for each, value in changed.items()}
+        command = Command(
+            name,
+            lambda tx: run(tx, **values),
+            values.get("rollout_ids") or given(values.get("rollout_id")),
+            given(values.get("worker_id")),
+            given(first_of_claim(values.get("claim_id"))),
+        )
+        return await self.write(command)
+
+    return write
 
 
-def _checked(checks: Mapping[str, Callable[[Any, str], Any]], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that were given, as they are stored."""
-    if unknown := fields.keys() - checks.keys():
-        raise TypeError(f"unexpected arguments: {', '.join(sorted(unknown))}")
-    return {name: checks[name](value, name) for name, value in fields.items() if value is not UNSET}
+def _check_lease(value: Any, name: str) -> float:
+    if validation.check_time(value, name) <= 0:
+        raise ConfigError(f"{name}={value} is not positive; use more than 0")
+    return value
 
 
-_ROLLOUT_CHANGES: Final[Mapping[str, Callable[[Any, str], Any]]] = {
-    "input": validation.to_json,
-    "mode": lambda value, name: value if value is None else validation.check_text(value, name),
-    "resources_id": lambda value, name: value if value is None else validation.check_text(value, name),
-    "config": lambda value, _: mapping.config_text(value),
-    "metadata": validation.dict_to_json,
+def _optional_text(value: Any, name: str) -> str | None:
+    return None if value is None else validation.check_text(value, name)
+
+
+def _resources(value: Any, _: str) -> str:
+    return mapping.dump_resources(value)
+
+
+_ROLLOUT: Final[Mapping[str, Check]] = {"rollout_id": validation.check_text}
+_ATTEMPT: Final[Mapping[str, Check]] = {**_ROLLOUT, "attempt_id": validation.check_text}
+_WORKER: Final[Mapping[str, Check]] = {"worker_id": validation.check_text}
+_WRITES: Final[Mapping[str, tuple[Callable[..., Any], Mapping[str, Check]]]] = {
+    "start_attempt": (rollout_commands.start_attempt, {**_ROLLOUT, **_WORKER, "claim_id": validation.check_text}),
+    "requeue_rollout": (
+        rollout_commands.requeue,
+        {**_ROLLOUT, "reason": lambda value, name: validation.to_json(value, name) and value},
+    ),
+    "cancel_rollout": (rollout_commands.cancel, _ROLLOUT),
+    "update_rollout": (
+        rollout_commands.update,
+        {
+            **_ROLLOUT,
+            "input": validation.to_json,
+            "mode": _optional_text,
+            "resources_id": _optional_text,
+            "status": lambda value, _: validation.check_status(value, ROLLOUT_TRANSITIONS),
+            "config": lambda value, _: mapping.config_text(value),
+            "metadata": validation.dict_to_json,
+        },
+    ),
+    "update_attempt": (
+        rollout_commands.update_attempt,
+        {
+            **_ATTEMPT,
+            **_WORKER,
+            "status": lambda value, _: validation.check_status(value, ATTEMPT_TRANSITIONS),
+            "last_heartbeat_time": validation.check_time,
+            "metadata": lambda value, name: validation.dict_to_json(value, name) and value,
+        },
+    ),
+    "add_resources": (admin.add_resources, {"resources": _resources, "resources_id": validation.check_new_id}),
+    "update_resources": (admin.update_resources, {"resources": _resources, "resources_id": validation.check_new_id}),
+    "delete_resources": (admin.delete_resources, {"resources_id": validation.check_text}),
+    "update_worker": (
+        rollout_commands.update_worker,
+        {**_WORKER, "stats": validation.dict_to_json, "lease_seconds": _check_lease},
+    ),
+    "delete_rollouts": (admin.delete, {"rollout_ids": validation.check_texts}),
 }
-_ATTEMPT_CHANGES: Final[Mapping[str, Callable[[Any, str], Any]]] = {
-    "status": lambda value, _: validation.check_status(value, ATTEMPT_TRANSITIONS),
-    "worker_id": validation.check_text,
-    "last_heartbeat_time": validation.check_time,
-    "metadata": lambda value, name: validation.dict_to_json(value, name) and value,
-}
-"""By field that an update may change: its check, which returns what is stored."""
+"""By method of the contract: the function of a transaction that it runs, and the checks of its arguments. What is left
+at its default is not passed. The rows that an argument names are loaded with those of the batch."""
 
 
 implement(
     SqlStore,
     {
         **{name: _reader(name, query) for name, query in _READS.items()},
+        **{name: _writer(name, *write) for name, write in _WRITES.items()},
         "enqueue_rollout": _enqueue_rollout,
         "start_rollout": _start_rollout,
-        "update_rollout": _update_rollout,
-        "update_attempt": _update_attempt,
     },
 )
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from operator import attrgetter
 from typing import Any, ClassVar, Final, Protocol
 
 from agentlightning.errors import NotFoundError, StoreError
@@ -76,6 +75,10 @@ class Connection(Protocol):
     def write(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
         """Execute a statement for each row of values, at the latest before the next query or the commit."""
         ...
+
+    def write_places(self, rows: Sequence[tuple[int, str, int]]) -> None:
+        """Insert rows of `span_places`, of which there are as many as spans."""
+        self.write(_INSERT_PLACE, rows)
 
     def lock(self, sql: str, *values: Any) -> None:
         """Lock the rows of a query until the transaction ends, at the latest before the next query, which sees what
@@ -184,10 +187,8 @@ _INSERTS: Final = {
 
 
 @cache
-def _update(table: str, names: tuple[str, ...]) -> tuple[str, Callable[[Any], Any]]:
-    """How some columns of rows are written, and the values of that statement. Others keep theirs, so that few indexes
-    are touched."""
-    return f"UPDATE {table} SET {', '.join(f'{name} = ?' for name in names)} WHERE key = ?", attrgetter(*names, "key")
+def _update_sql(table: str, columns: tuple[str, ...]) -> str:
+    return f"UPDATE {table} SET {', '.join([f'{name} = ?' for name in columns])} WHERE key = ?"
 
 
 _WRITE_WORKER: Final = f"{insert_sql('workers', WORKER)} ON CONFLICT (worker_id) DO UPDATE SET " + ", ".join(
@@ -276,8 +277,9 @@ class Tx:
         self.workers: dict[str, WorkerRow] = {}
         self.open_attempts: dict[str, list[tuple[str, str]]] = {}
         """By worker: (rollout id, attempt id), the newest last, as of when they were loaded."""
-        self._changed: dict[Row, set[str]] = {}
-        """The columns of each row that differ from what is stored."""
+        self._changed: dict[Row, dict[str, Any]] = {}
+        """The columns of each row that differ from what is stored. Only these are written, so that few indexes are
+        touched."""
         self._packs: list[tuple[Any, ...]] = []
         self._span_ids: list[Sequence[str]] = []
         """Of each pack."""
@@ -409,17 +411,17 @@ class Tx:
     def set(self, row: Row, **changes: Any) -> None:
         """Change columns of a row."""
         self.changed = True
+        columns = self._changed.setdefault(row, {})
         for name, value in changes.items():
-            setattr(row, name, value)
-        if (columns := self._changed.get(row)) is None:
-            columns = self._changed[row] = set()
-        columns.update(changes)
+            if getattr(row, name) != value:
+                setattr(row, name, value)
+                columns[name] = value
 
     def add_rollout(self, row: RolloutRow) -> RolloutRow:
         """Add a row that is not stored; assigns its key."""
         row.key = self.connection.new_key("rollouts", max(1, self.new_rollouts))
         self._remember(row)
-        self._changed[row] = set()
+        self._changed[row] = {}
         self.changed = True
         return row
 
@@ -428,7 +430,7 @@ class Tx:
         row.key, row.rollout_key = self.connection.new_key("attempts", 0), row.rollout.key
         row.rollout.attempts[row.attempt_id] = row
         self.owners[row.attempt_id] = row.rollout.rollout_id
-        self._changed[row] = set()
+        self._changed[row] = {}
         self.changed = True
         return row
 
@@ -469,7 +471,7 @@ class Tx:
             self.connection.write(_INSERT_PACK, self._packs)
             both = zip(self._packs, self._span_ids, strict=True)
             places = [(pack[1], span_id, pack[0]) for pack, span_ids in both for span_id in span_ids]
-            self.connection.write(_INSERT_PLACE, places)
+            self.connection.write_places(places)
             self.count(SPANS, len(places))
             if self._prompts:
                 self.connection.write(_INSERT_PROMPT, self._prompts)
@@ -477,24 +479,21 @@ class Tx:
 
     def _write_rows(self) -> None:
         changed, self._changed = self._changed, {}
-        workers, groups = list[WorkerRow](), dict[tuple[str, ...], list[RolloutRow | AttemptRow]]()
-        for row, names in changed.items():
+        workers, groups = list[WorkerRow](), defaultdict[tuple[str, ...], list[tuple[Any, ...]]](list)
+        for row, columns in changed.items():
             if isinstance(row, WorkerRow):
                 workers.append(row)
-            elif names or not row.stored:
-                key = (row.table, *sorted(names)) if row.stored else (row.table,)
-                groups.setdefault(key, []).append(row)
+            elif not row.stored:
+                groups[row.table,].append(_INSERTS[row.table][1](row))
+            elif columns:
+                groups[row.table, *columns].append((*columns.values(), row.key))
         if workers:
             if not all(row.stored for row in workers):
                 self.connection.commit_in_order("workers")
             self.connection.write(_WRITE_WORKER, sorted([worker_columns(row) for row in workers]))
         # Rollouts before their attempts, new rows before others; rows with the same changes together.
         for (table, *names), rows in sorted(groups.items(), key=lambda each: (each[0][0] == "attempts", each[0])):
-            if names:
-                sql, columns = _update(table, tuple(names))
-            else:
-                sql, columns = _INSERTS[table]
-            self.connection.write(sql, [columns(row) for row in rows])
+            self.connection.write(_update_sql(table, tuple(names)) if names else _INSERTS[table][0], rows)
         for row in changed:
             if isinstance(row, RolloutRow):
                 self._count_status(row)

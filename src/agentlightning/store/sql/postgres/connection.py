@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import selectors
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cache
 from itertools import count
 from typing import Any, Final, NamedTuple, cast
@@ -96,6 +96,10 @@ _PLACE: Final = (
     "WHERE rollouts.key = new.key AND ? <= (SELECT last_value FROM rollouts_shown)"
 )
 """With a commit: where pages have shown what comes after the first of some new rollouts, move these to the end."""
+_INSERT_PLACES: Final = (
+    "INSERT INTO span_places (attempt_key, span_id, pack_key) SELECT unnest(CAST(? AS BIGINT[])), "
+    "unnest(CAST(? AS TEXT[])), unnest(CAST(? AS BIGINT[])) ON CONFLICT DO NOTHING"
+)
 _NOTE_NUMBER: Final = (
     "INSERT INTO servers (server, number) VALUES (?, ?) "
     "ON CONFLICT (server) DO UPDATE SET number = excluded.number, seen = now()"
@@ -300,6 +304,11 @@ class PostgresConnection(Connection):
         for row in rows:
             self._queue(sql, row)
 
+    def write_places(self, rows: Sequence[tuple[int, str, int]]) -> None:
+        """In one statement: each costs more than the row it writes."""
+        self._wrote = True
+        self._queue(_INSERT_PLACES, [list(column) for column in zip(*rows, strict=True)])
+
     def lock(self, sql: str, *values: Any) -> None:
         self._queue(sql, values)
 
@@ -447,29 +456,36 @@ def fetch_row(connection: psycopg.Connection[Any], query: str, *values: Any) -> 
 
 def encode(value: Any) -> bytes | None:
     """A value as a parameter of libpq: bytes unchanged, everything else as text."""
-    if value is None or type(value) is bytes:
-        return value
-    if isinstance(value, str):
-        text = str.encode(value)
-        if b"\0" in text:  # libpq would truncate it there
-            raise psycopg.DataError(f"PostgreSQL keeps no text with a NUL in it: {value[:80]!r}")
-        return text
-    if isinstance(value, list):
-        return b"{" + b",".join([_element(each) for each in cast("list[Any]", value)]) + b"}"
-    return _number(value) if isinstance(value, (int, float)) else bytes(value)
+    encoder = _ENCODERS.get(type(value))
+    if encoder is None:  # a subclass
+        encoder = next((each for kind, each in _ENCODERS.items() if isinstance(value, kind)), bytes)
+    return encoder(value)
 
 
-def _element(value: Any) -> bytes:
-    if not isinstance(value, str):
-        return _number(value)
-    text = encode(value)
-    assert text is not None
-    return b'"' + text.replace(b"\\", b"\\\\").replace(b'"', b'\\"') + b'"'
+def _text(value: str) -> bytes:
+    text = str.encode(value)
+    if b"\0" in text:  # libpq would truncate it there
+        raise psycopg.DataError(f"PostgreSQL keeps no text with a NUL in it: {value[:80]!r}")
+    return text
 
 
-def _number(value: int | float) -> bytes:
-    """Uses the repr of int and float even for a subclass, as that of an enumeration differs."""
-    return (int.__repr__(int(value)) if isinstance(value, int) else float.__repr__(value)).encode()
+def _array(values: list[Any]) -> bytes:
+    """Of texts or of numbers."""
+    if not isinstance(next(iter(values), 0), str):
+        return b"{" + b",".join([encode(each) or b"" for each in values]) + b"}"
+    quoted = ['"' + each.replace("\\", "\\\\").replace('"', '\\"') + '"' for each in values]
+    return _text("{" + ",".join(quoted) + "}")
+
+
+_ENCODERS: Final[Mapping[type, Callable[[Any], bytes | None]]] = {
+    type(None): lambda _: None,
+    bytes: lambda value: value,
+    str: _text,
+    int: lambda value: b"%d" % value,
+    float: lambda value: float.__repr__(value).encode(),
+    list: _array,
+}
+"""By type. Numbers are written as int and float are, as the repr of an enumeration differs."""
 
 
 # -- the database ------------------------------------------------------------------------------------------------------
