@@ -168,7 +168,7 @@ class ProviderRecord(CallRecord):
         choice.take_new(done=True)
         attributes = self._attributes() | of_call
         attributes |= output_attributes(choice, "error" if choice.is_finished else choice.recorded_reason)
-        attributes[names.INPUT_MESSAGES] = input_messages(self.path, self.data)
+        attributes[names.INPUT_MESSAGES] = input_messages(self.data)
         if self.is_pending:
             attributes[names.OPERATION_NAME] = BACKGROUND
         span = self.span(attributes, failure_of(error))
@@ -192,7 +192,7 @@ class ProviderRecord(CallRecord):
         return display_text(self.route.provider, text) if self.route.provider else text
 
     def _choice_attributes(self, choice: Answer) -> Json:
-        messages = input_messages(self.path, self.data, choice.index // num_choices(self.data))
+        messages = input_messages(self.data, choice.index // num_choices(self.data))
         attributes: Json = {names.INPUT_MESSAGES: messages}
         if self.path == "embeddings":
             return attributes

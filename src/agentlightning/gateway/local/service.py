@@ -42,10 +42,10 @@ from agentlightning.gateway.record import (
     CallRecord,
     Counters,
     as_json,
-    chat_message,
     failure_of,
     output_attributes,
     output_messages,
+    shown_message,
 )
 from agentlightning.gateway.routing import ModelRoute, ResolvedCall
 from agentlightning.gateway.sampling import (
@@ -490,7 +490,7 @@ class LocalCall:
             names.RESPONSE_MODEL: self.head.model,
             names.RESPONSE_ID: self.head.id,
             names.INPUT_TOKENS: len(prompt.token_ids),
-            names.INPUT_MESSAGES: as_json([chat_message(message) for message in choice.messages]),
+            names.INPUT_MESSAGES: as_json([shown_message(message) for message in choice.messages]),
             **{name: getattr(params, field) for name, field in _PARAMS.items()},
             names.REQUEST_STOP: list(params.stop) or None,
             names.REQUEST_PRESENCE_PENALTY: params.presence_penalty or None,
