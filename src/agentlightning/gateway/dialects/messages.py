@@ -13,7 +13,6 @@ from itertools import groupby
 from typing import Any, Final
 
 import orjson
-from msgspec import structs
 
 from agentlightning.chat.base import Message
 from agentlightning.chat.messages import arguments_text
@@ -277,12 +276,12 @@ class MessagesReplyWriter:
 
     def _usage(self, num_sampled: int) -> Json:
         """Here, cached tokens are not part of the input tokens."""
-        head = self.head
-        read, written = head.cached_tokens or 0, head.cache_write_tokens or 0
+        usage = self.head.usage
+        read, written = usage.cached_tokens, usage.written_tokens + usage.written_hour_tokens
         cache = {"cache_creation_input_tokens": written, "cache_read_input_tokens": read}
-        used = {"input_tokens": max(0, head.prompt_tokens - read - written), "output_tokens": num_sampled} | cache
-        thought = head.reasoning_tokens
-        return used if thought is None else used | {"output_tokens_details": {"thinking_tokens": thought}}
+        used = {"input_tokens": max(0, usage.input_tokens - read - written), "output_tokens": num_sampled} | cache
+        thought = {"output_tokens_details": {"thinking_tokens": usage.reasoning_tokens}}
+        return used | (thought if usage.reasoning_tokens else {})
 
     def _begin(self, block: Json, whole: Json | None = None) -> bytes:
         """Start a block; `whole`: as it will be, if it takes no deltas of text."""
@@ -413,7 +412,6 @@ class MessagesResponse(ProviderResponse):
 
     def __init__(self) -> None:
         super().__init__()
-        self._counted = Usage()
         self._blocks: dict[Any, Json] = {}
         """Content blocks that are not complete, by their index."""
         self._deltas: dict[Any, dict[str, list[str]]] = {}
@@ -448,10 +446,7 @@ class MessagesResponse(ProviderResponse):
         )
         self.choice().end(*given)
         if usage:
-            self._counted = messages_usage(usage, self._counted)
-            details = usage.get("cache_read_input_tokens"), usage.get("cache_creation_input_tokens")
-            thought = (usage.get("output_tokens_details") or {}).get("thinking_tokens")
-            self._add_usage(self._counted, *details, thought)
+            self._add_usage(messages_usage(usage, self.usage or Usage()))
 
     def _start(self, place: Any, block: Json) -> None:
         self._blocks[place] = dict(block)
@@ -502,17 +497,19 @@ class MessagesResponse(ProviderResponse):
         return block
 
 
-def messages_usage(usage: Json, before: Usage = Usage()) -> Usage:  # noqa: B008 - it is frozen
+def messages_usage(usage: Json, before: Usage) -> Usage:
     """`before`: what an earlier event of the same answer reported."""
     cached, written = usage.get("cache_read_input_tokens") or 0, usage.get("cache_creation_input_tokens") or 0
-    prompt = (usage.get("input_tokens") or 0) + cached + written
-    output = usage.get("output_tokens") or before.output_tokens
-    if not prompt:
-        return structs.replace(before, output_tokens=Usage.counted(output).input_tokens)
+    prompt, written_before = (usage.get("input_tokens") or 0) + cached + written, before.written_tokens
+    written_before += before.written_hour_tokens
+    if not prompt:  # The end may report its output alone,
+        prompt, cached, written = before.input_tokens, before.cached_tokens, written_before
     hour = (usage.get("cache_creation") or {}).get("ephemeral_1h_input_tokens") or 0
-    if not hour and written == before.written_tokens + before.written_hour_tokens:  # The end reports less detail.
+    if not hour and written == written_before:  # or the rest in less detail.
         hour = before.written_hour_tokens
-    return Usage.counted(prompt, output, cached or before.cached_tokens, written - hour, hour)
+    output = usage.get("output_tokens") or before.output_tokens
+    thought = (usage.get("output_tokens_details") or {}).get("thinking_tokens") or before.reasoning_tokens
+    return Usage.counted(prompt, output, cached or before.cached_tokens, written - hour, hour, thought)
 
 
 def _reply(request: Request, head: ReplyMetadata) -> MessagesReplyWriter:

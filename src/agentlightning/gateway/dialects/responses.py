@@ -32,7 +32,7 @@ from agentlightning.gateway.answer import (
 )
 from agentlightning.gateway.dialects import common
 from agentlightning.gateway.dialects.base import Body, Dialect, ReplyMetadata, Request, num_output_tokens
-from agentlightning.gateway.dialects.chat import chat_usage, usage_details
+from agentlightning.gateway.dialects.chat import chat_usage
 from agentlightning.gateway.dialects.common import (
     OPENAI_UNSUPPORTED,
     RESPONSES_PARAMS,
@@ -403,18 +403,17 @@ class ResponsesReplyWriter:
     def _final(self, answer: Answer) -> Json:
         cut = _INCOMPLETE.get(answer.finish_reason, answer.finish_reason)
         response = self._response("incomplete" if cut else "completed")
-        head = self.head
-        num_prompt, num_sampled = head.prompt_tokens, num_output_tokens([answer])
-        cached = {"cached_tokens": head.cached_tokens or 0, "cache_write_tokens": head.cache_write_tokens or 0}
+        usage, num_sampled = self.head.usage, num_output_tokens([answer])
+        written = usage.written_tokens + usage.written_hour_tokens
         return response | {
             "incomplete_details": {"reason": cut} if cut else None,
             "output": self.items,
             "usage": {
-                "input_tokens": num_prompt,
-                "input_tokens_details": cached,
+                "input_tokens": usage.input_tokens,
+                "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": written},
                 "output_tokens": num_sampled,
-                "output_tokens_details": {"reasoning_tokens": head.reasoning_tokens or 0},
-                "total_tokens": num_prompt + num_sampled,
+                "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+                "total_tokens": usage.input_tokens + num_sampled,
             },
         }
 
@@ -503,7 +502,7 @@ class ResponsesResponse(ProviderResponse):
         if not whole:
             return
         if usage := response.get("usage"):
-            self._add_usage(chat_usage(usage), *usage_details(usage))
+            self._add_usage(chat_usage(usage))
         items = response.get("output") or ()
         for place, item in enumerate(items):
             if place not in self._streamed and item.get("id") not in self._streamed:
