@@ -94,7 +94,7 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
         _KNOWN - _TOKEN_FIELDS if attachments else _KNOWN,
         _UNSUPPORTED | _LOCAL_ONLY if attachments else _UNSUPPORTED,
     )
-    tools, dropped = common.function_tools(data, lambda tool: tool.get("function"))
+    tools = optional(data, "tools", list) or ()
     choice, parallel = common.tool_choice(data.get("tool_choice"), True), optional(data, "parallel_tool_calls", bool)
     request = common.with_tools(request, tools, choice, parallel, *common.content_format(data))
     common.include_usage(data)
@@ -107,7 +107,6 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
         prefill=prefill,
         template=optional(data, "chat_template_kwargs", dict) or {},
         token_ids=token_ids,
-        ignored_fields=request.ignored_fields + dropped,
     )
 
 

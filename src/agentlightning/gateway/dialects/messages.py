@@ -34,7 +34,6 @@ from agentlightning.gateway.dialects import common
 from agentlightning.gateway.dialects.base import Body, Dialect, ReplyMetadata, Request, num_output_tokens
 from agentlightning.gateway.dialects.common import (
     MESSAGES_PARAMS,
-    kind_of,
     optional,
     read_json,
     require_type,
@@ -63,13 +62,13 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
         details = {"error_code": "thread_unsupported_request"}
         raise ApiError(400, "threads are not stored here; send the full conversation", param="thread", details=details)
     request = common.read_shared(data, MESSAGES_PARAMS, SamplingParams(), _KNOWN, _UNSUPPORTED)
-    offered = [_as_function(tool) for tool in optional(data, "tools", list) or ()]
-    tools, hosted = common.function_tools({"tools": offered}, lambda tool: tool.get("function"))
-    dropped, choice = [*hosted], optional(data, "tool_choice", dict) or {}
+    tools = [_as_function(tool) for tool in optional(data, "tools", list) or ()]
+    dropped, choice = list[str](), optional(data, "tool_choice", dict) or {}
     parallel = False if choice.get("disable_parallel_tool_use") is True else None
     name, shape = _format(data)
-    content = common.text_format(name, shape, nested=False)
-    request = common.with_tools(request, tools, _tool_choice(choice), parallel, content, name.partition(".")[0])
+    content, name = common.text_format(name, shape, nested=False), name.partition(".")[0]
+    chosen = common.tool_choice(_tool_choice(choice), nested=False)
+    request = common.with_tools(request, tools, chosen, parallel, content, name)
     messages, prefill = _split_prefill(_conversation(data, dropped, attachments), attachments)
     ignored = (*request.ignored_fields, *dropped)
     return replace(request, messages=messages, prefill=prefill, ignored_fields=ignored)
@@ -86,20 +85,10 @@ def _as_function(tool: Any) -> Any:
     return {"type": "function", "function": function | {"parameters": tool.get("input_schema") or {}}}
 
 
-def _tool_choice(choice: Mapping[str, Any]) -> tuple[bool, frozenset[str] | None] | None:
-    match choice.get("type"):
-        case "none":
-            return None
-        case None | "auto":
-            return False, None
-        case "any":
-            return True, None
-        case "tool":
-            return True, frozenset({require_type("tool_choice.name", choice.get("name"), str)})
-        case _:
-            raise bad_request(
-                "tool_choice", f"tool_choice={shorten(choice)} is not known; use the type auto, any, tool or none"
-            )
+def _tool_choice(choice: Json) -> Any:
+    """The choice as OpenAI's responses has it."""
+    kind = str(choice.get("type") or "auto")
+    return choice | {"type": "function"} if kind == "tool" else "required" if kind == "any" else kind
 
 
 def _format(data: Mapping[str, Any]) -> tuple[str, Any]:
@@ -138,8 +127,9 @@ def _split_prefill(messages: list[Message], attachments: bool) -> tuple[list[Mes
 def _system(value: Any) -> str:
     if value is None or isinstance(value, str):
         return value or ""
-    texts = [_text("system", block) for block in require_type("system", value, list)]
-    return "\n".join(text for text in texts if not text.startswith(BILLING))
+    blocks = require_type("system", value, list)
+    told = [block for block in blocks if not str(require_type("system", block, dict).get("text")).startswith(BILLING)]
+    return text_of(read_content("system", told, _TEXT_FIELDS, attachments=False, between="\n"))
 
 
 def _message(where: str, message: Any, dropped: list[str], attachments: bool) -> list[Message]:
@@ -192,7 +182,7 @@ def _assistant(where: str, blocks: Sequence[Json]) -> Message:
             case "redacted_thinking":
                 sealed += decode_signed_reasoning(block.get("data"))
             case _:
-                message["content"] += _text(where, block)
+                message["content"] += text_of(read_content(where, [block], _TEXT_FIELDS, attachments=False))
     return message | ({"sealed": sealed} if sealed else {})
 
 
@@ -203,15 +193,6 @@ def _call(where: str, block: Mapping[str, Any]) -> Json:
     name = require_type(f"{where}.tool_use.name", block.get("name"), str)
     arguments = given if isinstance(given, str) else arguments_text(given)
     return {"id": optional(block, "id", str), "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _text(where: str, block: Any) -> str:
-    kind = kind_of(block)
-    if kind != "text" or not isinstance(block.get("text"), str):
-        raise bad_request(
-            where, f"{where} has a block of type {shorten(kind)}, which cannot be read here; this model reads text"
-        )
-    return block["text"]
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

@@ -78,8 +78,7 @@ def read_request(body: Body, recall: ResponseLookup, attachments: bool = False) 
     logprobs = top > 0 or _LOGPROBS in (optional(data, "include", list) or ())
     base = SamplingParams(top_logprobs=top, stream_logprobs=logprobs)
     request = common.read_shared(data, RESPONSES_PARAMS, base, _KNOWN, _UNSUPPORTED)
-    offered = [_as_function(tool) for tool in optional(data, "tools", list) or ()]
-    tools, dropped = common.function_tools({"tools": offered}, _function)
+    tools = [_as_function(tool) for tool in optional(data, "tools", list) or ()]
     shape = common.text_format("text.format", (optional(data, "text", dict) or {}).get("format"), nested=False)
     choice, parallel = common.tool_choice(data.get("tool_choice"), False), optional(data, "parallel_tool_calls", bool)
     instructions, messages = _conversation(data, recall, attachments)
@@ -89,7 +88,6 @@ def read_request(body: Body, recall: ResponseLookup, attachments: bool = False) 
         custom_tools=frozenset(tool["name"] for tool in data.get("tools") or () if kind_of(tool) == "custom"),
         logprobs=logprobs,
         num_instructions=len(instructions),
-        ignored_fields=request.ignored_fields + dropped,
     )
 
 
@@ -97,18 +95,19 @@ def read_request(body: Body, recall: ResponseLookup, attachments: bool = False) 
 
 
 def _as_function(tool: Any) -> Any:
-    """A custom tool as a function with its input as the one argument; any other tool as it is."""
-    if kind_of(tool) != "custom":
+    """A tool as chat completions has it, a custom one with its input as the one argument; a hosted one as it is."""
+    kind = kind_of(tool)
+    if kind == "function":
+        known = ("name", "description", "parameters", "strict")
+        return {"type": kind, "function": {key: tool[key] for key in known if tool.get(key) is not None}}
+    if kind != "custom":
         return tool
     described, form = tool.get("description") or "", object_of(tool, "format")
     if form.get("type") == "grammar":
         described += f"\n\nThe input must match this {form.get('syntax')} grammar:\n{form.get('definition')}"
     schema = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
-    return {"type": "function", "name": tool.get("name"), "description": described.strip(), "parameters": schema}
-
-
-def _function(tool: Json) -> Json:
-    return {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
+    function = {"name": tool.get("name"), "description": described.strip(), "parameters": schema}
+    return {"type": "function", "function": function}
 
 
 def _conversation(
