@@ -16,7 +16,7 @@ from tests.support.provider_streams import (
     response_events,
 )
 
-from agentlightning.gateway.answer import Answer, ReasoningDelta, RefusalDelta, SignedReasoning, ToolCall
+from agentlightning.gateway.answer import Answer, ReasoningDelta, RefusalDelta, SignedReasoning, ToolCall, Usage
 from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import ReplyMetadata
 from agentlightning.gateway.dialects.response_store import ResponseLookup
@@ -33,12 +33,11 @@ class Translated:
     def __init__(self, path):
         self.response = DIALECTS[path].response()
         self.response.choices[0] = Answer(call_prefix="call_")
-        self.answer, self.head = self.response.choice(0), ReplyMetadata("x", "theirs", 0, 0)
+        self.answer, self.head = self.response.choice(0), ReplyMetadata("x", "theirs", 0)
 
     def read(self, data):
         self.response.read(data)
-        head = self.head
-        head.cached_tokens, head.cache_write_tokens, head.reasoning_tokens = self.response.details
+        self.head.usage = self.response.usage or Usage()
 
 
 def stream(path, events):
@@ -174,12 +173,12 @@ def test_refusals_stop_strings_and_cached_tokens_are_reported():
     assert (answer.answer.is_refusal, answer.answer.stop_string) == (True, "END")
     events[1]["choices"][0] |= {"stop_reason": None, "matched_stop": "STOP"}
     assert stream(CHAT, events)[1].answer.stop_string == "STOP"
-    assert (answer.head.cached_tokens, answer.head.reasoning_tokens) == (4, 3)
+    assert (answer.head.usage.cached_tokens, answer.head.usage.reasoning_tokens) == (4, 3)
     whole = messages_answer(BLOCKS[2:3]) | {"stop_reason": "stop_sequence", "stop_sequence": "END"}
     whole["usage"] |= {"cache_read_input_tokens": 7, "cache_creation_input_tokens": 8}
     _, answer = stream(MESSAGES, [whole])
     assert (answer.answer.stop_string, answer.answer.finish_reason) == ("END", "stop")
-    assert (answer.head.cached_tokens, answer.head.cache_write_tokens) == (7, 8)
+    assert (answer.head.usage.cached_tokens, answer.head.usage.written_tokens) == (7, 8)
 
 
 ONE = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}

@@ -128,6 +128,8 @@ class Usage(Struct, frozen=True):
     """Prompt tokens written to the provider's cache for minutes, at a price of their own."""
     written_hour_tokens: int = 0
     """Prompt tokens written to the provider's cache for an hour."""
+    reasoning_tokens: int = 0
+    """Those of `output_tokens` that were spent on reasoning."""
 
     @classmethod
     def counted(cls, *counts: Any) -> Usage:
@@ -595,8 +597,6 @@ class ProviderResponse:
         self.id = ""
         self.model = ""
         self.usage: Usage | None = None
-        self.details: tuple[int | None, int | None, int | None] = (None, None, None)
-        """Tokens read from the provider's cache, written to it, and spent on reasoning; None: not reported."""
         self.choices: dict[int, Answer] = {}
         self.prompt_token_ids: list[int] | None = None
         """Of all choices, which share their prompt."""
@@ -628,8 +628,6 @@ class ProviderResponse:
         id, model = (each if isinstance(each := response.get(name), str) else "" for name in ("id", "model"))
         self.id, self.model = self.id or id, self.model or model
 
-    def _add_usage(self, usage: Usage, *details: Any) -> None:
-        self.usage = usage if usage.tokens else self.usage or usage
-        counts = [count if type(count) is int and 0 <= count < 2**53 else None for count in details]
-        cached, written, thought = (old if new is None else new for old, new in zip(self.details, counts, strict=True))
-        self.details = cached, written, thought
+    def _add_usage(self, usage: Usage) -> None:
+        if usage.tokens or self.usage is None:
+            self.usage = usage

@@ -13,19 +13,16 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, cast
 
-import orjson
-
 from agentlightning import span as names
 from agentlightning.attempt_address import trace_id_of
 from agentlightning.errors import StoreError
 from agentlightning.gateway.answer import (
-    CUSTOM_INPUT,
     MALFORMED,
     Answer,
     HostedCall,
@@ -36,13 +33,13 @@ from agentlightning.gateway.answer import (
 )
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.dialects.base import ApiPath
-from agentlightning.gateway.dialects.content_parts import IMAGE_TYPES, image_url
 from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.errors import ApiError, to_api_error
 from agentlightning.gateway.http import offload, parse_object
 from agentlightning.span import Span, new_span_id, new_trace_id
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.util.json_values import Json, dumps, loads
+from agentlightning.tracing.messages import message_part, tool_call, tool_call_part, tool_response_part
+from agentlightning.util.json_values import Json, dumps
 
 logger = logging.getLogger(__name__)
 
@@ -145,9 +142,9 @@ def output_messages(answer: Answer, reason: str) -> str:
             case ReasoningDelta():
                 parts.append({"type": "reasoning", "content": part.text})
             case ToolCall():
-                parts.append(tool_call(part.id or None, part.name, part.arguments))
+                parts.append(tool_call_part(part.id or None, part.name, part.arguments))
             case HostedCall():
-                parts.append(message_part(part.block))
+                parts.append(shown_part(part.block))
             case str() | RefusalDelta():
                 parts.append({"type": "text", "content": part if isinstance(part, str) else part.text})
             case _:
@@ -171,7 +168,7 @@ async def record_rejection(
         name, attributes[names.REQUEST_MODEL] = f"{name} {model}", model
     if len(body) <= MAX_RECORDED_BYTES:
         with suppress(*MALFORMED):  # It may have been rejected for its messages.
-            attributes[names.INPUT_MESSAGES] = input_messages(path, request)
+            attributes[names.INPUT_MESSAGES] = input_messages(request)
     record = CallRecord(name, caller, started=started)
     try:
         await store.add_span(record.span(attributes, (api_error.code or api_error.type, api_error.message)))
@@ -183,7 +180,6 @@ async def record_rejection(
 
 Request = Mapping[str, Any]
 """The body of a request, of any dialect."""
-Part = Json
 
 OPERATIONS: Final = {
     "chat/completions": "chat",
@@ -240,9 +236,14 @@ def request_attributes(data: Request) -> Json:
     return found
 
 
-def input_messages(path: str, data: Request, index: int = 0) -> str:
+def input_messages(data: Request, index: int = 0) -> str:
     """The messages of a request as JSON; of several raw prompts, the one at `index`."""
-    return as_json(_READERS[path](data, index))
+    instructions, given = data.get("system") or data.get("instructions"), data.get("messages", data.get("input"))
+    if given is None and "prompt" in data:
+        prompts = _texts(data["prompt"])
+        given = [prompts[index if index < len(prompts) else 0]]
+    turns = [{"role": "system", "content": instructions}] if instructions else []
+    return as_json([shown_message(each) for each in [*turns, *_texts(given)]])
 
 
 def as_json(value: Any) -> str:
@@ -261,7 +262,7 @@ def as_json(value: Any) -> str:
 def num_sampled(request: Request) -> int:
     """The number of choices that a provider samples in all, and charges for."""
     best, each = request.get("best_of"), num_choices(request)
-    return (max(each, best) if isinstance(best, int) else each) * len(_texts(request.get("prompt")))
+    return (max(each, best) if isinstance(best, int) else each) * max(1, len(_texts(request.get("prompt"))))
 
 
 def num_choices(request: Request) -> int:
@@ -270,138 +271,33 @@ def num_choices(request: Request) -> int:
     return max(1, several) if isinstance(several, int) else 1
 
 
-# -- messages by path --------------------------------------------------------------------------------------------------
+def _texts(value: Any) -> Sequence[Any]:
+    """A text, or a list of tokens, as the only one of a list; a list of texts, messages or items as it is."""
+    if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
+        return [value]
+    return cast("list[Any]", value) if isinstance(value, list) else ()
 
 
-def _chat_messages(data: Request, index: int) -> list[Part]:
-    return [chat_message(message) for message in objects(data.get("messages"))]
-
-
-def chat_message(message: Request) -> Part:
-    """A message of chat completions."""
-    if message.get("role") == "tool":
-        return {"role": "tool", "parts": [_result(message.get("tool_call_id"), message.get("content"))]}
-    shown = _turn(message)
+def shown_message(given: Any) -> Json:
+    """A message or an item of any dialect, or a text of the user."""
+    if not isinstance(given, dict):
+        given = {"role": "user", "content": given if isinstance(given, str) else dumps(given).decode()}
+    message = cast("Json", given)
+    if "role" not in message:
+        part = shown_part(message)
+        return {"role": "tool" if part["type"] == "tool_call_response" else "assistant", "parts": [part]}
+    role, content = message["role"], message.get("content")
+    if role == "tool":
+        return {"role": role, "parts": [tool_response_part(message.get("tool_call_id"), content)]}
+    parts: list[Json] = [{"type": "text", "content": content}] if isinstance(content, str) and content else []
+    parts += [shown_part(part) for part in objects(content)]
     if thought := message.get("reasoning_content"):
-        shown["parts"].insert(0, {"type": "reasoning", "content": thought})
-    for call in objects(message.get("tool_calls")):
-        function = call.get("function") or call.get("custom")
-        if isinstance(function, dict):
-            shown["parts"].append(_call(call.get("id"), function))
+        parts.insert(0, {"type": "reasoning", "content": thought})
+    parts += [tool_call(call) for call in objects(message.get("tool_calls"))]
+    shown: Json = {"role": "system" if role == "developer" else role, "parts": parts}
     return shown | {"name": message["name"]} if "name" in message else shown
 
 
-def _turn(message: Request) -> Part:
-    role = message.get("role")
-    return {"role": "system" if role == "developer" else role, "parts": _parts(message.get("content"))}
-
-
-def _raw_prompt(data: Request, index: int) -> list[Part]:
-    prompts = _texts(data.get("prompt"))
-    return [_user(prompts[index if index < len(prompts) else 0])]
-
-
-def _embedding_inputs(data: Request, index: int) -> list[Part]:
-    return [_user(text) for text in _texts(data.get("input"))]
-
-
-def _texts(value: Any) -> Sequence[Any]:
-    """The texts, or lists of tokens, of a field that has one of them or a list of them."""
-    is_several = isinstance(value, list) and value and isinstance(value[0], str | list)
-    return cast("list[Any]", value) if is_several else [value]
-
-
-def _anthropic_messages(data: Request, index: int) -> list[Part]:
-    return [*_instructions(data.get("system")), *map(_turn, objects(data.get("messages")))]
-
-
-def _response_items(data: Request, index: int) -> list[Part]:
-    given = data.get("input")
-    items = [_user(given)] if isinstance(given, str) else [_item(item) for item in objects(given)]
-    return [*_instructions(data.get("instructions")), *items]
-
-
-def _instructions(content: Any) -> list[Part]:
-    return [{"role": "system", "parts": _parts(content)}] if content else []
-
-
-def _item(item: Request) -> Part:
-    if item.get("type", "message") == "message":
-        return _turn(item)
-    part = message_part(item)
-    return {"role": "tool" if part["type"] == "tool_call_response" else "assistant", "parts": [part]}
-
-
-_READERS: Final[Mapping[str, Callable[[Request, int], list[Part]]]] = {
-    "chat/completions": _chat_messages,
-    "completions": _raw_prompt,
-    "responses": _response_items,
-    "messages": _anthropic_messages,
-    "embeddings": _embedding_inputs,
-}
-
-
-# -- parts -----------------------------------------------------------------------------------------------------------
-
-
-def tool_call(call_id: Any, name: Any, arguments: Any) -> Part:
-    """A tool call whose arguments are an object if they can be parsed."""
-    if isinstance(arguments, str):
-        with suppress(orjson.JSONDecodeError):
-            arguments = loads(arguments)
-    return {"type": "tool_call", "id": call_id, "name": name, "arguments": arguments}
-
-
-def _call(call_id: Any, call: Request) -> Part:
-    """A call of a function, or of a custom tool as of a function with one argument."""
-    given = {CUSTOM_INPUT: call["input"]} if "input" in call else call.get("arguments")
-    return tool_call(call_id, call.get("name"), given)
-
-
-def _result(call_id: Any, response: Any) -> Part:
-    return {"type": "tool_call_response", "id": call_id, "response": response}
-
-
-def _user(text: Any) -> Part:
-    content = text if isinstance(text, str) else dumps(text).decode()
-    return {"role": "user", "parts": [{"type": "text", "content": content}]}
-
-
-def _parts(content: Any) -> list[Part]:
-    if isinstance(content, str):
-        return [{"type": "text", "content": content}] if content else []
-    return [message_part(part) for part in objects(content)]
-
-
-def message_part(part: Request) -> Part:
+def shown_part(part: Request) -> Json:
     """A part, block or item of any dialect. One of an unknown type, such as a call of a hosted tool, stays as it is."""
-    kind = part.get("type")
-    if isinstance(text := part.get("text", part.get("refusal")), str):
-        return {"type": "text", "content": text}
-    if kind == "thinking":
-        return {"type": "reasoning", "content": part.get("thinking")}
-    if kind == "reasoning":
-        texts = [each.get("text") for each in objects(part.get("summary")) + objects(part.get("content"))]
-        return {"type": "reasoning", "content": "\n".join(text for text in texts if isinstance(text, str))}
-    if kind == "tool_use":
-        return tool_call(part.get("id"), part.get("name"), part.get("input"))
-    if kind in ("function_call", "custom_tool_call"):
-        return _call(part.get("call_id"), part)
-    if kind in ("function_call_output", "custom_tool_call_output"):
-        return _result(part.get("call_id"), part.get("output"))
-    if kind == "tool_result":
-        return _result(part.get("tool_use_id"), part.get("content"))
-    if kind in IMAGE_TYPES:
-        return _image(part)
-    return {**part, "type": kind or "generic"}
-
-
-def _image(part: Request) -> Part:
-    """By its address, or by its bytes where they were sent."""
-    url = image_url(part)
-    if url is None:
-        return {"type": "file", "modality": "image", "file_id": part.get("file_id")}
-    if not url.startswith("data:"):
-        return {"type": "uri", "modality": "image", "uri": url}
-    head, _, content = url[len("data:") :].partition(",")
-    return {"type": "blob", "modality": "image", "mime_type": head.partition(";")[0], "content": content}
+    return message_part(part) or {**part, "type": part.get("type") or "generic"}

@@ -1,9 +1,10 @@
 """Reads messages of anybody as those of OpenTelemetry: `{"role": ..., "parts": [...]}`.
 
-What agents hand over to `emit_*` (`read_messages`, `read_result`) and what instrumentation libraries record
-(`recorded_messages`) has the same shapes: those of LangChain, OpenAI (chat completions and responses), Anthropic,
-AutoGen and CrewAI, as objects or as JSON, known by their fields, so that no framework is imported. Agents' values that
-have none of these shapes become text; recorded ones are dropped. Pure, and nothing raises.
+Parts of messages have the same few shapes wherever they come from (`message_part`). What agents hand over to `emit_*`
+(`read_messages`, `read_result`) and what instrumentation libraries record (`recorded_messages`) has the same shapes:
+those of LangChain, OpenAI (chat completions and responses), Anthropic, AutoGen and CrewAI, as objects or as JSON, known
+by their fields, so that no framework is imported. Agents' values that have none of these shapes become text; recorded
+ones are dropped. Pure, and nothing raises.
 """
 
 from __future__ import annotations
@@ -51,9 +52,18 @@ CONTENT: Final = ("content", "contents", "text", "body")
 REASONING: Final = ("reasoning", "reasoning_content", "thinking", "thought")
 RESULTS: Final = ("raw", "final_output", "output_text")
 """Fields of a framework's result in which its text stands."""
-ITEMS: Final = ("function_call", "function_call_output", "reasoning")
-"""Items of OpenAI's responses that are no messages."""
 BINARY: Final = ("blob", "uri", "file")
+_THOUGHTS: Final = ("thinking", "reasoning")
+_CALLS: Final = ("tool_use", "function_call", "custom_tool_call")
+_RESULTS: Final = {
+    "tool_result": ("tool_use_id", "content"),
+    "function_call_output": ("call_id", "output"),
+    "custom_tool_call_output": ("call_id", "output"),
+}
+"""Types of the results of tools -> the fields with the id of the call, and with the result."""
+ITEMS: Final = ("reasoning", *_CALLS, *_RESULTS)
+"""Items of OpenAI's responses that are no messages, and blocks of Anthropic's that never are."""
+IMAGES: Final = ("image", "image_url", "input_image")
 MAX_DEPTH: Final = 32
 
 
@@ -159,9 +169,9 @@ def is_message(value: Any) -> bool:
 def read_tool_call(value: Any) -> tuple[str, Any, str | None] | None:
     """(name, arguments, id) of a framework's tool call; None for what is none."""
     with suppress(Exception):  # see above
-        call = _call(value)
+        call = tool_call(value)
         if isinstance(call["name"], str) and call["name"]:
-            return call["name"], call["arguments"], call["id"]
+            return call["name"], _plain(call["arguments"]), call["id"]
     return None
 
 
@@ -263,19 +273,24 @@ def _one(outer: Any, default: str, recorded: bool) -> list[Message]:
     value = _unwrapped(outer)
     own_role, kind = field(value, "role"), field(value, "type")
     if kind in ITEMS and own_role is None:
-        return [_response_item(value, kind)]
+        return [_message("assistant", parts)] if (parts := _part(value)) else []
     role = _role(value, default)
     parts = _parts(value, role, recorded)
     if not parts and not own_role:
         return []
     parts = parts if parts or recorded else [_text("")]
-    message: Message = {"role": "tool" if parts and all(map(_is_response, parts)) else role, "parts": parts}
+    message = _message(role, parts)
     name = _first(value, "name", "source")
     if isinstance(name, str) and role != "tool":
         message["name"] = name
     if recorded or value is not outer:
         message |= _finish_reason(value) or _finish_reason(outer)
     return [message]
+
+
+def _message(role: str, parts: Sequence[Message]) -> Message:
+    own = [{name: _plain(value) for name, value in part.items()} for part in parts]
+    return {"role": "tool" if parts and all(map(_is_response, parts)) else role, "parts": own}
 
 
 def _unwrapped(value: Any) -> Any:
@@ -303,18 +318,6 @@ def _finish_reason(value: Any) -> Message:
     if not isinstance(reason, str) or not reason:
         return {}
     return {"finish_reason": "tool_call" if reason == "tool_calls" else reason}
-
-
-def _response_item(value: Any, kind: str) -> Message:
-    """An item of OpenAI's responses that is no message."""
-    if kind == "function_call":
-        return {"role": "assistant", "parts": [_call(value)]}
-    if kind == "function_call_output":
-        return {"role": "tool", "parts": [tool_response_part(field(value, "call_id"), field(value, "output"))]}
-    summary = _first(value, "summary", "content")
-    found = cast("Sequence[Any]", summary) if isinstance(summary, list | tuple) else ()
-    text = "\n".join(str(field(each, "text") or "") for each in found)
-    return {"role": "assistant", "parts": [{"type": "reasoning", "content": text}]}
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
@@ -346,48 +349,77 @@ def _part(given: Any) -> list[Message]:
     if isinstance(given, str):
         return [_text(given)] if given else []
     item = _unwrapped(given)
-    kind = field(item, "type")
-    if kind == "tool_result":  # Anthropic
-        return [tool_response_part(field(item, "tool_use_id"), field(item, "content"))]
-    if kind in ("thinking", "reasoning"):
-        text = _first(item, "thinking", "content", "text")
-        return [{"type": "reasoning", "content": text}] if isinstance(text, str) else []
-    if field(item, "call_id") is not None and field(item, "content") is not None:  # AutoGen
-        return [tool_response_part(field(item, "call_id"), field(item, "content"))]
-    if kind == "tool_use" or (field(item, "name") is not None and field(item, "arguments") is not None):
-        return [_call(item)]
-    text = None if kind in BINARY else _first(item, "text", "content", "refusal")
+    if (part := message_part(item)) is None:
+        return [_plain(item)] if isinstance(item, Mapping) else [_text(json_text(item))]
+    return [part] if part.get("content") != "" else []
+
+
+def message_part(item: Any) -> Message | None:
+    """A part, block or item of any API or framework; None for one that is not known. Values in it stay as they are."""
+    kind, text = field(item, "type"), field(item, "text")
+    kind = kind if isinstance(kind, str) else ""
+    if kind in _THOUGHTS:
+        return {"type": "reasoning", "content": _thought(item)}
     if isinstance(text, str):
-        return [_text(text)] if text else []
-    if url := _image(item):
-        return [{"type": "uri", "modality": "image", "uri": url}]
-    return [_plain(item)] if isinstance(item, Mapping) else [_text(json_text(item))]
+        return _text(text)
+    result = _RESULTS.get(kind, ("call_id", "content"))  # the latter is AutoGen's
+    if kind in _RESULTS or (field(item, result[0]) is not None and field(item, result[1]) is not None):
+        return tool_response_part(field(item, result[0]), field(item, result[1]))
+    if kind in _CALLS or (field(item, "name") is not None and field(item, "arguments") is not None):
+        return tool_call(item)
+    text = None if kind in BINARY else _first(item, "content", "refusal")
+    return _text(text) if isinstance(text, str) else _image(item, kind)
 
 
-def _image(value: Any) -> str | None:
-    """The address of an image, which may be nested."""
-    found = _first(value, "image_url", "image")
+def _thought(item: Any) -> str:
+    """The text of reasoning, and of its parts."""
+    given = [field(item, name) for name in ("thinking", "text", "summary", "content")]
+    each = [field(part, "text") for value in given if isinstance(value, list | tuple) for part in value]
+    return "\n".join(text for text in (*given, *each) if isinstance(text, str))
+
+
+def _image(item: Any, kind: str) -> Message | None:
+    """An image, by its address, or by its bytes where they were sent."""
+    url = image_url(item)
+    if url is None:
+        return {"type": "file", "modality": "image", "file_id": field(item, "file_id")} if kind in IMAGES else None
+    if not url.startswith("data:"):
+        return {"type": "uri", "modality": "image", "uri": url}
+    head, _, content = url[len("data:") :].partition(",")
+    return {"type": "blob", "modality": "image", "mime_type": head.partition(";")[0], "content": content}
+
+
+def image_url(item: Any) -> str | None:
+    """The address or the data URL of an image, which may be nested; None for one that only its provider can find."""
+    return url_of(_first(item, "image_url", "image", *(("source",) if field(item, "type") == "image" else ())))
+
+
+def url_of(value: Any) -> str | None:
+    """The address in a value, which may be nested, or its bytes in base64 as a data URL."""
     for _ in range(3):
-        found = _first(found, "url", "image") if isinstance(found, Mapping) else found
-    return _text_or_none(found)
+        if field(value, "type") == "base64":
+            return f"data:{field(value, 'media_type')};base64,{field(value, 'data')}"
+        value = _first(value, "url", "image") if isinstance(value, Mapping) else value
+    return _text_or_none(value)
 
 
 def _calls(value: Any) -> list[Message]:
     calls = parse_json(field(value, "tool_calls"))
-    found = [_call(call) for call in cast("Sequence[Any]", calls)] if isinstance(calls, list | tuple) else []
+    found = [tool_call(call) for call in cast("Sequence[Any]", calls)] if isinstance(calls, list | tuple) else []
     single, name = field(value, "function_call"), field(value, "function_call_name")
     if isinstance(name, str):
         single = {"name": name, "arguments": field(value, "function_call_arguments_json")}
-    return [*found, _call(single)] if single is not None and not found else found
+    return [*found, tool_call(single)] if single is not None and not found else found
 
 
-def _call(given: Any) -> Message:
+def tool_call(given: Any) -> Message:
+    """A tool call of any API or framework."""
     value = field(given, "tool_call") or given
-    inner = field(value, "function") or value
-    arguments = _first(inner, "arguments", "args", "input")
-    arguments = parse_json(arguments) if isinstance(arguments, str) else _plain(arguments)
-    call_id = _first(value, "call_id", "id")
-    return {"type": "tool_call", "id": call_id, "name": field(inner, "name"), "arguments": arguments}
+    inner = field(value, "function") or field(value, "custom") or value
+    arguments = _first(inner, "arguments", "args")
+    if arguments is None and isinstance(arguments := field(inner, "input"), str):  # of a custom tool
+        arguments = {"input": arguments}
+    return tool_call_part(_first(value, "call_id", "id"), field(inner, "name"), arguments)
 
 
 def text_message(text: str, role: str) -> Message:
@@ -399,11 +431,12 @@ def _text(text: str) -> Message:
 
 
 def tool_call_part(call_id: Any, name: Any, arguments: Any) -> Message:
-    return {"type": "tool_call", "id": call_id, "name": name, "arguments": _plain(arguments)}
+    """Arguments that are JSON text become an object."""
+    return {"type": "tool_call", "id": call_id, "name": name, "arguments": parse_json(arguments)}
 
 
 def tool_response_part(call_id: Any, response: Any) -> Message:
-    return {"type": "tool_call_response", "id": call_id, "response": _plain(response)}
+    return {"type": "tool_call_response", "id": call_id, "response": response}
 
 
 def _is_response(part: Message) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
-from agentlightning.gateway.answer import Answer, Event, ProviderResponse
+from agentlightning.gateway.answer import Answer, Event, ProviderResponse, Usage
 from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.errors import ApiError
@@ -67,14 +67,9 @@ class ReplyMetadata:
     model: str
     created: int
     """Seconds since the epoch."""
-    prompt_tokens: int
-    """Of all prompts, each counted once. A provider reports it at the end of its answer."""
-    cached_tokens: int | None = None
-    """Prompt tokens that the provider read from its cache; None: not reported."""
-    cache_write_tokens: int | None = None
-    """Prompt tokens that the provider wrote to its cache; None: not reported."""
-    reasoning_tokens: int | None = None
-    """Tokens of the answer that the provider spent on reasoning; None: not reported."""
+    usage: Usage = Usage()  # noqa: RUF009 - it is frozen
+    """Of all prompts, each counted once. A provider reports it at the end of its answer. `num_output_tokens` tells the
+    output."""
 
 
 class ReplyWriter(Protocol):

@@ -94,7 +94,7 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
         _KNOWN - _TOKEN_FIELDS if attachments else _KNOWN,
         _UNSUPPORTED | _LOCAL_ONLY if attachments else _UNSUPPORTED,
     )
-    tools, dropped = common.function_tools(data, lambda tool: tool.get("function"))
+    tools = optional(data, "tools", list) or ()
     choice, parallel = common.tool_choice(data.get("tool_choice"), True), optional(data, "parallel_tool_calls", bool)
     request = common.with_tools(request, tools, choice, parallel, *common.content_format(data))
     common.include_usage(data)
@@ -107,7 +107,6 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
         prefill=prefill,
         template=optional(data, "chat_template_kwargs", dict) or {},
         token_ids=token_ids,
-        ignored_fields=request.ignored_fields + dropped,
     )
 
 
@@ -196,14 +195,13 @@ class ChatReplyWriter:
         return common.end_of_stream(closing, self._usage(answers), apart=self.include_usage)
 
     def _usage(self, answers: Sequence[Answer]) -> Json:
-        head = self.head
-        sampled = num_output_tokens(answers)
-        used: Json = {"prompt_tokens": head.prompt_tokens, "completion_tokens": sampled}
-        used["total_tokens"] = head.prompt_tokens + sampled
-        if head.cached_tokens is not None:
-            used["prompt_tokens_details"] = {"cached_tokens": head.cached_tokens}
-        if head.reasoning_tokens is not None:
-            used["completion_tokens_details"] = {"reasoning_tokens": head.reasoning_tokens}
+        usage, sampled = self.head.usage, num_output_tokens(answers)
+        used: Json = {"prompt_tokens": usage.input_tokens, "completion_tokens": sampled}
+        used["total_tokens"] = usage.input_tokens + sampled
+        if usage.cached_tokens:
+            used["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+        if usage.reasoning_tokens:
+            used["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
         return used
 
     def _choice(
@@ -296,7 +294,7 @@ class ChatResponse(ProviderResponse):
         for place, choice in enumerate(data.get("choices") or ()):
             self._read_choice(place, choice)
         if usage := data.get("usage") or object_of(data, "x_groq").get("usage"):
-            self._add_usage(chat_usage(usage), *usage_details(usage))
+            self._add_usage(chat_usage(usage))
 
     def _read_choice(self, place: int, choice: Json) -> None:
         given, whole = choice.get("index"), choice.get("message")
@@ -314,7 +312,7 @@ class ChatResponse(ProviderResponse):
             stops = [stop for name in ("matched_stop", "stop_reason") if isinstance(stop := choice.get(name), str)]
             answer.end(reason if isinstance(reason, str) else None, stops[0] if stops else None)
         if usage := choice.get("usage"):
-            self._add_usage(chat_usage(usage), *usage_details(usage))
+            self._add_usage(chat_usage(usage))
 
     def _read_message(self, message: Json, answer: Answer, whole: bool) -> None:
         for name in ECHOED:
@@ -394,8 +392,9 @@ def _merged(chunks: Sequence[Json]) -> Json:
 def chat_usage(usage: Json) -> Usage:
     """Of chat completions, or with the names of responses."""
     prompt, output = (usage.get(_USED[name]) or usage.get(name) for name in _USED)
-    cached = _details(usage, "input").get("cached_tokens") or usage.get("cached_tokens") or 0
-    return Usage.counted(prompt, output, cached)
+    given, thought = _details(usage, "input"), _details(usage, "output").get("reasoning_tokens")
+    cached = given.get("cached_tokens") or usage.get("cached_tokens")
+    return Usage.counted(prompt, output, cached, given.get("cache_write_tokens"), 0, thought)
 
 
 _USED: Final = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens"}
@@ -403,16 +402,6 @@ _USED: Final = {"input_tokens": "prompt_tokens", "output_tokens": "completion_to
 
 def _details(usage: Json, side: str) -> Json:
     return usage.get(f"{_USED[f'{side}_tokens']}_details") or usage.get(f"{side}_tokens_details") or {}
-
-
-def usage_details(usage: Json) -> tuple[Any, Any, Any]:
-    """See `ProviderResponse.details`."""
-    prompt = _details(usage, "input")
-    return (
-        prompt.get("cached_tokens"),
-        prompt.get("cache_write_tokens"),
-        _details(usage, "output").get("reasoning_tokens"),
-    )
 
 
 def _add_call(place: int, call: Json, answer: Answer, whole: bool) -> None:

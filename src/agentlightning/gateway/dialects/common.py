@@ -15,6 +15,7 @@ import orjson
 
 from agentlightning.engine.base import RANGES, Engine, SamplingParams, out_of_range
 from agentlightning.gateway.dialects.base import Request
+from agentlightning.gateway.dialects.content_parts import object_of
 from agentlightning.gateway.dialects.output_constraint import (
     JSON_OBJECT,
     Constraint,
@@ -216,39 +217,31 @@ Tools = list[Json]
 """Function tools, as chat completions has them."""
 
 
-def function_tools(data: Mapping[str, Any], function_of: Callable[[Json], Any]) -> tuple[Tools | None, tuple[str, ...]]:
-    """(function tools, names of the ignored kinds of tools, which only a hosted service offers).
+Choice = tuple[bool, frozenset[str] | None] | None
+"""(whether a tool call is required, of which tools; None: any); None: the tools must not be called."""
 
-    `function_of` returns the function of a tool in the request.
-    """
-    tools: Tools = []
-    dropped: list[str] = []
-    for index, tool in enumerate(optional(data, "tools", list) or ()):
+
+def with_tools(
+    request: Request,
+    given: Sequence[Any],
+    choice: Choice,
+    parallel: bool | None,
+    content: OutputSchema | None,
+    content_field: str,
+) -> Request:
+    """A request with its tools, and the constraint on its answer. `given`: each as chat completions has it; other kinds
+    are ignored, since only a hosted service offers them."""
+    tools, dropped = list[Json](), list[str]()
+    for index, tool in enumerate(given):
         kind = kind_of(tool)
         if kind is None:
             raise bad_request("tools", f"tools[{index}] must be an object with the type function")
         if kind != "function":
             dropped.append(f"tools.{kind}")
-            continue
-        function = function_of(tool)
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        elif not isinstance(object_of(tool, "function").get("name"), str):
             raise bad_request("tools", f"tools[{index}] must have a function with a name")
-        tools.append(
-            {**tool, "function": function} if "function" in tool else {"type": "function", "function": function}
-        )
-    return tools or None, tuple(dropped)
-
-
-def with_tools(
-    request: Request,
-    tools: Tools | None,
-    choice: tuple[bool, frozenset[str] | None] | None,
-    parallel: bool | None,
-    content: OutputSchema | None,
-    content_field: str,
-) -> Request:
-    """A request with its tools, and the constraint on its answer. `choice`: whether a tool call is required, and of
-    which tools; None: the tools must not be called."""
+        else:
+            tools.append(tool)
     requires_tool_call, names = choice or (False, None)
     offered, forbidden = (None, tools) if choice is None else (tools, None)
     known = {tool["function"]["name"] for tool in offered or ()}
@@ -266,10 +259,16 @@ def with_tools(
         content=content,
         content_field=content_field,
     )
-    return replace(request, tools=offered, forbidden_tools=forbidden, constraint=constraint)
+    return replace(
+        request,
+        tools=offered or None,
+        forbidden_tools=forbidden or None,
+        constraint=constraint,
+        ignored_fields=(*request.ignored_fields, *dropped),
+    )
 
 
-def tool_choice(value: Any, nested: bool) -> tuple[bool, frozenset[str] | None] | None:
+def tool_choice(value: Any, nested: bool) -> Choice:
     """The choice for `with_tools`. `nested`: chat completions nests the details of a choice below the name of its kind,
     responses does not."""
     if value == "none":
@@ -279,25 +278,19 @@ def tool_choice(value: Any, nested: bool) -> tuple[bool, frozenset[str] | None] 
     if value == "required":
         return True, None
     kind = kind_of(value)
-    details = value.get(kind) if nested and kind else value
-    if (
-        (kind == "function" or (kind == "custom" and not nested))
-        and isinstance(details, dict)
-        and isinstance(details.get("name"), str)
-    ):
+    details = object_of(value, kind) if nested and kind else value
+    if kind in (("function",) if nested else ("function", "custom")) and isinstance(details.get("name"), str):
         return True, frozenset({details["name"]})
-    if kind == "allowed_tools" and isinstance(details, dict) and details.get("mode") in ("auto", "required"):
-        names = [_allowed_name(tool) for tool in require_type("tool_choice.tools", details.get("tools"), list)]
-        return details["mode"] == "required", frozenset(names)
+    if kind == "allowed_tools" and details.get("mode") in ("auto", "required"):
+        tools = require_type("tool_choice.tools", details.get("tools"), list)
+        named = [require_type("tool_choice.tools", tool, dict) for tool in tools]
+        names = [(object_of(tool, "function") or tool).get("name") for tool in named]
+        return details["mode"] == "required", frozenset(
+            require_type("tool_choice.tools.name", name, str) for name in names
+        )
     raise bad_request(
         "tool_choice", f"tool_choice={shorten(value)} cannot be honoured here; use auto, none, required or a function"
     )
-
-
-def _allowed_name(tool: Any) -> str:
-    details = tool.get("function", tool) if isinstance(tool, dict) else None
-    name = details.get("name") if isinstance(details, dict) else None
-    return require_type("tool_choice.tools.name", name, str)
 
 
 def text_format(where: str, value: Any, nested: bool) -> OutputSchema | None:

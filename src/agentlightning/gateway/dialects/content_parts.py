@@ -20,6 +20,7 @@ from agentlightning.chat.base import Message
 from agentlightning.chat.messages import read_parts
 from agentlightning.errors import DatasetError
 from agentlightning.gateway.errors import bad_request
+from agentlightning.tracing.messages import IMAGES, image_url, url_of
 from agentlightning.util.json_values import Json, dumps, loads
 
 
@@ -53,7 +54,6 @@ Part = TextPart | ImagePart | FilePart
 Content = str | list[Part]
 """A list holds at least one image or file, and no two texts side by side."""
 
-IMAGE_TYPES: Final = ("image", "image_url", "input_image")
 BILLING: Final = "x-anthropic-billing-header:"
 """The first block of Claude Code's system prompt, which differs between calls of one agent and means nothing to the
 model."""
@@ -67,7 +67,7 @@ def parts_of(part: Any) -> list[Part] | None:
         return None
     known = cast("Json", part)
     kind = known.get("type")
-    if kind in IMAGE_TYPES:
+    if kind in IMAGES:
         return _image(known)
     return _file(known) if kind in _FILE_TYPES else None
 
@@ -119,27 +119,11 @@ def read_content(
         raise bad_request(where, str(error)) from None
 
 
-def image_url(part: Mapping[str, Any]) -> str | None:
-    """The address or the data URL of an image; None for an image that only its provider can find."""
-    given = part.get("image_url", part.get("source"))
-    return given if isinstance(given, str) else _source_url(given)
-
-
 def _image(part: Json) -> list[Part] | None:
     url = image_url(part)
     if url is None:
         return None
     return [{"type": "image", "url": url, "detail": part.get("detail") or object_of(part, "image_url").get("detail")}]
-
-
-def _source_url(source: Any) -> str | None:
-    if not isinstance(source, dict):
-        return None
-    known = cast("Json", source)
-    if known.get("type") == "base64":
-        return f"data:{known.get('media_type')};base64,{known.get('data')}"
-    url = known.get("url")
-    return url if isinstance(url, str) else None
 
 
 def _file(part: Json) -> list[Part] | None:
@@ -162,7 +146,7 @@ def _document(part: Json) -> list[Part] | None:
         return _as_parts([*heading, text_part(source["data"])])
     if source.get("type") == "content":
         return _as_parts([*heading, *_within(source.get("content"))])
-    url = _source_url(source)
+    url = url_of(source)
     return None if url is None else [_file_part(url, title)]
 
 
@@ -175,7 +159,7 @@ def _within(content: Any) -> list[Part]:
         if not isinstance(block, dict):
             continue
         known = cast("Json", block)
-        if known.get("type") in IMAGE_TYPES:
+        if known.get("type") in IMAGES:
             parts += _image(known) or ()
         elif isinstance(text := known.get("text"), str):
             parts.append(text_part(text))

@@ -13,7 +13,6 @@ from itertools import groupby
 from typing import Any, Final
 
 import orjson
-from msgspec import structs
 
 from agentlightning.chat.base import Message
 from agentlightning.chat.messages import arguments_text
@@ -35,7 +34,6 @@ from agentlightning.gateway.dialects import common
 from agentlightning.gateway.dialects.base import Body, Dialect, ReplyMetadata, Request, num_output_tokens
 from agentlightning.gateway.dialects.common import (
     MESSAGES_PARAMS,
-    kind_of,
     optional,
     read_json,
     require_type,
@@ -64,13 +62,13 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
         details = {"error_code": "thread_unsupported_request"}
         raise ApiError(400, "threads are not stored here; send the full conversation", param="thread", details=details)
     request = common.read_shared(data, MESSAGES_PARAMS, SamplingParams(), _KNOWN, _UNSUPPORTED)
-    offered = [_as_function(tool) for tool in optional(data, "tools", list) or ()]
-    tools, hosted = common.function_tools({"tools": offered}, lambda tool: tool.get("function"))
-    dropped, choice = [*hosted], optional(data, "tool_choice", dict) or {}
+    tools = [_as_function(tool) for tool in optional(data, "tools", list) or ()]
+    dropped, choice = list[str](), optional(data, "tool_choice", dict) or {}
     parallel = False if choice.get("disable_parallel_tool_use") is True else None
     name, shape = _format(data)
-    content = common.text_format(name, shape, nested=False)
-    request = common.with_tools(request, tools, _tool_choice(choice), parallel, content, name.partition(".")[0])
+    content, name = common.text_format(name, shape, nested=False), name.partition(".")[0]
+    chosen = common.tool_choice(_tool_choice(choice), nested=False)
+    request = common.with_tools(request, tools, chosen, parallel, content, name)
     messages, prefill = _split_prefill(_conversation(data, dropped, attachments), attachments)
     ignored = (*request.ignored_fields, *dropped)
     return replace(request, messages=messages, prefill=prefill, ignored_fields=ignored)
@@ -87,20 +85,10 @@ def _as_function(tool: Any) -> Any:
     return {"type": "function", "function": function | {"parameters": tool.get("input_schema") or {}}}
 
 
-def _tool_choice(choice: Mapping[str, Any]) -> tuple[bool, frozenset[str] | None] | None:
-    match choice.get("type"):
-        case "none":
-            return None
-        case None | "auto":
-            return False, None
-        case "any":
-            return True, None
-        case "tool":
-            return True, frozenset({require_type("tool_choice.name", choice.get("name"), str)})
-        case _:
-            raise bad_request(
-                "tool_choice", f"tool_choice={shorten(choice)} is not known; use the type auto, any, tool or none"
-            )
+def _tool_choice(choice: Json) -> Any:
+    """The choice as OpenAI's responses has it."""
+    kind = str(choice.get("type") or "auto")
+    return choice | {"type": "function"} if kind == "tool" else "required" if kind == "any" else kind
 
 
 def _format(data: Mapping[str, Any]) -> tuple[str, Any]:
@@ -139,8 +127,9 @@ def _split_prefill(messages: list[Message], attachments: bool) -> tuple[list[Mes
 def _system(value: Any) -> str:
     if value is None or isinstance(value, str):
         return value or ""
-    texts = [_text("system", block) for block in require_type("system", value, list)]
-    return "\n".join(text for text in texts if not text.startswith(BILLING))
+    blocks = require_type("system", value, list)
+    told = [block for block in blocks if not str(require_type("system", block, dict).get("text")).startswith(BILLING)]
+    return text_of(read_content("system", told, _TEXT_FIELDS, attachments=False, between="\n"))
 
 
 def _message(where: str, message: Any, dropped: list[str], attachments: bool) -> list[Message]:
@@ -193,7 +182,7 @@ def _assistant(where: str, blocks: Sequence[Json]) -> Message:
             case "redacted_thinking":
                 sealed += decode_signed_reasoning(block.get("data"))
             case _:
-                message["content"] += _text(where, block)
+                message["content"] += text_of(read_content(where, [block], _TEXT_FIELDS, attachments=False))
     return message | ({"sealed": sealed} if sealed else {})
 
 
@@ -204,15 +193,6 @@ def _call(where: str, block: Mapping[str, Any]) -> Json:
     name = require_type(f"{where}.tool_use.name", block.get("name"), str)
     arguments = given if isinstance(given, str) else arguments_text(given)
     return {"id": optional(block, "id", str), "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _text(where: str, block: Any) -> str:
-    kind = kind_of(block)
-    if kind != "text" or not isinstance(block.get("text"), str):
-        raise bad_request(
-            where, f"{where} has a block of type {shorten(kind)}, which cannot be read here; this model reads text"
-        )
-    return block["text"]
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -277,12 +257,12 @@ class MessagesReplyWriter:
 
     def _usage(self, num_sampled: int) -> Json:
         """Here, cached tokens are not part of the input tokens."""
-        head = self.head
-        read, written = head.cached_tokens or 0, head.cache_write_tokens or 0
+        usage = self.head.usage
+        read, written = usage.cached_tokens, usage.written_tokens + usage.written_hour_tokens
         cache = {"cache_creation_input_tokens": written, "cache_read_input_tokens": read}
-        used = {"input_tokens": max(0, head.prompt_tokens - read - written), "output_tokens": num_sampled} | cache
-        thought = head.reasoning_tokens
-        return used if thought is None else used | {"output_tokens_details": {"thinking_tokens": thought}}
+        used = {"input_tokens": max(0, usage.input_tokens - read - written), "output_tokens": num_sampled} | cache
+        thought = {"output_tokens_details": {"thinking_tokens": usage.reasoning_tokens}}
+        return used | (thought if usage.reasoning_tokens else {})
 
     def _begin(self, block: Json, whole: Json | None = None) -> bytes:
         """Start a block; `whole`: as it will be, if it takes no deltas of text."""
@@ -413,7 +393,6 @@ class MessagesResponse(ProviderResponse):
 
     def __init__(self) -> None:
         super().__init__()
-        self._counted = Usage()
         self._blocks: dict[Any, Json] = {}
         """Content blocks that are not complete, by their index."""
         self._deltas: dict[Any, dict[str, list[str]]] = {}
@@ -448,10 +427,7 @@ class MessagesResponse(ProviderResponse):
         )
         self.choice().end(*given)
         if usage:
-            self._counted = messages_usage(usage, self._counted)
-            details = usage.get("cache_read_input_tokens"), usage.get("cache_creation_input_tokens")
-            thought = (usage.get("output_tokens_details") or {}).get("thinking_tokens")
-            self._add_usage(self._counted, *details, thought)
+            self._add_usage(messages_usage(usage, self.usage or Usage()))
 
     def _start(self, place: Any, block: Json) -> None:
         self._blocks[place] = dict(block)
@@ -502,17 +478,19 @@ class MessagesResponse(ProviderResponse):
         return block
 
 
-def messages_usage(usage: Json, before: Usage = Usage()) -> Usage:  # noqa: B008 - it is frozen
+def messages_usage(usage: Json, before: Usage) -> Usage:
     """`before`: what an earlier event of the same answer reported."""
     cached, written = usage.get("cache_read_input_tokens") or 0, usage.get("cache_creation_input_tokens") or 0
-    prompt = (usage.get("input_tokens") or 0) + cached + written
-    output = usage.get("output_tokens") or before.output_tokens
-    if not prompt:
-        return structs.replace(before, output_tokens=Usage.counted(output).input_tokens)
+    prompt, written_before = (usage.get("input_tokens") or 0) + cached + written, before.written_tokens
+    written_before += before.written_hour_tokens
+    if not prompt:  # The end may report its output alone,
+        prompt, cached, written = before.input_tokens, before.cached_tokens, written_before
     hour = (usage.get("cache_creation") or {}).get("ephemeral_1h_input_tokens") or 0
-    if not hour and written == before.written_tokens + before.written_hour_tokens:  # The end reports less detail.
+    if not hour and written == written_before:  # or the rest in less detail.
         hour = before.written_hour_tokens
-    return Usage.counted(prompt, output, cached or before.cached_tokens, written - hour, hour)
+    output = usage.get("output_tokens") or before.output_tokens
+    thought = (usage.get("output_tokens_details") or {}).get("thinking_tokens") or before.reasoning_tokens
+    return Usage.counted(prompt, output, cached or before.cached_tokens, written - hour, hour, thought)
 
 
 def _reply(request: Request, head: ReplyMetadata) -> MessagesReplyWriter:

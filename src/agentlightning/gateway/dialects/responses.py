@@ -32,7 +32,7 @@ from agentlightning.gateway.answer import (
 )
 from agentlightning.gateway.dialects import common
 from agentlightning.gateway.dialects.base import Body, Dialect, ReplyMetadata, Request, num_output_tokens
-from agentlightning.gateway.dialects.chat import chat_usage, usage_details
+from agentlightning.gateway.dialects.chat import chat_usage
 from agentlightning.gateway.dialects.common import (
     OPENAI_UNSUPPORTED,
     RESPONSES_PARAMS,
@@ -78,8 +78,7 @@ def read_request(body: Body, recall: ResponseLookup, attachments: bool = False) 
     logprobs = top > 0 or _LOGPROBS in (optional(data, "include", list) or ())
     base = SamplingParams(top_logprobs=top, stream_logprobs=logprobs)
     request = common.read_shared(data, RESPONSES_PARAMS, base, _KNOWN, _UNSUPPORTED)
-    offered = [_as_function(tool) for tool in optional(data, "tools", list) or ()]
-    tools, dropped = common.function_tools({"tools": offered}, _function)
+    tools = [_as_function(tool) for tool in optional(data, "tools", list) or ()]
     shape = common.text_format("text.format", (optional(data, "text", dict) or {}).get("format"), nested=False)
     choice, parallel = common.tool_choice(data.get("tool_choice"), False), optional(data, "parallel_tool_calls", bool)
     instructions, messages = _conversation(data, recall, attachments)
@@ -89,7 +88,6 @@ def read_request(body: Body, recall: ResponseLookup, attachments: bool = False) 
         custom_tools=frozenset(tool["name"] for tool in data.get("tools") or () if kind_of(tool) == "custom"),
         logprobs=logprobs,
         num_instructions=len(instructions),
-        ignored_fields=request.ignored_fields + dropped,
     )
 
 
@@ -97,18 +95,19 @@ def read_request(body: Body, recall: ResponseLookup, attachments: bool = False) 
 
 
 def _as_function(tool: Any) -> Any:
-    """A custom tool as a function with its input as the one argument; any other tool as it is."""
-    if kind_of(tool) != "custom":
+    """A tool as chat completions has it, a custom one with its input as the one argument; a hosted one as it is."""
+    kind = kind_of(tool)
+    if kind == "function":
+        known = ("name", "description", "parameters", "strict")
+        return {"type": kind, "function": {key: tool[key] for key in known if tool.get(key) is not None}}
+    if kind != "custom":
         return tool
     described, form = tool.get("description") or "", object_of(tool, "format")
     if form.get("type") == "grammar":
         described += f"\n\nThe input must match this {form.get('syntax')} grammar:\n{form.get('definition')}"
     schema = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
-    return {"type": "function", "name": tool.get("name"), "description": described.strip(), "parameters": schema}
-
-
-def _function(tool: Json) -> Json:
-    return {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
+    function = {"name": tool.get("name"), "description": described.strip(), "parameters": schema}
+    return {"type": "function", "function": function}
 
 
 def _conversation(
@@ -403,18 +402,17 @@ class ResponsesReplyWriter:
     def _final(self, answer: Answer) -> Json:
         cut = _INCOMPLETE.get(answer.finish_reason, answer.finish_reason)
         response = self._response("incomplete" if cut else "completed")
-        head = self.head
-        num_prompt, num_sampled = head.prompt_tokens, num_output_tokens([answer])
-        cached = {"cached_tokens": head.cached_tokens or 0, "cache_write_tokens": head.cache_write_tokens or 0}
+        usage, num_sampled = self.head.usage, num_output_tokens([answer])
+        written = usage.written_tokens + usage.written_hour_tokens
         return response | {
             "incomplete_details": {"reason": cut} if cut else None,
             "output": self.items,
             "usage": {
-                "input_tokens": num_prompt,
-                "input_tokens_details": cached,
+                "input_tokens": usage.input_tokens,
+                "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": written},
                 "output_tokens": num_sampled,
-                "output_tokens_details": {"reasoning_tokens": head.reasoning_tokens or 0},
-                "total_tokens": num_prompt + num_sampled,
+                "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+                "total_tokens": usage.input_tokens + num_sampled,
             },
         }
 
@@ -503,7 +501,7 @@ class ResponsesResponse(ProviderResponse):
         if not whole:
             return
         if usage := response.get("usage"):
-            self._add_usage(chat_usage(usage), *usage_details(usage))
+            self._add_usage(chat_usage(usage))
         items = response.get("output") or ()
         for place, item in enumerate(items):
             if place not in self._streamed and item.get("id") not in self._streamed:

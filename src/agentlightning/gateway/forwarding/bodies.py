@@ -13,7 +13,8 @@ import binascii
 import hashlib
 import mimetypes
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, Final
 
 import orjson
@@ -44,26 +45,9 @@ TurnLookup = Callable[[bytes], list[Json]]
 """Finds a turn as its provider wrote it, by its key; empty if it is not known."""
 
 
-class OtherFields:
-    """The fields of a request as they came, for those that the body has besides conversation, parameters and tools."""
-
-    def __init__(self, raw: Mapping[str, Any]) -> None:
-        self.raw = raw
-        self.taken: set[str] = set()
-        """The names of those that the body has."""
-
-    def text(self, name: str, inner: str | None = None) -> str:
-        """A text, or that in an object; "" if there is none. Its field counts as taken."""
-        value = self.raw.get(name) if inner is None else object_of(self.raw, name).get(inner)
-        if not isinstance(value, str) or not value:
-            return ""
-        self.taken.add(name)
-        return value
-
-
 Write = Callable[[Request, Provider, str, Json, TurnLookup], Json]
 """Writes the body for one path: of a request, for a provider and its model, with the sampling parameters that were set,
-by their names in `SamplingParams`. Raises ApiError 400 naming a field that the dialect cannot express."""
+by their names in `SamplingParams`. Raises ApiError 400."""
 
 
 _READERS: Final = {**RESPONSES_PARAMS, **MESSAGES_PARAMS}
@@ -92,29 +76,32 @@ def response_format_of(request: Request) -> Json | None:
 
 # -- unsupported fields -----------------------------------------------------------------------------------------------
 
-_ALIASES: Final = {
-    "response_format": ("response_format", "text"),
-    "logprobs": ("logprobs", "top_logprobs", "include"),
+_RESPONSES_NAMES: Final = {"max_tokens": "max_output_tokens", "temperature": "temperature", "top_p": "top_p"}
+_PARAMS: Final = {
+    "responses": {*_RESPONSES_NAMES, "stop"},  # Stop strings are applied here.
+    "messages": {"max_tokens", "temperature", "top_p", "top_k", "stop"},
 }
+"""The sampling parameters of paths that do not have all, by their names in `SamplingParams`."""
+_LOGPROBS: Final = ("logprobs", "top_logprobs", "include")
+"""Fields that ask for log-probabilities."""
 
 
-def reject_unsupported(
-    fields: Sequence[tuple[str, Any, bool]], request: Request, provider: Provider, path: str
-) -> None:
-    """Raises ApiError 400 for the first unsupported one of `fields` (name, value, whether it is supported), by its name
-    in the request."""
-    for field, value, supported in fields:
-        if not supported:
-            name = next((name for name in _ALIASES.get(field, ()) if request.raw.get(name)), field)
-            message = (
-                f"{name}={shorten(value)} cannot be sent to the provider {provider.name!r}, which speaks /v1/{path}"
-            )
-            raise bad_request(name, f"{message}; leave it out")
-
-
-def unknown_params(params: Json, known: Container[str]) -> list[tuple[str, Any, bool]]:
-    """For `reject_unsupported`: the parameters that a dialect does not have. They may have their default values."""
-    return [(name, value, value == getattr(_NEUTRAL, name)) for name, value in params.items() if name not in known]
+def reject_unsupported(path: ApiPath, request: Request, provider: Provider, params: Json) -> None:
+    """Raises ApiError 400 for the first field of a request that a path cannot express, by its name in the request.
+    Parameters may have their default values."""
+    if path not in _PARAMS:
+        return
+    wrong: Json = {"n": request.n} if request.n > 1 else {}
+    if path == "messages" and request.logprobs:
+        wrong[next((name for name in _LOGPROBS if request.raw.get(name)), "logprobs")] = True
+    if path == "messages" and (temperature := params.get("temperature") or 0) > 1:
+        wrong["temperature"] = temperature
+    wrong |= {
+        name: value for name, value in params.items() if name not in _PARAMS[path] and value != getattr(_NEUTRAL, name)
+    }
+    for name, value in wrong.items():
+        message = f"{name}={shorten(value)} cannot be sent to the provider {provider.name!r}, which speaks /v1/{path}"
+        raise bad_request(name, f"{message}; leave it out")
 
 
 def split_stops(path: str, stops: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -221,21 +208,23 @@ def as_chat(content: Content) -> str | list[Json]:
     return content if isinstance(content, str) else [_chat_part(part) for part in non_empty_parts(content)]
 
 
-def as_blocks(content: Content) -> list[Json]:
-    """The content of a message for Anthropic's messages, without empty texts."""
-    return [_block(part) for part in non_empty_parts(content)]
-
-
 def as_items(content: Content) -> str | list[Json]:
     """The content of a message, or the output of a call, for OpenAI's responses."""
     return content if isinstance(content, str) else [_item_part(part) for part in non_empty_parts(content)]
 
 
-def as_text(content: Content, where: str) -> str:
-    """Content that must be text. Raises UnsupportedContentError if it is not."""
-    if isinstance(content, str):
-        return content
-    raise UnsupportedContentError(f"{where} has an image or a file, which this provider accepts from a user only")
+def as_blocks(content: Content | None) -> list[Json]:
+    """The content of a message for Anthropic's messages, without empty texts."""
+    return [_block(part) for part in non_empty_parts(content)]
+
+
+def system_text(messages: Sequence[Message]) -> str:
+    """The text of system messages. Raises UnsupportedContentError if they have more."""
+    if any(has_attachments(message.get("content")) for message in messages):
+        raise UnsupportedContentError(
+            "the system prompt has an image or a file, which this provider accepts from a user only"
+        )
+    return "\n\n".join([text for message in messages if (text := message.get("content"))])
 
 
 def split_attachments(content: Content) -> tuple[str, list[Json]]:
@@ -311,14 +300,9 @@ def _suffix(url: str) -> str:
 
 # -- chat completions --------------------------------------------------------------------------------------------------
 
-_SAME_AT_OPENAI: Final = ("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
-_MAX_USER_ID: Final = 64
-"""OpenAI's limit for a user id, in characters."""
-
 
 def chat_body(request: Request, provider: Provider, model: str, params: Json, find_turn: TurnLookup) -> Json:
-    """The body of POST /v1/chat/completions. Raises ApiError 400 naming an unsupported field, and
-    UnsupportedContentError."""
+    """The body of POST /v1/chat/completions. Raises UnsupportedContentError."""
     messages = _chat_messages(request.messages, provider, find_turn)
     body: Json = {"model": model, "messages": messages}
     names = {"max_tokens": provider.limit_name}
@@ -330,9 +314,6 @@ def chat_body(request: Request, provider: Provider, model: str, params: Json, fi
         body["n"] = request.n
     if request.logprobs:
         body["logprobs"] = True
-        body |= {"top_logprobs": top} if (top := request.params.top_logprobs) else {}
-    if request.stream:
-        body["stream"] = True
     return body
 
 
@@ -384,71 +365,40 @@ def _echoed(fields: Json, blocks: Sequence[Json]) -> Json:
 _CHAT_KEYS: Final = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
 
 
-def _chat_others(fields: OtherFields, request: Request, model: str) -> Json:
-    """Of a request for messages or a response."""
-    body: Json = {name: value for name in _SAME_AT_OPENAI if (value := fields.text(name))}
-    if "messages" not in fields.raw:
-        body |= {name: value for name, place in _RESPONSES.items() if (value := fields.text(*place))}
-    elif user := fields.text("metadata", "user_id"):
-        body["user"] = user if len(user) <= _MAX_USER_ID else hashlib.sha256(user.encode()).hexdigest()
-    tier = fields.text("service_tier")
-    if tier not in ("", "auto"):
-        body["service_tier"] = "default" if tier == "standard_only" else tier
-    return body
-
-
-_RESPONSES: Final = {"reasoning_effort": ("reasoning", "effort"), "verbosity": ("text", "verbosity")}
-"""Field of chat completions -> where a request for a response has it."""
-
-
 # -- responses ---------------------------------------------------------------------------------------------------------
-
-_NAMES: Final = {"max_tokens": "max_output_tokens", "temperature": "temperature", "top_p": "top_p"}
-"""The sampling parameters of the API, by their names in `SamplingParams`."""
 
 
 def responses_body(request: Request, provider: Provider, model: str, params: Json, find_turn: TurnLookup) -> Json:
-    """The body of POST /v1/responses. Raises ApiError 400 naming an unsupported field."""
-    known = {*_NAMES, "stop"}  # Stop strings are applied here.
-    reject_unsupported(
-        [("n", request.n, request.n == 1), *unknown_params(params, known)], request, provider, "responses"
-    )
+    """The body of POST /v1/responses. Raises UnsupportedContentError."""
     instructions, items = _items(turns_of(request.messages), find_turn)
     body: Json = {"model": model, "input": items, "store": False}
     if instructions:
         body["instructions"] = instructions
-    body |= {_NAMES[name]: value for name, value in params.items() if name in _NAMES}
+    body |= {_RESPONSES_NAMES[name]: value for name, value in params.items() if name in _RESPONSES_NAMES}
     body |= openai_tools(request, _tool, nested=False)
     if (shape := response_format_of(request)) is not None:
-        inner = object_of(shape, "json_schema")
-        body["text"] = {"format": {"type": shape["type"], **inner}}
+        body["text"] = {"format": {"type": shape["type"], **object_of(shape, "json_schema")}}
     if request.logprobs:
         body["include"] = ["message.output_text.logprobs"]
-        body |= {"top_logprobs": top} if (top := request.params.top_logprobs) else {}
-    if request.stream:
-        body["stream"] = True
     return body
 
 
 def _items(messages: Sequence[Message], find_turn: TurnLookup) -> tuple[str, list[Json]]:
     """(system prompt, items of the conversation)."""
-    instructions: list[str] = []
+    instructions = list(takewhile(lambda message: message["role"] == "system", messages))
     items: list[Json] = []
-    for index, message in enumerate(messages):
-        content = message.get("content") or ""
-        match message["role"]:
-            case "system" if not items:
-                instructions.append(as_text(content, "the system prompt"))
-            case "assistant":
-                written, parts = known_turn("responses", messages, index, find_turn)
-                parts += [{"role": "assistant", "content": as_items(content)}] if content else []
-                items += written or [*parts, *(_call(call) for call in message.get("tool_calls") or ())]
-            case "tool":
-                call_id = message.get("tool_call_id")
-                items.append({"type": "function_call_output", "call_id": call_id, "output": as_items(content)})
-            case role:
-                items.append({"role": role, "content": as_items(content)})
-    return "\n\n".join(filter(None, instructions)), items
+    for index in range(len(instructions), len(messages)):
+        message = messages[index]
+        role, content = message["role"], as_items(message.get("content") or "")
+        if role == "tool":
+            items.append({"type": "function_call_output", "call_id": message.get("tool_call_id"), "output": content})
+        elif role == "assistant":
+            written, parts = known_turn("responses", messages, index, find_turn)
+            parts += [{"role": role, "content": content}] if content else []
+            items += written or [*parts, *(_call(call) for call in message.get("tool_calls") or ())]
+        else:
+            items.append({"role": role, "content": content})
+    return system_text(instructions), items
 
 
 def _call(call: Json) -> Json:
@@ -465,12 +415,6 @@ def _tool(tool: Json) -> Json:
     return found | {key: function[key] for key in ("name", "description") if function.get(key) is not None}
 
 
-def _responses_others(fields: OtherFields, request: Request, model: str) -> Json:
-    """Of a request for a chat completion or messages."""
-    body = _chat_others(fields, request, model)
-    return body | {outer: {inner: value} for name, (outer, inner) in _RESPONSES.items() if (value := fields.text(name))}
-
-
 # -- Anthropic's messages ----------------------------------------------------------------------------------------------
 
 _EFFORTS: Final = {"minimal": 1024, "low": 2048, "medium": 8192, "high": 16384, "xhigh": 32768, "max": 32768}
@@ -485,8 +429,7 @@ _MIN_THINKING_TOKENS: Final = 1024
 
 
 def messages_body(request: Request, provider: Provider, model: str, params: Json, find_turn: TurnLookup) -> Json:
-    """The body of POST /v1/messages. Raises ApiError 400 naming an unsupported field."""
-    _reject_for_messages(request, provider, params)
+    """The body of POST /v1/messages. Raises ApiError 400, and UnsupportedContentError."""
     system, messages = _turns(turns_of(request.messages), find_turn)
     if messages and messages[-1]["role"] == "assistant":
         messages.append(_continuation(messages[-1], request, provider))
@@ -503,7 +446,7 @@ def messages_body(request: Request, provider: Provider, model: str, params: Json
     body |= _message_tools(request)
     if shape is not None:
         body["output_config"] = {"format": {"type": "json_schema", "schema": shape["json_schema"].get("schema")}}
-    return body | ({"stream": True} if request.stream else {})
+    return body
 
 
 _CONTINUE: Final = "Continue."
@@ -523,46 +466,26 @@ def _continuation(last: Json, request: Request, provider: Provider) -> Json:
     return {"role": "user", "content": [{"type": "text", "text": _CONTINUE}]}
 
 
-_PARAMS: Final = frozenset({"max_tokens", "temperature", "top_p", "top_k", "stop"})
-"""The sampling parameters of the API."""
-
-
-def _reject_for_messages(request: Request, provider: Provider, params: Json) -> None:
-    shape, temperature = response_format_of(request), params.get("temperature") or 0
-    raw: list[tuple[str, Any, bool]] = [
-        ("n", request.n, request.n == 1),
-        ("logprobs", request.logprobs, not request.logprobs),
-        ("temperature", temperature, temperature <= 1),
-        ("response_format", shape, shape is None or shape["type"] in ("json_schema", "json_object")),
-        *unknown_params(params, _PARAMS),
-    ]
-    reject_unsupported(raw, request, provider, "messages")
-
-
 def _turns(messages: Sequence[Message], find_turn: TurnLookup) -> tuple[str, list[Json]]:
     """(system prompt, alternating turns of user and assistant). Tool results and later system messages become part of
     the user's turns."""
-    system: list[str] = []
+    system = list(takewhile(lambda message: message["role"] == "system", messages))
     turns: list[Json] = []
-    for index, message in enumerate(messages):
-        if message["role"] == "system" and not turns:
-            system.append(as_text(message.get("content") or "", "the system prompt"))
-            continue
+    for index in range(len(system), len(messages)):
+        message = messages[index]
+        given, role = message.get("content"), "user"
+        content = as_blocks(given)
         if message["role"] == "assistant":
-            written, content = known_turn("messages", messages, index, find_turn)
-            content += as_blocks(message.get("content") or "")
-            content += [_tool_use(call) for call in message.get("tool_calls") or ()]
-            role, content = "assistant", written or content
-        else:
-            role, content = "user", as_blocks(message.get("content") or "")
-            if message["role"] == "tool":
-                given: Any = content if has_attachments(message.get("content")) else message.get("content") or ""
-                content = [{"type": "tool_result", "tool_use_id": message.get("tool_call_id"), "content": given}]
+            role, (written, thoughts) = "assistant", known_turn("messages", messages, index, find_turn)
+            content = written or [*thoughts, *content, *map(_tool_use, message.get("tool_calls") or ())]
+        elif message["role"] == "tool":
+            result = content if has_attachments(given) else given or ""
+            content = [{"type": "tool_result", "tool_use_id": message.get("tool_call_id"), "content": result}]
         if turns and turns[-1]["role"] == role:
             turns[-1]["content"] += content
         elif content:
             turns.append({"role": role, "content": [*content]})  # A copy: stored turns must not grow.
-    return "\n\n".join(filter(None, system)), turns
+    return system_text(system), turns
 
 
 def _tool_use(call: Json) -> Json:
@@ -602,25 +525,6 @@ def _message_tool(function: Mapping[str, Any]) -> Json:
     return tool | {key: function[key] for key in ("description", "strict") if function.get(key) is not None}
 
 
-def _messages_others(fields: OtherFields, request: Request, model: str) -> Json:
-    """Of a request for a chat completion or a response. Raises ApiError 400 for an effort that is not known."""
-    raw, taken = fields.raw, fields.taken
-    body: Json = {name: raw[name] for name in _ANTHROPIC_FIELDS if isinstance(raw.get(name), dict)}
-    taken.update(body)
-    user = "safety_identifier" if raw.get("safety_identifier") else "user"
-    if id := fields.text(user):
-        body["metadata"] = {"user_id": id}
-    if (tier := raw.get("service_tier")) in ("auto", "default"):
-        taken.add("service_tier")
-        body |= {"service_tier": "standard_only"} if tier == "default" else {}
-    name, effort = "reasoning_effort", raw.get("reasoning_effort")
-    if effort is None:
-        name, effort = "reasoning", object_of(raw, "reasoning").get("effort")
-    thinking = {} if effort is None else _thinking(name, effort, request, model)
-    taken.update({name} if thinking else ())
-    return body | {field: {**value, **body.get(field, {})} for field, value in thinking.items()}
-
-
 def _thinking(name: str, effort: Any, request: Request, model: str) -> Json:
     """The reasoning effort as the model takes it: by name, as a number of tokens, or not at all. Anthropic rejects
     thinking before a required tool call."""
@@ -639,20 +543,72 @@ def _thinking(name: str, effort: Any, request: Request, model: str) -> Json:
     return {"thinking": {"type": "enabled", "budget_tokens": most}} if free and most >= _MIN_THINKING_TOKENS else {}
 
 
+# -- settings: what else a request says of its user and of its answer -------------------------------------------------
+
+_SAME: Final = ("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "user")
+_INSIDE: Final = {"reasoning_effort": ("reasoning", "effort"), "verbosity": ("text", "verbosity")}
+"""Field of chat completions -> where a request for a response has it."""
+_MAX_USER_ID: Final = 64
+"""OpenAI's limit for a user id, in characters."""
+
+
+# What writes them takes out those that its API can express.
+
+
+def _settings(raw: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """(value, field of the request that has it), by their names in chat completions."""
+    given = [(name, raw.get(name), name) for name in (*_SAME, *_INSIDE)]
+    given += [(name, object_of(raw, outer).get(inner), outer) for name, (outer, inner) in _INSIDE.items()]
+    if "messages" in raw:
+        given.append(("user", object_of(raw, "metadata").get("user_id"), "metadata"))
+    found: dict[str, tuple[Any, str]] = {}
+    for name, value, field in given:
+        if value and (isinstance(value, str) or name == "reasoning_effort"):
+            found.setdefault(name, (value, field))
+    return found
+
+
+def _openai_settings(path: ApiPath, settings: Json) -> Json:
+    """For chat completions and responses."""
+    body = dict(settings)
+    settings.clear()
+    if len(user := body.get("user", "")) > _MAX_USER_ID:
+        body["user"] = hashlib.sha256(user.encode()).hexdigest()
+    if (tier := body.pop("service_tier", "auto")) != "auto":
+        body["service_tier"] = "default" if tier == "standard_only" else tier
+    if path == "responses":
+        body |= {outer: {inner: body.pop(name)} for name, (outer, inner) in _INSIDE.items() if name in body}
+    return body
+
+
+def _messages_settings(settings: Json, field: str, request: Request, model: str) -> Json:
+    """For Anthropic's messages. Raises ApiError 400, naming the `field`, for an effort that is not known."""
+    effort, tier = settings.get("reasoning_effort"), settings.get("service_tier")
+    body = {} if effort is None else _thinking(field, effort, request, model)
+    if body:
+        del settings["reasoning_effort"]
+    if user := settings.pop("safety_identifier", None) or settings.pop("user", None):
+        body["metadata"] = {"user_id": user}
+    if tier in ("auto", "default"):
+        del settings["service_tier"]
+        body |= {"service_tier": "standard_only"} if tier == "default" else {}
+    return body
+
+
 # -- the targets -------------------------------------------------------------------------------------------------------
 
-_TARGETS: Final[Mapping[ApiPath, tuple[Write, Callable[[OtherFields, Request, str], Json]]]] = {
-    "chat/completions": (chat_body, _chat_others),
-    "messages": (messages_body, _messages_others),
-    "responses": (responses_body, _responses_others),
+_WRITERS: Final[Mapping[ApiPath, Write]] = {
+    "chat/completions": chat_body,
+    "messages": messages_body,
+    "responses": responses_body,
 }
-"""What writes the body for each path at a provider, and its other fields."""
+"""What writes the body for each path at a provider."""
 _UNTRANSLATED: Final = frozenset({"completions", "embeddings"})
 
 
 def translation_target(path: ApiPath, provider: Provider) -> ApiPath:
     """The path at the provider. Raises ApiError 400 if there is none."""
-    for target in _TARGETS:
+    for target in _WRITERS:
         if path not in _UNTRANSLATED and provider.serves(target):
             return target
     message = f"the provider {provider.name!r} serves no /v1/{path}, and calls to it cannot be translated"
@@ -664,18 +620,28 @@ def body_of(
 ) -> tuple[Json, tuple[str, ...]]:
     """(body for a path, names of the fields that were dropped). Raises ApiError 400 naming a field that must not be
     dropped."""
-    write, write_others = _TARGETS[path]
-    fields = OtherFields(request.raw)
-    others = write_others(fields, request, model)
+    raw, found = request.raw, _settings(request.raw)
+    left = {name: value for name, (value, _) in found.items()}
+    own = {name: raw[name] for name in _ANTHROPIC_FIELDS if path == "messages" and isinstance(raw.get(name), dict)}
+    if path == "messages":
+        others = _messages_settings(left, found.get("reasoning_effort", ("", ""))[1], request, model)
+    else:
+        others = _openai_settings(path, left)
+    reject_unsupported(path, request, provider, params)
     try:
-        written = write(request, provider, model, params, find_turn)
+        body = _WRITERS[path](request, provider, model, params, find_turn)
     except UnsupportedContentError as error:
-        raise bad_request("messages" if "messages" in request.raw else "input", str(error)) from None
-    body = _merged(written, others)
+        raise bad_request("messages" if "messages" in raw else "input", str(error)) from None
+    if request.logprobs and request.params.top_logprobs:
+        body["top_logprobs"] = request.params.top_logprobs
+    if request.stream:
+        body["stream"] = True
+    body = _merged(_merged(body, own), others)
     if "max_tokens" not in params:  # Reasoning counts as output: its budget comes on top of our default limit.
         budget = object_of(body, "thinking").get("budget_tokens")
         body |= {"max_tokens": body["max_tokens"] + budget} if type(budget) is int and budget > 0 else {}
-    dropped = tuple(name for name in request.ignored_fields if name not in fields.taken)
+    taken = {*own, *(found[name][1] for name in found if name not in left)}
+    dropped = tuple(name for name in request.ignored_fields if name not in taken)
     return body, dropped + _dropped_inside(path, request)
 
 

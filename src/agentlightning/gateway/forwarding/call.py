@@ -168,7 +168,7 @@ class ProviderRecord(CallRecord):
         choice.take_new(done=True)
         attributes = self._attributes() | of_call
         attributes |= output_attributes(choice, "error" if choice.is_finished else choice.recorded_reason)
-        attributes[names.INPUT_MESSAGES] = input_messages(self.path, self.data)
+        attributes[names.INPUT_MESSAGES] = input_messages(self.data)
         if self.is_pending:
             attributes[names.OPERATION_NAME] = BACKGROUND
         span = self.span(attributes, failure_of(error))
@@ -192,7 +192,7 @@ class ProviderRecord(CallRecord):
         return display_text(self.route.provider, text) if self.route.provider else text
 
     def _choice_attributes(self, choice: Answer) -> Json:
-        messages = input_messages(self.path, self.data, choice.index // num_choices(self.data))
+        messages = input_messages(self.data, choice.index // num_choices(self.data))
         attributes: Json = {names.INPUT_MESSAGES: messages}
         if self.path == "embeddings":
             return attributes
@@ -523,7 +523,7 @@ def translate(
     body, lost = body_of(target, request, provider, route.send_model, given, lookup.turn)
     service.counters.count_unknown(lost + tuple(name for name, mark in _LOST_FIELDS.items() if mark in sent))
     request = replace(request, params=params)
-    head = ReplyMetadata(dialect.id_prefix + secrets.token_hex(12), route.name, int(time.time()), 0)
+    head = ReplyMetadata(dialect.id_prefix + secrets.token_hex(12), route.name, int(time.time()))
     answer = Answer(0, split_stops(target, params.stop)[1], dialect.call_prefix, provider.name)
     record = ProviderRecord(
         caller=caller,
@@ -601,10 +601,8 @@ class TranslatedCall(ForwardedCall):
     def _finish(self, call: UpstreamCall) -> None:
         """Report the usage. Raises ApiError for an answer that its provider did not finish: the caller may ask
         again."""
-        head, details = self.head, self.record.response.details
-        head.cached_tokens, head.cache_write_tokens, head.reasoning_tokens = details
-        if call.usage is not None:
-            head.prompt_tokens, self.answer.num_tokens = call.usage.input_tokens, call.usage.output_tokens
+        self.head.usage = call.usage or Usage()
+        self.answer.num_tokens = self.head.usage.output_tokens
         if self.answer.is_finished:
             return
         reason = display_text(self._provider, self.answer.given_reason or "it holds no choice with a finish reason")

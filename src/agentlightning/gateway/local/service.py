@@ -22,7 +22,7 @@ from agentlightning.chat.reasoning import find_reasoning_markers
 from agentlightning.engine.base import Engine, Sample, SamplingParams
 from agentlightning.engine.likeliest_tokens import likeliest_to_text
 from agentlightning.errors import AgentLightningError, ConfigError, ContextLengthError, PolicyError
-from agentlightning.gateway.answer import Answer, Event
+from agentlightning.gateway.answer import Answer, Event, Usage
 from agentlightning.gateway.callers.attempts import AttemptContext, AttemptIds, AttemptTable
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.callers.replay import RecordedAnswer, load_replay
@@ -42,10 +42,10 @@ from agentlightning.gateway.record import (
     CallRecord,
     Counters,
     as_json,
-    chat_message,
     failure_of,
     output_attributes,
     output_messages,
+    shown_message,
 )
 from agentlightning.gateway.routing import ModelRoute, ResolvedCall
 from agentlightning.gateway.sampling import (
@@ -136,7 +136,7 @@ class LocalService:
         shown, recorded = params.top_logprobs, settings.record_top_logprobs if caller.attempt else 0
         params = replace(params, top_logprobs=max(shown, recorded))
         tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        head = ReplyMetadata(dialect.id_prefix + secrets.token_hex(12), model, int(time.time()), tokens)
+        head = ReplyMetadata(dialect.id_prefix + secrets.token_hex(12), model, int(time.time()), Usage(tokens))
         answer = partial(
             SampledAnswer,
             stops=params.stop,
@@ -490,7 +490,7 @@ class LocalCall:
             names.RESPONSE_MODEL: self.head.model,
             names.RESPONSE_ID: self.head.id,
             names.INPUT_TOKENS: len(prompt.token_ids),
-            names.INPUT_MESSAGES: as_json([chat_message(message) for message in choice.messages]),
+            names.INPUT_MESSAGES: as_json([shown_message(message) for message in choice.messages]),
             **{name: getattr(params, field) for name, field in _PARAMS.items()},
             names.REQUEST_STOP: list(params.stop) or None,
             names.REQUEST_PRESENCE_PENALTY: params.presence_penalty or None,

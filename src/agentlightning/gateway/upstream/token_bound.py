@@ -13,7 +13,8 @@ from typing import Any, Final, cast
 
 import orjson
 
-from agentlightning.gateway.dialects.content_parts import IMAGE_TYPES, image_url, object_of
+from agentlightning.gateway.dialects.content_parts import object_of
+from agentlightning.tracing.messages import IMAGES, image_url
 from agentlightning.util.json_values import Json, dumps, loads
 
 BYTES_PER_TOKEN: Final = 2
@@ -21,7 +22,7 @@ BYTES_PER_TOKEN: Final = 2
 BYTES_PER_AUDIO_TOKEN: Final = 32
 """Lower bound for audio in base64: the tightest encodings have a kilobyte per second, and no provider counts more
 than 32 tokens for it."""
-_IMAGES: Final = frozenset({*IMAGE_TYPES, "computer_screenshot"})
+_IMAGES: Final = frozenset({*IMAGES, "computer_screenshot"})
 
 
 def max_prompt_tokens(body: bytes, image_tokens: int) -> int:
