@@ -184,11 +184,16 @@ def test_a_run_whose_agent_was_an_object_asks_for_the_agent_and_not_for_the_run(
             await training.finish_step(Collected(()), {})
 
     trainer = agl.Trainer(algorithm=Waits(), run_dir="run", progress=Progress(enabled=False))
-    trainer.fit(lambda task: task["n"] / 10, [{"n": n} for n in range(10)])
+    trainer.fit(
+        lambda task: task["n"] / 10, [json.loads(line) for line in Path("tasks.jsonl").read_text().splitlines()]
+    )
     told = run("--run", "run", status=2)["error"]["message"]
     assert "the agent of run was given as an object" in told
     assert "--run" not in told
     assert run("--run", "run", "--agent", "agent.py:better")["reward"] == 1.0
+    seen = CliRunner().invoke(build(), ["eval", "--run", "run", "--agent", "agent.py:better", "--data", "tasks.jsonl"])
+    assert "evaluation tasks are training tasks, too: rows " in seen.stderr
+    assert "run has learned from them, so the result promises too much" in seen.stderr
 
 
 def test_a_prompt_is_a_setting(job: list[str]) -> None:

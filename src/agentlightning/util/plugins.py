@@ -174,6 +174,8 @@ class Registry(dict[str, Any]):
         self.kind, self.noun, self.base = kind, noun, base
         self.aliases: dict[str, str] = {}
         """Other names -> names."""
+        self.elsewhere: dict[str, str] = {}
+        """Names of what is no part of this kind -> what is to be set instead."""
         self.found = dict[str, Any]()
         """Those of others that were named so far."""
 
@@ -217,7 +219,7 @@ class Registry(dict[str, Any]):
         if name in plugin_names(self.kind):
             return announced(self.kind, name)
         known = [*self.names(), *self.aliases]
-        near = get_close_matches(str(name), known, n=1)
+        near = [self.elsewhere[name]] if name in self.elsewhere else get_close_matches(str(name), known, 1, 0.7)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         no_type = f"settings without a type name no {self.noun}."
         problem = no_type if name is None else f"there is no {self.noun} {name!r}{hint}"
