@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Literal, cast
@@ -44,6 +43,7 @@ from agentlightning.training.sources.collector import EVALUATION_ADVICE, Rollout
 from agentlightning.trajectory import RewardWeights
 from agentlightning.util.event_loop import run_sync
 from agentlightning.util.file_lock import lock_file
+from agentlightning.util.plugins import find_module
 from agentlightning.util.progress import Progress
 
 
@@ -341,13 +341,8 @@ def _named(spec: str) -> Any:
     """A name or a command, with the digests of the files in it."""
     module = spec.partition(":")[0]
     files = [Path(module), *map(Path, shlex.split(spec))]
-    if module.isidentifier() or all(map(str.isidentifier, module.split("."))):
-        try:
-            found = find_spec(module)
-        except (ImportError, ValueError):
-            found = None
-        if found is not None and found.origin is not None:
-            files.append(Path(found.origin))
+    if (found := find_module(module)) is not None and found.origin is not None:
+        files.append(Path(found.origin))
     return [spec, sorted({_file(path) for path in files if path.is_file()})]
 
 
