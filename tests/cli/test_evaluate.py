@@ -165,13 +165,17 @@ def test_tasks_that_were_trained_on_are_refused(job: list[str]) -> None:
         (["algorithm.steps=3"], "algorithm.steps=3 is no setting of an evaluation"),
         (["runner.timeout=3"], "runner.timeout"),
         (["--slice", "colour"], "no task has a field 'colour' to slice by"),
+        (["--out", "agent.py/new.json"], "the evaluation cannot be written to agent.py/new.json"),
+        (["--out", "."], "the evaluation cannot be written to .: [Errno 21] Is a directory"),
         (["--compare", "missing.json"], "no evaluation can be read from missing.json"),
     ],
 )
 def test_options_that_cannot_work_are_refused_before_anything_runs(
     job: list[str], arguments: list[str], complaint: str
 ) -> None:
+    Path("agent.py").write_text("open('ran', 'w')\n" + AGENT)
     assert complaint in run("--agent", "agent.py:solve", *job, *arguments, status=2)["error"]["message"]
+    assert not Path("ran").exists()
 
 
 @pytest.mark.integration

@@ -78,6 +78,7 @@ def evaluate(
     with open_output(as_json) as output:
         from agentlightning.cli.formatting.evaluation import evaluation_record, print_evaluation
         from agentlightning.errors import ConfigError
+        from agentlightning.evaluation.evaluation import written
         from agentlightning.evaluator import evaluate as measure
         from agentlightning.util.progress import Progress
 
@@ -90,6 +91,9 @@ def evaluate(
             after = agl("report", run)
         changes = overrides({"env": env, "agent": agent, "reward": reward}, settings)
         known, tasks, model, resources = _subject(run, config, changes, data, model)
+        if out is not None:  # Not once everything was run.
+            with written(out):
+                pass
         result = measure(
             known.agent,
             tasks,
