@@ -214,6 +214,15 @@ def test_a_cache_tells_an_agent_by_its_file_and_imports_nothing(tmp_path, monkey
     assert (*cached, changed.cached, changed) == (0, 1, 0, 0.0)
 
 
+def test_where_every_rollout_fails_the_error_names_the_first_failure():
+    def fails(task):
+        raise LookupError("no page 3")
+
+    runner = RunnerConfig(max_attempts=1, max_failed_share=1.0)
+    with pytest.raises(RewardError, match=r"(?s)no rollout has a reward \(2 failed\)\. The first one.*no page 3"):
+        agl.evaluate(fails, ["a", "b"], runner=runner)
+
+
 CLOSED_OVER_SETS = """
 import sys
 import agentlightning as agl

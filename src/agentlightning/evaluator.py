@@ -24,8 +24,9 @@ from typing import Any, Literal, cast
 
 from agentlightning.algorithms.training import Collected
 from agentlightning.config import RunnerConfig
+from agentlightning.credit.rejection import FAILED, describe_reasons
 from agentlightning.engine.base import Engine
-from agentlightning.errors import ConfigError, DatasetError
+from agentlightning.errors import ConfigError, DatasetError, RewardError
 from agentlightning.evaluation.evaluation import Evaluation, slice_members
 from agentlightning.evaluation.intervals import check_bounds, check_failed_as
 from agentlightning.policy import open as opening
@@ -218,9 +219,15 @@ async def _evaluate(
 
 
 async def _note_first(collector: RolloutCollector, collected: Collected, progress: Progress) -> None:
-    for reason, first in (await collector.first_of_each_reason(collected)).items():
+    firsts = await collector.first_of_each_reason(collected)
+    for reason, first in firsts.items():
         count, kind = collected.left_out[reason], reason.replace("_", " ")
         progress.note(f"{count} without a reward ({kind}); the first, {first.rollout_id}: {first.message}")
+    if not collected.trajectories and (first := firsts.get(FAILED)) is not None:
+        raise RewardError(
+            f"no rollout has a reward ({describe_reasons(collected.left_out)}). The first one, {first.rollout_id}: "
+            f"{first.message}"
+        )
 
 
 async def _open_engines(model: str, stack: AsyncExitStack) -> dict[str, Engine]:
