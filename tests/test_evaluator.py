@@ -199,6 +199,30 @@ def test_a_cache_runs_nothing_twice_and_what_failed_again(tmp_path):
     assert (other.cached, other) == (0, 0.25)
 
 
+@pytest.mark.parametrize(("agent", "file"), [("agent.py:solve", "agent.py"), ("inner.agent:solve", "inner/agent.py")])
+def test_a_cache_tells_an_agent_by_its_file_and_imports_nothing(tmp_path, monkeypatch, agent, file):
+    """Not everything that an agent needs is there in the process that evaluates it."""
+    (tmp_path / "inner").mkdir()
+    for name in ("agent.py", "inner/__init__.py", "inner/agent.py"):
+        guard = f"import os\nassert os.getpid() != {os.getpid()}\n"
+        (tmp_path / name).write_text(guard + "def solve(task):\n    return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    cached = [agl.evaluate(agent, ["a"], cache="cache").cached for _ in range(2)]
+    (tmp_path / file).write_text("def solve(task):\n    return 0.0\n")
+    changed = agl.evaluate(agent, ["a"], cache="cache")
+    assert (*cached, changed.cached, changed) == (0, 1, 0, 0.0)
+
+
+def test_where_every_rollout_fails_the_error_names_the_first_failure():
+    def fails(task):
+        raise LookupError("no page 3")
+
+    runner = RunnerConfig(max_attempts=1, max_failed_share=1.0)
+    with pytest.raises(RewardError, match=r"(?s)no rollout has a reward \(2 failed\)\. The first one.*no page 3"):
+        agl.evaluate(fails, ["a", "b"], runner=runner)
+
+
 CLOSED_OVER_SETS = """
 import sys
 import agentlightning as agl

@@ -92,6 +92,15 @@ def key_url(server_url: str, key: str) -> str:
     return f"{server_url.rstrip('/')}/key/{key}/v1"
 
 
+def without_key(path: str) -> str:
+    """A URL path as messages and logs may show it.
+
+    >>> without_key("/key/agl-ro-1.at-1.5ab013/v1/nothing")
+    '/key/.../v1/nothing'
+    """
+    return re.sub("(?<=/key/)[^/]+", "...", path)
+
+
 def worker_path(worker_id: str) -> str:
     """The URL path prefix for model calls of the attempt that a worker is running."""
     return f"/worker/{quote(worker_id, safe='')}"

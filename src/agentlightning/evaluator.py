@@ -18,15 +18,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Literal, cast
 
 from agentlightning.algorithms.training import Collected
 from agentlightning.config import RunnerConfig
+from agentlightning.credit.rejection import FAILED, describe_reasons
 from agentlightning.engine.base import Engine
-from agentlightning.errors import ConfigError, DatasetError
+from agentlightning.errors import ConfigError, DatasetError, RewardError
 from agentlightning.evaluation.evaluation import Evaluation, slice_members
 from agentlightning.evaluation.intervals import check_bounds, check_failed_as
 from agentlightning.policy import open as opening
@@ -44,6 +44,7 @@ from agentlightning.training.sources.collector import EVALUATION_ADVICE, Rollout
 from agentlightning.trajectory import RewardWeights
 from agentlightning.util.event_loop import run_sync
 from agentlightning.util.file_lock import lock_file
+from agentlightning.util.plugins import find_module
 from agentlightning.util.progress import Progress
 
 
@@ -218,9 +219,15 @@ async def _evaluate(
 
 
 async def _note_first(collector: RolloutCollector, collected: Collected, progress: Progress) -> None:
-    for reason, first in (await collector.first_of_each_reason(collected)).items():
+    firsts = await collector.first_of_each_reason(collected)
+    for reason, first in firsts.items():
         count, kind = collected.left_out[reason], reason.replace("_", " ")
         progress.note(f"{count} without a reward ({kind}); the first, {first.rollout_id}: {first.message}")
+    if not collected.trajectories and (first := firsts.get(FAILED)) is not None:
+        raise RewardError(
+            f"no rollout has a reward ({describe_reasons(collected.left_out)}). The first one, {first.rollout_id}: "
+            f"{first.message}"
+        )
 
 
 async def _open_engines(model: str, stack: AsyncExitStack) -> dict[str, Engine]:
@@ -341,13 +348,8 @@ def _named(spec: str) -> Any:
     """A name or a command, with the digests of the files in it."""
     module = spec.partition(":")[0]
     files = [Path(module), *map(Path, shlex.split(spec))]
-    if module.isidentifier() or all(map(str.isidentifier, module.split("."))):
-        try:
-            found = find_spec(module)
-        except (ImportError, ValueError):
-            found = None
-        if found is not None and found.origin is not None:
-            files.append(Path(found.origin))
+    if (found := find_module(module)) is not None and found.origin is not None:
+        files.append(Path(found.origin))
     return [spec, sorted({_file(path) for path in files if path.is_file()})]
 
 

@@ -100,7 +100,7 @@ class PromptTemplate(Section):
             if self.engine == "f-string":
                 return check_length(_formatter().vformat(self.template, (), values))
             return render(self.template, values)
-        except (SecurityError, TemplateLimitError, RecursionError) as error:
+        except (SecurityError, TemplateLimitError, RecursionError, OverflowError) as error:
             raise ConfigError(f"the prompt template {self.template[:80]!r} is not allowed: {error}") from error
         except KeyError as error:
             raise ConfigError(

@@ -165,13 +165,17 @@ def test_tasks_that_were_trained_on_are_refused(job: list[str]) -> None:
         (["algorithm.steps=3"], "algorithm.steps=3 is no setting of an evaluation"),
         (["runner.timeout=3"], "runner.timeout"),
         (["--slice", "colour"], "no task has a field 'colour' to slice by"),
+        (["--out", "agent.py/new.json"], "the evaluation cannot be written to agent.py/new.json"),
+        (["--out", "."], "the evaluation cannot be written to .: [Errno 21] Is a directory"),
         (["--compare", "missing.json"], "no evaluation can be read from missing.json"),
     ],
 )
 def test_options_that_cannot_work_are_refused_before_anything_runs(
     job: list[str], arguments: list[str], complaint: str
 ) -> None:
+    Path("agent.py").write_text("open('ran', 'w')\n" + AGENT)
     assert complaint in run("--agent", "agent.py:solve", *job, *arguments, status=2)["error"]["message"]
+    assert not Path("ran").exists()
 
 
 @pytest.mark.integration
@@ -184,11 +188,16 @@ def test_a_run_whose_agent_was_an_object_asks_for_the_agent_and_not_for_the_run(
             await training.finish_step(Collected(()), {})
 
     trainer = agl.Trainer(algorithm=Waits(), run_dir="run", progress=Progress(enabled=False))
-    trainer.fit(lambda task: task["n"] / 10, [{"n": n} for n in range(10)])
+    trainer.fit(
+        lambda task: task["n"] / 10, [json.loads(line) for line in Path("tasks.jsonl").read_text().splitlines()]
+    )
     told = run("--run", "run", status=2)["error"]["message"]
     assert "the agent of run was given as an object" in told
     assert "--run" not in told
     assert run("--run", "run", "--agent", "agent.py:better")["reward"] == 1.0
+    seen = CliRunner().invoke(build(), ["eval", "--run", "run", "--agent", "agent.py:better", "--data", "tasks.jsonl"])
+    assert "evaluation tasks are training tasks, too: rows " in seen.stderr
+    assert "run has learned from them, so the result promises too much" in seen.stderr
 
 
 def test_a_prompt_is_a_setting(job: list[str]) -> None:

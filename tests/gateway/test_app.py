@@ -443,7 +443,11 @@ async def test_roots_answer_at_once_and_unknown_paths_in_openais_shape(serve):
         assert (await client.head(url)).status_code == 200
     reply = await client.post(f"{service.base_url}/images/generations", content=b"{}")
     assert reply.status_code == 404
-    assert "/images/generations is not served here" in reply.json()["error"]["message"]
+    assert "/v1/images/generations is not served here" in reply.json()["error"]["message"]
+    worker = f"{service.server.url}/worker/w/key/{service.key}"
+    beside = [await client.get(url) for url in (f"{root}/chat/completions", f"{root}/v1/none", f"{worker}/v1/none")]
+    for each in (reply, *beside):
+        assert (each.status_code, service.key in each.text) == (404, False), each.text
 
 
 async def test_no_key_is_ever_kept(serve, caplog):

@@ -136,3 +136,14 @@ def test_a_decorated_function_is_named_with_the_file_that_it_stands_in() -> None
         yield
 
     assert plugins.described(routes).endswith(f"({__file__})")
+
+
+def test_a_module_is_found_without_importing_the_packages_that_it_is_in(folder: Path) -> None:
+    below = folder / "fails_to_import" / "below"
+    below.mkdir(parents=True)
+    (folder / "fails_to_import" / "__init__.py").write_text("raise LookupError('no key')")
+    (below / "part.py").touch()
+    assert plugins.file_of("fails_to_import.below.part:Part") == str(below / "part.py")
+    assert plugins.file_of("fails_to_import.part:Part") is None
+    for name in ("", ".part", "a b", "fails_to_import.py", "json.decoder.py"):
+        assert plugins.find_module(name) is None

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from agentlightning.algorithms.lightning_rl import LightningRL
+from agentlightning.algorithms.lightning_rl import PRESETS, LightningRL
 from agentlightning.config import TrainConfig
 from agentlightning.errors import ConfigError
-from agentlightning.util.settings import dump_toml, load_settings
+from agentlightning.util.settings import PRESET_NAMES, dump_toml, load_settings
 
 
 class Section(BaseModel):
@@ -311,6 +311,10 @@ def test_a_none_deep_inside_is_refused_rather_than_read_back_as_text() -> None:
         ("policy.lora.rank=16", "policy.lora.r"),
         ("lora_rank=16", "policy.lora.r"),
         ("algorithm.kl=0.1", "algorithm.kl_in_reward"),
+        ("grpo=1", "algorithm.preset"),
+        ("algorithm.gspo=true", "algorithm.preset"),
+        ("ppo=1", "algorithm.loss"),
+        ("algorithm.STEPS=4", "algorithm.steps"),
     ],
 )
 def test_the_words_of_other_trainers_lead_to_ours(typed: str, meant: str) -> None:
@@ -318,7 +322,16 @@ def test_the_words_of_other_trainers_lead_to_ours(typed: str, meant: str) -> Non
         load_settings(TrainConfig, overrides=[typed])
 
 
-@pytest.mark.parametrize("typed", ["run.dir=x", "run_dir=x", "output_dir=x", "out=x", "algorithm.output_dir=x"])
+def test_presets_are_known_by_the_names_that_other_trainers_have_for_algorithms() -> None:
+    assert set(PRESET_NAMES) == set(PRESETS)
+    for typed, meant in (("algorithm=grpo", "algorithm.preset=grpo"), ("algorithm.type=ppo", "algorithm.loss=ppo")):
+        with pytest.raises(ConfigError, match=f"there is no algorithm .*; did you mean '{meant}'"):
+            load_settings(TrainConfig, overrides=[typed])
+
+
+@pytest.mark.parametrize(
+    "typed", ["run.dir=x", "run_dir=x", "output_dir=x", "out=x", "algorithm.output_dir=x", "run=x", "run.run=x"]
+)
 def test_the_directory_of_a_run_is_said_to_be_an_option(typed: str) -> None:
     with pytest.raises(ConfigError, match=r"is no setting: give --run DIR, or Trainer\(run_dir=DIR\)$"):
         load_settings(TrainConfig, overrides=[typed])

@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from agentlightning.errors import ConfigError
+from agentlightning.resources import PromptTemplate
 from agentlightning.util import templates
 from agentlightning.util.templates import TemplateLimitError
 
@@ -28,3 +30,32 @@ def test_a_template_that_loops_is_ended(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(templates, "SECONDS", 0.2)
     with pytest.raises(TemplateLimitError, match=r"more than 0\.2 s"), templates.bounded():
         templates.sandbox().from_string(LOOPS).render()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ '%100000000d' % 3 }}",
+        "{{ '%*d' % (10**8, 3) }}",
+        "{{ '%(a)-100000000s' % {'a': 3} }}",
+        "{{ '%.100000000f' % 3 }}",
+        "{{ '%100000000d'|format(3) }}",
+        "{{ '{:100000000d}'.format(3) }}",
+        "{{ '{a:>100000000}'.format(a=3) }}",
+        "{{ 'x'|center(10**8) }}",
+        "{{ 'x'|indent(width=10**8, first=true) }}",
+        "{{ [1]|batch(10**8, 0)|list }}",
+        "{% for i in range(10**8) %}x{% endfor %}",
+    ],
+)
+def test_an_operation_that_makes_a_large_text_of_a_small_one_is_refused_before_it_does(template: str) -> None:
+    with pytest.raises(ConfigError, match="is not allowed"):
+        PromptTemplate(template=template, engine="jinja").format()
+
+
+def test_numbers_that_are_no_sizes_are_no_matter() -> None:
+    template = "{{ 'user {} of 12345678: %d'.format('a') }} {{ '12345678: %d%%' % 5 }} {{ x|default(98765432) }}"
+    template += " {{ 12345678 % 7 }} {{ 'ab'|center(4) }}"
+    assert PromptTemplate(template=template, engine="jinja").format() == (
+        "user a of 12345678: %d 12345678: 5% 98765432 2  ab "
+    )

@@ -22,7 +22,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.policy.config import AgentSetting, Objective, OptimizerConfig
 from agentlightning.trajectory import RewardWeights
 from agentlightning.util.plugins import Registry, reference_to
-from agentlightning.util.settings import AtLeastOne, Part, settings_from
+from agentlightning.util.settings import PRESET_NAMES, AtLeastOne, Part, settings_from
 
 C = TypeVar("C", bound=BaseModel)
 
@@ -217,6 +217,7 @@ ALGORITHMS = Registry(
     },
 )
 """By `name`, which is the `type` in their settings."""
+ALGORITHMS.elsewhere = {name: f"algorithm.preset={name}" for name in PRESET_NAMES} | {"ppo": "algorithm.loss=ppo"}
 
 
 def make_algorithm(config: object) -> Algorithm[Any]:

@@ -50,7 +50,7 @@ def read_parts(
         yield of_text(content or "")
         return
     if not isinstance(content, list | tuple):
-        raise DatasetError(f"{where}={_shown(content)} must be a list")
+        raise DatasetError(f"{where}={_shown(content)} must be a list of parts, or a text")
     for part in cast("Sequence[Any]", content):
         if isinstance(part, str):
             part = {"type": "text", "text": part}

@@ -78,6 +78,7 @@ def evaluate(
     with open_output(as_json) as output:
         from agentlightning.cli.formatting.evaluation import evaluation_record, print_evaluation
         from agentlightning.errors import ConfigError
+        from agentlightning.evaluation.evaluation import written
         from agentlightning.evaluator import evaluate as measure
         from agentlightning.util.progress import Progress
 
@@ -90,6 +91,9 @@ def evaluate(
             after = agl("report", run)
         changes = overrides({"env": env, "agent": agent, "reward": reward}, settings)
         known, tasks, model, resources = _subject(run, config, changes, data, model)
+        if out is not None:  # Not once everything was run.
+            with written(out):
+                pass
         result = measure(
             known.agent,
             tasks,
@@ -134,9 +138,11 @@ def _subject(
     from agentlightning.algorithms.base import make_algorithm
     from agentlightning.config import TrainConfig
     from agentlightning.errors import ConfigError
+    from agentlightning.task import load_dataset, overlaps
     from agentlightning.training.export import checkpoint_of, holds_weights
     from agentlightning.training.persistence.checkpoints import read_resources
     from agentlightning.training.persistence.run_changes import settings_of_run
+    from agentlightning.util.json_values import loads
     from agentlightning.util.settings import load_settings
 
     if run is None:
@@ -152,12 +158,16 @@ def _subject(
             typer.echo(f"evaluating {known.agent} on {data}, model: {model or 'its own'}{unlearned}", err=True)
         return known, data, model, known.prompts
     known, found = settings_of_run(run, changes), checkpoint_of(run)
+    data = data or str(run / "data" / "held_out.jsonl")
+    learned = [loads(line) for line in (run / "data" / "train.jsonl").read_bytes().splitlines()]
+    for each in overlaps({"training": learned, "evaluation": load_dataset(data)}):
+        typer.echo(f"{each}: {run} has learned from them, so the result promises too much", err=True)
     if known.agent is None:
         raise ConfigError(f"the agent of {run} was given as an object, which no file holds; name it: --agent")
     model = model or (str(found) if holds_weights(found) else None)
     named = {each.partition("=")[0].split(".")[1] for each in changes if each.startswith("prompts.")}
     given = {name: prompt for name, prompt in known.prompts.items() if name in named}
-    return known, data or str(run / "data" / "held_out.jsonl"), model, read_resources(run, found.name) | given
+    return known, data, model, read_resources(run, found.name) | given
 
 
 def _failed(text: str) -> Any:

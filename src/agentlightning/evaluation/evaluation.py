@@ -8,11 +8,13 @@ says. Where tasks have several rollouts, the task is the unit: its rewards are a
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import total_ordering
 from math import comb
@@ -250,14 +252,9 @@ class Evaluation:
         where nothing can be written."""
         names = ("seconds", "reasons", "failed_as", "tasks", "members", "cached", "bounds")
         record = {"agentlightning_evaluation": VERSION, "rollouts": self._rollouts}
-        target = Path(path)
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+        with written(Path(path)) as unfinished:
             unfinished.write_bytes(dumps(record | {name: getattr(self, name) for name in names}) + b"\n")
-            unfinished.replace(target)
-        except OSError as error:
-            raise ConfigError(f"the evaluation cannot be written to {path}: {error}") from error
+            unfinished.replace(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Evaluation:
@@ -419,3 +416,21 @@ def _members(tasks: Sequence[Any], field: str) -> dict[str, tuple[int, ...]]:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+@contextmanager
+def written(target: Path) -> Generator[Path]:
+    """The file to write and put in place of `target`, gone afterwards if it is not. Raises ConfigError where none can
+    be written."""
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+        unfinished.touch()
+        try:
+            yield unfinished
+        finally:
+            unfinished.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the evaluation cannot be written to {target}: {error}") from error

@@ -465,8 +465,11 @@ class SeedMean:
     """Whether it is a difference within pairs of one seed."""
 
 
-def mean_of_seeds(values: Mapping[int, float], *, paired: bool = False) -> SeedMean:
-    """The mean of numbers by seed.
+UNBOUNDED: Interval = (-math.inf, math.inf)
+
+
+def mean_of_seeds(values: Mapping[int, float], bounds: Interval = UNBOUNDED, *, paired: bool = False) -> SeedMean:
+    """The mean of numbers by seed, its interval cut to `bounds`: the lowest and highest mean possible.
 
     >>> mean_of_seeds({0: 0.5, 1: 0.5, 2: 0.8}).mean
     0.6
@@ -475,25 +478,26 @@ def mean_of_seeds(values: Mapping[int, float], *, paired: bool = False) -> SeedM
     if not numbers:
         return SeedMean(None, None, 0, paired)
     center = math.fsum(numbers) / len(numbers)
-    return SeedMean(center, _interval(center, [numbers]), len(numbers), paired)
+    return SeedMean(center, _interval(center, [numbers], bounds), len(numbers), paired)
 
 
-def seed_difference(first: Mapping[int, float], other: Mapping[int, float]) -> SeedMean:
+def seed_difference(first: Mapping[int, float], other: Mapping[int, float], bounds: Interval = UNBOUNDED) -> SeedMean:
     """other - first: within pairs where both have the same seeds, else of the two means (Welch's interval, with the
-    degrees of freedom of the smaller one, which makes it no shorter)."""
+    degrees of freedom of the smaller one, which makes it no shorter). `bounds` are those of the difference."""
     if first.keys() == other.keys():
-        return mean_of_seeds({seed: other[seed] - first[seed] for seed in first}, paired=True)
+        return mean_of_seeds({seed: other[seed] - first[seed] for seed in first}, bounds, paired=True)
     before, after = mean_of_seeds(first), mean_of_seeds(other)
     if before.mean is None or after.mean is None:
         return SeedMean(None, None, 0)
     center = after.mean - before.mean
-    return SeedMean(center, _interval(center, [[*first.values()], [*other.values()]]), min(before.seeds, after.seeds))
+    interval = _interval(center, [[*first.values()], [*other.values()]], bounds)
+    return SeedMean(center, interval, min(before.seeds, after.seeds))
 
 
-def _interval(center: float, samples: Sequence[Sequence[float]]) -> tuple[float, float] | None:
+def _interval(center: float, samples: Sequence[Sequence[float]], bounds: Interval) -> Interval | None:
     least = min(map(len, samples))
     if least < 2:
         return None
     error = math.sqrt(sum(statistics.variance(each) / len(each) for each in samples))
     half = student_quantile(0.975, least - 1) * error
-    return center - half, center + half
+    return max(bounds[0], center - half), min(bounds[1], center + half)

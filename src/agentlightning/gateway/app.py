@@ -26,6 +26,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from agentlightning.attempt_address import without_key
 from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import Engine, EngineUnavailableError
 from agentlightning.errors import StoreError
@@ -371,7 +372,7 @@ async def _ok(request: HttpRequest) -> Response:
 
 
 def _unserved(request: HttpRequest) -> ApiError:
-    path = request.url.path
+    path = without_key(request.url.path)
     if request.headers.get("upgrade", "").lower() == "websocket":
         # After this status Codex falls back to HTTP at once; after any other it retries for seconds.
         return ApiError(426, f"{path} is no websocket; send POST requests")

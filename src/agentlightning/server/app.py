@@ -28,6 +28,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from agentlightning.attempt_address import without_key
 from agentlightning.errors import AgentLightningError, ConfigError, ServerError
 from agentlightning.gateway.app import Gateway
 from agentlightning.ingest.agent_events import event_routes
@@ -341,11 +342,13 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """The response for an unknown path or method, in the shape of every other error."""
     assert isinstance(error, HTTPException)
     status = error.status_code
-    message = f"{request.method} {request.url.path} is not served here ({error.detail})"
+    message = f"{request.method} {without_key(request.url.path)} is not served here ({error.detail})"
     kind = {404: "NotFoundError", 405: "MethodNotAllowed"}.get(status, "HTTPError")
     return error_response(status, kind, message, error.headers)
 
 
 async def _server_error(request: Request, error: Exception) -> Response:
     """The response for an exception; Starlette raises it again, so that it is logged with its traceback."""
-    return error_response(500, type(error).__name__, f"the server failed on {request.method} {request.url.path}")
+    return error_response(
+        500, type(error).__name__, f"the server failed on {request.method} {without_key(request.url.path)}"
+    )

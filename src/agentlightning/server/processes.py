@@ -1,7 +1,8 @@
 """Several processes that serve one port: `agl serve --workers N`.
 
 The parent binds a socket for each process and forks them; the kernel divides new connections between the sockets
-(SO_REUSEPORT). The parent serves nothing itself: it passes signals on, and starts a process again that has died. The
+(SO_REUSEPORT). The parent serves nothing itself: it passes signals on, kills a process whose event loop has stopped, to
+which the kernel would send connections for ever, and starts a process again that has died. The
 socket of such a process keeps the connections that come meanwhile. What the processes share beside the store lies in a
 directory that the parent makes and removes.
 """
@@ -35,6 +36,12 @@ RESTART_SECONDS: Final = 1.0
 """Time before a process is started again that died before it served."""
 POLL_SECONDS: Final = 0.05
 """Between two looks at a process that is about to serve."""
+BEAT_SECONDS: Final = 1.0
+"""How often the event loop of a process shows that it runs."""
+LOOK_SECONDS: Final = 5.0
+"""How often the parent looks."""
+MOST_SILENT_LOOKS: Final = 12
+"""After so many in which its event loop has not run, a process hangs."""
 ASK_SECONDS: Final = 2.0
 """How long a process waits for what another one says."""
 _PR_SET_PDEATHSIG: Final = 1
@@ -56,7 +63,9 @@ class ServerProcess:
         self.end = ""
         """How it ended last."""
         self._serves = _FORK.RawValue("b", False)
-        """In memory that it shares with its parent."""
+        self._beats = _FORK.RawValue("Q", 0)
+        """Both in memory that it shares with its parent."""
+        self._beats_seen, self._silent_looks = 0, 0
 
     # -- in the process --------------------------------------------------------------------------------------------
 
@@ -66,16 +75,23 @@ class ServerProcess:
 
     @asynccontextmanager
     async def sharing(self, metrics: Metrics) -> AsyncGenerator[None]:
-        """Give the metrics of this process to the others, and `metrics` theirs."""
+        """Give the metrics of this process to the others, and `metrics` theirs; show the parent that it runs."""
 
         async def give(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(metrics.render_own())
             writer.close()
 
+        async def beat() -> None:
+            while True:
+                self._beats.value += 1
+                await asyncio.sleep(BEAT_SECONDS)
+
         metrics.add_source(lambda: counters("process", "The process of the server", {"restarts": self.restarts}))
         metrics.process, metrics.others = self.number, self._ask_others
+        beating = asyncio.create_task(beat())
         async with await asyncio.start_unix_server(give, self._socket_of(self.number)):
             yield
+        beating.cancel()
 
     async def _ask_others(self) -> dict[int, bytes]:
         """The metrics of the other processes; one that does not answer in time is left out."""
@@ -100,6 +116,12 @@ class ServerProcess:
     @property
     def serves(self) -> bool:
         return bool(self._serves.value)
+
+    def hangs(self) -> bool:
+        """Whether its event loop has stopped. Looks are counted, not seconds: the parent may have stopped with it."""
+        silent = self.serves and self._beats.value == self._beats_seen
+        self._beats_seen, self._silent_looks = self._beats.value, self._silent_looks + 1 if silent else 0
+        return self._silent_looks >= MOST_SILENT_LOOKS
 
     def take_end(self) -> int | None:
         """The exit status of a process that has ended, once; as in a shell, 128 and the number of a signal."""
@@ -131,7 +153,7 @@ class Processes:
                 " servers on ports of their own instead, behind a load balancer"
             )
         self._work, self._on_ready = work, on_ready
-        listeners, self._num_signals = _listen(count, host, port), 0
+        listeners, self._num_signals, self._look_at = _listen(count, host, port), 0, 0.0
         self._directory = TemporaryDirectory(prefix="agl-serve-")
         directory = Path(self._directory.name)
         self._children = [ServerProcess(number, count, each, directory) for number, each in enumerate(listeners, 1)]
@@ -146,6 +168,7 @@ class Processes:
                     if child.running is None and child.start_at <= time.monotonic():
                         self._start(child)
                 self._wait(signals)
+                self._kill_hanging()
                 for child in self._children:
                     status = child.take_end()
                     if status is not None and not announced:
@@ -178,13 +201,25 @@ class Processes:
                 child.listener.close()
         sys.exit(self._work(process))
 
+    def _kill_hanging(self) -> None:
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + LOOK_SECONDS
+        for child in self._children:
+            if child.running and child.hangs():
+                seconds = LOOK_SECONDS * MOST_SILENT_LOOKS
+                logger.error("process %d of the server has done nothing for %g s; it is killed", child.number, seconds)
+                child.running.kill()
+
     def _wait(self, signals: socket.socket) -> None:
-        """Until a signal has come, a process has ended, or one may be started; a while, if one is about to serve."""
+        """Until a signal has come, a process has ended, or one may be started, and no longer than to the next look; a
+        while, if one is about to serve."""
         running = [child.running.sentinel for child in self._children if child.running]
-        due = [child.start_at - time.monotonic() for child in self._children if not child.running and child.start_at]
+        starts = [child.start_at for child in self._children if not child.running and child.start_at]
+        due = [LOOK_SECONDS, *(start_at - time.monotonic() for start_at in starts)]
         if any(child.running and not child.serves for child in self._children):
             due.append(POLL_SECONDS)
-        wait([signals, *running], max(0.0, min(due)) if due else None)
+        wait([signals, *running], max(0.0, min(due)))
         with suppress(BlockingIOError):
             self._num_signals += len(signals.recv(64))
 

@@ -25,10 +25,11 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import reduce
+from importlib.machinery import ModuleSpec
 from importlib.metadata import distributions, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -118,11 +119,32 @@ def load_file(path: Path, otherwise: str = "agentlightning_extension") -> Module
 def file_of(reference: str) -> str | None:
     """The file of `module:name` or `path/file.py:name`, which is not imported; None where there is none."""
     place = reference.rpartition(":")[0]
-    try:
-        found = None if place.endswith(".py") else importlib.util.find_spec(place)
-    except (ImportError, ValueError):
-        return None
-    return str(Path(place).resolve()) if place.endswith(".py") else found and found.origin
+    if place.endswith(".py"):
+        return str(Path(place).resolve())
+    found = find_module(place)
+    return found and found.origin
+
+
+def find_module(name: str) -> ModuleSpec | None:
+    """Where a process with this `sys.path` finds a module. Nothing is imported, as `importlib.util.find_spec` imports
+    the packages above; and `sys.modules` is not looked at, which may hold modules that others cannot import."""
+    found: ModuleSpec | None = None
+    path: Sequence[str] | None = None
+    below = ""
+    for part in name.split("."):
+        if not part.isidentifier() or (found is not None and path is None):  # Only packages have modules below.
+            return None
+        below = f"{below}.{part}".removeprefix(".")
+        finders = [each for each in sys.meta_path if hasattr(each, "find_spec")]
+        try:
+            found = next((spec for each in finders if (spec := each.find_spec(below, path)) is not None), None)
+        except KeyError:  # A folder that is a package without an __init__.py, in one that is not imported.
+            path = [os.path.join(each, part) for each in path or ()]
+            continue
+        if found is None:
+            return None
+        path = found.submodule_search_locations
+    return found
 
 
 def reference_to(part: Any) -> str:
@@ -174,6 +196,8 @@ class Registry(dict[str, Any]):
         self.kind, self.noun, self.base = kind, noun, base
         self.aliases: dict[str, str] = {}
         """Other names -> names."""
+        self.elsewhere: dict[str, str] = {}
+        """Names of what is no part of this kind -> what is to be set instead."""
         self.found = dict[str, Any]()
         """Those of others that were named so far."""
 
@@ -217,7 +241,7 @@ class Registry(dict[str, Any]):
         if name in plugin_names(self.kind):
             return announced(self.kind, name)
         known = [*self.names(), *self.aliases]
-        near = get_close_matches(str(name), known, n=1)
+        near = [self.elsewhere[name]] if name in self.elsewhere else get_close_matches(str(name), known, 1, 0.7)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         no_type = f"settings without a type name no {self.noun}."
         problem = no_type if name is None else f"there is no {self.noun} {name!r}{hint}"

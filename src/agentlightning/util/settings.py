@@ -363,6 +363,7 @@ def _explain(
         below = [each for each in known if each.startswith(f"{name}.") and not each.endswith(".type")]
         if error["type"] == "model_type" and below:
             complaint = f"has settings of its own; set one of these, such as {below[0]}"
+            complaint += f"; {OF_RUN}" if name in DIRECTORIES and RUN_SETTING in known else ""
         if name in lines:
             lines[name] += f", or {complaint.removeprefix('should be ')}"
         else:
@@ -404,7 +405,7 @@ def _unknown(path: Sequence[str], sources: Sequence[_Source], known: Sequence[st
         return line
     of_run = RUN_SETTING in known
     if of_run and path[-1].lower() in DIRECTORIES:
-        return f"{line}; the directory of a run is no setting: give --run DIR, or Trainer(run_dir=DIR)"
+        return f"{line}; {OF_RUN}"
     found = _synonym(shape, known) or nearest(shape, known)
     if found is None:
         return f"{line}; no known one is like it" + (" (all of them: agl train --print-config)" if of_run else "")
@@ -415,10 +416,13 @@ def _unknown(path: Sequence[str], sources: Sequence[_Source], known: Sequence[st
 
 RUN_SETTING = "run.seed"
 """Known where the settings are those of a training run."""
+OF_RUN = "the directory of a run is no setting: give --run DIR, or Trainer(run_dir=DIR)"
 DIRECTORIES = frozenset(
-    {"dir", "out", "output", "out_dir", "output_dir", "run_dir", "log_dir", "logging_dir", "save_dir"}
+    {"run", "dir", "out", "output", "out_dir", "output_dir", "run_dir", "log_dir", "logging_dir", "save_dir"}
 )
 """Names that other trainers have for the directory of a run."""
+PRESET_NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "reinforce++", "rloo", "loop")
+"""Those of `LightningRL`, which other trainers have as algorithms."""
 SYNONYMS: dict[str, tuple[str, ...]] = {
     "lr": ("optimizer.lr",),
     "learning_rate": ("optimizer.lr",),
@@ -443,6 +447,8 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "per_device_train_batch_size": ("tasks_per_step", "batch_size"),
     "num_generations": ("group_size",),
     "n_samples": ("group_size",),
+    **dict.fromkeys(PRESET_NAMES, ("preset",)),
+    "ppo": ("algorithm.loss",),
     "epsilon": ("loss.clip_low",),
     "clip_range": ("loss.clip_low",),
     "model_name": ("policy.model",),
@@ -482,7 +488,7 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
     def similarity(other: str) -> tuple[bool, float, float]:
         other_section, _, own = other.rpartition(".")
         short = ALIKE if len(last) > 2 and own.startswith(last) else 0.0
-        alike = max(short, SequenceMatcher(None, last, own).ratio())
+        alike = max(short, SequenceMatcher(None, last.lower(), own).ratio())
         first = alike == 1 or (alike >= ALIKE and other_section == section)
         return first, alike, SequenceMatcher(None, name, other).ratio()
 

@@ -8,11 +8,12 @@ small one (`"x" * 10**9`) are refused by their numbers.
 from __future__ import annotations
 
 import copy
+import re
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from types import FrameType
 from typing import Any, Final
 
@@ -22,6 +23,10 @@ SECONDS: Final = 2.0
 CHARACTERS: Final = 10_000_000
 LARGEST: Final = 1_000_000
 """The largest number that an operation on texts, or a power, is given."""
+SIZED: Final = ("batch", "center", "format", "indent", "slice", "truncate", "wordwrap")
+"""Filters whose arguments are sizes."""
+_WIDTH: Final = re.compile(r"%(?:\([^)%]*+\))?[-+ #0]*+(?:\d*+\.)?(\d{7,})|\{[^{}:]*+:[^{}]*?(\d{7,})")
+"""A large width or precision in a text that is a format."""
 TEMPLATE_FILE: Final = "<template>"
 """What Jinja calls the code of a template that is not in a file."""
 
@@ -83,9 +88,21 @@ def sandbox() -> Any:
         for each in numbers:
             if isinstance(each, int) and abs(each) > LARGEST:
                 raise SecurityError(f"an operation is given {each}, and {LARGEST} is the most")
+            if isinstance(each, str):
+                check(*(int(width) for found in _WIDTH.findall(each) for width in found if width))
+            elif isinstance(each, tuple):
+                check(*each)
+
+    def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)  # with what the function says of its own first argument
+        def call(*args: Any, **kwargs: Any) -> Any:
+            check(*args, *kwargs.values())
+            return function(*args, **kwargs)
+
+        return call
 
     class Sandbox(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset({"*", "**"})
+        intercepted_binops = frozenset({"*", "**", "%"})
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             if operator == "**" or not (isinstance(left, int | float) and isinstance(right, int | float)):
@@ -94,7 +111,10 @@ def sandbox() -> Any:
 
         def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
             if isinstance(getattr(obj, "__self__", None), str):
-                check(*args, *kwargs.values())
+                check(obj.__self__, *args, *kwargs.values())
             return super().call(context, obj, *args, **kwargs)
 
-    return Sandbox(undefined=StrictUndefined)
+    made = Sandbox(undefined=StrictUndefined)
+    made.filters |= {name: checked(made.filters[name]) for name in SIZED}
+    del made.globals["lipsum"]  # as much text as is asked for
+    return made

@@ -75,6 +75,20 @@ def test_calls_and_tools_are_read_in_every_spelling(arguments, tools):
     assert "computes" in prompts[0]
 
 
+def test_turns_of_weight_0_are_read_and_not_learned_from():
+    prompts, answers, _ = trained(CHATML, [user(), answer(weight=0), user("again"), answer(weight=1)])
+    assert (len(prompts), answers) == (1, ["good<|im_end|>"])
+    assert "good<|im_end|>" in prompts[0]
+
+
+def test_a_conversation_that_the_template_refuses_is_named():
+    refusing = (
+        "{% for m in messages %}{{ raise_exception('too bad') if m.content == 'bad' else m.content }}{% endfor %}"
+    )
+    with pytest.raises(DatasetError, match=r"conversation 1: the chat template .* cannot hold these messages: too bad"):
+        trained(refusing, [user("bad"), answer()])
+
+
 def test_a_call_from_before_tools_is_a_call():
     messages = [
         user(),

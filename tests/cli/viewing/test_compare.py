@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,12 @@ def finished(
     tasks: str = "1\n",
     digest: str = "",
     algorithm: Any = None,
+    rewards: Sequence[float | None] = (),
 ) -> str:
     run = folder / f"{steps}-{seed}"
     opened = RunDir.create(run)
     extensions = {"algorithm.loss=mine.py:Loss": {"file": "mine.py", "sha256": digest}} if digest else {}
-    opened.write_state(RunState("r", extensions=extensions))
+    opened.write_state(RunState("r", extensions=extensions, evaluations={"after-greedy": [*rewards]}))
     opened.close()
     algorithm: Any = algorithm or {"type": "lightning_rl", "steps": steps}
     config = TrainConfig(algorithm=algorithm, run=RunConfig(seed=seed, port=seed))
@@ -54,6 +56,24 @@ def test_runs_that_differ_in_the_seed_are_one_configuration_with_an_interval_ove
     # 2.7764 * sqrt(0.025 / 5), Student's quantile for four degrees of freedom.
     assert one["after"]["greedy"]["interval"] == pytest.approx([0.1037, 0.4963], abs=1e-4)
     assert one["gain"]["greedy"]["mean"] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(("reward", "bounded"), [(1.0, True), (1.5, False)])
+def test_no_interval_exceeds_what_rewards_between_0_and_1_can_be(tmp_path: Path, reward: float, bounded: bool) -> None:
+    runs = [
+        finished(tmp_path, seed, after, steps=steps, rewards=[0.0, None, reward])
+        for steps, means in ((100, (0.6, 1.0)), (200, (0.0, 0.9)), (300, (0.0, 0.7, 1.0)))
+        for seed, after in enumerate(means)
+    ]
+    rows = compared(*runs)
+    for row in rows:
+        low, high = row["after"]["greedy"]["interval"]
+        assert (low >= 0 and high <= 1) is bounded
+        for name in ("gain", "difference"):
+            if name in row:
+                low, high = row[name]["greedy"]["interval"]
+                assert (low >= -1 and high <= 1) is bounded
+                assert low <= row[name]["greedy"]["mean"] <= high
 
 
 def test_another_configuration_is_compared_seed_by_seed(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,6 +47,21 @@ def test_what_is_no_number_is_an_error_and_never_zero(value: Any) -> None:
 
 def test_numbers_of_any_kind_count() -> None:
     assert check_reward(Fraction(1, 4), "it") == 0.25
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), np.array(0.5), torch.tensor(0.5)], ids=repr)
+def test_scalars_of_numpy_and_torch_count(value: Any) -> None:
+    assert check_reward(value, "it") == 0.5
+    assert check_reward({"a": value, "b": np.array([1, 2]).any(), "c": torch.tensor(True)}, "it") == {
+        "a": 0.5,
+        "b": 1.0,
+        "c": 1.0,
+    }
+
+
+@pytest.mark.parametrize("value", [np.array([0.5]), torch.tensor([0.5]), np.str_("1"), np.complex64(1)], ids=repr)
+def test_arrays_and_scalars_of_other_kinds_do_not(value: Any) -> None:
+    assert not looks_like_reward(value)
 
 
 def test_a_reward_function_is_called_by_the_names_of_its_parameters(make_call: Any) -> None:

@@ -406,7 +406,10 @@ class Tokenizer:
                 if isinstance(record, Trajectory)
                 else self.answers(*_conversation(record, name), name)
             )
-            own = tuple(renamed(call, name) for call in calls)
+            try:
+                own = tuple(renamed(call, name) for call in calls)
+            except ConfigError as error:
+                raise DatasetError(f"{name}: {error}") from error
             if not any(call.prompt_token_ids or call.response_token_ids for call in own):
                 raise DatasetError(f"{name} has no assistant turn to learn from; remove it from the dataset")
             if (too_long := self.too_long(name, own)) is None:
@@ -424,10 +427,11 @@ class Tokenizer:
 
     def answers(self, messages: Sequence[Message], tools: Tools, name: str) -> Iterator[Transition]:
         """One transition for each assistant turn: the tokens before it as the prompt, its own as the response; its
-        `sequence_id` is the place of the turn among the messages, from 1. `name` is what a DatasetError calls them."""
+        `sequence_id` is the place of the turn among the messages, from 1. None for turns of `weight` 0, as OpenAI's
+        fine-tuning format has it. `name` is what a DatasetError calls them."""
         chat, text, ids = self.chat, "", list[int]()
         for position, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or message.get("weight") == 0:
                 continue
             before, answer, end = self._text(messages[:position], message, tools, f"{name}: turn {position + 1}")
             more, follows = chat.encode_after(text, before[len(text) :]) if before.startswith(text) else ([], False)

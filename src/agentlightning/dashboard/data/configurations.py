@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Final
 
 from agentlightning.config import TrainConfig
 from agentlightning.dashboard.data.run_files import RunFiles
 from agentlightning.errors import ConfigError, ResumeError
-from agentlightning.evaluation.intervals import mean_of_seeds, seed_difference
+from agentlightning.evaluation.intervals import UNBOUNDED, Interval, mean_of_seeds, seed_difference
 from agentlightning.training.persistence.run_changes import changed_settings, leaves, settings_of_run, shown
 from agentlightning.training.persistence.run_dir import read_state
 from agentlightning.util.json_values import Json, loads
@@ -30,6 +30,8 @@ class Configuration:
     """By seed."""
     reports: dict[int, Mapping[str, Any]] = field(default_factory=dict[int, Mapping[str, Any]])
     """Of those that are finished."""
+    rewards: list[float | None] = field(default_factory=list[float | None])
+    """Of held-out tasks, in all measurements of its runs."""
 
     @property
     def modes(self) -> list[str]:
@@ -47,8 +49,8 @@ def configurations(runs: Sequence[Path]) -> list[Configuration]:
     of a class of one's own; ResumeError where there is no run."""
     found: list[Configuration] = []
     for run in runs:
-        settings, path = settings_of_run(run), run / "report.json"
-        extensions = {name: each["sha256"] for name, each in read_state(run).extensions.items()}
+        settings, path, state = settings_of_run(run), run / "report.json", read_state(run)
+        extensions = {name: each["sha256"] for name, each in state.extensions.items()}
         own = next((each for each in found if not differing(each.settings, settings)), None)
         if own is None:
             found.append(own := Configuration(settings, extensions))
@@ -61,6 +63,7 @@ def configurations(runs: Sequence[Path]) -> list[Configuration]:
         if seed in own.runs:
             raise ConfigError(f"{own.runs[seed]} and {run} are one configuration with one seed ({seed}); leave one out")
         own.runs[seed] = run
+        own.rewards += chain.from_iterable(state.evaluations.values())
         if path.exists():
             own.reports[seed] = loads(path.read_bytes())
     return found
@@ -85,12 +88,24 @@ def joined_runs(runs: Mapping[str, RunFiles]) -> list[Json]:
         if config.run.seed not in own.runs:
             names.append(name)
             own.runs[config.run.seed] = files.path
+            own.rewards += chain.from_iterable(state.evaluations.values())
             own.reports |= {} if report is None else {config.run.seed: report}
     return [
-        {"runs": names, "gain": {mode: asdict(mean_of_seeds(own.numbers(mode, "gain"))) for mode in own.modes}}
+        {"runs": names, "gain": _means(own, "gain", own.modes, bounds_of([own])[1])}
         for own, names in found.values()
         if len(names) > 1
     ]
+
+
+def bounds_of(found: Sequence[Configuration]) -> tuple[Interval, Interval]:
+    """Those of a mean reward, and of a difference: 0 and 1 where all rewards lie in between, else none."""
+    rewards = [reward for each in found for reward in each.rewards if reward is not None]
+    known = bool(rewards) and min(rewards) >= 0 and max(rewards) <= 1
+    return ((0.0, 1.0), (-1.0, 1.0)) if known else (UNBOUNDED, UNBOUNDED)
+
+
+def _means(own: Configuration, name: str, modes: Iterable[str], bounds: Interval) -> Json:
+    return {mode: asdict(mean_of_seeds(own.numbers(mode, name), bounds)) for mode in modes}
 
 
 def short_names(paths: Iterable[Path]) -> dict[Path, str]:
@@ -114,18 +129,18 @@ def record_of(found: Sequence[Configuration]) -> list[Json]:
     JSON values. Raises ConfigError where runs of one seed were measured on different tasks."""
     first, names = found[0], short_names(run for each in found for run in each.runs.values())
     modes = dict.fromkeys(mode for each in found for mode in each.modes)
+    means, differences = bounds_of(found)
     rows: list[Json] = []
     for each in found:
         label = names[next(iter(each.runs.values()))]
         label += f" and {len(each.runs) - 1} more" if len(each.runs) > 1 else ""
         row: Json = {"label": label, "runs": [str(run) for run in each.runs.values()], "seeds": [*each.runs]}
         row["settings"] = _changes(shown(differing(first.settings, each.settings)))
-        for name in ("after", "gain"):
-            row[name] = {mode: asdict(mean_of_seeds(each.numbers(mode, name))) for mode in modes}
+        row["after"], row["gain"] = _means(each, "after", modes, means), _means(each, "gain", modes, differences)
         if each is not first:
             _check_tasks(first, each)
             row["difference"] = {
-                mode: asdict(seed_difference(first.numbers(mode, "after"), each.numbers(mode, "after")))
+                mode: asdict(seed_difference(first.numbers(mode, "after"), each.numbers(mode, "after"), differences))
                 for mode in modes
             }
         rows.append(row)

@@ -25,8 +25,13 @@ def looks_like_reward(value: Any) -> bool:
     """Whether a returned value is a number, or a non-empty dict of numbers by name."""
     if isinstance(value, Mapping):
         items = cast(Mapping[Any, Any], value)
-        return bool(items) and all(isinstance(k, str) and isinstance(v, Real) for k, v in items.items())
-    return isinstance(value, Real)
+        return bool(items) and all(isinstance(k, str) and _is_number(v) for k, v in items.items())
+    return _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    """Scalars of NumPy (`(a == b).all()`) and torch are numbers, as they are to `emit_reward`."""
+    return isinstance(value, Real) or (getattr(value, "shape", None) == () and isinstance(value.item(), Real))
 
 
 def check_reward(value: Any, source: str) -> Reward:

@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from agentlightning.errors import AgentError, ConfigError
 from agentlightning.runner.agents.litagent import FunctionAgent, LitAgent
-from agentlightning.util.plugins import Registry, announced
+from agentlightning.util.plugins import Registry, announced, find_module
 
 FORMS = "`module:name` and `path/to/file.py:name` are Python; any other text is a command"
 _MODULE = re.compile(r"^([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)$")
@@ -180,21 +180,8 @@ def importable(name: str) -> bool:
     module = sys.modules.get(name)
     if module is None or name == "__main__":
         return False
-    path: Sequence[str] | None = None
-    spec = None
-    for end in range(1, name.count(".") + 2):
-        partial = ".".join(name.split(".")[:end])
-        spec = _find(partial, path)
-        if spec is None:
-            return False
-        path = spec.submodule_search_locations
-    return spec is not None and spec.origin == getattr(module, "__file__", None)
-
-
-def _find(name: str, path: Sequence[str] | None) -> Any:
-    # `importlib.util.find_spec` looks in sys.modules, which may hold modules that other processes cannot import.
-    specs = (finder.find_spec(name, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
-    return next((spec for spec in specs if spec is not None), None)
+    found = find_module(name)
+    return found is not None and found.origin == getattr(module, "__file__", None)
 
 
 def _pickle(given: Any, label: str, role: str) -> bytes:
