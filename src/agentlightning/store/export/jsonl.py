@@ -43,7 +43,7 @@ USUAL_BYTES: Final = 64 * 1024 * 1024
 MAX_COMPRESSION: Final = 100
 """The text of agents is compressed to a tenth, very repetitive text to a hundredth; a decompression bomb to less."""
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Struct)
 
 
 @dataclass(frozen=True, slots=True)
