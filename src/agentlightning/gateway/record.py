@@ -22,7 +22,7 @@ from typing import Any, Final, cast
 import orjson
 
 from agentlightning import span as names
-from agentlightning.attempt_address import trace_id_of
+from agentlightning.attempt_address import attempt_trace_id
 from agentlightning.errors import StoreError
 from agentlightning.gateway.answer import (
     CUSTOM_INPUT,
@@ -40,7 +40,7 @@ from agentlightning.gateway.dialects.content_parts import IMAGE_TYPES, image_url
 from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.errors import ApiError, to_api_error
 from agentlightning.gateway.http import offload, parse_object
-from agentlightning.span import Span, new_span_id, new_trace_id
+from agentlightning.span import Span, new_span_id
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.util.json_values import Json, dumps, loads
 
@@ -110,7 +110,7 @@ class CallRecord:
             name=self.name,
             start_time=self.started,
             end_time=time.time(),
-            trace_id=caller.trace_id or self.trace_id or trace_id_of(caller.attempt_id or "") or new_trace_id(),
+            trace_id=caller.trace_id or self.trace_id or attempt_trace_id(caller.attempt_id or ""),
             span_id=span_id or new_span_id(),
             parent_id=caller.parent_id,
             status_code="ERROR" if failure else status,
