@@ -12,14 +12,20 @@ import secrets
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import orjson
 from google.protobuf import json_format
-from google.protobuf.descriptor import Descriptor
-from google.protobuf.message import DecodeError
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.resource.v1 import resource_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from agentlightning.errors import ConfigError
@@ -91,7 +97,9 @@ def decode_protobuf(body: bytes, now: float) -> Request:
         try:
             message = ExportTraceServiceRequest.FromString(body)
         except DecodeError:  # of a text that is not UTF-8, perhaps
-            repaired = _repair_protobuf(body, ExportTraceServiceRequest.DESCRIPTOR)
+            lenient = _lenient_type().FromString(body)
+            _repair(lenient)
+            repaired = lenient.SerializeToString()
             message = ExportTraceServiceRequest.FromString(repaired)
     except (DecodeError, RecursionError) as error:
         raise OtlpError(f"the body is not an OTLP trace request in protobuf: {error}") from None
@@ -198,42 +206,24 @@ def _replaced(body: bytes, repaired: bytes) -> int:
     return sum(repaired.count(mark) - body.count(mark) for mark in (_REPLACEMENT, rb"\ufffd"))
 
 
-def _repair_protobuf(data: bytes, kind: Descriptor) -> bytes:
-    """An encoded message of this kind, with its texts in UTF-8. Raises DecodeError if it is malformed."""
-    parts: list[bytes] = []
-    at = 0
-    while at < len(data):
-        start = at
-        tag, at = _varint(data, at)
-        if tag & 7 != 2:  # a number: a varint, or of 8 or 4 bytes
-            at = _varint(data, at)[1] if tag & 7 == 0 else at + (8 if tag & 7 == 1 else 4)
-            parts.append(data[start:at])
-            continue
-        field, head = kind.fields_by_number.get(tag >> 3), data[start:at]
-        size, at = _varint(data, at)
-        value, at = data[at : at + size], at + size
-        if at > len(data):
-            raise DecodeError("it is truncated")
-        if field is not None and field.message_type is not None:
-            value = _repair_protobuf(value, field.message_type)
-        elif field is not None and field.type == field.TYPE_STRING:
-            value = _utf8(value)
-        size, length = len(value), bytearray()
-        while size > 0x7F:
-            length.append(size & 0x7F | 0x80)
-            size >>= 7
-        parts += [head, bytes([*length, size]), value]
-    return b"".join(parts)
+@cache
+def _lenient_type() -> type[Message]:
+    """The type of requests as proto2 reads them: a text that is not UTF-8 stays as bytes."""
+    pool, modules = DescriptorPool(), (common_pb2, resource_pb2, trace_pb2, trace_service_pb2)
+    for file in [FileDescriptorProto.FromString(module.DESCRIPTOR.serialized_pb) for module in modules]:
+        file.ClearField("syntax")
+        pool.Add(file)
+    return GetMessageClass(pool.FindMessageTypeByName(ExportTraceServiceRequest.DESCRIPTOR.full_name))
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """(number, position after it)."""
-    number = 0
-    for shift, byte in enumerate(data[at : at + 10]):
-        number |= (byte & 0x7F) << 7 * shift
-        if byte <= 0x7F:
-            return number, at + shift + 1
-    raise DecodeError("it is truncated")
+def _repair(message: Message) -> None:
+    """Replace what is not Unicode in a lenient message."""
+    for kind, value in message.ListFields():
+        if kind.message_type is not None:
+            for each in [value] if isinstance(value, Message) else value:
+                _repair(each)
+        elif kind.type == kind.TYPE_STRING and isinstance(value, bytes):
+            setattr(message, kind.name, value.decode(errors="replace"))
 
 
 # -- sequence numbers --------------------------------------------------------------------------------------------------

@@ -54,9 +54,9 @@ class OtlpExporter(Outbox[Span]):
     """Sends spans to an OTLP/HTTP endpoint. Pass it to `observed(store, [exporter])`, or `put` spans directly.
 
     endpoint: its base URL, or the full one that ends in /v1/traces. headers: sent with every request, as a mapping or
-    as `name=value,...`; by default those of OTEL_EXPORTER_OTLP_HEADERS and OTEL_EXPORTER_OTLP_TRACES_HEADERS. tokens:
-    send token ids and log-probabilities too. A batch is sent when it is full or its first span is `delay_seconds` old,
-    and dropped after `patience` seconds. Raises ConfigError for an invalid endpoint or invalid headers.
+    as `name=value,...`; by default those of OTEL_EXPORTER_OTLP_HEADERS and OTEL_EXPORTER_OTLP_TRACES_HEADERS. A batch
+    is sent when it is full or its first span is `delay_seconds` old, and dropped after `patience` seconds. Raises
+    ConfigError for an invalid endpoint or invalid headers.
     """
 
     rejections = (ValueError, TypeError, ArithmeticError, RecursionError, _TooLargeError)
@@ -67,7 +67,6 @@ class OtlpExporter(Outbox[Span]):
         endpoint: str,
         *,
         headers: Mapping[str, str] | str | None = None,
-        tokens: bool = False,
         batch_size: int = 512,
         delay_seconds: float = 1.0,
         queue_size: int = 20_000,
@@ -76,7 +75,7 @@ class OtlpExporter(Outbox[Span]):
     ) -> None:
         self.url = traces_url(endpoint)
         self._headers = _headers(headers) | _OWN_HEADERS
-        self._tokens, self._timeout = tokens, timeout_seconds
+        self._timeout = timeout_seconds
         super().__init__(
             self.url,
             patience=patience,
@@ -99,7 +98,7 @@ class OtlpExporter(Outbox[Span]):
             await super().run()
 
     async def send(self, batch: list[Span]) -> None:
-        body = gzip.compress(encode(batch, tokens=self._tokens).SerializeToString(), compresslevel=1)
+        body = gzip.compress(encode(batch).SerializeToString(), compresslevel=1)
         try:
             answer = await self._client.post(self.url, content=body)
         except httpx.RequestError as error:
