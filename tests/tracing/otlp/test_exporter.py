@@ -147,7 +147,7 @@ def test_what_was_written_is_read_back(endpoint: Endpoint) -> None:
     (read,) = decode_protobuf(encode([written]).SerializeToString(), 0.0).spans
     ids = {"agentlightning.rollout_id": "ro-1", "agentlightning.attempt_id": ATTEMPT}
     place = {"agentlightning.span_sequence_id": 4}
-    again = Span("ro-1", ATTEMPT, *read)
+    again = replace(read, rollout_id="ro-1", attempt_id=ATTEMPT)
     assert again == Span(
         **{name: getattr(written, name) for name in Span.__slots__}
         | {"attributes": attributes | place, "resource": {"service.name": "shop"} | ids}

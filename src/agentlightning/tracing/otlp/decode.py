@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import orjson
 from google.protobuf import json_format
@@ -29,7 +29,7 @@ from opentelemetry.proto.resource.v1 import resource_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from agentlightning.errors import ConfigError
-from agentlightning.span import SpanEvent
+from agentlightning.span import Span, SpanEvent
 from agentlightning.tracing import conventions
 from agentlightning.tracing.otlp.otel_span import add_extra_fields
 from agentlightning.tracing.sanitize import number
@@ -55,28 +55,11 @@ class OtlpError(ConfigError):
     """The body is not a valid OTLP trace request."""
 
 
-class Decoded(NamedTuple):
-    """A span without its rollout and attempt: the fields of `Span` from `name` on, in order."""
-
-    name: str
-    start_time: float
-    end_time: float | None
-    sequence_id: int
-    trace_id: str
-    span_id: str
-    parent_id: str | None
-    status_code: str
-    status_message: str | None
-    attributes: dict[str, Any]
-    events: tuple[SpanEvent, ...]
-    resource: dict[str, Any]
-
-
 @dataclass(slots=True)
 class Request:
-    """The spans of one request, in order."""
+    """The spans of one request, in order, each without the ids of its rollout and attempt."""
 
-    spans: list[Decoded] = field(default_factory=list[Decoded])
+    spans: list[Span] = field(default_factory=list[Span])
     refused: Counter[str] = field(default_factory=Counter[str])
     """Reason -> number of spans rejected for it."""
     repaired: int = 0
@@ -120,7 +103,7 @@ def _read_request(message: ExportTraceServiceRequest, repaired: int, now: float)
     return request
 
 
-def _read_span(span: trace_pb2.Span, scope: tuple[str, str], resource: dict[str, Any], now: float) -> Decoded:
+def _read_span(span: trace_pb2.Span, scope: tuple[str, str], resource: dict[str, Any], now: float) -> Span:
     trace_id, span_id, parent = span.trace_id, span.span_id, span.parent_span_id
     if len(trace_id) != 16 or len(span_id) != 8 or not any(trace_id) or not any(span_id):
         raise _SpanRejected("a trace id needs 16 bytes and a span id 8, not all zero")
@@ -132,7 +115,9 @@ def _read_span(span: trace_pb2.Span, scope: tuple[str, str], resource: dict[str,
     if span.HasField("status") and 0 < span.status.code < len(STATUS):
         code, message = STATUS[span.status.code], span.status.message or None
     start, end = span.start_time_unix_nano, span.end_time_unix_nano
-    return Decoded(
+    return Span(
+        "",
+        "",
         conventions.complete(span.name, attributes, events),
         (start or end) / NANOSECONDS or now,
         end / NANOSECONDS if end else None,

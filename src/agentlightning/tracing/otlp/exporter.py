@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import gzip
 import os
-import time
 from collections.abc import Mapping, Sequence
-from email.utils import parsedate_to_datetime
 from typing import Final, Protocol
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -28,6 +26,7 @@ from agentlightning.span import Span
 from agentlightning.tracing.otlp.decode import EXPORTER_HEADER, PROCESS_ID
 from agentlightning.tracing.otlp.encode import encode
 from agentlightning.tracing.outbox import Outbox, Unavailable
+from agentlightning.transport.base import retry_after
 
 RETRYABLE_STATUSES: Final = frozenset({429, 502, 503, 504})
 """Statuses that the OTLP specification calls retryable."""
@@ -104,7 +103,8 @@ class OtlpExporter(Outbox[Span]):
         except httpx.RequestError as error:
             raise Unavailable(f"the endpoint is unreachable: {type(error).__name__}: {error}") from error
         if answer.status_code in RETRYABLE_STATUSES:
-            raise Unavailable(f"the endpoint is overloaded: {_describe(answer)}", _retry_after(answer))
+            headers = [(name.lower(), value) for name, value in answer.headers.raw]
+            raise Unavailable(f"the endpoint is overloaded: {_describe(answer)}", retry_after(headers))
         if answer.status_code == 413 and len(batch) > 1:
             raise _TooLargeError
         refused, why = _rejected(answer) if answer.is_success else (len(batch), _describe(answer))
@@ -150,17 +150,6 @@ def _parse_headers(text: str, what: str) -> dict[str, str]:
             raise ConfigError(f"{what} has a part without a name or a value; write it as name=value,name=value")
         headers[unquote(name.strip()).lower()] = unquote(value.strip())
     return headers
-
-
-def _retry_after(answer: httpx.Response) -> float | None:
-    """Seconds of a Retry-After header, given as a number or a date."""
-    value = answer.headers.get("retry-after", "").strip()
-    if value.isdecimal():
-        return float(value)
-    try:
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except (ValueError, TypeError):
-        return None
 
 
 def _rejected(answer: httpx.Response) -> tuple[int, str]:
