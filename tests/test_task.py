@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from agentlightning.errors import ConfigError, DatasetError, MissingExtraError
-from agentlightning.task import Dataset, TaskSampler, load_dataset, overlaps, split, task_key
+from agentlightning.task import Dataset, load_dataset, overlaps, split, task_key, tasks_of_step
 
 # -- loading ---------------------------------------------------------------------------------------------------------
 
@@ -223,35 +223,22 @@ def test_shares_that_do_not_add_up_are_refused(fractions: list[float]) -> None:
 # -- sampling --------------------------------------------------------------------------------------------------------
 @given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 3))
 def test_every_task_is_drawn_once_an_epoch(count: int, batch: int, seed: int) -> None:
-    sampler = TaskSampler(range(count), batch, seed)
-    drawn = [task for step in range(count) for task in sampler.draw(step)]
+    drawn = [task for step in range(count) for task in tasks_of_step(count, batch, step, seed)]
     assert len(drawn) == count * batch
     for epoch in range(batch):
         assert sorted(drawn[epoch * count : (epoch + 1) * count]) == list(range(count))
 
 
-def test_a_resumed_run_draws_what_it_would_have_drawn() -> None:
-    whole = TaskSampler(range(50), 16, seed=3)
-    draws = [whole.draw(step) for step in range(12)]
+def test_a_step_draws_the_same_tasks_each_time() -> None:
+    draws = [tasks_of_step(50, 16, step, seed=3) for step in range(12)]
     for step in (7, 11, 2):
-        assert TaskSampler(range(50), 16, seed=3).draw(step) == draws[step]
-    assert whole.draw(0) == draws[0]
+        assert tasks_of_step(50, 16, step, seed=3) == draws[step]
 
 
 def test_epochs_and_seeds_are_shuffled_differently() -> None:
-    sampler = TaskSampler(range(100), 100, seed=0)
-    assert sampler.draw(0) != sampler.draw(1)
-    assert sampler.draw(0) != TaskSampler(range(100), 100, seed=1).draw(0)
-    assert TaskSampler(range(10), 5, seed=0).draw(0) == [5, 0, 3, 2, 7]  # in every version: runs are resumed
-
-
-def test_what_cannot_be_drawn_is_refused() -> None:
-    with pytest.raises(DatasetError, match="no tasks to draw"):
-        TaskSampler([], 4)
-    with pytest.raises(ConfigError, match="batch=0"):
-        TaskSampler([1], 0)
-    with pytest.raises(ConfigError, match="step=-1"):
-        TaskSampler([1], 1).draw(-1)
+    assert tasks_of_step(100, 100, 0) != tasks_of_step(100, 100, 1)
+    assert tasks_of_step(100, 100, 0) != tasks_of_step(100, 100, 0, seed=1)
+    assert tasks_of_step(10, 5, 0) == [5, 0, 3, 2, 7]  # in every version: runs are resumed
 
 
 def test_datasets_that_share_tasks_are_named_with_their_rows():

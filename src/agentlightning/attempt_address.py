@@ -10,6 +10,8 @@ import re
 from typing import Final
 from urllib.parse import quote
 
+from agentlightning.util.random_ids import random_bits
+
 _attempt_id = re.compile(r"at-([0-9a-f]{24})")
 
 ATTEMPT_HEADER: Final = "x-agentlightning-attempt"
@@ -58,6 +60,11 @@ def trace_id_of(attempt_id: str) -> str | None:
         return None
     digits = match[1]
     return digits + hashlib.blake2b(digits.encode(), digest_size=4).hexdigest()
+
+
+def attempt_trace_id(attempt_id: str) -> str:
+    """`trace_id_of`, or a new trace id for an attempt id that the store did not generate."""
+    return trace_id_of(attempt_id) or f"{random_bits(128):032x}"
 
 
 def root_span_id_of(attempt_id: str) -> str | None:

@@ -281,8 +281,3 @@ def counts(span: Span) -> bool:
 def new_span_id() -> str:
     """A span id of OpenTelemetry: 16 hexadecimal digits."""
     return f"{random_bits(64):016x}"
-
-
-def new_trace_id() -> str:
-    """A trace id of OpenTelemetry: 32 hexadecimal digits."""
-    return f"{random_bits(128):032x}"

@@ -12,6 +12,7 @@ import logging
 import random
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
@@ -55,25 +56,19 @@ class DatasetKind:
         raise NotImplementedError(f"{type(self).__name__} defines no `load`")
 
 
-@dataclass(frozen=True, slots=True)
 class Environment(DatasetKind):
-    """An environment of a package that is an extra."""
+    """An environment of a package that is an extra.
 
-    module: str
-    """Its module in `agentlightning.integrations`, with `load(address)` and `play`, an agent."""
-    scores: bool = False
-    """Whether the module has a reward function `score`; the agent of any other gives the rewards itself."""
+    module: its module in `agentlightning.integrations`, with `load(address)` and `play`, an agent. scores: whether that
+    has a reward function `score`; the agent of any other gives the rewards itself.
+    """
 
-    @property
-    def agent(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"{INTEGRATIONS}.{self.module}:play"
-
-    @property
-    def reward(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"{INTEGRATIONS}.{self.module}:score" if self.scores else None
+    def __init__(self, module: str, scores: bool = False) -> None:
+        self._module = f"{INTEGRATIONS}.{module}"
+        self.agent, self.reward = f"{self._module}:play", f"{self._module}:score" if scores else None
 
     def load(self, address: Any) -> Iterable[Any]:
-        return import_module(f"{INTEGRATIONS}.{self.module}").load(address)
+        return import_module(self._module).load(address)
 
 
 DATASETS = Registry(
@@ -344,24 +339,16 @@ def split(tasks: Sequence[T], fractions: Sequence[float], seed: int = 0) -> list
     if any(fraction < 0 for fraction in fractions) or abs(sum(fractions) - 1) > 1e-6:
         raise ConfigError(f"fractions {list(fractions)} do not sum to 1; use fractions such as [0.7, 0.1, 0.2]")
     keys = [task_key(task) for task in tasks]
-    part_of = _assign(keys, fractions, seed)
-    parts: list[list[T]] = [[] for _ in fractions]
-    for key, task in zip(keys, tasks, strict=True):
-        parts[part_of[key]].append(task)
-    return parts
-
-
-def _assign(keys: Sequence[str], fractions: Sequence[float], seed: int) -> dict[str, int]:
-    ends = [round(len(keys) * share) for share in accumulate(fractions)]
-    counts: dict[str, int] = {}
-    for key in keys:
-        counts[key] = counts.get(key, 0) + 1
+    counts, ends = Counter(keys), [round(len(keys) * share) for share in accumulate(fractions)]
     part_of: dict[str, int] = {}
     placed = 0
     for key in sorted(counts, key=lambda key: hashlib.sha256(f"{seed}:{key}".encode()).digest()):
         part_of[key] = bisect_right(ends, placed)
         placed += counts[key]
-    return part_of
+    parts: list[list[T]] = [[] for _ in fractions]
+    for key, task in zip(keys, tasks, strict=True):
+        parts[part_of[key]].append(task)
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,36 +381,13 @@ def overlaps(datasets: Mapping[str, Sequence[Any]]) -> list[Overlap]:
     return found
 
 
-class TaskSampler:
-    """Draws the tasks of each step: reshuffled every epoch, each task once per epoch.
-
-    The tasks of a step depend only on (tasks, batch, seed, step), so a resumed run draws the same tasks.
-    """
-
-    def __init__(self, tasks: Sequence[Any], batch: int, seed: int = 0) -> None:
-        if not tasks:
-            raise DatasetError("there are no tasks to draw from; at least one is needed")
-        if batch < 1:
-            raise ConfigError(f"batch={batch} draws nothing; use at least 1")
-        self.tasks = tasks
-        self.batch = batch
-        self.seed = seed
-        self._epoch = -1
-        self._order: list[int] = []
-
-    def draw(self, step: int) -> list[Any]:
-        """The tasks of a step, counted from 0. A batch may extend into the next epoch."""
-        if step < 0:
-            raise ConfigError(f"step={step}: steps start at 0")
-        return list(self._draw(step))
-
-    def _draw(self, step: int) -> Iterator[Any]:
-        for position in range(step * self.batch, (step + 1) * self.batch):
-            epoch, index = divmod(position, len(self.tasks))
-            yield self.tasks[self._shuffled(epoch)[index]]
-
-    def _shuffled(self, epoch: int) -> list[int]:
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, list(range(len(self.tasks)))
-            random.Random(f"{self.seed}:{epoch}").shuffle(self._order)
-        return self._order
+def tasks_of_step(number: int, batch: int, step: int, seed: int = 0) -> list[int]:
+    """The places of the tasks of a step, counted from 0, among `number` tasks: reshuffled every epoch, each task once
+    per epoch. A batch may extend into the next epoch. A resumed run draws the same tasks."""
+    start, end = step * batch, (step + 1) * batch
+    drawn: list[int] = []
+    for epoch in range(start // number, (end - 1) // number + 1):
+        order, first = list(range(number)), epoch * number
+        random.Random(f"{seed}:{epoch}").shuffle(order)
+        drawn += order[max(0, start - first) : end - first]
+    return drawn

@@ -21,7 +21,7 @@ from agentlightning.dashboard.remote import remote_routes
 from agentlightning.resources import LLM
 from agentlightning.server.app import Server
 from agentlightning.store import LightningStore, LightningStoreClient
-from agentlightning.store.export.jsonl import JsonlReader
+from agentlightning.store.export.jsonl import read_items
 
 STATIC = Path(agentlightning.__file__).parent / "dashboard" / "static"
 GRPO = "calculator-grpo"
@@ -136,7 +136,7 @@ async def test_a_selection_is_exported_as_a_store_imports_it(client, tmp_path):
     ids = [each["rollout_id"] for each in rows]
     response = await client.post(f"/runs/{GRPO}/export", json={"rollout_ids": ids})
     (tmp_path / "selection.jsonl").write_bytes(response.content)
-    items = [item for item, _ in JsonlReader(tmp_path / "selection.jsonl").items()]
+    items = [item for item, _ in read_items(tmp_path / "selection.jsonl")]
     assert [item.rollout.rollout_id for item in items] == ids
     assert all(item.spans for item in items)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,18 @@ from agentlightning.ingest import traces as traces_module
 from agentlightning.ingest.otlp import OtlpReceiver
 from agentlightning.ingest.traces import QUEUE, UnknownTraces, ids_of_trace
 from agentlightning.rollouts import Rollout
+from agentlightning.span import Span
 from agentlightning.store import LightningStore, LightningStoreBase
-from agentlightning.tracing.otlp.decode import Decoded, Request
+from agentlightning.tracing.otlp.decode import Request
 
 TRACE, OTHER = "0af7651916cd43dd8448eb211c80319c", "1" * 32
 
 
-def span(span_id: str, parent_id: str | None = None, trace_id: str = TRACE, **fields: Any) -> Decoded:
+def span(span_id: str, parent_id: str | None = None, trace_id: str = TRACE, **fields: Any) -> Span:
     attributes = fields.pop("attributes", {})
     status = fields.pop("status", "UNSET")
     resource = {"service.name": "shop"}
-    return Decoded("work", 1.0, 2.0, 0, trace_id, span_id, parent_id, status, None, attributes, (), resource)
+    return Span("", "", "work", 1.0, 2.0, 0, trace_id, span_id, parent_id, status, None, attributes, (), resource)
 
 
 def receiver(store: LightningStoreBase) -> OtlpReceiver:
@@ -68,7 +70,7 @@ async def test_it_ends_as_its_root_does_and_keeps_what_it_was_asked(
 
 
 async def test_rewards_in_a_trace_are_rewards_of_the_rollout(store: LightningStoreBase) -> None:
-    reward = span("reward", "root", attributes={names.SCORE_VALUE: 0.5})._replace(name=names.REWARD)
+    reward = replace(span("reward", "root", attributes={names.SCORE_VALUE: 0.5}), name=names.REWARD)
     async with receiver(store) as otlp:
         await otlp.store_spans(Request([reward, span("root")]))
     kept = await store.query_spans((await adopted(store)).rollout_id, name=names.REWARD)

@@ -19,7 +19,7 @@ from agentlightning.dashboard.data.selection import Filters, select
 from agentlightning.dashboard.query import Query
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.rollouts import Rollout
-from agentlightning.store.export.schema import FORMAT, VERSION, encode_item
+from agentlightning.store.export.jsonl import end_line, header_line, item_line
 from agentlightning.training.export import DatasetForm, Selection, dataset_records
 
 ROLLOUTS: Final = "rollouts"
@@ -77,13 +77,10 @@ async def _lines(records: Sequence[Mapping[str, Any]]) -> AsyncIterator[bytes]:
 
 
 async def _lines_of_store(run: RunData, ids: Sequence[str]) -> AsyncIterator[bytes]:
-    yield orjson.dumps({"type": "header", "format": FORMAT, "version": VERSION}) + b"\n"
+    yield header_line()
     count = 0
     for start in range(0, len(ids), CHUNK):
         for record in await run.store.read_records(ids[start : start + CHUNK]):
             count += 1
-            attempts = [encode_item(attempt) for attempt in record.attempts]
-            spans = [encode_item(span) for span in record.spans]
-            line = {"type": "rollout", **encode_item(record.rollout), "attempts": attempts, "spans": spans}
-            yield orjson.dumps(line) + b"\n"
-    yield orjson.dumps({"type": "end", "resources": 0, "rollouts": count}) + b"\n"
+            yield item_line(record)
+    yield end_line(0, count)

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Final, cast
 
 from agentlightning import span as names
-from agentlightning.attempt_address import trace_id_of
+from agentlightning.attempt_address import attempt_trace_id
 from agentlightning.errors import StoreError
 from agentlightning.gateway.answer import (
     MALFORMED,
@@ -36,7 +36,7 @@ from agentlightning.gateway.dialects.base import ApiPath
 from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.errors import ApiError, to_api_error
 from agentlightning.gateway.http import offload, parse_object
-from agentlightning.span import Span, new_span_id, new_trace_id
+from agentlightning.span import Span, new_span_id
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.tracing.messages import message_part, tool_call, tool_call_part, tool_response_part
 from agentlightning.util.json_values import Json, dumps
@@ -107,7 +107,7 @@ class CallRecord:
             name=self.name,
             start_time=self.started,
             end_time=time.time(),
-            trace_id=caller.trace_id or self.trace_id or trace_id_of(caller.attempt_id or "") or new_trace_id(),
+            trace_id=caller.trace_id or self.trace_id or attempt_trace_id(caller.attempt_id or ""),
             span_id=span_id or new_span_id(),
             parent_id=caller.parent_id,
             status_code="ERROR" if failure else status,

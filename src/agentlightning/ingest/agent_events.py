@@ -7,7 +7,6 @@ be that of the attempt. Events after the end of the attempt are stored with a ma
 
 from __future__ import annotations
 
-import time
 from typing import Any, Final
 
 import orjson
@@ -16,13 +15,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from agentlightning import span as names
-from agentlightning.attempt_address import read_attempt_key, trace_id_of
+from agentlightning.attempt_address import read_attempt_key
 from agentlightning.errors import RewardError
-from agentlightning.span import MAX_REWARD, Span, new_span_id, new_trace_id, usable_reward
+from agentlightning.span import MAX_REWARD, Span, usable_reward
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.endpoint import endpoint, receive_body, respond
 from agentlightning.store.http.errors import RequestError
-from agentlightning.tracing.agent_spans import agent_attributes, late_mark
+from agentlightning.tracing.agent_spans import agent_attributes, event_span, late_mark
 from agentlightning.util.api_key import api_key
 from agentlightning.util.json_values import dumps, loads
 
@@ -75,8 +74,7 @@ def read_event(body: bytes, rollout_id: str, attempt_id: str) -> Span:
     if not isinstance(kind, str) or not kind:
         raise EventError('an event is an object like {"event_type": "reward", "data": {"value": 1.0}}')
     name, attributes = _name_and_attributes(kind, event.get("data"))
-    now, trace_id = time.time(), trace_id_of(attempt_id) or new_trace_id()
-    return Span(rollout_id, attempt_id, name, now, now, trace_id=trace_id, span_id=new_span_id(), attributes=attributes)
+    return event_span(rollout_id, attempt_id, name, attributes)
 
 
 def _name_and_attributes(kind: str, data: Any) -> tuple[str, dict[str, Any]]:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final
 
 import orjson
+from msgspec.structs import replace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTracePartialSuccess,
     ExportTraceServiceResponse,
@@ -50,7 +51,6 @@ from agentlightning.tracing.agent_spans import agent_attributes, late_mark
 from agentlightning.tracing.otlp.decode import (
     EXPORTER_HEADER,
     PROCESS_ID,
-    Decoded,
     Request,
     decode_json,
     decode_protobuf,
@@ -240,10 +240,10 @@ class OtlpReceiver:
         self.counts.repaired += request.repaired
         return rejected
 
-    async def _untrusted(self, spans: Sequence[Decoded], caller: AttemptIds) -> list[Decoded]:
+    async def _untrusted(self, spans: Sequence[Span], caller: AttemptIds) -> list[Span]:
         """The spans without attributes that agents may not set, marked if the attempt has ended."""
         late = late_mark(await self._store.get_attempt(caller[1]))
-        return [span._replace(attributes={**agent_attributes(span.attributes), **late}) for span in spans]
+        return [replace(span, attributes={**agent_attributes(span.attributes), **late}) for span in spans]
 
     async def _add(self, spans: Sequence[Span], rejected: Counter[str]) -> int:
         """Add the spans, and the valid ones if some are invalid. Returns the number of spans added."""
@@ -263,12 +263,17 @@ class OtlpReceiver:
         return sum([await self._add(part, rejected) for part in parts])
 
 
-def _spans(attributed: Iterable[tuple[AttemptIds, Decoded]]) -> list[Span]:
+def _spans(attributed: Iterable[tuple[AttemptIds, Span]]) -> list[Span]:
     """The spans for the store. A parent that is the synthetic root span of TRACEPARENT is removed."""
     root_of = cache(root_span_id_of)
     return [
-        Span(*ids, *(decoded._replace(parent_id=None) if decoded.parent_id == root_of(ids[1]) else decoded))
-        for ids, decoded in attributed
+        replace(
+            span,
+            rollout_id=ids[0],
+            attempt_id=ids[1],
+            parent_id=None if span.parent_id == root_of(ids[1]) else span.parent_id,
+        )
+        for ids, span in attributed
     ]
 
 

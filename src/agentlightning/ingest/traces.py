@@ -27,10 +27,10 @@ from agentlightning import span as names
 from agentlightning.attempt_address import attempt_of_trace
 from agentlightning.errors import ConflictError, NotFoundError, StoreError
 from agentlightning.rollouts import FINISHED, AttemptStatus
+from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.ids import claimed_id
 from agentlightning.store.types import UNSET
-from agentlightning.tracing.otlp.decode import Decoded
 from agentlightning.util.shared_cache import open_cache
 
 logger = logging.getLogger(__name__)
@@ -88,16 +88,16 @@ class AttemptResolver:
     attempts: OrderedDict[str, AttemptIds] = field(default_factory=OrderedDict[str, AttemptIds])
 
     async def resolve(
-        self, spans: Sequence[Decoded], caller: AttemptIds | None, rejected: Counter[str]
-    ) -> tuple[list[tuple[AttemptIds, Decoded]], list[Decoded]]:
+        self, spans: Sequence[Span], caller: AttemptIds | None, rejected: Counter[str]
+    ) -> tuple[list[tuple[AttemptIds, Span]], list[Span]]:
         """(spans with their attempts, in order, spans without one). Counts spans that must be rejected in `rejected`,
         by reason."""
         named = await self._by_name(spans, caller)
         traces = {span.trace_id: ids for span, ids in named if isinstance(ids, tuple)}
         unnamed = {span.trace_id for span, ids in named if ids is None} - traces.keys()
         by_trace = traces | {trace_id: await self.by_trace(trace_id) for trace_id in unnamed}
-        attributed: list[tuple[AttemptIds, Decoded]] = []
-        unattributed: list[Decoded] = []
+        attributed: list[tuple[AttemptIds, Span]] = []
+        unattributed: list[Span] = []
         for span, ids in named:
             ids = by_trace[span.trace_id] if ids is None else ids
             if isinstance(ids, tuple):
@@ -111,12 +111,12 @@ class AttemptResolver:
         return attributed, unattributed
 
     async def _by_name(
-        self, spans: Sequence[Decoded], caller: AttemptIds | None
-    ) -> list[tuple[Decoded, AttemptIds | str | None]]:
+        self, spans: Sequence[Span], caller: AttemptIds | None
+    ) -> list[tuple[Span, AttemptIds | str | None]]:
         """Each span with the attempt that it names, None if it names none, or the reason why it is rejected."""
         resolved: dict[NamedIds, AttemptIds | str | None] = {}
         resources: dict[int, NamedIds] = {}
-        result: list[tuple[Decoded, AttemptIds | str | None]] = []
+        result: list[tuple[Span, AttemptIds | str | None]] = []
         for span in spans:
             given = _named_ids(span.attributes)
             if given is UNNAMED:
@@ -236,7 +236,7 @@ class UnknownTraces:
             self._checking.cancel()
             await asyncio.wait({self._checking})
 
-    async def adopt(self, spans: Sequence[Decoded]) -> list[tuple[AttemptIds, Decoded]]:
+    async def adopt(self, spans: Sequence[Span]) -> list[tuple[AttemptIds, Span]]:
         """The spans with the ids of their attempts, which are created if they do not exist."""
         first = {span.trace_id: span for span in reversed(spans) if span.trace_id not in self._open}
         await asyncio.gather(
@@ -264,7 +264,7 @@ class UnknownTraces:
         if started.attempt.attempt_id == attempt_id and started.status not in FINISHED:
             self._open[trace_id] = time.monotonic()
 
-    async def record(self, spans: Iterable[Decoded]) -> None:
+    async def record(self, spans: Iterable[Span]) -> None:
         """Note that these spans were stored, and finish the traces whose root span is among them."""
         roots = [span for span in spans if self._touch(span.trace_id) and span.parent_id is None]
         await asyncio.gather(*(self._finish(root.trace_id, _status(root), root) for root in roots))
@@ -276,7 +276,7 @@ class UnknownTraces:
             self._open.move_to_end(trace_id)
         return is_open
 
-    async def _finish(self, trace_id: str, status: AttemptStatus, root: Decoded | None) -> None:
+    async def _finish(self, trace_id: str, status: AttemptStatus, root: Span | None) -> None:
         rollout_id, attempt_id = ids_of_trace(trace_id)
         try:
             if root is not None and (task := _input(root)) is not None:
@@ -304,11 +304,11 @@ class UnknownTraces:
         return [trace_id for index, (trace_id, last_span) in enumerate(first) if last_span < deadline or index < excess]
 
 
-def _status(root: Decoded) -> AttemptStatus:
+def _status(root: Span) -> AttemptStatus:
     return "failed" if root.status_code == "ERROR" else "succeeded"
 
 
-def _input(root: Decoded) -> Any:
+def _input(root: Span) -> Any:
     """The input of the program according to its root span."""
     values = (root.attributes.get(name) for name in (names.OPERATION_INPUT, names.INPUT_MESSAGES))
     return next((value for value in values if value is not None), None)

@@ -13,15 +13,16 @@ import json
 import math
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from agentlightning import span as names
-from agentlightning.attempt_address import attempt_secret, read_signed, sign, trace_id_of
+from agentlightning.attempt_address import attempt_secret, read_signed, sign
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError, RewardError
-from agentlightning.span import Span, new_trace_id, usable_reward
+from agentlightning.span import Span, usable_reward
 from agentlightning.store.base import STORE_VARIABLE, LightningStore
 from agentlightning.store.ids import new_hex
+from agentlightning.tracing.agent_spans import event_span
 
 LINK_PATH: Final = "/feedback"
 WEEK_SECONDS: Final = 7 * 86400.0
@@ -88,16 +89,10 @@ async def add_feedback(store: LightningStore, rollout_id: str, feedback: Feedbac
             f"{source!r:.80} has given {len(before)} different feedbacks on {rollout_id!r}, and no further one is taken"
         )
     key = f"{attempt.attempt_id} feedback {len(before)} {source}"
-    now = time.time()
-    span = Span(
-        rollout_id,
-        attempt.attempt_id,
-        names.FEEDBACK if feedback.score is None else names.REWARD,
-        now,
-        now,
-        trace_id=trace_id_of(attempt.attempt_id) or new_trace_id(),
+    name = names.FEEDBACK if feedback.score is None else names.REWARD
+    span = replace(
+        event_span(rollout_id, attempt.attempt_id, name, attributes),
         span_id=hashlib.sha256(key.encode()).hexdigest()[:16],
-        attributes=attributes,
     )
     return await store.add_span(span)
 

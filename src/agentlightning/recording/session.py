@@ -19,18 +19,17 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from contextvars import copy_context
 from copy import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, ParamSpec, Self, TypeVar, get_args, overload
 
 import orjson
 
-from agentlightning.attempt_address import attempt_key, attempt_secret, trace_id_of
+from agentlightning.attempt_address import attempt_key, attempt_secret
 from agentlightning.errors import ConfigError, Failure
 from agentlightning.recording.recorder import SESSION, SessionRecord, end_implicit, recorder_of
 from agentlightning.recording.settings import SAMPLING_RATE, RecordingSettings, check_store, current_settings
 from agentlightning.rollouts import RolloutMode
-from agentlightning.span import EXCEPTION, new_trace_id
+from agentlightning.span import EXCEPTION
 from agentlightning.store.base import LightningStore
 from agentlightning.store.ids import claimed_id, new_id
 from agentlightning.tracing import client_headers
@@ -38,6 +37,7 @@ from agentlightning.tracing.emit import Block, bound_arguments, emit_annotation,
 from agentlightning.tracing.messages import json_text
 from agentlightning.tracing.outbox import counters
 from agentlightning.tracing.scope import (
+    Lifetime,
     Scope,
     current_scope,
     current_speaker,
@@ -265,14 +265,13 @@ def carry_session(function: Callable[P, R]) -> Callable[P, R]:
 
 def _scope_of(session: SessionRecord) -> Scope:
     ids = session.rollout_id, session.attempt_id
-    server = None if session.recorder is None else session.recorder.server
-    inside = Scope(*ids, session, trace_id=trace_id_of(session.attempt_id) or new_trace_id())
-    if server is None:
-        return inside
+    if session.recorder is None or session.recorder.server is None:
+        return Scope(*ids, session)
     client_headers.install()
-    inside.lifetime.is_known = session.is_known
-    key = attempt_key(attempt_secret(server[1]), *ids)
-    return replace(inside, address=server[0].rstrip("/"), key=key)
+    address, token = session.recorder.server
+    key = attempt_key(attempt_secret(token), *ids)
+    lifetime = Lifetime(is_known=session.is_known)
+    return Scope(*ids, session, address=address.rstrip("/"), key=key, lifetime=lifetime)
 
 
 def _snapshot(value: Any) -> Any:

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import httpx
 
 from agentlightning.errors import ConfigError, MissingRewardError, RewardServiceError
+from agentlightning.transport.base import retry_after
 from agentlightning.util.decompression import CodingError, decompress
 
 RETRIED: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
@@ -128,7 +129,7 @@ async def post_json(
             failure.status = reply.status_code
             if reply.status_code not in RETRIED:
                 break
-            wait = max(wait, _asked_for(reply))
+            wait = max(wait, retry_after([(name.lower(), value) for name, value in reply.headers.raw]) or 0.0)
         if attempt < retries:
             await asyncio.sleep(min(wait, LONGEST_WAIT))
     assert failure is not None
@@ -154,13 +155,6 @@ def _json(text: str, url: str, source: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):  # the latter for [[[[...
         raise RewardServiceError(f"{source} at {url} answered no JSON: {text[:SHOWN]!r}") from None
-
-
-def _asked_for(reply: httpx.Response) -> float:
-    try:
-        return float(reply.headers.get("retry-after", 0))
-    except ValueError:  # A date.
-        return 0.0
 
 
 @cache

@@ -23,7 +23,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from agentlightning.attempt_address import trace_id_of
 from agentlightning.attempt_variables import (
     PATIENCE,
     PATIENCE_SECONDS,
@@ -56,11 +55,10 @@ from agentlightning.span import (
     SUPERSEDED,
     TURN_LIMIT_REACHED,
     Span,
-    new_span_id,
-    new_trace_id,
 )
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.ids import new_id
+from agentlightning.tracing.agent_spans import event_span
 from agentlightning.tracing.emit import exception_attributes
 from agentlightning.tracing.outbox import Outbox, Retry
 from agentlightning.tracing.sanitize import sanitize_span
@@ -162,23 +160,6 @@ class SpanWriter(Outbox[Span]):
 
     def give_up(self, batch: list[Span], error: Exception) -> None:
         raise error
-
-
-def failure_span(claimed: AttemptedRollout, failure: Failure) -> Span:
-    """An exception span of the attempt, created now."""
-    now = time.time()
-    return Span(
-        claimed.rollout_id,
-        claimed.attempt.attempt_id,
-        EXCEPTION,
-        now,
-        now,
-        trace_id=trace_id_of(claimed.attempt.attempt_id) or new_trace_id(),
-        span_id=new_span_id(),
-        status_code="ERROR",
-        status_message=failure.message,
-        attributes=exception_attributes(failure),
-    )
 
 
 # -- the runner ------------------------------------------------------------------------------------------------------
@@ -607,7 +588,8 @@ class Runner:
     def _record_failure(self, claimed: AttemptedRollout, error: AgentError) -> dict[str, Any]:
         """Record a failure that the agent's process could not record itself."""
         failure = Failure.of(error.with_traceback(None))  # the runner's own frames say nothing about the agent
-        self._writer.put([failure_span(claimed, failure)])
+        ids = claimed.rollout_id, claimed.attempt.attempt_id
+        self._writer.put([event_span(*ids, EXCEPTION, exception_attributes(failure), failure.message)])
         return {"error": asdict(failure)}
 
     async def _report(self, claimed: AttemptedRollout, status: AttemptStatus, metadata: dict[str, Any]) -> str:

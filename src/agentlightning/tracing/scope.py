@@ -31,8 +31,8 @@ from typing import Any, Final, Literal, Protocol
 from urllib.parse import unquote
 from weakref import WeakSet
 
-from agentlightning.attempt_address import ENDED, UNCERTAIN, trace_id_of
-from agentlightning.span import EXCEPTION, REWARD, Span, new_trace_id
+from agentlightning.attempt_address import ENDED, UNCERTAIN, attempt_trace_id
+from agentlightning.span import EXCEPTION, REWARD, Span
 from agentlightning.tracing.posting_sink import PostingSink
 
 
@@ -91,7 +91,7 @@ class Scope:
     sink: SpanSink
     agent: str | None = None
     """The agent where no `track_agent` is active."""
-    trace_id: str = field(default_factory=new_trace_id, kw_only=True)
+    trace_id: str = field(init=False)
     """Trace id of spans without a parent: 32 hexadecimal digits."""
     address: str = field(default="", kw_only=True)
     """URL of this attempt's server (`http://host:port`); requests to it carry the attempt's headers."""
@@ -100,6 +100,9 @@ class Scope:
     role: Literal["agent", "judge"] = field(default="agent", kw_only=True)
     """`judge` for a reward function: its model calls are not part of the attempt."""
     lifetime: Lifetime = field(default_factory=Lifetime, kw_only=True, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "trace_id", attempt_trace_id(self.attempt_id))
 
 
 ALWAYS_RECORDED: Final = frozenset({REWARD, EXCEPTION})
@@ -185,9 +188,8 @@ def _scope_of(url: str, key: str) -> Scope | None:
     match = _EVENTS.match(url)
     if match is None:
         return None
-    address, rollout_id, attempt_id = match[1], unquote(match[2]), unquote(match[3])
-    trace_id = trace_id_of(attempt_id) or new_trace_id()
-    return Scope(rollout_id, attempt_id, PostingSink(address, key), trace_id=trace_id, address=address, key=key)
+    address = match[1]
+    return Scope(unquote(match[2]), unquote(match[3]), PostingSink(address, key), address=address, key=key)
 
 
 # -- inherited scopes --------------------------------------------------------------------------------------------------
@@ -353,9 +355,7 @@ def scope(
 ) -> Generator[Scope]:
     """Spans emitted within the block belong to this attempt and go to `sink`; so do those of tasks started within it,
     until the block is left. Requests to the server at `address` carry the attempt's `key` (`client_headers.py`)."""
-    trace_id = trace_id_of(attempt_id) or new_trace_id()
-    address = address.rstrip("/")
-    inside = Scope(rollout_id, attempt_id, sink, agent, trace_id=trace_id, address=address, key=key, role=role)
+    inside = Scope(rollout_id, attempt_id, sink, agent, address=address.rstrip("/"), key=key, role=role)
     with enter_scope(inside):
         try:
             yield inside

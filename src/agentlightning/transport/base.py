@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any, Final, Literal, Self, cast
 from urllib.parse import SplitResult
 
@@ -70,6 +73,31 @@ def request_bytes(method: str, target: bytes, host: bytes, headers: Headers, bod
     if body or method not in ("GET", "HEAD", "CONNECT"):
         head += b"\r\ncontent-length: %d" % len(body)
     return b"%s\r\n\r\n%s" % (head, body)
+
+
+# -- responses that ask to wait ----------------------------------------------------------------------------------------
+
+MAX_RETRY_AFTER: Final = 86_400.0
+
+
+def retry_after(headers: Headers) -> float | None:
+    """The pause that a server asks for, in seconds, from OpenAI's `retry-after-ms` or HTTP's `retry-after`."""
+    values = {name: value for name, value in headers if name in (b"retry-after", b"retry-after-ms")}
+    try:
+        if b"retry-after-ms" in values:
+            return _clamped(float(values[b"retry-after-ms"]) / 1000)
+        if b"retry-after" not in values:
+            return None
+        text = values[b"retry-after"].decode("latin-1")
+        if text.replace(".", "", 1).isdecimal():
+            return _clamped(float(text))
+        return _clamped(parsedate_to_datetime(text).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return None
+
+
+def _clamped(seconds: float) -> float | None:
+    return None if math.isnan(seconds) else min(max(0.0, seconds), MAX_RETRY_AFTER)
 
 
 # -- error responses ---------------------------------------------------------------------------------------------------

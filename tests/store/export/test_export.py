@@ -25,7 +25,7 @@ from agentlightning.rollouts import Attempt, AttemptStatus, Rollout, RolloutConf
 from agentlightning.server.app import Server
 from agentlightning.span import KEPT_SETS, LOGPROBS, PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, SUPERSEDED, Span, SpanEvent
 from agentlightning.store import InMemoryLightningStore, LightningStore, LightningStoreBase
-from agentlightning.store.export import Exported, Imported, copy, export_store, import_store, jsonl, schema
+from agentlightning.store.export import Exported, Imported, copy, export_store, import_store, jsonl
 from agentlightning.store.http.client import LightningStoreClient
 from agentlightning.store.types import RolloutRecord
 from agentlightning.util.kept_sets import KeptSets
@@ -300,7 +300,7 @@ def test_whatever_a_store_holds_goes_through_every_format(several: list[RolloutR
             writer = copy._open_writer(path, copy._suffix(path))
             writer.write(several)
             writer.finish()
-            assert [item for item, _ in jsonl.JsonlReader(path).items()] == several
+            assert [item for item, _ in jsonl.read_items(path)] == several
 
 
 # -- files that are damaged ------------------------------------------------------------------------------------------
@@ -411,7 +411,7 @@ async def test_a_small_file_that_becomes_a_large_record_is_refused(
     spans = tuple(Span("ro-0001", "at-0001-2", "x", 1.0, attributes={"a": "x" * 50_000}) for _ in range(100))
     await store.add_records([replace(record(1), spans=spans)])
     await export_store(store, tmp_path / name)
-    monkeypatch.setattr(schema, "_USUAL_BYTES", 100_000)
+    monkeypatch.setattr(jsonl, "USUAL_BYTES", 100_000)
     with pytest.raises(DatasetError, match=r"line 2 .*more than .* bytes"):
         await import_store(other, tmp_path / name)
     monkeypatch.undo()

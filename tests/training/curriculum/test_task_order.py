@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agentlightning.config import CurriculumConfig
 from agentlightning.errors import DatasetError
-from agentlightning.task import TaskSampler
+from agentlightning.task import tasks_of_step
 from agentlightning.training.sources.stream import LearnabilityOrder, task_order
 
 LEARNABILITY = CurriculumConfig(tasks="learnability")
@@ -31,8 +31,7 @@ def trained(
 
 
 def test_epochs_draw_every_task_once() -> None:
-    order = TaskSampler(range(8), 4, seed=3)
-    assert sorted(order.draw(0) + order.draw(1)) == list(range(8))
+    assert sorted(tasks_of_step(8, 4, 0, seed=3) + tasks_of_step(8, 4, 1, seed=3)) == list(range(8))
 
 
 def test_every_task_is_tried_before_any_is_drawn_often() -> None:

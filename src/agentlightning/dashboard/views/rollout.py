@@ -22,7 +22,7 @@ from agentlightning.errors import NotFoundError
 from agentlightning.policy.losses import PPOLoss
 from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span, counts
-from agentlightning.store.export.schema import encode_item
+from agentlightning.store.export.jsonl import fields_of
 from agentlightning.tracing.rewards import get_reward_value
 from agentlightning.training.persistence.token_ratios import CallRatios
 from agentlightning.util.json_values import Json
@@ -310,7 +310,7 @@ def _credit_json(credit: BatchCredit) -> Json:
 def rollout_json(rollout: Rollout) -> Json:
     """A rollout with the whole text of its task."""
     return {
-        **{name: value for name, value in encode_item(rollout).items() if name not in ("input", "metadata")},
+        **{name: value for name, value in fields_of(rollout).items() if name not in ("input", "metadata")},
         "task": limited(as_text(rollout.input)),
         "group": group_of(rollout),
         "metadata": limited(as_text(rollout.metadata), MOST_VALUE),
@@ -319,7 +319,7 @@ def rollout_json(rollout: Rollout) -> Json:
 
 def attempt_json(attempt: Attempt) -> Json:
     """An attempt with its error or its output as text."""
-    found = encode_item(attempt)
+    found = fields_of(attempt)
     metadata = cast(Json, found.pop("metadata"))
     error: Any = metadata.get("error")
     return {

@@ -23,13 +23,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from agentlightning.attempt_address import trace_id_of
+from agentlightning.attempt_address import attempt_trace_id
 from agentlightning.errors import StoreError
 from agentlightning.gateway.callers.replay import Replay
 from agentlightning.gateway.errors import ApiError, conflict
 from agentlightning.resources import LLM
 from agentlightning.rollouts import BRANCH, Attempt, Rollout, RolloutMode
-from agentlightning.span import SUPERSEDED, TURN_LIMIT_REACHED, Span, new_trace_id
+from agentlightning.span import SUPERSEDED, TURN_LIMIT_REACHED, Span
 from agentlightning.store.base import LightningStoreBase
 
 logger = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ class AttemptTable:
             attempt_id,
             await self._llms(rollout),
             rollout.resources_id is not None,
-            trace_id_of(attempt_id) or new_trace_id(),
+            attempt_trace_id(attempt_id),
             rollout.mode,
             rollout.metadata.get(BRANCH),
         )

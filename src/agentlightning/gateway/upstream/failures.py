@@ -7,11 +7,8 @@ status. What the provider itself says in `x-should-retry` is respected and passe
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
-from time import time
 from typing import Final
 
 from agentlightning.gateway.dialects.sse import loads
@@ -19,7 +16,7 @@ from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream.provider import Provider
 from agentlightning.gateway.upstream.servers import HIDDEN, redact_text
 from agentlightning.transport import Headers, TransportError
-from agentlightning.transport.base import CONTEXT_ERROR, error_fields
+from agentlightning.transport.base import CONTEXT_ERROR, error_fields, retry_after
 
 _RETRYABLE: Final = frozenset({408, 409, 429})
 """Statuses below 500 that the SDKs of OpenAI and Anthropic retry; they retry all from 500."""
@@ -30,8 +27,6 @@ _REFUSED: Final = re.compile(
 _MASKED: Final = re.compile(r"\S*\*{3}\S*")
 """What a provider shows of a key that it refuses."""
 _MAX_MESSAGE_CHARS: Final = 2000
-_MAX_RETRY_AFTER: Final = 86_400.0
-"""Seconds; longer values are clamped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,26 +116,6 @@ def unreadable_response(provider: Provider, problem: str) -> ApiError:
     """The error for a complete response that cannot be parsed."""
     message = f"the provider {provider.name!r} sent an unreadable response: {display_text(provider, problem)}"
     return ApiError(502, message, code="provider_protocol", retry=provider.final)
-
-
-def retry_after(headers: Headers) -> float | None:
-    """The pause that a server asks for, in seconds, from OpenAI's `retry-after-ms` or HTTP's `retry-after`."""
-    values = {name: value for name, value in headers if name in (b"retry-after", b"retry-after-ms")}
-    try:
-        if b"retry-after-ms" in values:
-            return _clamp_retry_after(float(values[b"retry-after-ms"]) / 1000)
-        if b"retry-after" not in values:
-            return None
-        text = values[b"retry-after"].decode("latin-1")
-        if text.replace(".", "", 1).isdecimal():
-            return _clamp_retry_after(float(text))
-        return _clamp_retry_after(parsedate_to_datetime(text).timestamp() - time())
-    except (ValueError, OverflowError):
-        return None
-
-
-def _clamp_retry_after(seconds: float) -> float | None:
-    return None if math.isnan(seconds) else min(max(0.0, seconds), _MAX_RETRY_AFTER)
 
 
 def display_text(provider: Provider, text: str) -> str:

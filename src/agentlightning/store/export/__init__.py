@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from agentlightning.store.export.copy import export_store, import_store
-from agentlightning.store.export.schema import Exported, Imported
+from agentlightning.store.export.copy import Exported, Imported, export_store, import_store
 
 __all__ = ["Exported", "Imported", "export_store", "import_store"]

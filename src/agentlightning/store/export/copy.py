@@ -6,14 +6,14 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from agentlightning.errors import ConfigError, ConflictError, DatasetError, NotFoundError
 from agentlightning.rollouts import RolloutMode, RolloutStatus
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.export.jsonl import JsonlReader, JsonlWriter
-from agentlightning.store.export.schema import Exported, Imported, Item, ResourcesRecord, Writer
+from agentlightning.store.export.jsonl import Item, JsonlWriter, ResourcesRecord, Writer, read_items
 from agentlightning.store.paging import PageSizer
 from agentlightning.store.types import RolloutRecord
 
@@ -26,6 +26,30 @@ FORMATS: Final = (".jsonl", ".jsonl.gz", ".parquet")
 
 Report = Callable[[int, int | None], None]
 """Called with the number of rollouts done and the total, None if unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """The result of `export_store`."""
+
+    resources: int
+    rollouts: int
+    spans: int
+    bytes: int
+    """Size of the file."""
+    keys_left_out: int = 0
+    """Resources whose API key was left out: files are passed on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """The result of `import_store`."""
+
+    resources: int
+    rollouts: int
+    """New rollouts."""
+    known: int
+    """Rollouts that the store already had; they are unchanged."""
 
 
 def _suffix(path: Path) -> str:
@@ -69,14 +93,10 @@ async def export_store(
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     filters: dict[str, Any] = {"status_in": status_in, "mode_in": mode_in, "queue_in": queue_in}
     try:
-        writer = await _in_thread(_open_writer, part, _suffix(target))
-        try:
+        with closing(await _in_thread(_open_writer, part, _suffix(target))) as writer:
             resources, keys = await _export_resources(store, writer)
             rollouts, spans = await _export_rollouts(store, writer, filters, report)
-        except BaseException:
-            writer.abandon()
-            raise
-        size = await _in_thread(_finish, writer, part, target)
+            size = await _in_thread(_finish, writer, part, target)
     finally:
         part.unlink(missing_ok=True)
     return Exported(resources, rollouts, spans, size, keys)
@@ -161,7 +181,7 @@ async def import_store(store: LightningStoreBase, path: str | Path, *, report: R
     done = Imported(0, 0, 0)
     source = Path(path)
     check_source(source)
-    with closing(JsonlReader(source).items()) as items:
+    with closing(read_items(source)) as items:
         while True:
             batch, error = await _in_thread(_next_batch, items)
             done = await _add(store, batch, done)

@@ -1,52 +1,174 @@
-"""Writes and reads exports as lines of JSON, plain or gzipped.
+"""The contents of an export, and its form as lines of JSON, plain or gzipped.
 
     {"type": "header", "format": "agentlightning.export", "version": 1}
     {"type": "resources", "resources_id": "rs-...", "resources": {"main": {...}}}
     {"type": "rollout", "rollout_id": "ro-...", "input": ..., "attempts": [{...}], "spans": [{...}]}
     {"type": "end", "resources": 1, "rollouts": 1}
 
-A file without the last line is truncated. Several exports, concatenated, are one export.
+It holds the resources, the one published last at the end, and then the rollouts in order of creation, each with its
+attempts and spans. It leaves out what belongs to the running store: workers, limits of queues, and the versions and
+times of resources. A file without the last line is truncated. Several exports, concatenated, are one export.
 """
 
+# Fields that have a default elsewhere are required in a file.
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import gzip
+import re
 import zlib
+from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO, Final, cast
+from typing import Any, BinaryIO, Final, Protocol, TypeVar, cast
 
 import msgspec
 import orjson
-from msgspec import Struct
+from msgspec import Struct, structs
+from pydantic import ValidationError
 
 from agentlightning.errors import DatasetError
-from agentlightning.store.export.schema import (
-    FORMAT,
-    VERSION,
-    InvalidShape,
-    Item,
-    ResourcesRecord,
-    ResourcesShape,
-    RolloutShape,
-    decode_resources,
-    decode_rollout,
-    encode_item,
-    explain,
-    max_item_bytes,
-    too_large,
-)
+from agentlightning.resources import NamedResources, named_resources
+from agentlightning.rollouts import Attempt, AttemptStatus, Rollout, RolloutConfig, RolloutStatus
+from agentlightning.span import Span, SpanEvent
+from agentlightning.store.types import RolloutRecord
 from agentlightning.util.json_values import dumps
 
-HEADER_BYTES: Final = 4096
-"""Maximum length of the first line: a file that is not an export may have no line ends."""
+FORMAT: Final = "agentlightning.export"
+VERSION: Final = 1
 GZIP_LEVEL: Final = 5
+USUAL_BYTES: Final = 64 * 1024 * 1024
+MAX_COMPRESSION: Final = 100
+"""The text of agents is compressed to a tenth, very repetitive text to a hundredth; a decompression bomb to less."""
+
+T = TypeVar("T", bound=Struct)
+
+
+@dataclass(frozen=True, slots=True)
+class ResourcesRecord:
+    """One version of the resources."""
+
+    resources_id: str
+    resources: NamedResources
+
+
+Item = ResourcesRecord | RolloutRecord
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+class Writer(Protocol):
+    """Writes an export. Called from one thread at a time."""
+
+    def write(self, items: Sequence[Item]) -> int:
+        """Returns their approximate size in bytes."""
+        ...
+
+    def finish(self) -> None:
+        """Write the end, without which a reader knows that the file is truncated, and close the file."""
+        ...
+
+    def close(self) -> None:
+        """Close the file as it is. Idempotent."""
+        ...
+
+
+class JsonlWriter:
+    """Writes lines; see `Writer`."""
+
+    def __init__(self, path: Path, compress: bool) -> None:
+        self._raw = path.open("wb")
+        # Without a name and a time, equal stores give equal files.
+        compressed = gzip.GzipFile("", "wb", GZIP_LEVEL, self._raw, mtime=0) if compress else self._raw
+        self._file = cast("BinaryIO", compressed)
+        self._counts = Counter[type[Item]]()
+        self._file.write(header_line())
+
+    def write(self, items: Sequence[Item]) -> int:
+        self._counts.update(map(type, items))
+        return sum(self._file.write(item_line(item)) for item in items)
+
+    def finish(self) -> None:
+        self._file.write(end_line(self._counts[ResourcesRecord], self._counts[RolloutRecord]))
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+        self._raw.close()
+
+
+def header_line() -> bytes:
+    return _line("header", {"format": FORMAT, "version": VERSION})
+
+
+def end_line(resources: int, rollouts: int) -> bytes:
+    return _line("end", {"resources": resources, "rollouts": rollouts})
+
+
+def item_line(item: Item) -> bytes:
+    if isinstance(item, ResourcesRecord):
+        return _line("resources", resources_fields(item))
+    parts = {"attempts": list(map(fields_of, item.attempts)), "spans": list(map(fields_of, item.spans))}
+    return _line("rollout", fields_of(item.rollout) | parts)
+
+
+def _line(kind: str, fields: dict[str, Any]) -> bytes:
+    return dumps({"type": kind, **fields}, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def resources_fields(item: ResourcesRecord) -> dict[str, Any]:
+    resources = named_resources.dump_python(item.resources, mode="json")
+    return {"resources_id": item.resources_id, "resources": resources}
+
+
+def fields_of(value: Rollout | Attempt | Span) -> dict[str, Any]:
+    """The fields of a rollout; of an attempt or a span, those but the id of its rollout."""
+    fields = structs.asdict(value)
+    if isinstance(value, Rollout):
+        fields["config"] = value.config.model_dump(mode="json")
+    else:
+        del fields["rollout_id"]
+    return fields
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+# The types of lines, and of what they hold. Some fields are required there that have a default elsewhere.
 
 
 class HeaderLine(Struct, tag_field="type", tag="header"):
-    format: str
     version: int
+
+
+class ResourcesLine(Struct, tag_field="type", tag="resources", forbid_unknown_fields=True):
+    resources_id: str
+    resources: dict[str, Any]
+
+
+class EventShape(SpanEvent, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class AttemptShape(Attempt, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    rollout_id: str = ""
+    status: AttemptStatus
+
+
+class SpanShape(Span, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    rollout_id: str = ""
+    span_id: str
+    sequence_id: int
+    events: tuple[EventShape, ...] = ()
+
+
+class RolloutLine(Rollout, frozen=True, kw_only=True, tag_field="type", tag="rollout", forbid_unknown_fields=True):
+    status: RolloutStatus
+    config: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])  # pyright: ignore
+    attempts: tuple[AttemptShape, ...] = ()
+    spans: tuple[SpanShape, ...] = ()
 
 
 class EndLine(Struct, tag_field="type", tag="end"):
@@ -54,135 +176,102 @@ class EndLine(Struct, tag_field="type", tag="end"):
     rollouts: int
 
 
-_decode: Final = msgspec.json.Decoder[Any](HeaderLine | ResourcesShape | RolloutShape | EndLine).decode
+_decode: Final = msgspec.json.Decoder[Any](HeaderLine | ResourcesLine | RolloutLine | EndLine).decode
+
+_HEADER: Final = re.compile(rf'{{"type": ?"header", ?"format": ?"{FORMAT}"'.encode())
 
 
-class JsonlWriter:
-    """Writes lines; see `schema.Writer`."""
-
-    def __init__(self, path: Path, compress: bool) -> None:
-        raw = path.open("wb")
-        # Without a name and a time, equal stores give equal files.
-        self._file: BinaryIO = cast("BinaryIO", gzip.GzipFile("", "wb", GZIP_LEVEL, raw, mtime=0)) if compress else raw
-        self._raw = raw
-        self._resources = self._rollouts = 0
-        self._line({"type": "header", "format": FORMAT, "version": VERSION})
-
-    def write(self, items: Sequence[Item]) -> int:
-        return sum(self._line(self._record(item)) for item in items)
-
-    def finish(self) -> None:
-        self._line({"type": "end", "resources": self._resources, "rollouts": self._rollouts})
-        self.abandon()
-
-    def abandon(self) -> None:
-        self._file.close()
-        self._raw.close()
-
-    def _record(self, item: Item) -> dict[str, Any]:
-        if isinstance(item, ResourcesRecord):
-            self._resources += 1
-            return {"type": "resources", **encode_item(item)}
-        self._rollouts += 1
-        attempts = [encode_item(attempt) for attempt in item.attempts]
-        spans = [encode_item(span) for span in item.spans]
-        return {"type": "rollout", **encode_item(item.rollout), "attempts": attempts, "spans": spans}
-
-    def _line(self, record: dict[str, Any]) -> int:
-        return self._file.write(dumps(record, option=orjson.OPT_APPEND_NEWLINE))
+def read_items(path: Path) -> Generator[tuple[Item, int]]:
+    """The items of a file with their approximate size in bytes. Raises DatasetError, with the number of the line, if it
+    is not a valid export; the items before it are valid."""
+    number, ended = 0, False
+    counts = Counter[type[Any]]()
+    try:
+        for number, line in enumerate(_lines(path), start=1):
+            if number == 1 and not _HEADER.match(line):
+                raise DatasetError(f"{path} is not an export of a store: its first line is no header of {FORMAT}")
+            if line.isspace():
+                continue
+            found = _read_line(path, number, line)
+            ended = isinstance(found, EndLine)
+            if isinstance(found, HeaderLine):
+                counts.clear()
+            elif not isinstance(found, EndLine):
+                counts[type(found)] += 1
+                yield found, len(line)
+            elif (found.resources, found.rollouts) != (counts[ResourcesRecord], counts[RolloutRecord]):
+                raise DatasetError(
+                    f"line {number} of {path}: {found.rollouts} rollouts were exported and {counts[RolloutRecord]} are"
+                    " here; lines have been removed or added"
+                )
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise _truncated(path, number + 1) from error
+    except OSError as error:
+        raise DatasetError(f"{path} cannot be read: {error.strerror}") from error
+    if not ended:
+        raise _truncated(path, number + 1)
 
 
-class JsonlReader:
-    """Reads lines. Raises DatasetError, with the number of the line, if the file is not a valid export."""
+def _truncated(path: Path, number: int) -> DatasetError:
+    return DatasetError(f"{path} is truncated at line {number}: its end is missing")
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._complete = False
-        """Whether the last line so far was an end."""
-        self._counts = [0, 0]
 
-    def items(self) -> Generator[tuple[Item, int]]:
-        """The items with their approximate size in bytes. Those before a DatasetError are valid."""
-        number = 0
-        try:
-            for number, line in enumerate(self._lines(), start=1):
-                item = self._item(line, number)
-                if item is not None:
-                    yield item, len(line)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise self._truncated(number + 1) from error
-        except OSError as error:
-            raise DatasetError(f"{self._path} cannot be read: {error.strerror}") from error
-        if not self._complete:
-            raise self._truncated(number + 1)
-
-    def _lines(self) -> Iterator[bytes]:
-        with self._path.open("rb") as raw:
-            compressed = raw.peek(2)[:2] == b"\x1f\x8b"
-            lines: BinaryIO = cast("BinaryIO", gzip.GzipFile(fileobj=raw)) if compressed else raw
-            first = lines.readline(HEADER_BYTES)
-            self._check_header(first)
-            yield first
-            yield from self._limited(lines)
-
-    def _limited(self, lines: BinaryIO) -> Iterator[bytes]:
-        """The lines, up to a maximum length: a few kilobytes of gzip may hold a line of gigabytes."""
-        limit = max_item_bytes(self._path)
-        for number in count(2):
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines, one at least, up to a maximum length: a few kilobytes of gzip may hold a line of gigabytes."""
+    size = path.stat().st_size
+    limit = max(USUAL_BYTES, MAX_COMPRESSION * size)
+    with path.open("rb") as raw:
+        compressed = raw.peek(2)[:2] == b"\x1f\x8b"
+        lines = cast("BinaryIO", gzip.GzipFile(fileobj=raw)) if compressed else raw
+        for number in count(1):
             line = lines.readline(limit)
-            if not line:
-                return
             if len(line) == limit and not line.endswith(b"\n"):
-                raise DatasetError(too_large(self._path, f"line {number}", limit))
+                raise DatasetError(
+                    f"{path}: line {number} has more than {limit:,} bytes, too many for a file of {size:,} bytes"
+                )
+            if not line and number > 1:
+                return
             yield line
 
-    def _check_header(self, line: bytes) -> None:
-        try:
-            header = _decode(line)
-        except InvalidShape:
-            header = None
-        if not isinstance(header, HeaderLine) or header.format != FORMAT:
-            raise DatasetError(
-                f"{self._path} is not an export of a store: its first line is not "
-                f'{{"type": "header", "format": "{FORMAT}", ...}}'
-            )
 
-    def _item(self, line: bytes, number: int) -> Item | None:
-        if line.isspace():
-            return None
-        self._complete = False
-        try:
-            return self._decode_line(_decode(line), number)
-        except InvalidShape as error:
-            if not line.endswith(b"\n"):
-                raise self._truncated(number) from error
-            raise DatasetError(f"line {number} of {self._path}: {explain(error)}") from error
+def _read_line(path: Path, number: int, line: bytes) -> Item | HeaderLine | EndLine:
+    try:
+        found = _decode(line)
+        if isinstance(found, ResourcesLine):
+            return ResourcesRecord(found.resources_id, named_resources.validate_python(found.resources))
+        if isinstance(found, RolloutLine):
+            return _record_of(found)
+    except (msgspec.MsgspecError, ValidationError, UnicodeDecodeError) as error:
+        if not line.endswith(b"\n"):
+            raise _truncated(path, number) from error
+        raise DatasetError(f"line {number} of {path}: {_explain(error)}") from error
+    if isinstance(found, HeaderLine) and found.version != VERSION:
+        raise DatasetError(
+            f"{path} is an export of version {found.version}, and this release reads version {VERSION}; import it with"
+            " the release that wrote it, or a later one"
+        )
+    return found
 
-    def _decode_line(self, line: Any, number: int) -> Item | None:
-        if isinstance(line, ResourcesShape):
-            self._counts[0] += 1
-            return decode_resources(line)
-        if isinstance(line, RolloutShape):
-            self._counts[1] += 1
-            return decode_rollout(line)
-        if isinstance(line, HeaderLine):
-            self._check_version(line)
-            self._counts = [0, 0]
-        elif isinstance(line, EndLine):
-            self._complete = True
-            if self._counts != [line.resources, line.rollouts]:
-                raise DatasetError(
-                    f"line {number} of {self._path}: {line.rollouts} rollouts were exported and "
-                    f"{self._counts[1]} are here; lines have been removed or added"
-                )
-        return None
 
-    def _check_version(self, header: HeaderLine) -> None:
-        if header.version != VERSION:
-            raise DatasetError(
-                f"{self._path} is an export of version {header.version}, and this release reads version "
-                f"{VERSION}; import it with the release that wrote it, or a later one"
-            )
+def _record_of(line: RolloutLine) -> RolloutRecord:
+    owner, config = {"rollout_id": line.rollout_id}, RolloutConfig.model_validate(line.config)
+    attempts = [_value(Attempt, each, owner) for each in line.attempts]
+    spans = [
+        _value(Span, each, {**owner, "events": tuple([_value(SpanEvent, event, {}) for event in each.events])})
+        for each in line.spans
+    ]
+    return RolloutRecord(_value(Rollout, line, {"config": config}), tuple(attempts), tuple(spans))
 
-    def _truncated(self, number: int) -> DatasetError:
-        return DatasetError(f"{self._path} is truncated at line {number}: its end is missing")
+
+def _value(kind: type[T], shape: Any, changes: dict[str, Any]) -> T:
+    """The value of this kind that a shape stands for."""
+    fields = {each.name: getattr(shape, each.name) for each in structs.fields(kind)}
+    return kind(**{**fields, **changes})
+
+
+def _explain(error: Exception) -> str:
+    """The first line of an error."""
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{first['msg']} - at `{'.'.join(map(str, first['loc']))}`"
+    return str(error)

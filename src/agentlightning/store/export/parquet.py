@@ -16,7 +16,7 @@ import orjson
 
 from agentlightning.errors import MissingExtraError
 from agentlightning.span import LOGPROBS, PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, Span
-from agentlightning.store.export.schema import FORMAT, VERSION, Item, ResourcesRecord, encode_item
+from agentlightning.store.export.jsonl import FORMAT, VERSION, Item, ResourcesRecord, fields_of, resources_fields
 from agentlightning.store.sql import pack
 
 try:
@@ -68,7 +68,7 @@ SCHEMA: Final = pyarrow.schema(
 
 
 class ParquetWriter:
-    """Writes rows; see `schema.Writer`."""
+    """Writes rows; see `jsonl.Writer`."""
 
     def __init__(self, path: Path) -> None:
         self._file = pyarrow.parquet.ParquetWriter(path, SCHEMA, compression="zstd")
@@ -81,17 +81,17 @@ class ParquetWriter:
     def finish(self) -> None:
         self._file.close()
 
-    abandon = finish
+    close = finish
 
 
 def _rows(item: Item) -> Iterator[dict[str, Any]]:
     if isinstance(item, ResourcesRecord):
-        yield _row("resources", encode_item(item))
+        yield _row("resources", resources_fields(item))
         return
     rollout_id = item.rollout.rollout_id
-    yield _row("rollout", encode_item(item.rollout))
+    yield _row("rollout", fields_of(item.rollout))
     for attempt in item.attempts:
-        yield _row("attempt", {"rollout_id": rollout_id, **encode_item(attempt)})
+        yield _row("attempt", {"rollout_id": rollout_id, **fields_of(attempt)})
     for span in item.spans:
         yield _row("span", {"rollout_id": rollout_id, **_span_columns(span)})
 
@@ -107,7 +107,7 @@ def _json(value: Any) -> str:
 
 def _span_columns(span: Span) -> dict[str, Any]:
     """The fields of a span, with token attributes in their own columns if they are lists of numbers."""
-    columns, attributes = encode_item(span), dict(span.attributes)
+    columns, attributes = fields_of(span), dict(span.attributes)
     for column, name in LISTS.items():
         value = attributes.get(name)
         packed = pack.pack_logprobs(name, value) if name == LOGPROBS else pack.pack_ids(value)

@@ -25,7 +25,7 @@ from agentlightning.resources import NamedResources, ResourcesUpdate, named_reso
 from agentlightning.rollouts import Attempt, Rollout, RolloutConfig
 from agentlightning.span import Span, SpanEvent
 from agentlightning.store.http.errors import decode_error
-from agentlightning.store.types import RolloutRecord, Worker
+from agentlightning.store.types import Worker
 from agentlightning.tracing import conventions
 
 BASE_PATH: Final = "/v1/agl"
@@ -133,12 +133,6 @@ class RolloutBody(Rollout, frozen=True, kw_only=True):
     attempt: Attempt | UnsetType = UNSET
 
 
-class RecordBody(Struct, kw_only=True):
-    rollout: Rollout
-    attempts: list[Attempt] = []
-    spans: list[SpanBody] = []
-
-
 # -- conversion ------------------------------------------------------------------------------------------------------
 
 
@@ -215,16 +209,11 @@ def resources_body(update: ResourcesUpdate) -> ResourcesBody:
     )
 
 
-def record_body(record: RolloutRecord) -> RecordBody:
-    return RecordBody(rollout=record.rollout, attempts=list(record.attempts), spans=[*map(span_body, record.spans)])
-
-
 BODIES: Final[dict[Any, Any]] = {
     dict[str, int]: dict[str, int | float | str],
     Span: SpanBody,
     Worker: WorkerBody,
     ResourcesUpdate: ResourcesBody,
-    RolloutRecord: RecordBody,
 }
 """Types of the contract that have another shape in the REST API."""
 INPUTS: Final[dict[Any, Any]] = {NamedResources: Resources}
@@ -234,11 +223,9 @@ _TO_REST: Final[dict[Any, Callable[[Any], Any]]] = {
     Span: span_body,
     Worker: worker_body,
     ResourcesUpdate: resources_body,
-    RolloutRecord: record_body,
 }
 _FROM_WIRE: Final[dict[Any, Callable[[Any], Any]]] = {
     SpanBody: lambda body: _complete(span_of(body)),
-    RecordBody: lambda body: RolloutRecord(body.rollout, tuple(body.attempts), tuple(map(span_of, body.spans))),
     Resources: dict,
 }
 

@@ -20,8 +20,8 @@ from agentlightning.util.decompression import CodingError, decompress
 
 DISCARDED_BYTES: Final = 256 * 1024 * 1024
 """How much of a body over the limit is read and discarded: most clients read no response before they sent it all."""
-CHUNK_BYTES: Final = 64 * 1024
-"""Size of the chunks in which a long response is sent."""
+SHORT_BYTES: Final = 64 * 1024
+"""Responses up to this size are sent at once."""
 _JSON: Final = "application/json"
 Headers = Mapping[str, str]
 Handler = Callable[[Request], Awaitable[Response]]
@@ -113,31 +113,21 @@ def refuse(error: Exception, headers: Headers | None = None) -> Response:
 
 
 async def respond_in_parts(parts: AsyncIterator[bytes], status: int = 200, headers: Headers | None = None) -> Response:
-    """A response of unknown length: sent at once if it is short, else in chunks as its parts come."""
-    chunks = _chunks(parts)
-    first = await anext(chunks)
-    second = await anext(chunks, None)
-    if second is None:
-        return respond(first, status, headers)
+    """A response of unknown length: sent at once if it is short, else as its parts come."""
+    start = b""
+    async for part in parts:
+        start += part
+        if len(start) >= SHORT_BYTES:
+            break
+    else:
+        return respond(start, status, headers)
 
     async def content() -> AsyncIterator[bytes]:
-        yield first
-        yield second
-        async for chunk in chunks:
-            yield chunk
+        yield start
+        async for part in parts:
+            yield part
 
     return StreamingResponse(content(), status, headers, _JSON)
-
-
-async def _chunks(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    joined, size = list[bytes](), 0
-    async for part in parts:
-        joined.append(part)
-        size += len(part)
-        if size >= CHUNK_BYTES:
-            yield b"".join(joined)
-            joined, size = [], 0
-    yield b"".join(joined)
 
 
 @contextmanager

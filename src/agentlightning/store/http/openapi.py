@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from agentlightning.resources import named_resources
+from agentlightning.resources import LLM, PromptTemplate, ProxyLLM
 from agentlightning.rollouts import RolloutConfig
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.encoding import BASE_PATH, Resources, version
@@ -51,28 +51,11 @@ def document(with_token: bool) -> dict[str, Any]:
 def _schema(kind: type) -> dict[str, Any]:
     """msgspec's hook for types that it has no schema of."""
     if kind is RolloutConfig:
-        return _inlined(RolloutConfig.model_json_schema())
+        return RolloutConfig.model_json_schema()
     if kind is Resources:
-        return _inlined(named_resources.json_schema())
+        one_of = [resource.model_json_schema() for resource in (LLM, ProxyLLM, PromptTemplate)]
+        return {"type": "object", "additionalProperties": {"oneOf": one_of}}
     raise NotImplementedError(kind)
-
-
-def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema made by pydantic, with references to its own definitions resolved."""
-    definitions = schema.pop("$defs", {})
-
-    def inline(value: Any) -> Any:
-        if isinstance(value, list):
-            return [inline(item) for item in cast("list[Any]", value)]
-        if not isinstance(value, dict):
-            return value
-        fields = cast("dict[str, Any]", value)
-        name = str(fields.get("$ref", "")).rpartition("/")[2]
-        if name in definitions:
-            return inline(definitions[name])
-        return {key: inline(item) for key, item in fields.items() if key != "discriminator"}
-
-    return inline(schema)
 
 
 def _health() -> dict[str, Any]:

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, Final, get_args
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qs
 
 import msgspec
-import orjson
 from msgspec import UNSET, Raw, Struct, structs
 from starlette.requests import Request
 from starlette.responses import Response
@@ -62,7 +61,7 @@ from agentlightning.store.http.operations import ACCEPTS_KEY, CURSORS, OPERATION
 from agentlightning.store.idempotency import AlreadyAnsweredError, IdempotentCall, use_key
 from agentlightning.store.instrumented import WAITING_CALLS
 from agentlightning.store.paging import PageSizer, read_pages
-from agentlightning.util.json_values import dumps, loads
+from agentlightning.util.json_values import dumps
 
 _POSITION: Final = ("limit", "offset", "after", "newest_first", "sort_by", "sort_order")
 _NO_FILTERS: Final = ("tokens", "filter_logic")
@@ -359,39 +358,21 @@ def _arguments(operation: Operation, scope: Scope, body: bytes) -> dict[str, Any
 
 def _decode_query(scope: Scope, kind: type[Struct]) -> Struct:
     """Raises RequestError if the query string does not fit the type."""
-    fields = {field.encode_name: field.type for field in structs.fields(kind)}
-    values: dict[str, Any] = {}
+    lists = {field.encode_name for field in structs.fields(kind) if _is_list(field.type)}
     try:
         text = scope["query_string"].decode("ascii")
-        pairs = parse_qsl(text, keep_blank_values=True, errors="strict", max_num_fields=_MAX_FIELDS)
+        found = parse_qs(text, keep_blank_values=True, errors="strict", max_num_fields=_MAX_FIELDS)
     except ValueError as error:
         raise RequestError(f"the query string cannot be read: {error}") from None
-    for name, value in pairs:
-        if _is_list(fields.get(name)):
-            values.setdefault(name, []).append(value)
-        else:
-            values[name] = value if _is_text(fields.get(name)) else _scalar(value)
+    values = {name: given if name in lists else given[-1] for name, given in found.items()}
     try:
-        return msgspec.convert(values, kind, dec_hook=decode_unknown)
+        return msgspec.convert(values, kind, strict=False, dec_hook=decode_unknown)
     except (msgspec.ValidationError, ConfigError) as error:
         raise decode_error(error, dumps(values)) from None
 
 
-def _scalar(value: str) -> Any:
-    """The value as a number, true, false or null if it is one."""
-    try:
-        return loads(value)
-    except orjson.JSONDecodeError:
-        return value
-
-
 def _is_list(kind: Any) -> bool:
     return getattr(kind, "__origin__", None) is list or any(_is_list(each) for each in get_args(kind))
-
-
-def _is_text(kind: Any) -> bool:
-    """Whether the type takes the text as it is: str, or a Literal of strings."""
-    return kind is str or any(isinstance(each, str) or _is_text(each) for each in get_args(kind))
 
 
 def _encode_result(operation: Operation, scope: Scope, value: Any) -> bytes:

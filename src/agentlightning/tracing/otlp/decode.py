@@ -12,18 +12,24 @@ import secrets
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from functools import cache
+from typing import Any, Final
 
 import orjson
 from google.protobuf import json_format
-from google.protobuf.descriptor import Descriptor
-from google.protobuf.message import DecodeError
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.resource.v1 import resource_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from agentlightning.errors import ConfigError
-from agentlightning.span import SpanEvent
+from agentlightning.span import Span, SpanEvent
 from agentlightning.tracing import conventions
 from agentlightning.tracing.otlp.otel_span import add_extra_fields
 from agentlightning.tracing.sanitize import number
@@ -49,28 +55,11 @@ class OtlpError(ConfigError):
     """The body is not a valid OTLP trace request."""
 
 
-class Decoded(NamedTuple):
-    """A span without its rollout and attempt: the fields of `Span` from `name` on, in order."""
-
-    name: str
-    start_time: float
-    end_time: float | None
-    sequence_id: int
-    trace_id: str
-    span_id: str
-    parent_id: str | None
-    status_code: str
-    status_message: str | None
-    attributes: dict[str, Any]
-    events: tuple[SpanEvent, ...]
-    resource: dict[str, Any]
-
-
 @dataclass(slots=True)
 class Request:
-    """The spans of one request, in order."""
+    """The spans of one request, in order, each without the ids of its rollout and attempt."""
 
-    spans: list[Decoded] = field(default_factory=list[Decoded])
+    spans: list[Span] = field(default_factory=list[Span])
     refused: Counter[str] = field(default_factory=Counter[str])
     """Reason -> number of spans rejected for it."""
     repaired: int = 0
@@ -91,7 +80,9 @@ def decode_protobuf(body: bytes, now: float) -> Request:
         try:
             message = ExportTraceServiceRequest.FromString(body)
         except DecodeError:  # of a text that is not UTF-8, perhaps
-            repaired = _repair_protobuf(body, ExportTraceServiceRequest.DESCRIPTOR)
+            lenient = _lenient_type().FromString(body)
+            _repair(lenient)
+            repaired = lenient.SerializeToString()
             message = ExportTraceServiceRequest.FromString(repaired)
     except (DecodeError, RecursionError) as error:
         raise OtlpError(f"the body is not an OTLP trace request in protobuf: {error}") from None
@@ -112,7 +103,7 @@ def _read_request(message: ExportTraceServiceRequest, repaired: int, now: float)
     return request
 
 
-def _read_span(span: trace_pb2.Span, scope: tuple[str, str], resource: dict[str, Any], now: float) -> Decoded:
+def _read_span(span: trace_pb2.Span, scope: tuple[str, str], resource: dict[str, Any], now: float) -> Span:
     trace_id, span_id, parent = span.trace_id, span.span_id, span.parent_span_id
     if len(trace_id) != 16 or len(span_id) != 8 or not any(trace_id) or not any(span_id):
         raise _SpanRejected("a trace id needs 16 bytes and a span id 8, not all zero")
@@ -124,7 +115,9 @@ def _read_span(span: trace_pb2.Span, scope: tuple[str, str], resource: dict[str,
     if span.HasField("status") and 0 < span.status.code < len(STATUS):
         code, message = STATUS[span.status.code], span.status.message or None
     start, end = span.start_time_unix_nano, span.end_time_unix_nano
-    return Decoded(
+    return Span(
+        "",
+        "",
         conventions.complete(span.name, attributes, events),
         (start or end) / NANOSECONDS or now,
         end / NANOSECONDS if end else None,
@@ -198,42 +191,24 @@ def _replaced(body: bytes, repaired: bytes) -> int:
     return sum(repaired.count(mark) - body.count(mark) for mark in (_REPLACEMENT, rb"\ufffd"))
 
 
-def _repair_protobuf(data: bytes, kind: Descriptor) -> bytes:
-    """An encoded message of this kind, with its texts in UTF-8. Raises DecodeError if it is malformed."""
-    parts: list[bytes] = []
-    at = 0
-    while at < len(data):
-        start = at
-        tag, at = _varint(data, at)
-        if tag & 7 != 2:  # a number: a varint, or of 8 or 4 bytes
-            at = _varint(data, at)[1] if tag & 7 == 0 else at + (8 if tag & 7 == 1 else 4)
-            parts.append(data[start:at])
-            continue
-        field, head = kind.fields_by_number.get(tag >> 3), data[start:at]
-        size, at = _varint(data, at)
-        value, at = data[at : at + size], at + size
-        if at > len(data):
-            raise DecodeError("it is truncated")
-        if field is not None and field.message_type is not None:
-            value = _repair_protobuf(value, field.message_type)
-        elif field is not None and field.type == field.TYPE_STRING:
-            value = _utf8(value)
-        size, length = len(value), bytearray()
-        while size > 0x7F:
-            length.append(size & 0x7F | 0x80)
-            size >>= 7
-        parts += [head, bytes([*length, size]), value]
-    return b"".join(parts)
+@cache
+def _lenient_type() -> type[Message]:
+    """The type of requests as proto2 reads them: a text that is not UTF-8 stays as bytes."""
+    pool, modules = DescriptorPool(), (common_pb2, resource_pb2, trace_pb2, trace_service_pb2)
+    for file in [FileDescriptorProto.FromString(module.DESCRIPTOR.serialized_pb) for module in modules]:
+        file.ClearField("syntax")
+        pool.Add(file)
+    return GetMessageClass(pool.FindMessageTypeByName(ExportTraceServiceRequest.DESCRIPTOR.full_name))
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """(number, position after it)."""
-    number = 0
-    for shift, byte in enumerate(data[at : at + 10]):
-        number |= (byte & 0x7F) << 7 * shift
-        if byte <= 0x7F:
-            return number, at + shift + 1
-    raise DecodeError("it is truncated")
+def _repair(message: Message) -> None:
+    """Replace what is not Unicode in a lenient message."""
+    for kind, value in message.ListFields():
+        if kind.message_type is not None:
+            for each in [value] if isinstance(value, Message) else value:
+                _repair(each)
+        elif kind.type == kind.TYPE_STRING and isinstance(value, bytes):
+            setattr(message, kind.name, value.decode(errors="replace"))
 
 
 # -- sequence numbers --------------------------------------------------------------------------------------------------

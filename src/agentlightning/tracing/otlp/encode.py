@@ -1,7 +1,7 @@
 """Encodes spans as an OTLP trace request. Pure; `decode.py` is the inverse.
 
 Spans are grouped by attempt: the resource names the rollout, the attempt and a service. Attributes without an
-OpenTelemetry type (objects, mixed lists) become JSON text. Token ids and log-probabilities are omitted by default: they
+OpenTelemetry type (objects, mixed lists) become JSON text. Token ids and log-probabilities are omitted: they
 are most of a span's size and of no use in a trace viewer.
 """
 
@@ -22,17 +22,17 @@ from agentlightning.tracing.otlp.otel_span import KIND, LINKS, SCOPE_NAME, SCOPE
 from agentlightning.util.json_values import dumps
 
 SERVICE: Final = "agentlightning"
-_OWN_FIELDS: Final = frozenset({KIND, LINKS, SCOPE_NAME, SCOPE_VERSION, TRACE_STATE, SEQUENCE_ID})
+_OWN_FIELDS: Final = (KIND, LINKS, SCOPE_NAME, SCOPE_VERSION, TRACE_STATE, SEQUENCE_ID)
 """Attributes that OTLP has fields for, or that are written separately."""
-_TOKENS: Final = frozenset((*TOKEN_ATTRIBUTES, KEPT_SETS, TOP_LOGPROBS))
+_OMITTED: Final = frozenset((*_OWN_FIELDS, *TOKEN_ATTRIBUTES, KEPT_SETS, TOP_LOGPROBS))
 _INT64: Final = 2**63
 _MAX_SECONDS: Final = 2.0**64 / 1e9
 
 Scope = tuple[str, str]
 
 
-def encode(spans: Iterable[Span], *, tokens: bool = False) -> ExportTraceServiceRequest:
-    """A request with the spans, including token ids and log-probabilities if `tokens`."""
+def encode(spans: Iterable[Span]) -> ExportTraceServiceRequest:
+    """A request with the spans."""
     request = ExportTraceServiceRequest()
     groups: dict[tuple[str, int], tuple[trace_pb2.ResourceSpans, dict[Scope, trace_pb2.ScopeSpans]]] = {}
     for span in spans:
@@ -46,7 +46,7 @@ def encode(spans: Iterable[Span], *, tokens: bool = False) -> ExportTraceService
         if scope not in scopes:
             scopes[scope] = group.scope_spans.add()
             scopes[scope].scope.name, scopes[scope].scope.version = scope
-        _put_span(scopes[scope].spans.add(), span, tokens)
+        _put_span(scopes[scope].spans.add(), span)
     return request
 
 
@@ -60,9 +60,8 @@ def _put_resource(group: trace_pb2.ResourceSpans, span: Span) -> None:
     _put_attributes(group.resource.attributes, attributes)
 
 
-def _put_span(target: trace_pb2.Span, span: Span, tokens: bool) -> None:
+def _put_span(target: trace_pb2.Span, span: Span) -> None:
     attributes = span.attributes
-    omitted = _OWN_FIELDS if tokens else _OWN_FIELDS | _TOKENS
     target.name = span.name
     target.trace_id = _bytes(span.trace_id or trace_id_of(span.attempt_id) or span.attempt_id, 16)
     target.span_id = _bytes(span.span_id, 8)
@@ -76,7 +75,7 @@ def _put_span(target: trace_pb2.Span, span: Span, tokens: bool) -> None:
     if span.status_code != "UNSET" and span.status_code in STATUS:
         target.status.code = cast("trace_pb2.Status.StatusCode.ValueType", STATUS.index(span.status_code))
         target.status.message = span.status_message or ""
-    _put_attributes(target.attributes, {key: value for key, value in attributes.items() if key not in omitted})
+    _put_attributes(target.attributes, {key: value for key, value in attributes.items() if key not in _OMITTED})
     _put_attributes(target.attributes, {SEQUENCE_ID: span.sequence_id} if span.sequence_id else {})
     for event in span.events:
         put = target.events.add()

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import gzip
 import os
-import time
 from collections.abc import Mapping, Sequence
-from email.utils import parsedate_to_datetime
 from typing import Final, Protocol
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -28,6 +26,7 @@ from agentlightning.span import Span
 from agentlightning.tracing.otlp.decode import EXPORTER_HEADER, PROCESS_ID
 from agentlightning.tracing.otlp.encode import encode
 from agentlightning.tracing.outbox import Outbox, Unavailable
+from agentlightning.transport.base import retry_after
 
 RETRYABLE_STATUSES: Final = frozenset({429, 502, 503, 504})
 """Statuses that the OTLP specification calls retryable."""
@@ -54,9 +53,9 @@ class OtlpExporter(Outbox[Span]):
     """Sends spans to an OTLP/HTTP endpoint. Pass it to `observed(store, [exporter])`, or `put` spans directly.
 
     endpoint: its base URL, or the full one that ends in /v1/traces. headers: sent with every request, as a mapping or
-    as `name=value,...`; by default those of OTEL_EXPORTER_OTLP_HEADERS and OTEL_EXPORTER_OTLP_TRACES_HEADERS. tokens:
-    send token ids and log-probabilities too. A batch is sent when it is full or its first span is `delay_seconds` old,
-    and dropped after `patience` seconds. Raises ConfigError for an invalid endpoint or invalid headers.
+    as `name=value,...`; by default those of OTEL_EXPORTER_OTLP_HEADERS and OTEL_EXPORTER_OTLP_TRACES_HEADERS. A batch
+    is sent when it is full or its first span is `delay_seconds` old, and dropped after `patience` seconds. Raises
+    ConfigError for an invalid endpoint or invalid headers.
     """
 
     rejections = (ValueError, TypeError, ArithmeticError, RecursionError, _TooLargeError)
@@ -67,7 +66,6 @@ class OtlpExporter(Outbox[Span]):
         endpoint: str,
         *,
         headers: Mapping[str, str] | str | None = None,
-        tokens: bool = False,
         batch_size: int = 512,
         delay_seconds: float = 1.0,
         queue_size: int = 20_000,
@@ -76,7 +74,7 @@ class OtlpExporter(Outbox[Span]):
     ) -> None:
         self.url = traces_url(endpoint)
         self._headers = _headers(headers) | _OWN_HEADERS
-        self._tokens, self._timeout = tokens, timeout_seconds
+        self._timeout = timeout_seconds
         super().__init__(
             self.url,
             patience=patience,
@@ -99,13 +97,14 @@ class OtlpExporter(Outbox[Span]):
             await super().run()
 
     async def send(self, batch: list[Span]) -> None:
-        body = gzip.compress(encode(batch, tokens=self._tokens).SerializeToString(), compresslevel=1)
+        body = gzip.compress(encode(batch).SerializeToString(), compresslevel=1)
         try:
             answer = await self._client.post(self.url, content=body)
         except httpx.RequestError as error:
             raise Unavailable(f"the endpoint is unreachable: {type(error).__name__}: {error}") from error
         if answer.status_code in RETRYABLE_STATUSES:
-            raise Unavailable(f"the endpoint is overloaded: {_describe(answer)}", _retry_after(answer))
+            headers = [(name.lower(), value) for name, value in answer.headers.raw]
+            raise Unavailable(f"the endpoint is overloaded: {_describe(answer)}", retry_after(headers))
         if answer.status_code == 413 and len(batch) > 1:
             raise _TooLargeError
         refused, why = _rejected(answer) if answer.is_success else (len(batch), _describe(answer))
@@ -151,17 +150,6 @@ def _parse_headers(text: str, what: str) -> dict[str, str]:
             raise ConfigError(f"{what} has a part without a name or a value; write it as name=value,name=value")
         headers[unquote(name.strip()).lower()] = unquote(value.strip())
     return headers
-
-
-def _retry_after(answer: httpx.Response) -> float | None:
-    """Seconds of a Retry-After header, given as a number or a date."""
-    value = answer.headers.get("retry-after", "").strip()
-    if value.isdecimal():
-        return float(value)
-    try:
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except (ValueError, TypeError):
-        return None
 
 
 def _rejected(answer: httpx.Response) -> tuple[int, str]:

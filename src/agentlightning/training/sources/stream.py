@@ -32,7 +32,7 @@ from agentlightning.credit.agent_rewards import team_score
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.policy.learner import age, updates_of
 from agentlightning.rollouts import BRANCH, Rollout
-from agentlightning.task import TaskSampler
+from agentlightning.task import tasks_of_step
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan
 from agentlightning.trajectory import RewardWeights, Trajectory, Transition
@@ -563,7 +563,7 @@ class RolloutStream(Struct):
 
     def _of_epoch(self, turn: int, count: int, seed: int) -> list[int]:
         """Tasks by their places, of which each epoch has every one once."""
-        return TaskSampler(range(len(self.tasks)), count, seed).draw(turn)
+        return tasks_of_step(len(self.tasks), count, turn, seed)
 
     def _group_name(self, turn: int, index: int, task: int) -> str:
         """Where the turn alone does not determine the task, the name does: a run that is resumed from an earlier state
