@@ -27,20 +27,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from harness import HERE, PYTHONS
 
 sys.path.append(str(HERE.parent))
-from tests.support.interacting_world import InteractingWorld
+from tests.support.prompt_worlds import InteractingWorld, MeasuredWorld, MeasuredWorldServer
 
-from agentlightning.testing.prompt_server import PromptWorldServer
-from agentlightning.testing.prompt_world import START, PromptWorld, report_tasks
+from agentlightning.testing.prompt_world import START, report_tasks
 
-WORLDS = {"instructions": PromptWorld, "interacting": InteractingWorld}
+WORLDS = {"instructions": MeasuredWorld, "interacting": InteractingWorld}
 LIMITS = {"instructions": 1 / 4, "interacting": 1 / 2}
 """The most that ours may need, as a share of the best of the others."""
 
 
-def run(name: str, python: Path, kind: type[PromptWorld], options: argparse.Namespace) -> list[dict[str, Any]]:
+def run(name: str, python: Path, kind: type[MeasuredWorld], options: argparse.Namespace) -> list[dict[str, Any]]:
     """The results of one search in the worlds of all seeds."""
     with ExitStack() as stack:
-        servers = [stack.enter_context(PromptWorldServer(kind(seed))) for seed in range(options.seeds)]
+        servers = [stack.enter_context(MeasuredWorldServer(kind(seed))) for seed in range(options.seeds)]
         given = {
             "urls": [server.url for server in servers],
             "budget": options.budget,

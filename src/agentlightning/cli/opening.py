@@ -31,6 +31,10 @@ def own_config() -> Path | None:
     return CONFIG_FILE
 
 
+def is_url(place: str) -> bool:
+    return place.startswith(("http://", "https://"))
+
+
 def run_or_newest(run: Path | None, otherwise: str = "give the directory of a run") -> Path:
     """The run that is named, else the one below `runs` that wrote last, which is said in a line. Raises ConfigError
     where there is none."""
@@ -45,17 +49,27 @@ def run_or_newest(run: Path | None, otherwise: str = "give the directory of a ru
     return states[-1].parent
 
 
-def store_to_read(run: Path | None, store: str | None, server: str | None) -> str | None:
+def named_store(store: str | None, server: str | None) -> str | None:
+    """The store that `--store` or `--server` names."""
+    from agentlightning.errors import ConfigError
+
+    if store is not None and server is not None:
+        raise ConfigError("--store opens a database, and --server uses that of a server; give only one of them")
+    return server if store is None else store
+
+
+def store_to_read(run: Path | None, store: str | None, server: str | None = None) -> str | None:
     """The store that is named, or that of a run; where nothing is named and there is no store of `agl run` either, that
     of the newest run. Raises ConfigError for a run together with another store, and for a run without one."""
     from agentlightning.errors import ConfigError
     from agentlightning.store.base import DEFAULT_STORE, STORE_VARIABLE
 
+    place = named_store(store, server)
     if run is None:
-        named = store is not None or server is not None or os.environ.get(STORE_VARIABLE)
+        named = place is not None or os.environ.get(STORE_VARIABLE)
         if named or Path(DEFAULT_STORE).exists() or not any(RUNS.glob("*/store.db")):
-            return store
-    elif store is not None or server is not None:
+            return place
+    elif place is not None:
         raise ConfigError("--run uses the store of that run; leave out --store and --server")
     path = run_or_newest(run) / "store.db"
     if not path.exists():

@@ -33,7 +33,7 @@ from agentlightning.cli.opening import (
     read_routing,
 )
 from agentlightning.cli.options import Models, Routes, Store, Token
-from agentlightning.cli.output import agl, open_output
+from agentlightning.cli.output import Result, agl, plain_console
 from agentlightning.cli.process.access_token import hide_token
 from agentlightning.cli.process.child_process import ChildProcess
 from agentlightning.errors import AgentError, AgentTimeoutError, ConfigError, Failure, RewardError, StoreError
@@ -80,8 +80,7 @@ def run(
     timeout: Annotated[
         float | None, typer.Option(min=0.001, help="Seconds after which the command is terminated.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, as the last line.")] = False,
-) -> None:
+) -> Result:
     """Run a command as one recorded rollout: agl run -- COMMAND ...
 
     Its model calls go where --model or --routes say; without them, to the providers whose keys or URLs its environment
@@ -92,30 +91,26 @@ def run(
       agl run -- python agent.py
       agl run --model smollm2-135m --task '{"n": 3}' --reward reward.py:score -- node agent.mjs
     """
-    with open_output(as_json) as output:
-        import uvloop
+    import uvloop
 
-        hide_token()
-        options = Options(
-            command=tuple(command),
-            models=tuple(models or ()),
-            routes=routes,
-            server=None if server is None else server.rstrip("/"),
-            token=token or None,
-            store=store,
-            task=_task(task, task_file),
-            reward=None if reward is None else _reward(reward),
-            mode=mode,
-            timeout=timeout,
-        )
-        logging.getLogger("agentlightning").setLevel(logging.CRITICAL)  # the terminal belongs to the command
-        summary = uvloop.run(_run(options))
-        sys.stdout.flush()
-        if as_json:
-            output.finish(asdict(summary), lambda console: None)
-        else:
-            _print_summary(summary, Console(stderr=True, highlight=False, soft_wrap=True))
-    raise typer.Exit(summary.exit_code)
+    hide_token()
+    options = Options(
+        command=tuple(command),
+        models=tuple(models or ()),
+        routes=routes,
+        server=None if server is None else server.rstrip("/"),
+        token=token or None,
+        store=store,
+        task=_task(task, task_file),
+        reward=None if reward is None else _reward(reward),
+        mode=mode,
+        timeout=timeout,
+    )
+    logging.getLogger("agentlightning").setLevel(logging.CRITICAL)  # the terminal belongs to the command
+    summary = uvloop.run(_run(options))
+    sys.stdout.flush()
+    errors = plain_console(stderr=True)
+    return Result(asdict(summary), lambda _: _print_summary(summary, errors), status=summary.exit_code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,4 +455,4 @@ def _print_summary(summary: Summary, console: Console) -> None:
     }
     for name, text in lines.items():
         if text:
-            console.print(f"agl: {name:<8} {text}", markup=False)
+            console.print(f"agl: {name:<8} {text}")

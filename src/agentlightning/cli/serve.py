@@ -24,8 +24,8 @@ from agentlightning.cli.opening import (
     open_store,
     read_routing,
 )
-from agentlightning.cli.options import Json, LogFormat, Models, Routes, Store, Token
-from agentlightning.cli.output import Output, open_output
+from agentlightning.cli.options import LogFormat, Models, Routes, Store, Token
+from agentlightning.cli.output import Output, Result, open_output
 
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
@@ -123,6 +123,7 @@ SlowMs = Annotated[float, typer.Option(min=0, help="Log operations that take lon
 
 
 def serve(
+    ctx: typer.Context,
     host: Host = "127.0.0.1",
     port: Port = 4747,
     workers: Workers = 1,
@@ -147,7 +148,6 @@ def serve(
     grace_seconds: GraceSeconds = 10,
     log_format: LogFormat = "text",
     slow_ms: SlowMs = 250.0,
-    as_json: Json = False,
 ) -> None:
     """Serve a store to clients, runners and agents, until stopped (SIGTERM, Ctrl-C).
 
@@ -157,39 +157,38 @@ def serve(
       agl serve --model runs/first/checkpoint --allow-unattributed
       AGL_TOKEN=... agl serve --host 0.0.0.0 --store postgresql://agl@db/agl
     """
-    with open_output(as_json) as output:
-        import uvloop
+    import uvloop
 
-        from agentlightning.observability import logs
+    from agentlightning.observability import logs
 
-        logs.configure(log_format, secret=token)
-        _check_access(host, token or None, no_token)
-        options = Options(
-            store=store,
-            token=token or None,
-            models=tuple(models or ()),
-            routing=read_routing(routes),
-            tinker=tuple(tinker or ()),
-            tinker_weights=tinker_weights or file_beside_store(store, ".tinker"),
-            otlp_export=otlp_export,
-            retention=_retention(keep_days, keep_rollouts, keep_size),
-            runs=runs,
-            drain_seconds=drain_seconds,
-            slow_seconds=slow_ms / 1000,
-            server={
-                "host": host,
-                "port": port,
-                "allowed_hosts": tuple(allow_hosts or ()),
-                "allowed_origins": tuple(allow_origins or ()),
-                "adopt_traces": adopt_traces,
-                "allow_unattributed": allow_unattributed,
-                "max_body_bytes": read_size(max_body),
-                "grace_seconds": grace_seconds,
-            },
-        )
-        if workers > 1:
-            raise typer.Exit(_serve_in_processes(workers, options, output))
-        uvloop.run(_serve(options, output))
+    logs.configure(log_format, secret=token)
+    _check_access(host, token or None, no_token)
+    options = Options(
+        store=store,
+        token=token or None,
+        models=tuple(models or ()),
+        routing=read_routing(routes),
+        tinker=tuple(tinker or ()),
+        tinker_weights=tinker_weights or file_beside_store(store, ".tinker"),
+        otlp_export=otlp_export,
+        retention=_retention(keep_days, keep_rollouts, keep_size),
+        runs=runs,
+        drain_seconds=drain_seconds,
+        slow_seconds=slow_ms / 1000,
+        server={
+            "host": host,
+            "port": port,
+            "allowed_hosts": tuple(allow_hosts or ()),
+            "allowed_origins": tuple(allow_origins or ()),
+            "adopt_traces": adopt_traces,
+            "allow_unattributed": allow_unattributed,
+            "max_body_bytes": read_size(max_body),
+            "grace_seconds": grace_seconds,
+        },
+    )
+    if workers > 1:
+        raise typer.Exit(_serve_in_processes(workers, options, ctx.obj))
+    uvloop.run(_serve(options, ctx.obj))
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,7 +419,7 @@ def _announce(url: str, options: Options, output: Output, workers: int = 1) -> N
     if output.as_json:
         store, has_token = database_name(options.store), options.token is not None
         record = {"url": url, "pid": os.getpid(), "store": store, "token": has_token, "workers": workers}
-        output.finish(record, lambda console: None)
+        output.show(Result(record, lambda console: None))
         sys.stdout.flush()
         return
     console, token = output.console, " (set AGL_TOKEN there too)" if options.token else ""
@@ -441,4 +440,4 @@ def _announce(url: str, options: Options, output: Output, workers: int = 1) -> N
         ("models", models),
         *openai,
     ):
-        console.print(f"{name:<9} {value}", markup=False)
+        console.print(f"{name:<9} {value}")

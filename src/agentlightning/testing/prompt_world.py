@@ -15,7 +15,7 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 HEAD: Final = "You write reports."
@@ -48,7 +48,6 @@ ADVICE: Final = (
 )
 """What an unhelpful critic says: it changes nothing."""
 _IGNORED = re.compile(r"report (\d+) ignores: ([\d, ]+) of")
-_PROMPT = re.compile(re.escape(HEAD) + r"(.*?)" + re.escape(TAIL).replace(r"\{task\}", r"\{?\w*\}?"), re.DOTALL)
 
 
 def report_tasks(count: int, start: int = 0) -> list[dict[str, str]]:
@@ -74,6 +73,13 @@ class PromptWorld:
         self.instructions = list(INSTRUCTIONS)
         random.Random(f"{seed}/instructions").shuffle(self.instructions)
 
+        self.models: dict[str, Callable[[str], str]] = {
+            "follower": self.answer,
+            "critic": self.critique,
+            "editor": self.edits,
+        }
+        """The models of the world, each from the text of a request to its reply."""
+
     # -- what is true ----------------------------------------------------------------------------------------------
 
     def needs(self, task: str) -> tuple[int, ...]:
@@ -88,19 +94,6 @@ class PromptWorld:
     def probability(self, number: int, given: frozenset[int], prompt: str) -> float:
         """How likely an answer keeps to an instruction."""
         return self.follow if number in given else self.luck
-
-    def quality(self, prompt: str) -> float:
-        """The expected reward of a prompt over all possible tasks, exactly."""
-        given = self.given(prompt)
-        chances = [self.probability(number, given, prompt) for number in range(len(self.instructions))]
-        if not re.search(r"\{\{?\s*task\s*\}?\}", prompt):
-            return 0.0
-        return sum(chances) / len(chances)
-
-    @property
-    def optimum(self) -> float:
-        """The quality of the best prompt: all instructions and nothing else."""
-        return self.quality("\n".join([HEAD, *(f"- {text}" for text in self.instructions), TAIL]))
 
     # -- what its models say ---------------------------------------------------------------------------------------
 
@@ -140,16 +133,6 @@ class PromptWorld:
         known = advised is None or any(advised in line for line in lines)
         return list(lines) if known else [*lines, f"- {advised}"]
 
-    def rewrite(self, text: str) -> str:
-        """The whole prompt, edited: `text` holds the prompt and a critique of it."""
-        return "\n".join([HEAD, *self.edited(_lines(text), text), TAIL])
-
-    def reflect(self, text: str) -> str:
-        """Critique and rewrite in one call."""
-        advice = self.critique(text)
-        edited = self.edited(_lines(text), advice)
-        return "\n".join([advice, "```", HEAD, *edited, TAIL, "```"])
-
     def edits(self, text: str) -> str:
         """The same change as bounded edits: JSON, as `algorithms.apo` asks for them."""
         before = re.findall(r"^\[(\d+)\] (.*)$", text, re.MULTILINE)
@@ -160,12 +143,3 @@ class PromptWorld:
         last = max([numbered.get(HEAD, 1), *(numbered[line] for line in own)])
         found += [{"op": "add", "after": last, "text": line} for line in after if line not in own]
         return json.dumps({"edits": found})
-
-
-def _prompt(text: str) -> str:
-    found = _PROMPT.search(text)
-    return found[0] if found else START
-
-
-def _lines(text: str) -> list[str]:
-    return [line for line in _prompt(text).splitlines() if line.startswith("- ")]

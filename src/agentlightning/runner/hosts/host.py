@@ -22,7 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, replace
-from functools import partial
 from queue import SimpleQueue
 from typing import Any, Final, cast
 
@@ -33,7 +32,7 @@ from agentlightning.attempt_variables import in_process_environment
 from agentlightning.errors import Failure, MissingRewardError
 from agentlightning.resources import named_resources
 from agentlightning.runner import attempt_environ
-from agentlightning.runner.agents.agent import Agent, AgentClass
+from agentlightning.runner.agents.agent import Agent
 from agentlightning.runner.agents.arguments import Invocation, OwnProcessNeededError, bind_resources
 from agentlightning.runner.agents.command import CommandError, signal_group, task_variable
 from agentlightning.runner.agents.loading import user_traceback
@@ -123,8 +122,6 @@ class Host:
     def __init__(self, sock: socket.socket, setup: Setup) -> None:
         self._sock, self._setup, self._process = sock, setup, os.getpid()
         self._running: dict[int, Invocation] = {}
-        self._programs: dict[int, int] = {}
-        """Job -> the process group of its command."""
         self._sending = threading.Lock()
         serve_attempts(alone=self.alone, on_doubt=self._separate)
         threading.Thread(target=self._receive, name="agl-host", daemon=True).start()
@@ -146,10 +143,10 @@ class Host:
             while data := self._sock.recv(1 << 18):
                 for message in frames.feed(data):
                     self._handle(message)
-        for job_id, invocation in list(self._running.items()):
+        for invocation in list(self._running.values()):
             invocation.cancelled = True
-            if (group := self._programs.get(job_id)) is not None:
-                signal_group(group, signal.SIGKILL)
+            if invocation.group:
+                signal_group(invocation.group, signal.SIGKILL)
             if invocation.program is not None:
                 invocation.program.kill()
         sys.stdout.flush()
@@ -160,7 +157,7 @@ class Host:
         if isinstance(message, Job):
             task = without_hidden_fields(message.rollout.input, self._setup.load.hidden)
             invocation = Invocation(replace(message.rollout, input=task), {}, message.environment, task)
-            invocation.on_program = partial(self._note_program, message.job_id)
+            invocation.on_program = lambda group: self._send(Program(message.job_id, group))
             self._running[message.job_id] = invocation
             self._start(message.job_id, self._attempt(message, invocation))
         elif (invocation := self._running.get(message.job_id)) is not None:
@@ -168,12 +165,6 @@ class Host:
             self._cancel(message.job_id)
             if invocation.program is not None:
                 invocation.program.terminate()
-
-    def _note_program(self, job_id: int, group: int) -> None:
-        self._programs[job_id] = group
-        if not group:
-            del self._programs[job_id]
-        self._send(Program(job_id, group))
 
     # -- one attempt -------------------------------------------------------------------------------------------------
 
@@ -206,8 +197,7 @@ class Host:
         fields = attempt_environ.task_variables(invocation.task, self._setup.load.fields)
         invocation.environment = {**fields, **job.environment}  # of a command, in its own process
         variables = fields | in_process_environment(job.environment, job.rollout.attempt.worker_id or "")
-        if isinstance(self._setup.agent, AgentClass):
-            variables |= task_variable(invocation.task)
+        variables |= task_variable(invocation.task)
         with attempt_environ.own_variables(variables) if self.alone else attempt_environ.overlay(variables):
             output = await self._run(invocation)
         if invocation.needs_process:
