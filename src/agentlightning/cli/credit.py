@@ -14,6 +14,7 @@ from rich.table import Table
 from agentlightning.cli.opening import store_to_read, weights_of
 from agentlightning.cli.options import RewardWeights, RunStore, Store
 from agentlightning.cli.output import Result, agl
+from agentlightning.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:
     from agentlightning.evaluation.credit_comparison import CreditComparison
@@ -68,7 +69,6 @@ async def _read(store: str | None, groups: int, mode: Mode) -> tuple[list[list[T
     from agentlightning.cli.store import open_named
     from agentlightning.credit import group_trajectories
     from agentlightning.credit.rejection import count_reasons
-    from agentlightning.errors import DatasetError
     from agentlightning.training.sources.collector import TrajectoryReader, find_groups
 
     async with open_named(store) as opened:
@@ -83,7 +83,6 @@ async def _read(store: str | None, groups: int, mode: Mode) -> tuple[list[list[T
 
 
 def _rule(text: str) -> Any:
-    from agentlightning.errors import ConfigError
 
     if not text.lstrip().startswith("{"):
         return text

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from agentlightning.cli.opening import RUNS
 from agentlightning.cli.options import NewRun
 from agentlightning.cli.output import Output, Result
 from agentlightning.cli.viewing.live import LiveProgress
@@ -41,7 +41,7 @@ def demo(
     from agentlightning.trainer import Trainer
 
     output: Output = ctx.obj
-    directory = output.run_dir = run or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
+    directory = output.run_dir = run or RUNS / time.strftime("demo-%Y%m%d-%H%M%S")
     if model == TINY:
         demonstrations = job.write_demonstrations(directory / "demonstrations.jsonl", seed)
         configuration, tasks = job.settings(demonstrations, seed, steps), job.tasks(seed)

@@ -10,6 +10,7 @@ import typer
 from agentlightning.cli.opening import CONFIG_FILE, RUNS, overrides, own_config, run_or_newest, weights_of
 from agentlightning.cli.options import Agent, Data, Environment, Model, Reward, RewardWeights
 from agentlightning.cli.output import Result, agl
+from agentlightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentlightning.config import TrainConfig
@@ -76,7 +77,6 @@ def evaluate(
       agl eval --agent agent.py:solve --reward reward.py:score --data test.jsonl "prompts.prompt=$(cat new.txt)"
     """
     from agentlightning.cli.formatting.evaluation import evaluation_record, print_evaluation
-    from agentlightning.errors import ConfigError
     from agentlightning.evaluator import evaluate as measure
     from agentlightning.util.progress import Progress
 
@@ -132,7 +132,6 @@ def _subject(
     settings file, where others are not named. Raises ConfigError where an agent or tasks are missing."""
     from agentlightning.algorithms.base import make_algorithm
     from agentlightning.config import TrainConfig
-    from agentlightning.errors import ConfigError
     from agentlightning.training.export import checkpoint_of, holds_weights
     from agentlightning.training.persistence.checkpoints import read_resources
     from agentlightning.training.persistence.run_changes import settings_of_run

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from agentlightning.cli.options import MODEL_HELP
 from agentlightning.cli.output import Result, agl
+from agentlightning.errors import ConfigError
 
 
 def get(name: Annotated[str, typer.Argument(help=MODEL_HELP)]) -> Result:
@@ -19,7 +20,6 @@ def get(name: Annotated[str, typer.Argument(help=MODEL_HELP)]) -> Result:
       agl model get smollm2-135m
       agl model get Qwen/Qwen2.5-0.5B-Instruct --json
     """
-    from agentlightning.errors import ConfigError
     from agentlightning.models.resolve import TINY, resolve_model
 
     if name == TINY:

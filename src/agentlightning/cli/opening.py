@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
+from agentlightning.errors import ConfigError, StoreError
+
 if TYPE_CHECKING:
     from agentlightning.engine.base import Engine
     from agentlightning.gateway.config import GatewayConfig
@@ -42,8 +44,6 @@ def run_or_newest(run: Path | None, otherwise: str = "give the directory of a ru
         return run
     states = sorted(RUNS.glob("*/state.json"), key=lambda path: path.stat().st_mtime)
     if not states:
-        from agentlightning.errors import ConfigError
-
         raise ConfigError(f"there is no run below {RUNS}; {otherwise}")
     typer.echo(f"run: {states[-1].parent}, the newest", err=True)
     return states[-1].parent
@@ -51,8 +51,6 @@ def run_or_newest(run: Path | None, otherwise: str = "give the directory of a ru
 
 def named_store(store: str | None, server: str | None) -> str | None:
     """The store that `--store` or `--server` names."""
-    from agentlightning.errors import ConfigError
-
     if store is not None and server is not None:
         raise ConfigError("--store opens a database, and --server uses that of a server; give only one of them")
     return server if store is None else store
@@ -61,7 +59,6 @@ def named_store(store: str | None, server: str | None) -> str | None:
 def store_to_read(run: Path | None, store: str | None, server: str | None = None) -> str | None:
     """The store that is named, or that of a run; where nothing is named and there is no store of `agl run` either, that
     of the newest run. Raises ConfigError for a run together with another store, and for a run without one."""
-    from agentlightning.errors import ConfigError
     from agentlightning.store.base import DEFAULT_STORE, STORE_VARIABLE
 
     place = named_store(store, server)
@@ -93,7 +90,6 @@ def database_name(db: str | None) -> str:
 
 def open_store(db: str | None) -> SqlStore:
     """Open the database of `--store`. Raises ConfigError if that fails."""
-    from agentlightning.errors import ConfigError, StoreError
     from agentlightning.store.sql.store import SqlStore
 
     try:

@@ -13,6 +13,7 @@ from agentlightning.cli import store as stores
 from agentlightning.cli.opening import named_store
 from agentlightning.cli.options import Reward, Store, Token
 from agentlightning.cli.output import Result, agl
+from agentlightning.errors import ConfigError
 from agentlightning.util.json_values import loads
 from agentlightning.util.progress import Progress
 
@@ -49,7 +50,6 @@ async def rescore(
       agl rescore --reward new_reward.py:score --store hub.db --mode train --task '{"level": 3}'
     """
 
-    from agentlightning.errors import ConfigError
     from agentlightning.rescorer import Selection, rescore_async
     from agentlightning.training.persistence.run_dir import read_state
 
@@ -81,7 +81,6 @@ async def rescore(
 
 
 def _task(text: str | None) -> Any:
-    from agentlightning.errors import ConfigError
 
     try:
         return None if text is None else loads(text)

@@ -17,6 +17,7 @@ from agentlightning.cli.opening import has_model
 from agentlightning.cli.options import Agent, LogFormat, Reward, Token
 from agentlightning.cli.output import Output, Result, agl
 from agentlightning.cli.process.access_token import hide_token
+from agentlightning.errors import ConfigError, StoreAuthError, StoreServerError
 
 if TYPE_CHECKING:
     from agentlightning.cli.process.stop_signals import StopSignals
@@ -123,7 +124,6 @@ async def runner(
     """
     from agentlightning.attempt_address import attempt_secret
     from agentlightning.cli.process.stop_signals import StopSignals
-    from agentlightning.errors import ConfigError
     from agentlightning.observability import logs
     from agentlightning.runner import Runner
     from agentlightning.store.http.client import LightningStoreClient
@@ -171,15 +171,12 @@ def _server_url(server: str | None) -> str:
         return server.rstrip("/")
     host, port = os.environ.get("AGL_SERVER_HOST"), os.environ.get("AGL_SERVER_PORT")
     if not host and not port:
-        from agentlightning.errors import ConfigError
-
         raise ConfigError("there is no server; give --server http://HOST:PORT, or set AGL_SERVER")
     return f"http://{host or '127.0.0.1'}:{port or 4747}"
 
 
 def _job_template(path: Path, agent: str | None, api: str | None, start_seconds: float) -> AgentLike:
     """The agent whose attempts are Jobs. Raises ConfigError."""
-    from agentlightning.errors import ConfigError
     from agentlightning.runner.agents.spec import CommandLine, agent_spec
     from agentlightning.util.plugins import load_plugin
 
@@ -192,7 +189,6 @@ def _job_template(path: Path, agent: str | None, api: str | None, start_seconds:
 
 
 def _fields(texts: Sequence[str]) -> dict[str, str]:
-    from agentlightning.errors import ConfigError
 
     fields = dict[str, str]()
     for text in texts:
@@ -236,7 +232,6 @@ async def _set_redirect(runner: Runner, store: LightningStoreClient) -> None:
 
 async def _check_server(store: LightningStoreClient) -> None:
     """Raises StoreServerError if no server answers within a minute, so that a wrong URL is noticed soon."""
-    from agentlightning.errors import StoreAuthError, StoreServerError
     from agentlightning.store.http.client import LightningStoreClient
 
     probe = LightningStoreClient(store.url, store.token, patience=1.0)

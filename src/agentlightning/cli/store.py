@@ -97,7 +97,6 @@ async def stats(run: RunStore = None, store: Store = None, server: Server = None
       agl store stats
       agl store stats --store hub.db --json
     """
-
     place = store_to_read(run, store, server)
     async with open_named(place, token) as opened:
         counts = await opened.statistics()
@@ -161,7 +160,6 @@ async def list_rollouts(
       agl store list --run runs/first --status failed
       agl store list --sort reward --limit 5
     """
-
     place = store_to_read(run, store, server)
     async with open_named(place, token) as opened:
         table = await rollout_table(opened, statuses, modes, sort, limit, weights_of(reward_weights, place))
@@ -276,7 +274,6 @@ async def vacuum(ctx: typer.Context, store: Store = None, server: Server = None,
       agl store vacuum
       agl store vacuum --store runs/first/store.db
     """
-
     place = named_store(store, server)
     with Progress(ctx.obj.console) as progress:
         async with open_named(place, token) as opened:

@@ -12,6 +12,7 @@ from agentlightning.cli.opening import overrides, own_config
 from agentlightning.cli.options import Agent, Data, Environment, Model, NewRun, Reward, Token
 from agentlightning.cli.output import Output, Result, agl
 from agentlightning.cli.viewing.live import LiveProgress
+from agentlightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentlightning.config import TrainConfig
@@ -110,7 +111,6 @@ SHORTCUTS: Final = {"data": "data.train", "model": "policy.model", "seed": "run.
 def _resolve(changes: list[str], config: Path | None, run: Path | None, resume: Path | None) -> TrainConfig:
     """The configuration of the run. Raises ConfigError for settings and options that cannot work."""
     from agentlightning.config import TrainConfig
-    from agentlightning.errors import ConfigError
     from agentlightning.training.persistence.run_changes import resumed_settings
     from agentlightning.util.settings import load_settings
 

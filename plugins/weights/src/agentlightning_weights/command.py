@@ -14,6 +14,7 @@ import typer
 from agentlightning.cli.formatting.units import show_size
 from agentlightning.cli.main import Verb
 from agentlightning.cli.output import Output, Result
+from agentlightning.errors import ConfigError, PolicyError
 
 if TYPE_CHECKING:
     from agentlightning_weights.pull import Pulled, WeightPuller
@@ -74,7 +75,6 @@ def pull(
 
 
 def _once(puller: WeightPuller, show: Callable[[Pulled], None]) -> None:
-    from agentlightning.errors import ConfigError
 
     if (pulled := puller.pull()) is None:
         raise ConfigError(f"nothing is published at {puller.bucket.url} yet; wait for the run, or use --follow")
@@ -83,7 +83,6 @@ def _once(puller: WeightPuller, show: Callable[[Pulled], None]) -> None:
 
 def _follow(puller: WeightPuller, every: float, show: Callable[[Pulled], None]) -> None:
     """A version that cannot be had is named, and the next one tried."""
-    from agentlightning.errors import PolicyError
 
     while True:
         try:

@@ -11,6 +11,7 @@ from msgspec.structs import asdict
 from agentlightning.cli.opening import run_or_newest, weights_of
 from agentlightning.cli.options import GivenStore, RewardWeights, Run
 from agentlightning.cli.output import Result, agl
+from agentlightning.errors import ConfigError
 from agentlightning.models import Precision
 from agentlightning.util.printable import printable
 
@@ -40,7 +41,6 @@ async def export(
       agl export runs/first --to gguf --out my-model.gguf
       agl export runs/first --to trl-jsonl --min-reward 0.5
     """
-    from agentlightning.errors import ConfigError
     from agentlightning.training.export import Selection, export_dataset, export_weights
 
     run = run_or_newest(run)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentlightning.cli.output import Result, agl
+from agentlightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +27,6 @@ def compare(runs: Annotated[list[Path], typer.Argument(help="The directories of 
       agl compare runs/*
     """
     from agentlightning.dashboard.data.configurations import configurations, record_of
-    from agentlightning.errors import ConfigError
 
     found = configurations(runs)
     for run in runs:

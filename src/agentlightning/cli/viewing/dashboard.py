@@ -15,6 +15,7 @@ import typer
 from agentlightning.cli.opening import POSTGRES, is_url
 from agentlightning.cli.options import Token
 from agentlightning.cli.output import Output, Result
+from agentlightning.errors import ConfigError, ServerError
 
 if TYPE_CHECKING:
     from starlette.routing import Route
@@ -60,7 +61,6 @@ async def _serve(
 ) -> None:
     from agentlightning.dashboard.app import PATH
     from agentlightning.dashboard.serve import dashboard_app, serve_dashboard
-    from agentlightning.errors import ConfigError, ServerError
     from agentlightning.server.app import listen, url_of
 
     if demo and target is not None:
@@ -129,7 +129,6 @@ async def _catalog(target: str | None) -> AsyncGenerator[Catalog]:
 def _runs(target: str | None) -> Catalog | None:
     """The run in a directory, or those below it; None for a database. Raises ConfigError where there is neither."""
     from agentlightning.dashboard.data.catalog import Catalog
-    from agentlightning.errors import ConfigError
     from agentlightning.training.persistence.run_dir import holds_run
 
     path = Path(target or "runs")

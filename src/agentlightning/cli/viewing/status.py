@@ -12,6 +12,7 @@ from agentlightning.cli.opening import is_url, run_or_newest
 from agentlightning.cli.options import Token
 from agentlightning.cli.output import Result, agl
 from agentlightning.cli.viewing.remote_status import remote_status
+from agentlightning.errors import ConfigError
 from agentlightning.util.printable import printable
 from agentlightning.util.progress import duration
 from agentlightning.util.sparkline import sparkline
@@ -56,7 +57,6 @@ def status(
 
 def _local_status(run: Path, name: str | None) -> tuple[dict[str, Any], list[float | None]]:
     from agentlightning.dashboard.data.status import status_record
-    from agentlightning.errors import ConfigError
 
     if name is not None:
         raise ConfigError(f"--run {name} chooses among the runs of a server, and {run} is a directory; leave it out")

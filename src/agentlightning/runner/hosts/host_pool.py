@@ -149,10 +149,8 @@ class HostPool:
             async with asyncio.timeout(LOAD_SECONDS):
                 await self._loaded
                 self._notify_change()
-                while self.capacity <= 0:
-                    await self._changed.wait()
-                    if self._broken is not None:
-                        raise self._broken
+                if not self.alone:
+                    await self._least_busy()
         except TimeoutError:
             raise AgentError(f"agent {self.agent} was not imported within {LOAD_SECONDS:g} s") from None
 
@@ -218,20 +216,19 @@ class HostPool:
             if self.fresh or not process.alone:
                 process.retire()
 
+    def _free(self, alone: bool) -> list[AttemptProcess]:
+        if self._broken is not None:
+            raise self._broken
+        return [each for each in self._processes.values() if each.ready and each.free > 0 and each.alone is alone]
+
     async def _least_busy(self) -> AttemptProcess:
-        while True:
-            if self._broken is not None:
-                raise self._broken
-            found = [each for each in self._processes.values() if each.ready and each.free > 0 and not each.alone]
-            if found:
-                return max(found, key=lambda process: process.free)
+        while not (found := self._free(alone=False)):
             await self._changed.wait()
+        return max(found, key=lambda process: process.free)
 
     def _alone(self, once: bool) -> AttemptProcess:
         """A process for one attempt: an idle one, if it is not to be for this one only."""
-        if self._broken is not None:
-            raise self._broken
-        idle = [each for each in self._processes.values() if each.alone and each.free and each.ready]
+        idle = self._free(alone=True)
         process = self._fork(alone=True) if once or not idle else idle[-1]
         process.retired = once
         return process
