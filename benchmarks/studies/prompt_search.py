@@ -1,6 +1,6 @@
 """Prompt search: evaluations until a prompt is as good as 95% of the best, ours beside gepa and Agent Lightning 0.3.
 
-All search the same seeded worlds (`agentlightning.testing.prompt_world`), served over HTTP: twelve hidden instructions,
+All search the same seeded worlds (`tests.support.prompt_worlds`), served over HTTP: twelve hidden instructions,
 tasks that need one to three of them, a noisy follower, a critic that is right with probability .6. The second world is
 one that ours was not designed for: instructions interact, and edits lose other lines. An evaluation is a call of the
 follower, those on validation tasks included; a search has reached the goal when the prompt that it would return has a
@@ -27,19 +27,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from harness import HERE, PYTHONS
 
 sys.path.append(str(HERE.parent))
-from tests.support.prompt_worlds import InteractingWorld, MeasuredWorld, MeasuredWorldServer
+from tests.support.prompt_worlds import START, InteractingWorld, PromptWorld, PromptWorldServer, report_tasks
 
-from agentlightning.testing.prompt_world import START, report_tasks
-
-WORLDS = {"instructions": MeasuredWorld, "interacting": InteractingWorld}
+WORLDS = {"instructions": PromptWorld, "interacting": InteractingWorld}
 LIMITS = {"instructions": 1 / 4, "interacting": 1 / 2}
 """The most that ours may need, as a share of the best of the others."""
 
 
-def run(name: str, python: Path, kind: type[MeasuredWorld], options: argparse.Namespace) -> list[dict[str, Any]]:
+def run(name: str, python: Path, kind: type[PromptWorld], options: argparse.Namespace) -> list[dict[str, Any]]:
     """The results of one search in the worlds of all seeds."""
     with ExitStack() as stack:
-        servers = [stack.enter_context(MeasuredWorldServer(kind(seed))) for seed in range(options.seeds)]
+        servers = [stack.enter_context(PromptWorldServer(kind(seed))) for seed in range(options.seeds)]
         given = {
             "urls": [server.url for server in servers],
             "budget": options.budget,

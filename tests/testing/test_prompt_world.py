@@ -7,16 +7,24 @@ import urllib.error
 import urllib.request
 
 import pytest
-from tests.support.prompt_worlds import InteractingWorld, MeasuredWorld, MeasuredWorldServer
-
-from agentlightning.testing.prompt_world import ADVICE, HEAD, START, TAIL, grade, report_tasks
+from tests.support.prompt_worlds import (
+    ADVICE,
+    HEAD,
+    START,
+    TAIL,
+    InteractingWorld,
+    PromptWorld,
+    PromptWorldServer,
+    grade,
+    report_tasks,
+)
 
 
 def prompt(*lines: str) -> str:
     return "\n".join([HEAD, *(f"- {line}" for line in lines), TAIL])
 
 
-@pytest.mark.parametrize("world", [MeasuredWorld(3), InteractingWorld(3)])
+@pytest.mark.parametrize("world", [PromptWorld(3), InteractingWorld(3)])
 def test_the_mean_reward_of_many_answers_is_the_quality_of_the_prompt(world):
     text = prompt(*world.instructions[:8], ADVICE[0])
     tasks = report_tasks(1500)
@@ -25,7 +33,7 @@ def test_the_mean_reward_of_many_answers_is_the_quality_of_the_prompt(world):
 
 
 def test_all_instructions_are_the_optimum_and_a_lost_placeholder_is_worth_nothing():
-    world = MeasuredWorld(0)
+    world = PromptWorld(0)
     assert world.optimum == pytest.approx(0.95)
     assert world.quality(START) == pytest.approx(0.15)
     assert world.quality(prompt(*world.instructions[:11])) < 0.95 * world.optimum
@@ -43,14 +51,14 @@ def test_instructions_of_the_second_world_interact():
 
 
 def test_the_critic_names_what_an_answer_ignores_six_times_in_ten():
-    world = MeasuredWorld(1)
+    world = PromptWorld(1)
     said = [world.critique(f"answer {turn}: report 0001 ignores: 4 of 2 points") for turn in range(400)]
     assert sum(world.instructions[4] in each for each in said) / 400 == pytest.approx(0.6, abs=0.08)
     assert any(advice in said[0] + said[1] + said[2] + said[3] for advice in (*ADVICE, world.instructions[4]))
 
 
 def test_edits_and_rewrites_make_the_same_change():
-    world, critique = MeasuredWorld(0), f"The answers lack this: {ADVICE[0]}"
+    world, critique = PromptWorld(0), f"The answers lack this: {ADVICE[0]}"
     shown = "\n".join(f"[{number}] {line}" for number, line in enumerate(prompt("Use units.").splitlines(), 1))
     [edit] = json.loads(world.edits(f"{shown}\n{critique}"))["edits"]
     assert edit == {"op": "add", "after": 2, "text": f"- {ADVICE[0]}"}
@@ -66,7 +74,7 @@ def test_the_editor_of_the_second_world_loses_lines():
 
 def test_the_same_seed_gives_the_same_answers_in_any_order():
     def answers(order):
-        world = MeasuredWorld(5)
+        world = PromptWorld(5)
         return {task: world.answer(f"report {task}") for task in order}
 
     tasks = [task["task"] for task in report_tasks(30)]
@@ -80,10 +88,10 @@ def test_the_server_answers_as_the_model_that_is_named():
         with urllib.request.urlopen(request) as response:
             return json.load(response)["choices"][0]["message"]["content"]
 
-    with MeasuredWorldServer(MeasuredWorld(0)) as server:
+    with PromptWorldServer(PromptWorld(0)) as server:
         assert ask("follower", "report 0001").startswith("report 0001")
         assert ask("critic", "nothing").startswith("The answers lack this:")
-        server.overrides["critic"] = lambda text: "overridden"
+        server.models["critic"] = lambda text: "overridden"
         assert ask("critic", "nothing") == "overridden"
         assert server.calls == {"follower": 1, "critic": 2}
         request = urllib.request.Request(f"{server.url}/quality", json.dumps({"prompt": START}).encode())

@@ -7,14 +7,13 @@ import statistics
 from collections import Counter
 
 import pytest
-from tests.support.prompt_worlds import InteractingWorld, MeasuredWorld
+from tests.support.prompt_worlds import ADVICE, HEAD, START, TAIL, InteractingWorld, PromptWorld
 
 from agentlightning.algorithms.apo.beam import BeamSearch
 from agentlightning.algorithms.apo.gepa import GepaSearch
 from agentlightning.algorithms.apo.reflective import Finals, ReflectiveSearch
 from agentlightning.algorithms.apo.search import Trial
 from agentlightning.algorithms.apo.text import Texts, digest
-from agentlightning.testing.prompt_world import ADVICE, HEAD, START, TAIL
 
 
 def prompt(*lines: str) -> Texts:
@@ -27,11 +26,11 @@ async def run(search) -> Texts:
     return search.favourite
 
 
-def quality(world: MeasuredWorld, candidate: Texts) -> float:
+def quality(world: PromptWorld, candidate: Texts) -> float:
     return world.quality(candidate["prompt"]) / world.optimum
 
 
-@pytest.mark.parametrize(("kind", "calls"), [(MeasuredWorld, 420), (InteractingWorld, 1100)])
+@pytest.mark.parametrize(("kind", "calls"), [(PromptWorld, 420), (InteractingWorld, 1100)])
 async def test_reflective_finds_the_hidden_instructions(context, kind, calls):
     found: list[float] = []
     for seed in range(5):
@@ -39,19 +38,19 @@ async def test_reflective_finds_the_hidden_instructions(context, kind, calls):
         search = ReflectiveSearch(context(world, budget={"calls": calls}, seed=seed))
         found.append(quality(world, await run(search)))
         assert search.context.spending.calls <= calls
-    assert statistics.median(found) >= (0.95 if kind is MeasuredWorld else 0.9)
+    assert statistics.median(found) >= (0.95 if kind is PromptWorld else 0.9)
     assert min(found) > 0.75
 
 
 async def test_a_result_of_a_parent_is_never_bought_twice(context):
-    search = ReflectiveSearch(context(MeasuredWorld(0), budget={"calls": 300}))
+    search = ReflectiveSearch(context(PromptWorld(0), budget={"calls": 300}))
     await run(search)
     bought = Counter(search.context.evaluator.asked)
     assert max(bought.values()) == 1
 
 
 async def test_a_bad_edit_costs_only_the_failures_it_was_written_for(context):
-    made = context(MeasuredWorld(0, insight=0.0, luck=0.0), budget={"calls": 200}, patience=8)
+    made = context(PromptWorld(0, insight=0.0, luck=0.0), budget={"calls": 200}, patience=8)
     search = ReflectiveSearch(made)
     while search.finals is None:
         await search.step()
@@ -61,7 +60,7 @@ async def test_a_bad_edit_costs_only_the_failures_it_was_written_for(context):
 
 
 async def test_no_validation_task_is_used_before_the_finals(context):
-    search = ReflectiveSearch(context(MeasuredWorld(0), budget={"calls": 250}))
+    search = ReflectiveSearch(context(PromptWorld(0), budget={"calls": 250}))
     while search.finals is None:
         await search.step()
     assert {trial.split for _, trial in search.context.evaluator.asked} == {"train"}
@@ -71,11 +70,11 @@ async def test_no_validation_task_is_used_before_the_finals(context):
 
 
 async def test_a_search_that_ends_for_its_budget_says_so(context):
-    search = ReflectiveSearch(context(MeasuredWorld(0), budget={"calls": 60}))
+    search = ReflectiveSearch(context(PromptWorld(0), budget={"calls": 60}))
     await run(search)
     assert search.ended_for_budget
     assert "60 evaluations" in str(search.ended)
-    patient = ReflectiveSearch(context(MeasuredWorld(0, insight=0.0), budget={"calls": 500}, patience=3))
+    patient = ReflectiveSearch(context(PromptWorld(0, insight=0.0), budget={"calls": 500}, patience=3))
     await run(patient)
     assert not patient.ended_for_budget
     assert "none of the last 3 proposals" in str(patient.ended)
@@ -84,8 +83,8 @@ async def test_a_search_that_ends_for_its_budget_says_so(context):
 @pytest.mark.parametrize("kind", [ReflectiveSearch, BeamSearch])
 async def test_a_search_goes_on_from_its_state(context, kind):
     settings = {"budget": {"calls": 200}, "beam": {"branch_factor": 1, "beam_width": 2, "val_batch_size": 8}}
-    whole = kind(context(MeasuredWorld(2), **settings))
-    broken = kind(context(MeasuredWorld(2), **settings))
+    whole = kind(context(PromptWorld(2), **settings))
+    broken = kind(context(PromptWorld(2), **settings))
     for _ in range(2):
         await whole.step()
         await broken.step()
@@ -101,7 +100,7 @@ async def test_a_search_goes_on_from_its_state(context, kind):
 
 
 async def test_a_line_that_is_not_needed_is_taken_back(context):
-    world = MeasuredWorld(0, follow=1.0, luck=0.0)
+    world = PromptWorld(0, follow=1.0, luck=0.0)
     search = ReflectiveSearch(context(world, budget={"calls": 2000}))
     node = search.pool[0]
     node.texts = prompt(ADVICE[0], *world.instructions)
@@ -120,7 +119,7 @@ async def test_a_line_that_is_not_needed_is_taken_back(context):
 
 
 async def test_a_child_that_loses_a_line_is_tried_on_what_that_line_turned(context):
-    world = MeasuredWorld(0, follow=1.0, luck=0.0)
+    world = PromptWorld(0, follow=1.0, luck=0.0)
     search = ReflectiveSearch(context(world, budget={"calls": 2000}))
     kept, lost = world.instructions[:2]
     parent = search.pool[0]
@@ -136,7 +135,7 @@ async def test_a_child_that_loses_a_line_is_tried_on_what_that_line_turned(conte
 @pytest.mark.parametrize("kind", [ReflectiveSearch, BeamSearch, GepaSearch])
 async def test_each_candidate_is_tried_with_the_one_that_it_was_made_from(context, model, tmp_path, kind):
     name = kind.__name__.removesuffix("Search").lower()
-    made = context(MeasuredWorld(0), search=name, budget={"calls": 200})
+    made = context(PromptWorld(0), search=name, budget={"calls": 200})
     made.directory = tmp_path
     if kind is GepaSearch:
         pytest.importorskip("gepa")
@@ -159,7 +158,7 @@ async def test_each_candidate_is_tried_with_the_one_that_it_was_made_from(contex
 
 
 async def test_beam_scores_on_validation_and_improves(context):
-    world = MeasuredWorld(0)
+    world = PromptWorld(0)
     beam = {"beam_width": 2, "branch_factor": 2, "beam_rounds": 4, "gradient_batch_size": 3, "val_batch_size": 10}
     search = BeamSearch(context(world, search="beam", beam=beam, budget={"calls": 600}))
     best = await run(search)
@@ -170,7 +169,7 @@ async def test_beam_scores_on_validation_and_improves(context):
 
 async def test_gepa_searches_with_this_run_and_stops_at_its_budget(context, model, tmp_path):
     pytest.importorskip("gepa")
-    world = MeasuredWorld(0)
+    world = PromptWorld(0)
     made = context(world, search="gepa", budget={"calls": 300})
     made.writer.critic = model(world.reflect)
     made.directory = tmp_path
@@ -186,7 +185,7 @@ async def test_a_gepa_search_goes_on_from_its_own_files_with_a_larger_budget(con
     pytest.importorskip("gepa")
 
     def made(calls: int) -> GepaSearch:
-        opened = context(MeasuredWorld(0), search="gepa", budget={"calls": calls})
+        opened = context(PromptWorld(0), search="gepa", budget={"calls": calls})
         opened.writer.critic = model(opened.evaluator.world.reflect)
         opened.directory = tmp_path
         return GepaSearch(opened)
@@ -205,7 +204,7 @@ async def test_a_gepa_search_goes_on_from_its_own_files_with_a_larger_budget(con
 
 async def test_a_gepa_candidate_that_breaks_its_template_is_not_run(context, model, tmp_path):
     pytest.importorskip("gepa")
-    made = context(MeasuredWorld(0), search="gepa", budget={"calls": 60})
+    made = context(PromptWorld(0), search="gepa", budget={"calls": 60})
     made.writer.critic = model(lambda _: "```\nWrite something.\n```")
     made.directory = tmp_path
     search = GepaSearch(made)
@@ -218,7 +217,7 @@ async def test_a_gepa_candidate_that_breaks_its_template_is_not_run(context, mod
 
 
 async def test_the_finals_find_the_better_of_two_early_and_buy_each_result_once(context):
-    world = MeasuredWorld(0)
+    world = PromptWorld(0)
     made = context(world, budget={"calls": 500})
     good, bad = prompt(*world.instructions), prompt()
     finals = Finals([bad, good])
@@ -237,7 +236,7 @@ async def test_the_finals_find_the_better_of_two_early_and_buy_each_result_once(
 
 
 async def test_finals_without_the_budget_keep_the_favourite(context):
-    made = context(MeasuredWorld(0), budget={"calls": 5})
+    made = context(PromptWorld(0), budget={"calls": 5})
     finals = Finals([prompt(), prompt("more")])
     await finals.decide(made)
     assert finals.duels[0].verdict == "budget"
