@@ -85,7 +85,7 @@ def database_name(db: str | None) -> str:
     """What `--store` names, or what is opened without it; to be shown."""
     from agentlightning.store.base import store_url
 
-    return without_password(str(store_url(db)))
+    return re.sub(r"(?<=://)([^/@:]*):[^/@]*@", r"\1@", str(store_url(db)))  # without the password
 
 
 def open_store(db: str | None) -> SqlStore:
@@ -131,10 +131,6 @@ def file_beside_store(db: str | None, suffix: str) -> Path:
     path = locate(DEFAULT_STORE) if name.startswith(POSTGRES) else locate(name) or locate(DEFAULT_STORE)
     assert path is not None
     return path.with_name(path.name + suffix)
-
-
-def without_password(url: str) -> str:
-    return re.sub(r"(?<=://)([^/@:]*):[^/@]*@", r"\1@", url)
 
 
 def read_routing(path: Path | None) -> GatewayConfig:

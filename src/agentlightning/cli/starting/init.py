@@ -41,9 +41,9 @@ def _ask() -> Kind:
     """The kind that the user chooses. Raises ConfigError where there is nobody to ask."""
     if not sys.stdin.isatty():
         raise ConfigError(f"which kind of agent? Give one: --kind {'|'.join(KINDS)}")
-    for number, each in enumerate(KINDS.values(), 1):
-        typer.echo(f"{number}  {each.name:<14} {each.about}", err=True)
     numbered = {str(number): each for number, each in enumerate(KINDS.values(), 1)}
+    for number, each in numbered.items():
+        typer.echo(f"{number}  {each.name:<14} {each.about}", err=True)
     choice = str(typer.prompt("the kind of your agent", default="1", err=True)).strip()
     chosen = numbered.get(choice) or KINDS.get(choice)
     if chosen is None:

@@ -57,7 +57,7 @@ from agentlightning.tracing.emit import emit_annotation, emit_exception, emit_re
 from agentlightning.tracing.otlp.otel_span import to_span
 from agentlightning.tracing.posting_sink import PostingSink
 from agentlightning.tracing.sanitize import sanitize_span
-from agentlightning.tracing.scope import current_scope, inherited_scope, mark_owner, scope, serve_attempts
+from agentlightning.tracing.scope import inherited_scope, mark_owner, scope, serve_attempts
 from agentlightning.tracing.tracer import flush
 from agentlightning.util.json_values import dumps, loads
 
@@ -202,11 +202,11 @@ class Host:
             output = await self._run(invocation)
         if invocation.needs_process:
             raise OwnProcessNeededError(invocation.needs_process)
+        ids = job.rollout.rollout_id, job.rollout.attempt.attempt_id
         if self._setup.reward is None:
-            return _record_output(output)
+            return _record_output(output, sink, *ids)
         # Outside of the attempt's environment, so that its own model calls are not redirected.
         given = replace(invocation, rollout=job.rollout, task=job.rollout.input, resources=resources)
-        ids = job.rollout.rollout_id, job.rollout.attempt.attempt_id
         reward = self._setup.reward
         with scope(*ids, _RewardSink(sink), "judge", address=job.server_url, role="judge"):
             try:
@@ -403,31 +403,23 @@ async def _awaited(value: Any) -> Any:
 # -- return values ------------------------------------------------------------------------------------------
 
 
-def _record_output(output: Any) -> Any:
-    """Record a returned reward or returned spans, and return None for them; return any other output unchanged."""
+def _record_output(output: Any, sink: _Sink, rollout_id: str, attempt_id: str) -> Any:
+    """Record a returned reward, or returned spans as those of the attempt, and return None for them; return any other
+    output unchanged."""
     if isinstance(output, list) and output and all(isinstance(each, Span | ReadableSpan) for each in output):
-        _record_spans(cast("list[Span | ReadableSpan]", output))
+        sink.put(
+            [
+                replace(span, rollout_id=rollout_id, attempt_id=attempt_id)
+                if isinstance(span, Span)
+                else to_span(span, rollout_id, attempt_id)
+                for span in cast("list[Span | ReadableSpan]", output)
+            ]
+        )
     elif looks_like_reward(output):
         emit_reward(check_reward(output, "the agent"))
     else:
         return output
     return None
-
-
-def _record_spans(spans: list[Span | ReadableSpan]) -> None:
-    """Record spans that an agent returned as spans of its attempt."""
-    inside = current_scope()
-    if inside is None:
-        raise RuntimeError("an attempt runs inside a scope")
-    rollout, attempt = inside.rollout_id, inside.attempt_id
-    inside.sink.put(
-        [
-            replace(span, rollout_id=rollout, attempt_id=attempt)
-            if isinstance(span, Span)
-            else to_span(span, rollout, attempt)
-            for span in spans
-        ]
-    )
 
 
 def shorten_output(output: Any) -> Any:
