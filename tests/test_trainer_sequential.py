@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.support.prompt_worlds import PromptWorld, PromptWorldServer
 from tests.support.scripted_policy import ScriptedPolicy, scripted_weights
 
 import agentlightning as agl
@@ -22,8 +23,6 @@ from agentlightning.algorithms.preference import DPO
 from agentlightning.algorithms.training import Collected
 from agentlightning.attempt_address import attempt_key, attempt_path, attempt_secret
 from agentlightning.policy import open as opening
-from agentlightning.testing.prompt_server import PromptWorldServer
-from agentlightning.testing.prompt_world import PromptWorld
 from agentlightning.training.governance import read_audit
 from agentlightning.training.persistence.run_changes import changed_settings, check_changes
 from agentlightning.training.report import reward_curve
@@ -170,8 +169,8 @@ class Run:
 def server() -> Iterator[PromptWorldServer]:
     with PromptWorldServer(PromptWorld(0)) as running:
         edit = {"edits": [{"op": "add", "after": 1, "text": KIND}]}
-        running.overrides["critic"] = lambda text: "The answers are unkind."
-        running.overrides["editor"] = lambda text: json.dumps({"edits": []} if f"] {KIND}" in text else edit)
+        running.models["critic"] = lambda text: "The answers are unkind."
+        running.models["editor"] = lambda text: json.dumps({"edits": []} if f"] {KIND}" in text else edit)
         yield running
 
 

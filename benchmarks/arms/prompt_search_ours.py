@@ -24,7 +24,7 @@ def search(world: World, given: dict, seed: int) -> None:
             return json.load(response)["choices"][0]["message"]["content"]
 
     def reward(task, output):
-        from agentlightning.testing.prompt_world import grade
+        from prompt_world_client import grade
 
         return grade(output)
 

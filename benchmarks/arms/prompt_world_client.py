@@ -12,6 +12,12 @@ import threading
 from urllib.parse import urlsplit
 
 
+def grade(answer: str) -> float:
+    """The share of the instructions that a task needs and its answer keeps to."""
+    found = re.search(r"ignores: ([\d, ]+) of (\d) points", answer)
+    return 1 - (found[1].count(",") + 1) / int(found[2]) if found else float("is complete" in answer)
+
+
 class Reached(Exception):
     """The favourite is good enough."""
 
@@ -40,8 +46,7 @@ class World:
     def answer(self, template: str, task: dict) -> tuple[str, float]:
         """The follower's answer to a task, and its reward."""
         answer = self.ask("follower", template.replace("{task}", task["task"]))
-        found = re.search(r"ignores: ([\d, ]+) of (\d) points", answer)
-        return answer, 1 - (found[1].count(",") + 1) / int(found[2]) if found else float("is complete" in answer)
+        return answer, grade(answer)
 
     def consider(self, template: str, calls: int | None = None) -> bool:
         """Whether a favourite reaches the goal; the first that does is recorded."""

@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tasks.calculator import Calculator, CalculatorRun
 
-from agentlightning.demo import recipe
+from agentlightning.demo import job as recipe
 from agentlightning.policy.losses import LOSSES
 
 TARGET = 0.9

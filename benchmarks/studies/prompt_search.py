@@ -1,6 +1,6 @@
 """Prompt search: evaluations until a prompt is as good as 95% of the best, ours beside gepa and Agent Lightning 0.3.
 
-All search the same seeded worlds (`agentlightning.testing.prompt_world`), served over HTTP: twelve hidden instructions,
+All search the same seeded worlds (`tests.support.prompt_worlds`), served over HTTP: twelve hidden instructions,
 tasks that need one to three of them, a noisy follower, a critic that is right with probability .6. The second world is
 one that ours was not designed for: instructions interact, and edits lose other lines. An evaluation is a call of the
 follower, those on validation tasks included; a search has reached the goal when the prompt that it would return has a
@@ -27,10 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from harness import HERE, PYTHONS
 
 sys.path.append(str(HERE.parent))
-from tests.support.interacting_world import InteractingWorld
-
-from agentlightning.testing.prompt_server import PromptWorldServer
-from agentlightning.testing.prompt_world import START, PromptWorld, report_tasks
+from tests.support.prompt_worlds import START, InteractingWorld, PromptWorld, PromptWorldServer, report_tasks
 
 WORLDS = {"instructions": PromptWorld, "interacting": InteractingWorld}
 LIMITS = {"instructions": 1 / 4, "interacting": 1 / 2}

@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import agentlightning as agl
-from agentlightning.demo import recipe
+from agentlightning.demo import job
 from agentlightning.demo.agent import TOOLS, calculator, client
 from agentlightning.demo.job import FRESH
 from agentlightning.demo.problems import NUMBER, make_tasks, score
 from agentlightning.evaluation.intervals import Gain
 from agentlightning.models.tiny import make_tiny
-from agentlightning.testing.prompt_server import PromptWorldServer
-from agentlightning.testing.prompt_world import PromptWorld
+from agentlightning.testing import ScriptedServer
 
 SYSTEM: Final = "Reply ### ANSWER: number ###"
 START: Final = "{question}\nHow many?"
@@ -76,7 +75,7 @@ def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
     for place, task in enumerate(make_tasks("train", count, seed)):
         chosen = rng.sample(INSTRUCTIONS, rng.randint(0, 3))
         share = WITHOUT + sum(USEFUL.get(each, 0.0) for each in chosen)
-        calculates = place < recipe.CLEAN * count or rng.random() < share
+        calculates = place < job.CLEAN * count or rng.random() < share
         prompt = "\n".join([START.format(**task), *(f"- {each}" for each in chosen)])
         opening = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}]
         found.append({"messages": [*opening, *_answer(task, place, calculates)], "tools": TOOLS})
@@ -99,16 +98,16 @@ def starting_policy(folder: Path, seed: int, steps: int) -> Path:
     """The policy that every arm begins with; made once."""
     start = folder / f"start-{seed}"
     if not start.exists():
-        records = demonstrations(steps * recipe.SFT_BATCH, seed)
+        records = demonstrations(steps * job.SFT_BATCH, seed)
         agl.SFTAlgorithm(
             make_tiny(folder / f"tiny-{seed}", records, seed=seed),
             records,
             output=start,
             steps=steps,
-            batch_size=recipe.SFT_BATCH,
+            batch_size=job.SFT_BATCH,
             shuffle=False,
             seed=seed,
-            optimizer=recipe.SFT_OPTIMIZER,
+            optimizer=job.SFT_OPTIMIZER,
             on_step=lambda step, metrics: (
                 print(f"warm start {step}: {metrics['loss']:.3f}") if step % 50 == 0 else None
             ),
@@ -147,9 +146,9 @@ def algorithm(arm: str, url: str, steps: int, budget: int, seed: int) -> agl.Alg
     search = agl.APO(**models, budget={"calls": budget}, seed=seed)
     learn = agl.LightningRL(
         steps=steps,
-        tasks_per_step=recipe.TASKS_PER_STEP,
-        group_size=recipe.GROUP_SIZE,
-        minibatches=recipe.MINIBATCHES,
+        tasks_per_step=job.TASKS_PER_STEP,
+        group_size=job.GROUP_SIZE,
+        minibatches=job.MINIBATCHES,
         aggregate="token",
         optimizer=agl.config.OptimizerConfig(lr=3e-4, schedule="cosine", warmup_steps=min(2, steps - 1), clip_norm=1.0),
     )
@@ -168,9 +167,8 @@ def run(
         runner={"concurrency": 128, "timeout_seconds": 300},
         evaluation={"every": 0, "modes": ("sampled",)},
     )
-    with PromptWorldServer(PromptWorld(seed)) as server:
-        adviser = Adviser(seed)
-        server.overrides |= {"critic": adviser.critique, "editor": adviser.edit}
+    adviser = Adviser(seed)
+    with ScriptedServer({"critic": adviser.critique, "editor": adviser.edit}) as server:
         return agl.Trainer(
             config,
             algorithm=algorithm(arm, server.url, steps, budget, seed),
@@ -179,7 +177,7 @@ def run(
             initial_resources={"prompt": agl.PromptTemplate(template=START)},
         ).fit(
             solve,
-            make_tasks("train", recipe.TASKS_PER_STEP * steps, seed + FRESH),
+            make_tasks("train", job.TASKS_PER_STEP * steps, seed + FRESH),
             make_tasks("val", held_out // 2, seed),
             held_out_dataset=make_tasks("test", held_out, seed),
         )
@@ -195,8 +193,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="steps of reinforcement learning")
     parser.add_argument("--budget", type=int, default=120, help="evaluations of the prompt search")
-    parser.add_argument("--held-out", type=int, default=recipe.HELD_OUT, help="tasks; half as many validate")
-    parser.add_argument("--warm-start", type=int, default=recipe.SFT_STEPS, help="its steps")
+    parser.add_argument("--held-out", type=int, default=job.HELD_OUT, help="tasks; half as many validate")
+    parser.add_argument("--warm-start", type=int, default=job.SFT_STEPS, help="its steps")
     parser.add_argument("--folder", type=Path, help="where runs and starting policies are kept")
     parser.add_argument("--arms", default=",".join(ARMS))
     given = parser.parse_args()

@@ -8,19 +8,30 @@ the critic named. A real model is asked through the same endpoint, `/v1/chat/com
 from __future__ import annotations
 
 import json
+import random
 import re
+from collections import Counter
 from typing import Any
 
 from house import OF_ONE_ROOM, RULES, allowed, read
 
-from agentlightning.testing.prompt_server import PromptWorldServer
-from agentlightning.testing.prompt_world import ADVICE, PromptWorld
+from agentlightning.testing import ScriptedServer
 
 FOLLOWS, LUCK, INSIGHT = 0.95, 0.2, 0.6
+ADVICE = ("Be careful.", "Think step by step.", "Be concise.", "Check your work.", "Use a friendly tone.")
 
 
-class BookingWorld(PromptWorld):
-    """The model names are follower, critic and editor."""
+class BookingWorld:
+    """What each model says. It follows from the seed and from how often the same was asked, in whatever order."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._asked = Counter[str]()
+
+    def _random(self, *question: str) -> random.Random:
+        key = "/".join([str(self.seed), *question])
+        self._asked[key] += 1
+        return random.Random(f"{key}/{self._asked[key]}")
 
     def answer(self, prompt: str) -> str:
         """The name of a room."""
@@ -50,6 +61,7 @@ class BookingWorld(PromptWorld):
         return json.dumps({"edits": [edit]})
 
 
-def simulated(seed: int) -> PromptWorldServer:
+def simulated(seed: int) -> ScriptedServer:
     """with simulated(0) as server: server.url"""
-    return PromptWorldServer(BookingWorld(seed))
+    world = BookingWorld(seed)
+    return ScriptedServer({"follower": world.answer, "critic": world.critique, "editor": world.edits})

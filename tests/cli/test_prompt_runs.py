@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.prompt_worlds import START, PromptWorld, PromptWorldServer, grade, report_tasks
 
 import agentlightning as agl
 from agentlightning.dashboard.data.catalog import Catalog, Source
@@ -17,15 +19,16 @@ from agentlightning.dashboard.data.run_files import RunFiles
 from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views.prompt_search import show_search
 from agentlightning.dashboard.views.runs import cost_of, summary
-from agentlightning.testing.prompt_server import PromptWorldServer
-from agentlightning.testing.prompt_world import START, PromptWorld, report_tasks
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("prompt runs")]
 
-AGENT = """
-import json, os, urllib.request
-from agentlightning.testing.prompt_world import grade
+AGENT = (
+    f"""
+import json, os, re, urllib.request
 
+{inspect.getsource(grade)}
+"""
+    + """
 def reward(output):
     return grade(output)
 
@@ -36,6 +39,7 @@ def agent(task, resources):
     with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as response:
         return json.load(response)["choices"][0]["message"]["content"]
 """
+)
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from agentlightning.cli.main import build; build()()"
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from agentlightning.attempt_address import attempt_secret
 from agentlightning.cli.process.child_process import ChildProcess
-from agentlightning.cli.run import Options, _record_reward
+from agentlightning.cli.run import _record_reward
 from agentlightning.runner.agents.reward import RewardFunction
 from agentlightning.span import AGENT_NAME, ATTRIBUTION, INPUT_MESSAGES, OUTPUT_MESSAGES
 from agentlightning.store import InMemoryLightningStore, LightningStore
@@ -285,8 +285,7 @@ async def test_a_reward_function_that_takes_its_time_holds_up_neither_heartbeat_
 
     started = await store.start_rollout({})
     asyncio.get_running_loop().call_soon(release.set)
-    options = Options(("true",), (), None, None, None, None, None, RewardFunction.of(patient), None, None)
-    assert await _record_reward(options, store, started, ChildProcess(("true",), {}), None) is None
+    assert await _record_reward(RewardFunction.of(patient), store, started, ChildProcess(("true",), {}), None) is None
     assert find_final_reward(await store.query_spans(started.rollout_id)) == 1.0
     await store.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -11,17 +12,21 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.support.prompt_worlds import START, PromptWorld, PromptWorldServer, grade, report_tasks
 
 import agentlightning as agl
 from agentlightning.errors import ConfigError
-from agentlightning.testing.prompt_server import PromptWorldServer
-from agentlightning.testing.prompt_world import START, PromptWorld, grade, report_tasks
 from agentlightning.util.progress import Progress
 
 pytestmark = pytest.mark.integration
 
-AGENT = """
-import json, os, urllib.request
+AGENT = (
+    f"""
+import json, os, re, urllib.request
+
+{inspect.getsource(grade)}
+"""
+    + """
 
 def ask(prompt):
     body = json.dumps({"model": "follower", "messages": [{"role": "user", "content": prompt}]}).encode()
@@ -34,9 +39,9 @@ def agent(task, resources):
     return ask(resources["prompt"].format(**task))
 
 def reward(output):
-    from agentlightning.testing.prompt_world import grade
     return grade(output)
 """
+)
 
 
 def write_report(task, resources):
@@ -149,7 +154,7 @@ def test_a_dry_run_asks_critic_and_editor_and_judges_no_model_that_is_not_there(
 
 def test_a_critic_that_is_away_for_the_moment_stops_nothing(server, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("agentlightning.algorithms.apo.search.BACKOFF_SECONDS", 0.01)
-    server.overrides["critic"] = lambda text: 1 / 0
+    server.models["critic"] = lambda text: 1 / 0
     made = trainer(server, tmp_path / "run")
     assert "critic" not in {each.name for each in made.dry_run(write_report, report_tasks(20)).checks}
     assert "critic: critic gave no reply" in capfd.readouterr().err
@@ -198,11 +203,11 @@ def test_several_texts_are_optimised_and_others_stay(server, tmp_path):
         "skill": agl.PromptTemplate(template="- Be kind.", engine="plain"),
         "other": agl.PromptTemplate(template="untouched"),
     }
-    server.overrides["editor"] = lambda text: json.dumps(
+    server.models["editor"] = lambda text: json.dumps(
         {"edits": [{"op": "add", "resource": "skill", "text": "- Be quick."}]}
     )
     seen = []
-    server.overrides["critic"] = lambda text: seen.append(text) or "Be quick next time."
+    server.models["critic"] = lambda text: seen.append(text) or "Be quick next time."
     made = trainer(server, tmp_path / "run", prompts=prompts, resources=["prompt", "skill"], playbooks=["skill"])
     result = fit(made)
     assert result.prompts["other"].template == "untouched"
@@ -216,7 +221,7 @@ def test_several_texts_are_optimised_and_others_stay(server, tmp_path):
 
 @pytest.mark.slow
 def test_an_edit_that_drops_a_placeholder_is_rejected_and_named(server, tmp_path):
-    server.overrides["editor"] = lambda text: json.dumps({"edits": [{"op": "delete", "line": 2}]})
+    server.models["editor"] = lambda text: json.dumps({"edits": [{"op": "delete", "line": 2}]})
     result = fit(trainer(server, tmp_path / "run", patience=3))
     assert result.best_prompt.template == START
     assert any("3 edits were rejected" in text and "drops the placeholder task" in text for text in result.warnings)
@@ -224,7 +229,7 @@ def test_an_edit_that_drops_a_placeholder_is_rejected_and_named(server, tmp_path
 
 @pytest.mark.slow
 def test_a_critic_that_answers_nonsense_stops_the_run_in_words(server, tmp_path):
-    server.overrides["critic"] = lambda text: "?"
+    server.models["critic"] = lambda text: "?"
     with pytest.raises(agl.errors.TrainingStopped, match=r"critic_nonsense.*Use another model"):
         fit(trainer(server, tmp_path / "run"))
 

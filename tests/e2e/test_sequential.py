@@ -7,10 +7,9 @@ import time
 from zlib import crc32
 
 import pytest
+from tests.support.prompt_worlds import PromptWorld, PromptWorldServer
 
 from agentlightning.store import LightningStore
-from agentlightning.testing.prompt_server import PromptWorldServer
-from agentlightning.testing.prompt_world import PromptWorld
 from agentlightning.training.governance import read_audit
 
 STEPS = 4
@@ -72,9 +71,9 @@ optimizer = {{ lr = 1e-3 }}
 def server():
     with PromptWorldServer(PromptWorld(0)) as running:
         add = {"op": "add", "after": 1}
-        running.overrides["critic"] = lambda text: "The answers are too short."
+        running.models["critic"] = lambda text: "The answers are too short."
         # The same question has the same answer, so that a repeated step tries what it tried before.
-        running.overrides["editor"] = lambda text: json.dumps(
+        running.models["editor"] = lambda text: json.dumps(
             {"edits": [{**add, "text": f"Say it {crc32(text.encode())} times."}]}
         )
         yield running

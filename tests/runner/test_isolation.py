@@ -13,7 +13,7 @@ import psutil
 import pytest
 from tests.support.waiting import until
 
-from agentlightning.runner.hosts.agent_log import AgentLog
+from agentlightning.runner.hosts.agent_log import trim
 from agentlightning.span import MESSAGE_BODY
 
 pytestmark = pytest.mark.integration
@@ -145,17 +145,17 @@ async def test_a_host_that_is_killed_leaves_no_command_running(
 
 
 def test_a_log_keeps_its_end_and_goes_on(tmp_path: Path) -> None:
-    log = AgentLog(tmp_path / "agent.log", limit=100)
-    log.trim()  # nothing has been printed yet
-    with open(log.path, "ab", buffering=0) as agent:
+    log, previous = tmp_path / "agent.log", tmp_path / "agent.log.1"
+    trim(log, 100)  # nothing has been printed yet
+    with open(log, "ab", buffering=0) as agent:
         agent.write(b"a" * 100)
-        log.trim()
-        assert log.path.stat().st_size == 100
+        trim(log, 100)
+        assert (log.stat().st_size, previous.exists()) == (100, False)
         agent.write(b"b" * 90)
-        log.trim()
-        assert (log.path.stat().st_size, log.previous.read_bytes()) == (0, b"a" * 10 + b"b" * 90)
+        trim(log, 100)
+        assert (log.stat().st_size, previous.read_bytes()) == (0, b"a" * 10 + b"b" * 90)
         agent.write(b"more")
-    assert (log.path.read_bytes(), log.cut) == (b"more", 1)
+    assert log.read_bytes() == b"more"
 
 
 async def test_a_runners_log_is_bounded(start: Any, roll: Any, tmp_path: Path) -> None:

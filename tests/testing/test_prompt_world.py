@@ -7,10 +7,17 @@ import urllib.error
 import urllib.request
 
 import pytest
-from tests.support.interacting_world import InteractingWorld
-
-from agentlightning.testing.prompt_server import PromptWorldServer
-from agentlightning.testing.prompt_world import ADVICE, HEAD, START, TAIL, PromptWorld, grade, report_tasks
+from tests.support.prompt_worlds import (
+    ADVICE,
+    HEAD,
+    START,
+    TAIL,
+    InteractingWorld,
+    PromptWorld,
+    PromptWorldServer,
+    grade,
+    report_tasks,
+)
 
 
 def prompt(*lines: str) -> str:
@@ -84,7 +91,7 @@ def test_the_server_answers_as_the_model_that_is_named():
     with PromptWorldServer(PromptWorld(0)) as server:
         assert ask("follower", "report 0001").startswith("report 0001")
         assert ask("critic", "nothing").startswith("The answers lack this:")
-        server.overrides["critic"] = lambda text: "overridden"
+        server.models["critic"] = lambda text: "overridden"
         assert ask("critic", "nothing") == "overridden"
         assert server.calls == {"follower": 1, "critic": 2}
         request = urllib.request.Request(f"{server.url}/quality", json.dumps({"prompt": START}).encode())

@@ -47,8 +47,7 @@ GUIDES = {
     "policy.config": "default_lr",
     "policy.losses": "LossValue TokenBatch TokenLoss",
     "policy.open": "open_policy",
-    "testing.prompt_server": "PromptWorldServer",
-    "testing.prompt_world": "PromptWorld grade report_tasks",
+    "testing": "ScriptedServer",
     "training.tracking": "Tracker",
 }
 """Module -> what the guides import from it beside the names that were at the top once."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from pathlib import Path
@@ -13,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from agentlightning.cli.opening import store_to_read, weights_of
-from agentlightning.cli.options import Json, RewardWeights, RunStore, Store
-from agentlightning.cli.output import agl, open_output
+from agentlightning.cli.options import RewardWeights, RunStore, Store
+from agentlightning.cli.output import Result, agl
+from agentlightning.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:
     from agentlightning.evaluation.credit_comparison import CreditComparison
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Mode = Annotated[Literal["train", "val", "test"] | None, typer.Option(help="Only rollouts of this mode.")]
 
 
-def compare(
+async def compare(
     earlier: Annotated[str | None, typer.Argument(help="The earlier form of --store.", hidden=True)] = None,
     run: RunStore = None,
     store: Store = None,
@@ -37,8 +37,7 @@ def compare(
     mode: Mode = None,
     target_agent: Annotated[str | None, typer.Option(help="Only calls of agents whose name matches.")] = None,
     reward_weights: RewardWeights = None,
-    as_json: Json = False,
-) -> None:
+) -> Result:
     """Estimate how many rollouts each credit rule needs until its gradient shows more signal than noise.
 
     Reads the groups of a store (rollouts of one task each); nothing is trained and no model is needed.
@@ -48,22 +47,21 @@ def compare(
       agl credit compare --run runs/first
       agl credit compare --store hub.db --rule grpo --rule '{"type": "gae", "lam": 0.9}'
     """
-    with open_output(as_json) as output:
-        if earlier is not None:
-            typer.echo(f"STORE is an option now: --store {earlier}", err=True)
-        place = store_to_read(run, store or earlier, None)
-        from agentlightning.credit.base import RULES
-        from agentlightning.evaluation.credit_comparison import compare_credit
+    from agentlightning.credit.base import RULES
+    from agentlightning.evaluation.credit_comparison import compare_credit
 
-        weights = weights_of(reward_weights, place)
-        chosen = [_rule(each) for each in rules] if rules else RULES.names()
-        recorded, unreadable = asyncio.run(_read(place, groups, mode))
-        found = compare_credit(recorded, chosen, target_agent=target_agent, reward_weights=weights, left_out=unreadable)
-        best = sorted(found.signals, key=lambda each: -each.snr)[:1]
-        settings = Path(place or "").with_name("config.toml") if place else None  # Of the run whose store it is.
-        of_run = ["--config", str(settings)] if settings is not None and settings.is_file() else []
-        after = [agl("train", *of_run, f"algorithm.credit={each.rule}", "--dry-run") for each in best]
-        output.finish(found.as_json(), lambda console: _show(found, console), *after)
+    if earlier is not None:
+        typer.echo(f"STORE is an option now: --store {earlier}", err=True)
+    place = store_to_read(run, store or earlier)
+    weights = weights_of(reward_weights, place)
+    chosen = [_rule(each) for each in rules] if rules else RULES.names()
+    recorded, unreadable = await _read(place, groups, mode)
+    found = compare_credit(recorded, chosen, target_agent=target_agent, reward_weights=weights, left_out=unreadable)
+    best = sorted(found.signals, key=lambda each: -each.snr)[:1]
+    settings = Path(place).with_name("config.toml") if place else None  # Of the run whose store it is.
+    of_run = ["--config", settings] if settings is not None and settings.is_file() else []
+    after = [agl("train", *of_run, f"algorithm.credit={each.rule}", "--dry-run") for each in best]
+    return Result(found.as_json(), lambda console: _show(found, console), after)
 
 
 async def _read(store: str | None, groups: int, mode: Mode) -> tuple[list[list[Trajectory]], dict[str, int]]:
@@ -71,10 +69,9 @@ async def _read(store: str | None, groups: int, mode: Mode) -> tuple[list[list[T
     from agentlightning.cli.store import open_named
     from agentlightning.credit import group_trajectories
     from agentlightning.credit.rejection import count_reasons
-    from agentlightning.errors import DatasetError
     from agentlightning.training.sources.collector import TrajectoryReader, find_groups
 
-    async with open_named(store, None, None) as opened:
+    async with open_named(store) as opened:
         found = await find_groups(opened, None if mode is None else [mode])
         if not found:
             of_mode = "" if mode is None else f" of mode {mode}"
@@ -86,7 +83,6 @@ async def _read(store: str | None, groups: int, mode: Mode) -> tuple[list[list[T
 
 
 def _rule(text: str) -> Any:
-    from agentlightning.errors import ConfigError
 
     if not text.lstrip().startswith("{"):
         return text
@@ -117,7 +113,7 @@ def _show(found: CreditComparison, console: Console) -> None:
         )
     console.print(table)
     for rule, reason in found.unusable.items():
-        console.print(f"{rule} cannot be used here: {reason}", markup=False)
+        console.print(f"{rule} cannot be used here: {reason}")
 
 
 def _count(rollouts: float) -> str:

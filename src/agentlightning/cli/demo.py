@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from agentlightning.cli.options import Json, NewRun
-from agentlightning.cli.output import open_output
+from agentlightning.cli.opening import RUNS
+from agentlightning.cli.options import NewRun
+from agentlightning.cli.output import Output, Result
 from agentlightning.cli.viewing.live import LiveProgress
 from agentlightning.models.resolve import TINY
 
 
 def demo(
+    ctx: typer.Context,
     model: Annotated[
         str,
         typer.Option(
@@ -24,8 +25,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of the problems, the starting policy and the sampling.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of reinforcement learning.")] = None,
     run: NewRun = None,
-    as_json: Json = False,
-) -> None:
+) -> Result:
     """Train an agent by reinforcement learning on this machine: two cores, no GPU.
 
     The model is made on the spot, without a download, and learns to call a calculator. A pretrained model learns to
@@ -36,17 +36,16 @@ def demo(
       agl demo
       agl demo --model smollm2-135m --run runs/messages
     """
-    directory = run or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
-    with open_output(as_json, lambda: directory) as output:
-        from agentlightning.cli.formatting.training_report import finish
-        from agentlightning.demo import job, messages
-        from agentlightning.trainer import Trainer
+    from agentlightning.cli.formatting.training_report import report_of
+    from agentlightning.demo import job, messages
+    from agentlightning.trainer import Trainer
 
-        if model == TINY:
-            demonstrations = job.write_demonstrations(directory / "demonstrations.jsonl", seed)
-            configuration, tasks = job.settings(demonstrations, seed, steps), job.tasks(seed)
-        else:
-            configuration, tasks = messages.settings(model, seed, steps), messages.tasks(seed)
-        trainer = Trainer(configuration, run_dir=directory, progress=LiveProgress(output.console))
-        result = trainer.fit(**tasks)
-        finish(result, output)
+    output: Output = ctx.obj
+    directory = output.run_dir = run or RUNS / time.strftime("demo-%Y%m%d-%H%M%S")
+    if model == TINY:
+        demonstrations = job.write_demonstrations(directory / "demonstrations.jsonl", seed)
+        configuration, tasks = job.settings(demonstrations, seed, steps), job.tasks(seed)
+    else:
+        configuration, tasks = messages.settings(model, seed, steps), messages.tasks(seed)
+    trainer = Trainer(configuration, run_dir=directory, progress=LiveProgress(output.console))
+    return report_of(trainer.fit(**tasks))

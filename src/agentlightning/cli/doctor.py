@@ -5,22 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 
 from agentlightning.cli.opening import run_or_newest
-from agentlightning.cli.options import Json, Run
-from agentlightning.cli.output import agl, open_output
+from agentlightning.cli.options import Run
+from agentlightning.cli.output import Result, agl
 from agentlightning.util.printable import printable
 
 if TYPE_CHECKING:
     from agentlightning.training.health.examination import Examination
 
 
-def doctor(
-    run: Run = None,
-    as_json: Json = False,
-) -> None:
+def doctor(run: Run = None) -> Result:
     """Say what is wrong with a training run, since which step, and what to try.
 
     The run may be running, finished or crashed. Exit status: 0 healthy; 1 there are warnings; 2 this is no run.
@@ -30,16 +26,13 @@ def doctor(
       agl doctor
       agl doctor runs/first --json
     """
-    with open_output(as_json) as output:
-        from agentlightning.training.health.examination import examine
+    from agentlightning.training.health.examination import examine
 
-        found = examine(run_or_newest(run))
-        failed = agl("store", "list", run=found.run_dir, status="failed")
-        other = agl("train", resume=found.run_dir) if "ended" in found.warnings else agl("dashboard", found.run_dir)
-        after = failed if found.failures else other
-        output.finish(record_of(found), lambda console: print_examination(found, console), after)
-        if not found.is_healthy:
-            raise typer.Exit(1)
+    found = examine(run_or_newest(run))
+    failed = agl("store", "list", run=found.run_dir, status="failed")
+    other = agl("train", resume=found.run_dir) if "ended" in found.warnings else agl("dashboard", found.run_dir)
+    after = [failed if found.failures else other]
+    return Result(record_of(found), lambda console: print_examination(found, console), after, not found.is_healthy)
 
 
 def record_of(found: Examination) -> dict[str, Any]:
@@ -70,15 +63,14 @@ def print_examination(found: Examination, console: Console) -> None:
     failed = f", {state.failed_rollouts} failed" if state.failed_rollouts else ""
     console.print(
         f"{found.run_dir}: {found.status}, {found.steps} steps, {state.rollouts} rollouts{failed}{rollbacks}",
-        markup=False,
     )
     for each in found.signs:
         when = f"since step {each.since}" + (f", {each.count} steps until {each.until}" if each.count > 1 else "")
-        console.print(f"{each.sign.name} ({when})", style="yellow", markup=False)
-        console.print(f"  what  {printable(each.sign.what)}\n  try   {printable(each.sign.advice)}", markup=False)
+        console.print(f"{each.sign.name} ({when})", style="yellow")
+        console.print(f"  what  {printable(each.sign.what)}\n  try   {printable(each.sign.advice)}")
     for kind, text in found.warnings.items():
-        console.print(f"{kind}", style="yellow", markup=False)
-        console.print(f"  what  {printable(text)}", markup=False)
+        console.print(f"{kind}", style="yellow")
+        console.print(f"  what  {printable(text)}")
     if found.damaged_lines:
         lines = ", ".join(map(str, found.damaged_lines[:10])) + (" ..." if len(found.damaged_lines) > 10 else "")
         console.print("damaged_metrics", style="yellow")
@@ -86,8 +78,8 @@ def print_examination(found: Examination, console: Console) -> None:
     if found.failures:
         console.print("failed rollouts by cause")
     for each in found.failures:
-        console.print(f"  {each.count:>5}  {printable(each.cause)}  {printable(each.example)}", markup=False)
+        console.print(f"  {each.count:>5}  {printable(each.cause)}  {printable(each.example)}")
     for note in found.notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}")
     if found.is_healthy:
         console.print("no sign of trouble")

@@ -13,18 +13,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.console import Console
 
 from agentlightning.cli.opening import RUNS, database_name
-from agentlightning.cli.options import Json
-from agentlightning.cli.output import open_output
+from agentlightning.cli.output import Result
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.util.plugins import PACKAGE, Registry, announced, described, installed, load
 from agentlightning.util.printable import printable
 
 
-def env(as_json: Json = False) -> None:
+def env() -> Result:
     """Print what a report of a fault needs: versions, extras, extensions, the machine and its devices, paths.
 
     Of environment variables it prints names, and no values. Exit status 1: an extension cannot be used.
@@ -34,25 +32,23 @@ def env(as_json: Json = False) -> None:
       agl env
       agl env --json
     """
-    with open_output(as_json) as output:
-        extensions = installed_extensions()
-        record = {
-            "versions": _versions(),
-            "extras": _extras(),
-            "machine": _machine(),
-            "torch": _torch(),
-            "paths": {
-                "package": PACKAGE,
-                "store": database_name(None),
-                "runs": str(RUNS.absolute()),
-                "directory": str(Path.cwd()),
-            },
-            "variables": sorted(name for name in os.environ if name.startswith(VARIABLES)),
-            "extensions": extensions,
-        }
-        output.finish(record, lambda console: _print(record, console))
-    if any("problem" in each for each in extensions):
-        raise typer.Exit(1)
+    extensions = installed_extensions()
+    record = {
+        "versions": _versions(),
+        "extras": _extras(),
+        "machine": _machine(),
+        "torch": _torch(),
+        "paths": {
+            "package": PACKAGE,
+            "store": database_name(None),
+            "runs": str(RUNS.absolute()),
+            "directory": str(Path.cwd()),
+        },
+        "variables": sorted(name for name in os.environ if name.startswith(VARIABLES)),
+        "extensions": extensions,
+    }
+    broken = any("problem" in each for each in extensions)
+    return Result(record, lambda console: _print(record, console), status=broken)
 
 
 VARIABLES = ("AGL_", "CUDA_", "HF_", "OMP_", "OPENAI_", "ANTHROPIC_", "PYTORCH_", "VLLM_")
@@ -142,8 +138,8 @@ def _print(record: dict[str, Any], console: Console) -> None:
     for name, value in record.items():
         if name != "extensions":
             shown = [f"{key} {each}".strip() for key, each in value.items()] if isinstance(value, dict) else value
-            console.print(f"{name:<10} {printable(', '.join(shown or ['none']))}", markup=False)
+            console.print(f"{name:<10} {printable(', '.join(shown or ['none']))}")
     for each in record["extensions"]:
-        console.print(f"extension  {each['kind']}  {each['name']}  {printable(each.get('part', ''))}", markup=False)
+        console.print(f"extension  {each['kind']}  {each['name']}  {printable(each.get('part', ''))}")
         if "problem" in each:
-            console.print(f"  problem  {printable(each['problem'])}", style="yellow", markup=False)
+            console.print(f"  problem  {printable(each['problem'])}", style="yellow")

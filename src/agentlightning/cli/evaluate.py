@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentlightning.cli.opening import CONFIG_FILE, RUNS, overrides, own_config, run_or_newest, weights_of
-from agentlightning.cli.options import Agent, Data, Environment, Json, Model, Reward, RewardWeights
-from agentlightning.cli.output import agl, open_output
+from agentlightning.cli.options import Agent, Data, Environment, Model, Reward, RewardWeights
+from agentlightning.cli.output import Result, agl
+from agentlightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentlightning.config import TrainConfig
 
 
 def evaluate(
+    ctx: typer.Context,
     settings: Annotated[
         list[str] | None, typer.Argument(help="runner.key=value, prompts.NAME=TEXT ...", show_default=False)
     ] = None,
@@ -61,8 +63,7 @@ def evaluate(
     concurrency: Annotated[
         int | None, typer.Option(min=1, help="Rollouts to run at the same time (default: 64).")
     ] = None,
-    as_json: Json = False,
-) -> None:
+) -> Result:
     """Measure an agent: its mean reward on tasks, with a 95% confidence interval.
 
     Settings say how the agent is run, as in agl train: runner.timeout_seconds=30, 'runner.env={QUESTION = "question"}',
@@ -75,49 +76,47 @@ def evaluate(
       agl eval --run runs/first --data test.jsonl --compare before.json
       agl eval --agent agent.py:solve --reward reward.py:score --data test.jsonl "prompts.prompt=$(cat new.txt)"
     """
-    with open_output(as_json) as output:
-        from agentlightning.cli.formatting.evaluation import evaluation_record, print_evaluation
-        from agentlightning.errors import ConfigError
-        from agentlightning.evaluation.evaluation import written
-        from agentlightning.evaluator import evaluate as measure
-        from agentlightning.util.progress import Progress
+    from agentlightning.cli.formatting.evaluation import evaluation_record, print_evaluation
+    from agentlightning.evaluation.evaluation import written
+    from agentlightning.evaluator import evaluate as measure
+    from agentlightning.util.progress import Progress
 
-        if others := [each for each in settings or [] if not each.startswith(("runner.", "prompts."))]:
-            raise ConfigError(f"{others[0]} is no setting of an evaluation; use runner.key=value, prompts.NAME=TEXT")
-        run, config = _source(run, data, named=agent is not None or env is not None)
-        if run is None:
-            after = agl("train", "--dry-run", agent=agent, reward=reward, data=data, env=env, model=model)
-        else:
-            after = agl("report", run)
-        changes = overrides({"env": env, "agent": agent, "reward": reward}, settings)
-        known, tasks, model, resources = _subject(run, config, changes, data, model)
-        if out is not None:  # Not once everything was run.
-            with written(out):
-                pass
-        result = measure(
-            known.agent,
-            tasks,
-            model=model,
-            reward=known.reward,
-            # A run may have been served by runners elsewhere; an evaluation has its own.
-            runner=known.runner.model_copy(update={"hosts": max(1, known.runner.hosts), "queue": None}),
-            mode="sampled" if sampled else "greedy",
-            limit=limit,
-            reward_weights=weights_of(reward_weights, run or config),
-            repeats=2 * repeats if aa else repeats,
-            failed=_failed(failed),
-            bounds=bounds,
-            slices=slices or (),
-            compare=compare,
-            cache=cache,
-            concurrency=concurrency,
-            trained_on=trained_on,
-            resources=resources,
-            progress=Progress(console=output.console),
-        )
-        if out is not None:
-            result.save(out)
-        output.finish(evaluation_record(result, aa), lambda console: print_evaluation(console, result, aa), after)
+    if others := [each for each in settings or [] if not each.startswith(("runner.", "prompts."))]:
+        raise ConfigError(f"{others[0]} is no setting of an evaluation; use runner.key=value, prompts.NAME=TEXT")
+    run, config = _source(run, data, named=agent is not None or env is not None)
+    if run is None:
+        after = agl("train", "--dry-run", agent=agent, reward=reward, data=data, env=env, model=model)
+    else:
+        after = agl("report", run)
+    changes = overrides({"env": env, "agent": agent, "reward": reward}, settings)
+    known, tasks, model, resources = _subject(run, config, changes, data, model)
+    if out is not None:  # Not once everything was run.
+        with written(out):
+            pass
+    result = measure(
+        known.agent,
+        tasks,
+        model=model,
+        reward=known.reward,
+        # A run may have been served by runners elsewhere; an evaluation has its own.
+        runner=known.runner.model_copy(update={"hosts": max(1, known.runner.hosts), "queue": None}),
+        mode="sampled" if sampled else "greedy",
+        limit=limit,
+        reward_weights=weights_of(reward_weights, run or config),
+        repeats=2 * repeats if aa else repeats,
+        failed=_failed(failed),
+        bounds=bounds,
+        slices=slices or (),
+        compare=compare,
+        cache=cache,
+        concurrency=concurrency,
+        trained_on=trained_on,
+        resources=resources,
+        progress=Progress(console=ctx.obj.console),
+    )
+    if out is not None:
+        result.save(out)
+    return Result(evaluation_record(result, aa), lambda console: print_evaluation(console, result, aa), [after])
 
 
 def _source(run: Path | None, data: str | None, *, named: bool) -> tuple[Path | None, Path | None]:
@@ -137,7 +136,6 @@ def _subject(
     settings file, where others are not named. Raises ConfigError where an agent or tasks are missing."""
     from agentlightning.algorithms.base import make_algorithm
     from agentlightning.config import TrainConfig
-    from agentlightning.errors import ConfigError
     from agentlightning.task import load_dataset, overlaps
     from agentlightning.training.export import checkpoint_of, holds_weights
     from agentlightning.training.persistence.checkpoints import read_resources

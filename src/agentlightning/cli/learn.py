@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentlightning.cli.opening import overrides, weights_of
-from agentlightning.cli.options import Json, Model, NewRun, Reward, RewardWeights
-from agentlightning.cli.output import open_output
+from agentlightning.cli.opening import RUNS, overrides, weights_of
+from agentlightning.cli.options import Model, NewRun, Reward, RewardWeights
+from agentlightning.cli.output import Result
+from agentlightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentlightning.store.base import LightningStore
@@ -32,6 +32,7 @@ StoreFile = Annotated[str | None, typer.Option(help="A SQLite file, postgresql:/
 
 
 def sft(
+    ctx: typer.Context,
     settings: Settings = None,
     model: Model = None,
     data: Annotated[str | None, typer.Option(help="Conversations: a JSONL, JSON, CSV or Parquet file.")] = None,
@@ -56,8 +57,7 @@ def sft(
     run: NewRun = None,
     checkpoint_every: CheckpointEvery = None,
     resume: Resume = None,
-    as_json: Json = False,
-) -> None:
+) -> Result:
     """Supervised learning on conversations, or on the successful sessions of a store.
 
     Settings are those of agl.config.SFTConfig, for example epochs=2, optimizer.lr=1e-5 or lora.r=16.
@@ -70,7 +70,6 @@ def sft(
 
     def algorithm(sessions: Callable[[], LightningStore | None]) -> Any:
         from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig
-        from agentlightning.errors import ConfigError
         from agentlightning.util.settings import load_settings
 
         if (data is None) == (store is None):
@@ -89,12 +88,11 @@ def sft(
             )
         return SFTAlgorithm(dataset=records, validation=validation, output=out, config=config)
 
-    given = {"settings": settings, "--model": model, "--data": data, "--run": run}
-    options = _Options(store, seed, reward, eval_agent, held_out, checkpoint_every, resume)
-    _learn("sft", algorithm, given, options, as_json)
+    return _learn("sft", algorithm, ctx)
 
 
 def dpo(
+    ctx: typer.Context,
     settings: Settings = None,
     model: Model = None,
     data: Annotated[
@@ -110,8 +108,7 @@ def dpo(
     run: NewRun = None,
     checkpoint_every: CheckpointEvery = None,
     resume: Resume = None,
-    as_json: Json = False,
-) -> None:
+) -> Result:
     """Learn from preferences between recorded sessions of a task, or from pairs in a file: DPO, IPO, KTO or SimPO.
 
     Settings are those of agl.config.DPOConfig, for example loss=ipo, pairs=branches, steps=50 or optimizer.lr=1e-6.
@@ -124,7 +121,6 @@ def dpo(
 
     def algorithm(sessions: Callable[[], LightningStore | None]) -> Any:
         from agentlightning.algorithms.preference import DPO, DPOConfig
-        from agentlightning.errors import ConfigError
         from agentlightning.util.settings import load_settings
 
         if data is not None and store is not None:
@@ -133,53 +129,32 @@ def dpo(
         named = {"seed": seed, "target_agent": target_agent, "reward_weights": weights}
         return DPO(load_settings(DPOConfig, overrides=overrides(named, settings)), data=data)
 
-    given = {"settings": settings, "--model": model, "--data": data, "--run": run}
-    options = _Options(store, seed, reward, eval_agent, held_out, checkpoint_every, resume)
-    _learn("dpo", algorithm, given, options, as_json)
+    return _learn("dpo", algorithm, ctx)
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """What both verbs give to the trainer."""
+def _learn(verb: str, algorithm: Callable[[Callable[[], LightningStore | None]], Any], ctx: typer.Context) -> Result:
+    """Train with an algorithm, or continue a run, which keeps its settings and data. Reads what both verbs take."""
+    from agentlightning.cli.formatting.training_report import report_of
+    from agentlightning.config import RunConfig, TrainConfig
+    from agentlightning.trainer import Trainer
+    from agentlightning.training.recorded import open_sessions
+    from agentlightning.util.progress import Progress
 
-    store: str | None
-    seed: int
-    reward: str | None
-    eval_agent: str | None
-    held_out: str | None
-    checkpoint_every: int | None
-    resume: Path | None
-
-
-def _learn(
-    verb: str,
-    algorithm: Callable[[Callable[[], LightningStore | None]], Any],
-    given: dict[str, Any],
-    options: _Options,
-    as_json: bool,
-) -> None:
-    """Train with an algorithm, or continue a run, which keeps what was `given` to it."""
-    directory = options.resume or given["--run"] or Path("runs") / time.strftime(f"{verb}-%Y%m%d-%H%M%S")
-    with open_output(as_json, lambda: directory) as output:
-        from agentlightning.cli.formatting.training_report import finish
-        from agentlightning.config import RunConfig, TrainConfig
-        from agentlightning.errors import ConfigError
-        from agentlightning.trainer import Trainer
-        from agentlightning.training.recorded import open_sessions
-        from agentlightning.util.progress import Progress
-
-        sessions = cache(lambda: None if options.store is None else open_sessions(options.store))
-        made = algorithm(sessions) if options.resume is None else None
-        parts: Any = {"store": sessions(), "reward": options.reward, "progress": Progress(console=output.console)}
-        if options.resume is None:
-            every = options.checkpoint_every
-            if given["--model"] is None:
-                raise ConfigError("--model is missing: give a directory, a .gguf file, a short or hub name, or tiny")
-            config = TrainConfig() if every is None else TrainConfig(run=RunConfig(checkpoint_every=every))
-            named = {"model": given["--model"], "run_dir": directory, "seed": options.seed}
-            trainer = Trainer(config, algorithm=made, **named, **parts)
-        elif kept := [name for name, value in given.items() if value]:
-            raise ConfigError(f"--resume uses the run's own settings and data; leave out {', '.join(kept)}")
-        else:
-            trainer = Trainer.resume(directory, **parts)
-        finish(trainer.train(eval_agent=options.eval_agent, held_out_dataset=options.held_out), output)
+    given, output, resume = ctx.params, ctx.obj, ctx.params["resume"]
+    directory = Path(resume or given["run"] or RUNS / time.strftime(f"{verb}-%Y%m%d-%H%M%S"))
+    output.run_dir = directory
+    sessions = cache(lambda: None if given["store"] is None else open_sessions(given["store"]))
+    made = algorithm(sessions) if resume is None else None
+    parts: Any = {"store": sessions(), "reward": given["reward"], "progress": Progress(console=output.console)}
+    if resume is None:
+        every = given["checkpoint_every"]
+        if given["model"] is None:
+            raise ConfigError("--model is missing: give a directory, a .gguf file, a short or hub name, or tiny")
+        config = TrainConfig() if every is None else TrainConfig(run=RunConfig(checkpoint_every=every))
+        named = {name: given[name] for name in ("model", "seed")}
+        trainer = Trainer(config, algorithm=made, run_dir=directory, **named, **parts)
+    elif kept := [name for name in ("settings", "--model", "--data", "--run") if given[name.lstrip("-")]]:
+        raise ConfigError(f"--resume uses the run's own settings and data; leave out {', '.join(kept)}")
+    else:
+        trainer = Trainer.resume(directory, **parts)
+    return report_of(trainer.train(eval_agent=given["eval_agent"], held_out_dataset=given["held_out"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from functools import cache
 from importlib import import_module
@@ -10,7 +11,7 @@ from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperCommand, TyperGroup
-from typer.main import get_group
+from typer.main import get_command, get_group
 
 from agentlightning.errors import ConfigError
 from agentlightning.util.plugins import installed, load_plugin, plugin_names
@@ -58,6 +59,7 @@ EARLIER: Final = {
     "--target-agent": "--agent",
 }
 """Names of options, and what they were called before, which is accepted where no other option has that name."""
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line; progress to stderr.")]
 PLAIN: Final[dict[str, Any]] = {
     "no_args_is_help": True,
     "pretty_exceptions_enable": False,
@@ -66,7 +68,28 @@ PLAIN: Final[dict[str, Any]] = {
 
 
 class Verb(TyperCommand):
-    """A verb that accepts the earlier names of its options, and says what they are called now."""
+    """A verb: a function, or a coroutine, that returns a `Result`, which is printed as text or, with `--json`, as JSON.
+    What it raises becomes a message. As `ctx.obj` it finds its `Output`. It accepts the earlier names of its options,
+    and says what they are called now."""
+
+    def __init__(self, name: str, *, params: list[Any], **options: Any) -> None:
+        shared = typer.Typer(add_completion=False)
+        shared.command()(_shared_options)
+        super().__init__(name, params=[*params, *get_command(shared).params], **options)
+
+    def invoke(self, ctx: Any) -> None:
+        from agentlightning.cli.output import open_output
+
+        with open_output(ctx.params.pop("as_json")) as output:
+            ctx.obj = output
+            result = super().invoke(ctx)
+            if inspect.iscoroutine(result):
+                import uvloop
+
+                result = uvloop.run(result)
+            if result is not None:
+                output.show(result)
+                raise typer.Exit(result.status)
 
     @property
     def earlier(self) -> dict[str, Any]:
@@ -104,6 +127,10 @@ class Verb(TyperCommand):
         if self.name == "train" and rows:
             with formatter.section("Installed extensions (agl env says more)"):
                 formatter.write_dl(rows)
+
+
+def _shared_options(as_json: Json = False) -> None:
+    """The options of every verb."""
 
 
 class LazyVerb(TyperCommand):
@@ -165,13 +192,10 @@ def _refusal(name: str, error: ConfigError) -> TyperCommand:
     """A verb that says why it is not here."""
 
     def refuse() -> None:
-        from agentlightning.cli.output import open_output
-
-        with open_output(as_json=False):
-            raise error
+        raise error
 
     any_arguments = {"ignore_unknown_options": True, "allow_extra_args": True}
-    return TyperCommand(name, callback=refuse, hidden=True, context_settings=any_arguments)
+    return Verb(name, params=[], callback=refuse, hidden=True, context_settings=any_arguments)
 
 
 def build() -> typer.Typer:

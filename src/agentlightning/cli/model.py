@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Final
 
 import typer
+from rich.console import Console
 
-from agentlightning.cli.options import MODEL_HELP, Json
-from agentlightning.cli.output import agl, open_output
+from agentlightning.cli.options import MODEL_HELP
+from agentlightning.cli.output import Result, agl
+from agentlightning.errors import ConfigError
 
 
-def get(name: Annotated[str, typer.Argument(help=MODEL_HELP)], as_json: Json = False) -> None:
+def get(name: Annotated[str, typer.Argument(help=MODEL_HELP)]) -> Result:
     """Fetch and convert a model, unless it is here, and print its directory.
 
     \b
@@ -18,17 +20,17 @@ def get(name: Annotated[str, typer.Argument(help=MODEL_HELP)], as_json: Json = F
       agl model get smollm2-135m
       agl model get Qwen/Qwen2.5-0.5B-Instruct --json
     """
-    with open_output(as_json) as output:
-        from agentlightning.errors import ConfigError
-        from agentlightning.models.resolve import TINY, resolve_model
+    from agentlightning.models.resolve import TINY, resolve_model
 
-        if name == TINY:
-            raise ConfigError("tiny is made where it is used; there is nothing to get")
-        directory = resolve_model(name)
-        record = {"name": name, "directory": directory}
-        # On stderr, as scripts read the directory.
-        output.finish(record, lambda console: console.print(directory, markup=False))
-        typer.echo(f"next  {agl('demo', model=name)}", err=True)
+    if name == TINY:
+        raise ConfigError("tiny is made where it is used; there is nothing to get")
+    directory = resolve_model(name)
+
+    def show(console: Console) -> None:
+        console.print(directory)
+        typer.echo(f"next  {agl('demo', model=name)}", err=True)  # There, as scripts read the directory.
+
+    return Result({"name": name, "directory": directory}, show)
 
 
 VERBS: Final = {"get": get}

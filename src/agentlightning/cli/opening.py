@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
+from agentlightning.errors import ConfigError, StoreError
+
 if TYPE_CHECKING:
     from agentlightning.engine.base import Engine
     from agentlightning.gateway.config import GatewayConfig
@@ -31,6 +33,10 @@ def own_config() -> Path | None:
     return CONFIG_FILE
 
 
+def is_url(place: str) -> bool:
+    return place.startswith(("http://", "https://"))
+
+
 def run_or_newest(run: Path | None, otherwise: str = "give the directory of a run") -> Path:
     """The run that is named, else the one below `runs` that wrote last, which is said in a line. Raises ConfigError
     where there is none."""
@@ -38,24 +44,29 @@ def run_or_newest(run: Path | None, otherwise: str = "give the directory of a ru
         return run
     states = sorted(RUNS.glob("*/state.json"), key=lambda path: path.stat().st_mtime)
     if not states:
-        from agentlightning.errors import ConfigError
-
         raise ConfigError(f"there is no run below {RUNS}; {otherwise}")
     typer.echo(f"run: {states[-1].parent}, the newest", err=True)
     return states[-1].parent
 
 
-def store_to_read(run: Path | None, store: str | None, server: str | None) -> str | None:
+def named_store(store: str | None, server: str | None) -> str | None:
+    """The store that `--store` or `--server` names."""
+    if store is not None and server is not None:
+        raise ConfigError("--store opens a database, and --server uses that of a server; give only one of them")
+    return server if store is None else store
+
+
+def store_to_read(run: Path | None, store: str | None, server: str | None = None) -> str | None:
     """The store that is named, or that of a run; where nothing is named and there is no store of `agl run` either, that
     of the newest run. Raises ConfigError for a run together with another store, and for a run without one."""
-    from agentlightning.errors import ConfigError
     from agentlightning.store.base import DEFAULT_STORE, STORE_VARIABLE
 
+    place = named_store(store, server)
     if run is None:
-        named = store is not None or server is not None or os.environ.get(STORE_VARIABLE)
+        named = place is not None or os.environ.get(STORE_VARIABLE)
         if named or Path(DEFAULT_STORE).exists() or not any(RUNS.glob("*/store.db")):
-            return store
-    elif store is not None or server is not None:
+            return place
+    elif place is not None:
         raise ConfigError("--run uses the store of that run; leave out --store and --server")
     path = run_or_newest(run) / "store.db"
     if not path.exists():
@@ -74,12 +85,11 @@ def database_name(db: str | None) -> str:
     """What `--store` names, or what is opened without it; to be shown."""
     from agentlightning.store.base import store_url
 
-    return without_password(str(store_url(db)))
+    return re.sub(r"(?<=://)([^/@:]*):[^/@]*@", r"\1@", str(store_url(db)))  # without the password
 
 
 def open_store(db: str | None) -> SqlStore:
     """Open the database of `--store`. Raises ConfigError if that fails."""
-    from agentlightning.errors import ConfigError, StoreError
     from agentlightning.store.sql.store import SqlStore
 
     try:
@@ -121,10 +131,6 @@ def file_beside_store(db: str | None, suffix: str) -> Path:
     path = locate(DEFAULT_STORE) if name.startswith(POSTGRES) else locate(name) or locate(DEFAULT_STORE)
     assert path is not None
     return path.with_name(path.name + suffix)
-
-
-def without_password(url: str) -> str:
-    return re.sub(r"(?<=://)([^/@:]*):[^/@]*@", r"\1@", url)
 
 
 def read_routing(path: Path | None) -> GatewayConfig:

@@ -68,4 +68,3 @@ Token = Annotated[
     str | None, typer.Option(envvar="AGL_TOKEN", help="The access token of the server.", show_default=False)
 ]
 LogFormat = Annotated[Literal["text", "json"], typer.Option(help="Format of the log on stderr.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line; progress to stderr.")]

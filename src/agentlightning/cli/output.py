@@ -1,4 +1,4 @@
-"""The output of a verb: text or JSON, and the one place where an error becomes a message and an exit status.
+"""What a verb prints: text or JSON, and the one place where an error becomes a message and an exit status.
 
 Exit status: 0 success; 1 the run failed; 2 invalid input; 130 interrupted.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 import errno
 import shlex
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,24 +45,44 @@ EXTRAS: Final = {
 """The extra of this package that installs a module."""
 
 
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a verb has found."""
+
+    record: dict[str, Any]
+    """For programs."""
+    text: Callable[[Console], object]
+    """Prints it for people."""
+    after: Sequence[str] = ()
+    """The commands that a user may want next."""
+    status: int = 0
+    """The exit status."""
+
+
+def plain_console(stderr: bool) -> Console:
+    """Prints text as it is."""
+    return Console(stderr=stderr, markup=False, highlight=False, soft_wrap=True)
+
+
 class Output:
     """Where a verb writes: text for people, or one JSON object on the last line for programs."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
-        self.console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+        self.console = plain_console(stderr=as_json)
+        self.run_dir: Path | None = None
+        """The run that can be resumed after an error."""
 
-    def finish(self, record: dict[str, Any], text: Callable[[Console], None], *after: str) -> None:
-        """`after`: the commands that a user may want next."""
+    def show(self, result: Result) -> None:
         if self.as_json:
-            sys.stdout.write(dumps(record).decode() + "\n")
+            sys.stdout.write(dumps(result.record).decode() + "\n")
             return
-        text(self.console)
-        for number, command in enumerate(after):
-            self.console.print(f"{'' if number else 'next':<5} {command}", markup=False)
+        result.text(self.console)
+        for number, command in enumerate(result.after):
+            self.console.print(f"{'' if number else 'next':<5} {command}")
 
     def fail(self, kind: str, message: str, status: int) -> typer.Exit:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {message}", markup=False)
+        plain_console(stderr=True).print(f"error: {message}")
         if self.as_json:
             sys.stdout.write(dumps({"error": {"type": kind, "message": message}}).decode() + "\n")
         return typer.Exit(status)
@@ -74,7 +95,7 @@ def agl(*words: object, **options: object) -> str:
 
 
 @contextmanager
-def open_output(as_json: bool, run_dir: Callable[[], Path | None] = lambda: None) -> Generator[Output]:
+def open_output(as_json: bool) -> Generator[Output]:
     """The output of a verb, which prints errors that users cause or can fix as one message; any other keeps its
     traceback."""
     output = Output(as_json)
@@ -82,7 +103,7 @@ def open_output(as_json: bool, run_dir: Callable[[], Path | None] = lambda: None
         yield output
     except AgentLightningError as error:
         status = 2 if isinstance(error, INVALID_INPUT) else 1
-        advice = "" if status == 2 else _resume_advice(run_dir(), isinstance(error, AgentError))
+        advice = "" if status == 2 else _resume_advice(output.run_dir, isinstance(error, AgentError))
         raise output.fail(type(error).__name__, str(error) + advice, status) from error
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS:
@@ -92,10 +113,10 @@ def open_output(as_json: bool, run_dir: Callable[[], Path | None] = lambda: None
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        path, advice = error.filename or "while writing the run", _resume_advice(run_dir())
+        path, advice = error.filename or "while writing the run", _resume_advice(output.run_dir)
         raise output.fail("StoreFullError", f"the disk is full ({path}); free some space{advice}", 1) from error
     except KeyboardInterrupt:
-        raise output.fail("KeyboardInterrupt", "interrupted" + _resume_advice(run_dir()), 130) from None
+        raise output.fail("KeyboardInterrupt", "interrupted" + _resume_advice(output.run_dir), 130) from None
 
 
 def _resume_advice(run_dir: Path | None, agent_failed: bool = False) -> str:

@@ -12,9 +12,10 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -33,7 +34,7 @@ from agentlightning.cli.opening import (
     read_routing,
 )
 from agentlightning.cli.options import Models, Routes, Store, Token
-from agentlightning.cli.output import agl, open_output
+from agentlightning.cli.output import Result, agl, plain_console
 from agentlightning.cli.process.access_token import hide_token
 from agentlightning.cli.process.child_process import ChildProcess
 from agentlightning.errors import AgentError, AgentTimeoutError, ConfigError, Failure, RewardError, StoreError
@@ -41,7 +42,6 @@ from agentlightning.util.event_loop import in_background
 from agentlightning.util.json_values import dumps, loads
 
 if TYPE_CHECKING:
-    from agentlightning.gateway.config import GatewayConfig
     from agentlightning.rollouts import AttemptedRollout, AttemptStatus
     from agentlightning.runner.agents.reward import Reward as RewardValue
     from agentlightning.runner.agents.reward import RewardFunction
@@ -54,6 +54,7 @@ LEASE_SECONDS: Final = 30.0
 HEARTBEAT_SECONDS: Final = 5.0
 SECRET_ENDINGS: Final = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
+Mode = Literal["train", "val", "test"] | None
 Reward = Annotated[
     str | None, typer.Option(help="A number, or module:name or path/file.py:name of (task, output) -> number.")
 ]
@@ -76,12 +77,11 @@ def run(
         Path | None, typer.Option("--input", help="A file that holds the task.", show_default=False)
     ] = None,
     reward: Reward = None,
-    mode: Annotated[Literal["train", "val", "test"] | None, typer.Option(help="The mode of the rollout.")] = None,
+    mode: Annotated[Mode, typer.Option(help="The mode of the rollout.")] = None,
     timeout: Annotated[
         float | None, typer.Option(min=0.001, help="Seconds after which the command is terminated.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, as the last line.")] = False,
-) -> None:
+) -> Result:
     """Run a command as one recorded rollout: agl run -- COMMAND ...
 
     Its model calls go where --model or --routes say; without them, to the providers whose keys or URLs its environment
@@ -92,47 +92,22 @@ def run(
       agl run -- python agent.py
       agl run --model smollm2-135m --task '{"n": 3}' --reward reward.py:score -- node agent.mjs
     """
-    with open_output(as_json) as output:
-        import uvloop
+    import uvloop
 
-        hide_token()
-        options = Options(
-            command=tuple(command),
-            models=tuple(models or ()),
-            routes=routes,
-            server=None if server is None else server.rstrip("/"),
-            token=token or None,
-            store=store,
-            task=_task(task, task_file),
-            reward=None if reward is None else _reward(reward),
-            mode=mode,
-            timeout=timeout,
-        )
-        logging.getLogger("agentlightning").setLevel(logging.CRITICAL)  # the terminal belongs to the command
-        summary = uvloop.run(_run(options))
-        sys.stdout.flush()
-        if as_json:
-            output.finish(asdict(summary), lambda console: None)
-        else:
-            _print_summary(summary, Console(stderr=True, highlight=False, soft_wrap=True))
-    raise typer.Exit(summary.exit_code)
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of `agl run`."""
-
-    command: tuple[str, ...]
-    models: tuple[str, ...]
-    routes: Path | None
-    server: str | None
-    token: str | None
-    store: str | None
-    task: Any
-    """None if there is none."""
-    reward: float | RewardFunction | None
-    mode: Literal["train", "val", "test"] | None
-    timeout: float | None
+    hide_token()
+    given = _task(task, task_file)
+    score = None if reward is None else _reward(reward)
+    if server is None:
+        open_target = partial(_open_own, models or (), routes, store)
+    elif models or routes or store:
+        raise ConfigError("--server has its own store and models; leave out --model, --routes and --store")
+    else:
+        open_target = partial(_open_remote, server.rstrip("/"), token or None)
+    logging.getLogger("agentlightning").setLevel(logging.CRITICAL)  # the terminal belongs to the command
+    summary = uvloop.run(_run(command, open_target, given, score, mode, timeout))
+    sys.stdout.flush()
+    errors = plain_console(stderr=True)
+    return Result(asdict(summary), lambda _: _print_summary(summary, errors), status=summary.exit_code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,14 +185,6 @@ class RecordingTarget:
     """The server, if it is ours."""
 
 
-async def _open(options: Options, stack: AsyncExitStack) -> RecordingTarget:
-    if options.server is None:
-        return await _open_own(options, stack)
-    if options.models or options.routes or options.store:
-        raise ConfigError("--server has its own store and models; leave out --model, --routes and --store")
-    return await _open_remote(options.server, options.token, stack)
-
-
 async def _open_remote(url: str, token: str | None, stack: AsyncExitStack) -> RecordingTarget:
     from agentlightning.store.http.client import LightningStoreClient
 
@@ -227,52 +194,62 @@ async def _open_remote(url: str, token: str | None, stack: AsyncExitStack) -> Re
     return RecordingTarget(store, url, attempt_secret(token), url, await has_model(url, token))
 
 
-async def _open_own(options: Options, stack: AsyncExitStack) -> RecordingTarget:
+async def _open_own(
+    models: Sequence[str], routes: Path | None, place: str | None, stack: AsyncExitStack
+) -> RecordingTarget:
     """A store, and a private server: it can be used only with its random token or the key of an attempt."""
     from agentlightning.gateway.config import GatewayConfig
     from agentlightning.server.serve import serve
+    from agentlightning.training.environment_providers import inherited_config
 
-    config = _config(options)
-    engines = await open_engines(options.models, config or GatewayConfig(), stack)
+    config = None if models else inherited_config(os.environ)
+    if routes is not None:
+        config = read_routing(routes)
+    engines = await open_engines(models, config or GatewayConfig(), stack)
     first = next(iter(engines), None)
-    store = open_store(options.store)
+    store = open_store(place)
     stack.push_async_callback(store.close)
     token = secrets.token_urlsafe(24)
     secret = attempt_secret(token)
-    spent = file_beside_store(options.store, ".spent")
+    spent = file_beside_store(place, ".spent")
     serving = serve(store, engines, secret=secret, token=token, routing=config, budget_file=spent, grace_seconds=5)
     server = await stack.enter_async_context(serving)
     redirect = first is not None or config is not None
-    return RecordingTarget(store, server.url, secret, database_name(options.store), redirect, first, server)
-
-
-def _config(options: Options) -> GatewayConfig | None:
-    from agentlightning.training.environment_providers import inherited_config
-
-    if options.routes is not None:
-        return read_routing(options.routes)
-    return None if options.models else inherited_config(os.environ)
+    return RecordingTarget(store, server.url, secret, database_name(place), redirect, first, server)
 
 
 # -- the rollout -------------------------------------------------------------------------------------------------------
 
 
-async def _run(options: Options) -> Summary:
-    if shutil.which(options.command[0]) is None:
-        raise AgentError(f"there is no program {options.command[0]!r} on the PATH; nothing was run")
+async def _run(
+    command: Sequence[str],
+    open_target: Callable[[AsyncExitStack], Awaitable[RecordingTarget]],
+    task: Any,
+    reward: float | RewardFunction | None,
+    mode: Mode,
+    timeout: float | None,
+) -> Summary:
+    if shutil.which(command[0]) is None:
+        raise AgentError(f"there is no program {command[0]!r} on the PATH; nothing was run")
     async with AsyncExitStack() as stack:
-        target = await _open(options, stack)
+        target = await open_target(stack)
         worker_id = f"run-{socket.gethostname()}-{secrets.token_hex(8)}"
-        shown_command = _without_secrets(options.command, os.environ)
+        shown_command = _without_secrets(command, os.environ)
         started = await target.store.start_rollout(
-            {"command": shown_command} if options.task is None else options.task,
-            options.mode,
+            {"command": shown_command} if task is None else task,
+            mode,
             metadata={"source": "agl run", "command": shlex.join(shown_command)},
             worker_id=worker_id,
         )
         await target.store.update_worker(worker_id, lease_seconds=LEASE_SECONDS)
         await stack.enter_async_context(in_background(_send_heartbeats(target.store, worker_id)))
-        return await _execute(options, target, started, worker_id)
+        ids = started.rollout_id, started.attempt.attempt_id
+        child = ChildProcess(
+            _redirected(command, target, *ids) if target.redirect else command,
+            _environment(target, *ids, worker_id, task),
+            keep_output=reward is not None and not isinstance(reward, float | int),
+        )
+        return await _execute(child, target, started, reward, timeout)
 
 
 async def _send_heartbeats(store: LightningStoreBase, worker_id: str) -> None:
@@ -282,19 +259,20 @@ async def _send_heartbeats(store: LightningStoreBase, worker_id: str) -> None:
             await store.update_worker(worker_id, lease_seconds=LEASE_SECONDS)
 
 
-async def _execute(options: Options, target: RecordingTarget, started: AttemptedRollout, worker_id: str) -> Summary:
+async def _execute(
+    child: ChildProcess,
+    target: RecordingTarget,
+    started: AttemptedRollout,
+    reward: float | RewardFunction | None,
+    timeout: float | None,
+) -> Summary:
     ids = started.rollout_id, started.attempt.attempt_id
     started_at = time.monotonic()
-    child = ChildProcess(
-        _redirected(options.command, target, *ids) if target.redirect else options.command,
-        _environment(options, target, *ids, worker_id),
-        keep_output=options.reward is not None and not isinstance(options.reward, float | int),
-    )
     error: AgentError | None = None
     try:
-        code = await child.run(options.timeout)
-        error = _failure(options, child)
-        reward_error = await _record_reward(options, target.store, started, child, error)
+        code = await child.run(timeout)
+        error = _failure(child, timeout)
+        reward_error = await _record_reward(reward, target.store, started, child, error)
     except AgentError as failure:
         code, error, reward_error = 127, failure, None
     if target.server is not None:
@@ -310,10 +288,10 @@ async def _execute(options: Options, target: RecordingTarget, started: Attempted
     return _summary(spans, ids, status, code, time.monotonic() - started_at, target, error)
 
 
-def _failure(options: Options, child: ChildProcess) -> AgentError | None:
-    name = options.command[0]
+def _failure(child: ChildProcess, timeout: float | None) -> AgentError | None:
+    name = child.words[0]
     if child.timed_out:
-        return AgentTimeoutError(f"{name} did not end within its {options.timeout:g} s and was stopped")
+        return AgentTimeoutError(f"{name} did not end within its {timeout:g} s and was stopped")
     if not child.returncode:
         return None
     from agentlightning.runner.agents.command import describe_exit
@@ -322,7 +300,7 @@ def _failure(options: Options, child: ChildProcess) -> AgentError | None:
 
 
 async def _record_reward(
-    options: Options,
+    reward: float | RewardFunction | None,
     store: LightningStoreBase,
     started: AttemptedRollout,
     child: ChildProcess,
@@ -330,7 +308,6 @@ async def _record_reward(
 ) -> AgentError | None:
     """Record the reward of --reward. A command that failed has none, unless --reward is a number. Returns the error if
     there is no reward."""
-    reward = options.reward
     if reward is None or (error is not None and not isinstance(reward, float | int)):
         return None
     from agentlightning.ingest.agent_events import read_event
@@ -355,7 +332,7 @@ async def _record_reward(
 
 
 def _environment(
-    options: Options, target: RecordingTarget, rollout_id: str, attempt_id: str, worker_id: str
+    target: RecordingTarget, rollout_id: str, attempt_id: str, worker_id: str, task: Any
 ) -> dict[str, str]:
     from agentlightning.attempt_variables import attempt_environment, telemetry_opt_outs, worker_environment
     from agentlightning.gateway.callers.attribution import keep_keys
@@ -368,8 +345,8 @@ def _environment(
         keep_keys(environment, target.url, os.environ)
         if target.model is not None:
             environment["AGL_MODEL"] = target.model
-    if options.task is not None:
-        environment["AGL_TASK"] = dumps(options.task).decode()
+    if task is not None:
+        environment["AGL_TASK"] = dumps(task).decode()
     return environment
 
 
@@ -460,4 +437,4 @@ def _print_summary(summary: Summary, console: Console) -> None:
     }
     for name, text in lines.items():
         if text:
-            console.print(f"agl: {name:<8} {text}", markup=False)
+            console.print(f"agl: {name:<8} {text}")

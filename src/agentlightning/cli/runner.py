@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,13 +14,15 @@ import typer
 from rich.console import Console
 
 from agentlightning.cli.opening import has_model
-from agentlightning.cli.options import Agent, Json, LogFormat, Reward, Token
-from agentlightning.cli.output import Output, agl, open_output
+from agentlightning.cli.options import Agent, LogFormat, Reward, Token
+from agentlightning.cli.output import Output, Result, agl
 from agentlightning.cli.process.access_token import hide_token
+from agentlightning.errors import ConfigError, StoreAuthError, StoreServerError
 
 if TYPE_CHECKING:
+    from agentlightning.cli.process.stop_signals import StopSignals
     from agentlightning.runner import AgentLike, Runner
-    from agentlightning.store.base import LightningStoreBase
+    from agentlightning.store.http.client import LightningStoreClient
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +87,8 @@ DrainSeconds = Annotated[
 Patience = Annotated[float, typer.Option(min=0, help="Seconds for which the server may be unreachable.")]
 
 
-def runner(
+async def runner(
+    ctx: typer.Context,
     server: ServerUrl = None,
     agent: Agent = None,
     reward: Reward = None,
@@ -108,8 +111,7 @@ def runner(
     job_api: JobApi = None,
     job_start_seconds: JobStartSeconds = 600.0,
     log_format: LogFormat = "text",
-    as_json: Json = False,
-) -> None:
+) -> Result:
     """Run an agent on the rollouts of a server, until stopped.
 
     SIGTERM or Ctrl-C: claim no more rollouts, let running attempts finish, report, exit 0. Again: stop running attempts
@@ -120,33 +122,47 @@ def runner(
       agl runner --server http://hub:4747 --agent agent.py:solve --reward reward.py:score
       agl runner --server http://hub:4747 --agent "node agent.mjs" --variable QUESTION=question --concurrency 8
     """
-    with open_output(as_json) as output:
-        import uvloop
+    from agentlightning.attempt_address import attempt_secret
+    from agentlightning.cli.process.stop_signals import StopSignals
+    from agentlightning.observability import logs
+    from agentlightning.runner import Runner
+    from agentlightning.store.http.client import LightningStoreClient
 
-        from agentlightning.observability import logs
-
-        logs.configure(log_format, secret=token)
-        hide_token()
-        settings = {
-            "concurrency": concurrency,
-            "hosts": hosts,
-            "fresh_process": fresh_process,
-            "queues": queue or None,
-            "worker_id": worker_id,
-            "lease_seconds": lease,
-            "max_rollouts": max_rollouts,
-            "env": _fields(variables),
-            "hide": tuple(hide or ()),
-            "cwd": cwd,
-            "log": log,
-            "reward": reward,
-            "redirect": redirect,
-        }
-        url = _server_url(server)
-        given = agent if job is None else _job_template(job, agent, job_api, job_start_seconds)
-        options = Options(url, given, token or None, drain_seconds, patience, settings)
-        record = uvloop.run(_run(options, output))
-        output.finish(record, lambda console: _print_summary(record, console), agl("store", "list", server=url))
+    output: Output = ctx.obj
+    logs.configure(log_format, secret=token)
+    hide_token()
+    url = _server_url(server)
+    given = agent if job is None else _job_template(job, agent, job_api, job_start_seconds)
+    if given is None:
+        raise ConfigError("agl runner needs --agent: module:name, path/file.py:name, or a command line, or --job")
+    async with AsyncExitStack() as stack:
+        signals = stack.enter_context(StopSignals())
+        store = LightningStoreClient(url, token or None)
+        stack.push_async_callback(store.close)
+        made = Runner(
+            store,
+            given,
+            secret=attempt_secret(token or None),
+            server_url=url,
+            poll_seconds=POLL_SECONDS,
+            patience=patience,
+            concurrency=concurrency,
+            hosts=hosts,
+            fresh_process=fresh_process,
+            queues=queue or None,
+            worker_id=worker_id,
+            lease_seconds=lease,
+            max_rollouts=max_rollouts,
+            env=_fields(variables or ()),
+            hide=hide or (),
+            cwd=cwd,
+            log=log,
+            reward=reward,
+            redirect=redirect,
+        )
+        stack.push_async_callback(made.stop, 0)
+        record = await _run(made, store, drain_seconds, signals, output)
+    return Result(record, lambda console: _print_summary(record, console), [agl("store", "list", server=url)])
 
 
 def _server_url(server: str | None) -> str:
@@ -155,27 +171,12 @@ def _server_url(server: str | None) -> str:
         return server.rstrip("/")
     host, port = os.environ.get("AGL_SERVER_HOST"), os.environ.get("AGL_SERVER_PORT")
     if not host and not port:
-        from agentlightning.errors import ConfigError
-
         raise ConfigError("there is no server; give --server http://HOST:PORT, or set AGL_SERVER")
     return f"http://{host or '127.0.0.1'}:{port or 4747}"
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of `agl runner`; `runner` are those of `Runner`."""
-
-    server: str
-    agent: AgentLike | None
-    token: str | None
-    drain_seconds: float | None
-    patience: float
-    runner: Mapping[str, Any]
-
-
 def _job_template(path: Path, agent: str | None, api: str | None, start_seconds: float) -> AgentLike:
     """The agent whose attempts are Jobs. Raises ConfigError."""
-    from agentlightning.errors import ConfigError
     from agentlightning.runner.agents.spec import CommandLine, agent_spec
     from agentlightning.util.plugins import load_plugin
 
@@ -187,81 +188,53 @@ def _job_template(path: Path, agent: str | None, api: str | None, start_seconds:
     )
 
 
-def _fields(texts: list[str] | None) -> dict[str, str] | None:
-    from agentlightning.errors import ConfigError
+def _fields(texts: Sequence[str]) -> dict[str, str]:
 
     fields = dict[str, str]()
-    for text in texts or []:
+    for text in texts:
         name, equals, key = text.partition("=")
         if not equals or not name or not key:
             raise ConfigError(f"--variable {text!r} has no field; write VARIABLE=FIELD")
         fields[name] = key
-    return fields or None
+    return fields
 
 
-async def _run(options: Options, output: Output) -> dict[str, Any]:
-    from agentlightning.cli.process.stop_signals import StopSignals
-
-    async with AsyncExitStack() as stack:
-        signals = stack.enter_context(StopSignals())
-        runner = _open_runner(options, stack)
-        record = {"worker_id": runner.worker_id}
-        if await signals.while_running(_start(options, runner)):
-            return record
-        signals.on_second(runner.stop_at_once)
-        output.console.print(f"{runner.worker_id} runs {runner.pool.agent} for {options.server}", markup=False)
-        if await signals.while_running(runner.wait()):
-            message = f"stopping; {runner.statistics.running} attempts are running (again to stop and requeue them)"
-            output.console.print(message)
-        await runner.stop(options.drain_seconds)
-        return {**record, **asdict(runner.statistics)}
+async def _run(
+    runner: Runner, store: LightningStoreClient, drain_seconds: float | None, signals: StopSignals, output: Output
+) -> dict[str, Any]:
+    record = {"worker_id": runner.worker_id}
+    if await signals.while_running(_start(runner, store)):
+        return record
+    signals.on_second(runner.stop_at_once)
+    output.console.print(f"{runner.worker_id} runs {runner.pool.agent} for {store.url}")
+    if await signals.while_running(runner.wait()):
+        message = f"stopping; {runner.statistics.running} attempts are running (again to stop and requeue them)"
+        output.console.print(message)
+    await runner.stop(drain_seconds)
+    return {**record, **asdict(runner.statistics)}
 
 
-def _open_runner(options: Options, stack: AsyncExitStack) -> Runner:
-    from agentlightning.attempt_address import attempt_secret
-    from agentlightning.errors import ConfigError
-    from agentlightning.runner import Runner
-    from agentlightning.store.http.client import LightningStoreClient
-
-    if options.agent is None:
-        raise ConfigError("agl runner needs --agent: module:name, path/file.py:name, or a command line, or --job")
-    store = LightningStoreClient(options.server, options.token)
-    stack.push_async_callback(store.close)
-    runner = Runner(
-        store,
-        options.agent,
-        secret=attempt_secret(options.token),
-        server_url=options.server,
-        poll_seconds=POLL_SECONDS,
-        patience=options.patience,
-        **options.runner,
-    )
-    stack.push_async_callback(runner.stop, 0)
-    return runner
-
-
-async def _start(options: Options, runner: Runner) -> None:
+async def _start(runner: Runner, store: LightningStoreClient) -> None:
     """Import the agent, and at the same time check that the server is there and accepts the token."""
-    await _set_redirect(options, runner)
+    await _set_redirect(runner, store)
     runner.start_hosts()
-    await _check_server(options, runner.store)
-    await _set_redirect(options, runner)
+    await _check_server(store)
+    await _set_redirect(runner, store)
     await runner.start()
 
 
-async def _set_redirect(options: Options, runner: Runner) -> None:
+async def _set_redirect(runner: Runner, store: LightningStoreClient) -> None:
     """Redirect model calls to the server if it has a model, where nothing was said: else only if the resources of a
     rollout say so."""
     if runner.redirect is None:
-        runner.redirect = await has_model(options.server, options.token) or None
+        runner.redirect = await has_model(store.url, store.token) or None
 
 
-async def _check_server(options: Options, store: LightningStoreBase) -> None:
+async def _check_server(store: LightningStoreClient) -> None:
     """Raises StoreServerError if no server answers within a minute, so that a wrong URL is noticed soon."""
-    from agentlightning.errors import StoreAuthError, StoreServerError
     from agentlightning.store.http.client import LightningStoreClient
 
-    probe = LightningStoreClient(options.server, options.token, patience=1.0)
+    probe = LightningStoreClient(store.url, store.token, patience=1.0)
     try:
         await probe.query_queues()
     except StoreAuthError:
@@ -275,4 +248,4 @@ async def _check_server(options: Options, store: LightningStoreBase) -> None:
 
 def _print_summary(record: Mapping[str, Any], console: Console) -> None:
     counts = ", ".join(f"{number} {name}" for name, number in record.items() if name != "worker_id" and number)
-    console.print(f"{record['worker_id']} has stopped: {counts or 'no attempts'}", markup=False)
+    console.print(f"{record['worker_id']} has stopped: {counts or 'no attempts'}")

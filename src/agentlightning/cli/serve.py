@@ -7,8 +7,8 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,8 +24,10 @@ from agentlightning.cli.opening import (
     open_store,
     read_routing,
 )
-from agentlightning.cli.options import Json, LogFormat, Models, Routes, Store, Token
-from agentlightning.cli.output import Output, open_output
+from agentlightning.cli.options import LogFormat, Models, Routes, Store, Token
+from agentlightning.cli.output import Output, Result, open_output
+from agentlightning.errors import ConfigError, ServerError, StoreError
+from agentlightning.util.event_loop import in_background
 
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
@@ -123,6 +125,7 @@ SlowMs = Annotated[float, typer.Option(min=0, help="Log operations that take lon
 
 
 def serve(
+    ctx: typer.Context,
     host: Host = "127.0.0.1",
     port: Port = 4747,
     workers: Workers = 1,
@@ -147,7 +150,6 @@ def serve(
     grace_seconds: GraceSeconds = 10,
     log_format: LogFormat = "text",
     slow_ms: SlowMs = 250.0,
-    as_json: Json = False,
 ) -> None:
     """Serve a store to clients, runners and agents, until stopped (SIGTERM, Ctrl-C).
 
@@ -157,39 +159,39 @@ def serve(
       agl serve --model runs/first/checkpoint --allow-unattributed
       AGL_TOKEN=... agl serve --host 0.0.0.0 --store postgresql://agl@db/agl
     """
-    with open_output(as_json) as output:
-        import uvloop
+    import uvloop
 
-        from agentlightning.observability import logs
+    from agentlightning.observability import logs
 
-        logs.configure(log_format, secret=token)
-        _check_access(host, token or None, no_token)
-        options = Options(
-            store=store,
-            token=token or None,
-            models=tuple(models or ()),
-            routing=read_routing(routes),
-            tinker=tuple(tinker or ()),
-            tinker_weights=tinker_weights or file_beside_store(store, ".tinker"),
-            otlp_export=otlp_export,
-            retention=_retention(keep_days, keep_rollouts, keep_size),
-            runs=runs,
-            drain_seconds=drain_seconds,
-            slow_seconds=slow_ms / 1000,
-            server={
-                "host": host,
-                "port": port,
-                "allowed_hosts": tuple(allow_hosts or ()),
-                "allowed_origins": tuple(allow_origins or ()),
-                "adopt_traces": adopt_traces,
-                "allow_unattributed": allow_unattributed,
-                "max_body_bytes": read_size(max_body),
-                "grace_seconds": grace_seconds,
-            },
-        )
-        if workers > 1:
-            raise typer.Exit(_serve_in_processes(workers, options, output))
-        uvloop.run(_serve(options, output))
+    logs.configure(log_format, secret=token)
+    _check_access(host, token or None, no_token)
+    limits = (None if keep_days is None else f"{keep_days:f}d", keep_rollouts, keep_size)
+    options = Options(
+        store=store,
+        token=token or None,
+        models=tuple(models or ()),
+        routing=read_routing(routes),
+        tinker=tuple(tinker or ()),
+        tinker_weights=tinker_weights or file_beside_store(store, ".tinker"),
+        otlp_export=otlp_export,
+        retention=None if limits == (None, None, None) else retention_from(*limits),
+        runs=runs,
+        drain_seconds=drain_seconds,
+        slow_seconds=slow_ms / 1000,
+        server={
+            "host": host,
+            "port": port,
+            "allowed_hosts": tuple(allow_hosts or ()),
+            "allowed_origins": tuple(allow_origins or ()),
+            "adopt_traces": adopt_traces,
+            "allow_unattributed": allow_unattributed,
+            "max_body_bytes": read_size(max_body),
+            "grace_seconds": grace_seconds,
+        },
+    )
+    if workers > 1:
+        raise typer.Exit(_serve_in_processes(workers, options, ctx.obj))
+    uvloop.run(_serve(options, ctx.obj))
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +215,6 @@ class Options:
 async def _serve(options: Options, output: Output, process: ServerProcess | None = None) -> None:
     """Serve until stopped. `process`: as one of several, which their parent announces."""
     from agentlightning.cli.process.stop_signals import StopSignals
-    from agentlightning.errors import ServerError
 
     async with AsyncExitStack() as stack:
         signals = stack.enter_context(StopSignals())
@@ -273,7 +274,6 @@ def _serve_in_processes(workers: int, options: Options, output: Output) -> int:
 
 def _check_workers(workers: int, options: Options) -> None:
     """Raises ConfigError for what one process has to hold."""
-    from agentlightning.errors import ConfigError
     from agentlightning.store.base import store_url
     from agentlightning.store.sql.sqlite import locate
 
@@ -349,7 +349,7 @@ async def _open(options: Options, stack: AsyncExitStack, process: ServerProcess 
     )
     server = await stack.enter_async_context(serving)
     if options.retention is not None:
-        await stack.enter_async_context(_pruning(database, options.retention))
+        await stack.enter_async_context(in_background(prune_regularly(database, options.retention)))
     return server
 
 
@@ -365,7 +365,6 @@ async def _tinker_routes(options: Options, stack: AsyncExitStack) -> list[BaseRo
 
 
 def _check_access(host: str, token: str | None, no_token: bool) -> None:
-    from agentlightning.errors import ConfigError
     from agentlightning.server.app import is_loopback
 
     if token is not None and (not token.isascii() or not token.isprintable() or " " in token):
@@ -380,29 +379,10 @@ def _check_access(host: str, token: str | None, no_token: bool) -> None:
 # -- retention -------------------------------------------------------------------------------------------------------
 
 
-def _retention(days: float | None, rollouts: int | None, size: str | None) -> Retention | None:
-    if days is None and rollouts is None and size is None:
-        return None
-    return retention_from(None if days is None else f"{days:f}d", rollouts, size)
-
-
-@asynccontextmanager
-async def _pruning(store: LightningStoreBase, retention: Retention) -> AsyncGenerator[None]:
-    """Prune the store now and every few minutes while the context is open."""
-    task = asyncio.create_task(prune_regularly(store, retention))
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait({task})
-
-
 async def prune_regularly(
     store: LightningStoreBase, retention: Retention, every_seconds: float = PRUNE_SECONDS
 ) -> None:
     """Prune until cancelled. If the store is full or busy, try again the next time."""
-    from agentlightning.errors import StoreError
-
     while True:
         try:
             pruned = await store.prune(retention)
@@ -420,7 +400,7 @@ def _announce(url: str, options: Options, output: Output, workers: int = 1) -> N
     if output.as_json:
         store, has_token = database_name(options.store), options.token is not None
         record = {"url": url, "pid": os.getpid(), "store": store, "token": has_token, "workers": workers}
-        output.finish(record, lambda console: None)
+        output.show(Result(record, lambda console: None))
         sys.stdout.flush()
         return
     console, token = output.console, " (set AGL_TOKEN there too)" if options.token else ""
@@ -441,4 +421,4 @@ def _announce(url: str, options: Options, output: Output, workers: int = 1) -> N
         ("models", models),
         *openai,
     ):
-        console.print(f"{name:<9} {value}", markup=False)
+        console.print(f"{name:<9} {value}")

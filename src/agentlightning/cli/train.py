@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from agentlightning.cli.formatting.dry_run import print_dry_run
 from agentlightning.cli.opening import overrides, own_config
-from agentlightning.cli.options import Agent, Data, Environment, Json, Model, NewRun, Reward, Token
-from agentlightning.cli.output import Output, agl, open_output
+from agentlightning.cli.options import Agent, Data, Environment, Model, NewRun, Reward, Token
+from agentlightning.cli.output import Output, Result, agl
 from agentlightning.cli.viewing.live import LiveProgress
+from agentlightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentlightning.config import TrainConfig
-    from agentlightning.store.http.client import LightningStoreClient
-    from agentlightning.trainer import Trainer
 
 
 def train(
+    ctx: typer.Context,
     settings: Annotated[list[str] | None, typer.Argument(help="section.key=value ...", show_default=False)] = None,
     agent: Agent = None,
     reward: Reward = None,
@@ -46,8 +46,7 @@ def train(
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print all settings with their explanations as TOML and exit.")
     ] = False,
-    as_json: Json = False,
-) -> None:
+) -> Result | None:
     """Train an agent on tasks, and measure the gain on tasks it has not seen.
 
     Settings are given as section.key=value. Without --config and --resume, those of agl.toml in the current directory
@@ -72,68 +71,46 @@ def train(
       agl train --config train.toml --run runs/lora policy.lora.r=16 algorithm.optimizer.lr=1e-4
       agl train --resume runs/lora algorithm.steps=200
     """
-    directory = resume or run
-    with open_output(as_json, lambda: directory) as output:
-        shortcuts = {
-            "env": env,
-            "agent": agent,
-            "reward": reward,
-            "data.train": data,
-            "policy.model": model,
-            "run.seed": seed,
-        }
-        changes = overrides(shortcuts, settings)
-        again = agl(
-            "train",
-            *(settings or []),
-            agent=agent,
-            reward=reward,
-            data=data,
-            env=env,
-            model=model,
-            config=config,
-            seed=seed,
-            run=run,
-            resume=resume,
-            server=server,
-        )
-        config = config or (own_config() if resume is None else None)
-        resolved = _resolve(changes, config, run, resume)
-        store = _store(server, token)
-        if print_config:
-            from agentlightning.util.settings import dump_toml
+    output: Output = ctx.obj
+    output.run_dir = resume or run
+    named = {"env": env, "agent": agent, "reward": reward, "data": data, "model": model, "seed": seed}
+    settings = settings or []
+    again = agl("train", *settings, **named, config=config, run=run, resume=resume, server=server)
+    changes = overrides({SHORTCUTS.get(name, name): value for name, value in named.items()}, settings)
+    config = config or (own_config() if resume is None else None)
+    resolved = _resolve(changes, config, run, resume)
+    parts: dict[str, Any] = {"progress": LiveProgress(console=output.console)}
+    if server is not None:
+        from agentlightning.store.http.client import LightningStoreClient
 
-            typer.echo(dump_toml(resolved), nl=False)
-            return
-        from agentlightning.cli.formatting.training_report import finish
-        from agentlightning.trainer import Trainer
+        parts["store"] = LightningStoreClient(server, token)
+    if print_config:
+        from agentlightning.util.settings import dump_toml
 
-        progress = LiveProgress(console=output.console)
-        if resume is not None:
-            trainer = Trainer.resume(resume, changes=changes, progress=progress, store=store)
-        else:
-            trainer = Trainer(resolved, run_dir=run, progress=progress, store=store)
-        if dry_run:
-            _check(trainer, again, output)
-            return
-        directory = trainer.run_dir
-        result = trainer.train() if trainer.is_recorded else trainer.fit()
-        finish(result, output)
+        typer.echo(dump_toml(resolved), nl=False)
+        return None
+    from agentlightning.cli.formatting.training_report import report_of
+    from agentlightning.trainer import Trainer
+
+    if resume is not None:
+        trainer = Trainer.resume(resume, changes=changes, **parts)
+    else:
+        trainer = Trainer(resolved, run_dir=run, **parts)
+    if dry_run:
+        found = trainer.dry_run()
+        after = [again if found.is_ready else f"{again} --dry-run"]
+        return Result(found.as_json(), lambda console: print_dry_run(found, console), after, not found.is_ready)
+    output.run_dir = trainer.run_dir
+    return report_of(trainer.train() if trainer.is_recorded else trainer.fit())
 
 
-def _check(trainer: Trainer, again: str, output: Output) -> None:
-    """The dry run. Exit status 1 where training cannot work like this."""
-    found = trainer.dry_run()
-    after = [again] if found.is_ready else [f"{again} --dry-run"]
-    output.finish(found.as_json(), lambda console: print_dry_run(found, console), *after)
-    if not found.is_ready:
-        raise typer.Exit(1)
+SHORTCUTS: Final = {"data": "data.train", "model": "policy.model", "seed": "run.seed"}
+"""Options whose setting has another name."""
 
 
 def _resolve(changes: list[str], config: Path | None, run: Path | None, resume: Path | None) -> TrainConfig:
     """The configuration of the run. Raises ConfigError for settings and options that cannot work."""
     from agentlightning.config import TrainConfig
-    from agentlightning.errors import ConfigError
     from agentlightning.training.persistence.run_changes import settings_of_run
     from agentlightning.util.settings import load_settings
 
@@ -144,11 +121,3 @@ def _resolve(changes: list[str], config: Path | None, run: Path | None, resume: 
     if run is not None:
         raise ConfigError(f"--resume {resume} continues in that directory; leave out --run {run}")
     return settings_of_run(resume, changes)
-
-
-def _store(server: str | None, token: str | None) -> LightningStoreClient | None:
-    if server is None:
-        return None
-    from agentlightning.store.http.client import LightningStoreClient
-
-    return LightningStoreClient(server, token)

@@ -12,6 +12,7 @@ import secrets
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, Self
 
 from opentelemetry import trace
@@ -74,16 +75,6 @@ class _Trace:
         return list(self.spans)
 
 
-@dataclass(frozen=True, slots=True)
-class _RunnerView:
-    """What hooks see as `runner`."""
-
-    worker_id: str | None
-
-    def get_worker_id(self) -> str | None:
-        return self.worker_id
-
-
 class HookedAgent(LitAgent[Any]):
     """An agent with hooks around each attempt."""
 
@@ -103,8 +94,8 @@ class HookedAgent(LitAgent[Any]):
         inside = current_scope()
         if inside is None:
             raise RuntimeError("an attempt runs inside a scope")
-        shared: dict[str, Any] = {"agent": self.agent, "runner": _RunnerView(rollout.attempt.worker_id)}
-        shared["rollout"] = rollout
+        runner = SimpleNamespace(get_worker_id=lambda: rollout.attempt.worker_id)
+        shared: dict[str, Any] = {"agent": self.agent, "runner": runner, "rollout": rollout}
         trace = _Trace(inside.sink)
         await self._call("on_rollout_start", **shared)
         try:

@@ -11,17 +11,14 @@ if TYPE_CHECKING:
     from agentlightning.runner.agents.spec import AgentLike, JobTemplate
     from agentlightning.runner.runner import Runner, RunnerStatistics
 
-_HOMES = {
-    "AgentLike": "agents.spec",
-    "JobTemplate": "agents.spec",
-    "LitAgent": "agents.litagent",
-    "Runner": "runner",
-    "RunnerStatistics": "runner",
-    "llm_rollout": "agents.litagent",
-    "load_agent": "agents.agent",
-    "prompt_rollout": "agents.litagent",
-    "rollout": "agents.litagent",
+_NAMES = {
+    "compat.runner": "LitAgentRunner",  # where 0.x has it
+    "runner.agents.agent": "load_agent",
+    "runner.agents.litagent": "LitAgent llm_rollout prompt_rollout rollout",
+    "runner.agents.spec": "AgentLike JobTemplate",
+    "runner.runner": "Runner RunnerStatistics",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "AgentLike",
@@ -37,11 +34,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if name == "LitAgentRunner":  # where 0.x has it
-        return getattr(import_module("agentlightning"), name)
-    if home is None:
+    if name not in _MODULES:
         raise AttributeError(f"module 'agentlightning.runner' has no attribute {name!r}")
-    value = getattr(import_module(f"agentlightning.runner.{home}"), name)
-    globals()[name] = value
+    value = globals()[name] = getattr(import_module(f"agentlightning.{_MODULES[name]}"), name)
     return value

@@ -99,23 +99,18 @@ def task_variables(task: Any, fields: Mapping[str, str]) -> dict[str, str]:
     """Fields of a dict task as environment variables: text unchanged, other values as JSON. `fields` maps variables to
     fields. Raises AgentError for a missing field, or a value that a variable cannot hold."""
     values = cast(Mapping[str, Any], task) if isinstance(task, Mapping) else {}
-    return {name: _checked_length(name, key, as_text(_field(values, name, key))) for name, key in fields.items()}
-
-
-def _checked_length(name: str, key: str, value: str) -> str:
-    if "\0" in value or len(value.encode(errors="replace")) > MAX_VARIABLE_BYTES:
-        raise AgentError(
-            f"the task's field {key!r} cannot be held by the variable {name}: it has a NUL, or more than "
-            f"{MAX_VARIABLE_BYTES} bytes; read it from AGL_TASK or standard input"
-        )
-    return value
-
-
-def _field(values: Mapping[str, Any], name: str, key: str) -> Any:
-    if key not in values:
-        has = ", ".join(map(str, values)) or "no fields"
-        raise AgentError(f"the variable {name} is to hold the task's field {key!r}, but the task has: {has}")
-    return values[key]
+    found: dict[str, str] = {}
+    for name, key in fields.items():
+        if key not in values:
+            has = ", ".join(map(str, values)) or "no fields"
+            raise AgentError(f"the variable {name} is to hold the task's field {key!r}, but the task has: {has}")
+        value = found[name] = as_text(values[key])
+        if "\0" in value or len(value.encode(errors="replace")) > MAX_VARIABLE_BYTES:
+            raise AgentError(
+                f"the task's field {key!r} cannot be held by the variable {name}: it has a NUL, or more than "
+                f"{MAX_VARIABLE_BYTES} bytes; read it from AGL_TASK or standard input"
+            )
+    return found
 
 
 MAX_VARIABLE_BYTES = 100_000
@@ -223,20 +218,16 @@ def install() -> None:
     original = subprocess.Popen.__init__
 
     @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> None:
-        _popen(self, original, *args, **kwargs)
+    def popen(self: Any, *args: Any, **kwargs: Any) -> None:
+        if len(args) <= _ENV_POSITION and kwargs.get("env") is None:
+            if _current.get() is not None:
+                kwargs["env"] = os.environ.copy()
+            elif process_state.on_bare_use is not None:
+                process_state.on_bare_use("subprocess.Popen")
+        original(self, *args, **kwargs)
 
-    subprocess.Popen.__init__ = method
+    subprocess.Popen.__init__ = popen
 
 
 _ENV_POSITION = 10
 """Where `env` stands among the positional parameters of Popen, `args` being the first."""
-
-
-def _popen(process: subprocess.Popen[Any], original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    if len(args) <= _ENV_POSITION and kwargs.get("env") is None:
-        if _current.get() is None and process_state.on_bare_use is not None:
-            process_state.on_bare_use("subprocess.Popen")
-        elif _current.get() is not None:
-            kwargs["env"] = cast(Mapping[str, str], os.environ.copy())
-    original(process, *args, **kwargs)

@@ -78,15 +78,7 @@ class ScriptedEngine:
         self.tokens_per_step = tokens_per_step
         self.calls: list[tuple[list[int], SamplingParams]] = []
         self._script = script if callable(script) else iter(list(script))
-        self._policy_version = policy_version
-
-    @property
-    def policy_version(self) -> int:
-        return self._policy_version
-
-    @policy_version.setter
-    def policy_version(self, version: int) -> None:
-        self._policy_version = version
+        self.policy_version = policy_version
 
     async def can_enforce(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
         return False
@@ -108,7 +100,7 @@ class ScriptedEngine:
                 f"the prompt has {len(prompt_token_ids)} tokens; the context of {self.model} holds "
                 f"{self.context_length}; shorten the conversation"
             )
-        version = self._policy_version
+        version = self.policy_version
         tokens, reason = self._cut(self._answer(prompt_token_ids), params, room)
         logprobs = tuple(-(1 + token % 7) / 8 for token in tokens)
         top = params.top_logprobs

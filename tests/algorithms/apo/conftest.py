@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from tests.support.prompt_worlds import START, PromptWorld, grade, report_tasks
 
 from agentlightning.algorithms.apo.config import APOConfig, PromptModel, Spending
 from agentlightning.algorithms.apo.search import Completion, Outcome, SearchContext, Trial, Writer
 from agentlightning.algorithms.apo.text import Texts, digest
 from agentlightning.resources import PromptTemplate
-from agentlightning.testing.prompt_world import START, PromptWorld, grade, report_tasks
 
 
 class Follower:

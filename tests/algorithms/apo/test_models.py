@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import orjson
 import pytest
+from tests.support.prompt_worlds import START, PromptWorld
 from tests.support.provider import Reply, ScriptedProvider, Seen
 
 from agentlightning.algorithms.apo import search
 from agentlightning.algorithms.apo.config import PromptModel, SearchBudget, Spending
 from agentlightning.algorithms.apo.search import MAX_CRITIQUE_CHARS, MAX_SKIPS, ModelError, Outcome, Writer, open_model
 from agentlightning.errors import ConfigError, TrainingStopped
-from agentlightning.testing.prompt_world import START, PromptWorld
 
 TEXTS = {"prompt": "Say {word}.", "book": "- Be kind."}
 FAILED = [Outcome(0, 0.25, "Task: red\n" + "x" * 500), Outcome(1, None, "Failure: it broke")]

@@ -7,14 +7,13 @@ import statistics
 from collections import Counter
 
 import pytest
-from tests.support.interacting_world import InteractingWorld
+from tests.support.prompt_worlds import ADVICE, HEAD, START, TAIL, InteractingWorld, PromptWorld
 
 from agentlightning.algorithms.apo.beam import BeamSearch
 from agentlightning.algorithms.apo.gepa import GepaSearch
 from agentlightning.algorithms.apo.reflective import Finals, ReflectiveSearch
 from agentlightning.algorithms.apo.search import Trial
 from agentlightning.algorithms.apo.text import Texts, digest
-from agentlightning.testing.prompt_world import ADVICE, HEAD, START, TAIL, PromptWorld
 
 
 def prompt(*lines: str) -> Texts:

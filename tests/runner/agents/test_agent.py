@@ -8,7 +8,7 @@ import pytest
 from tests.support import agents
 
 from agentlightning.errors import AgentError
-from agentlightning.runner.agents.agent import AgentClass, FunctionAdapter, LitAgentAdapter, load_agent
+from agentlightning.runner.agents.agent import FunctionAdapter, LitAgentAdapter, load_agent
 from agentlightning.runner.agents.command import Command
 from agentlightning.runner.agents.reward import RewardFunction
 from agentlightning.runner.agents.spec import CommandLine, Pickled, Reference, agent_spec, function_spec
@@ -56,7 +56,7 @@ KINDS = {
     "reward_of_task_async": FunctionAdapter,
     "decorated": FunctionAdapter,
     "Sync": LitAgentAdapter,
-    "Posting": AgentClass,
+    "Posting": FunctionAdapter,
 }
 
 

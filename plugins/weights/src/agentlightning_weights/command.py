@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from agentlightning.cli.formatting.units import show_size
-from agentlightning.cli.options import Json
-from agentlightning.cli.output import open_output
+from agentlightning.cli.main import Verb
+from agentlightning.cli.output import Output, Result
+from agentlightning.errors import ConfigError, PolicyError
 
 if TYPE_CHECKING:
     from agentlightning_weights.pull import Pulled, WeightPuller
@@ -32,7 +33,7 @@ Kind = Annotated[Literal["vllm", "sglang"], typer.Option(help="The kind of that 
 def register(app: typer.Typer) -> None:
     verbs = typer.Typer(name="weights", no_args_is_help=True, help="Bring the weights of a run to other hosts.")
     verbs.callback()(_group)
-    verbs.command("pull")(pull)
+    verbs.command("pull", cls=Verb)(pull)
     app.add_typer(verbs)
 
 
@@ -41,13 +42,13 @@ def _group() -> None:
 
 
 def pull(
+    ctx: typer.Context,
     url: Url,
     directory: Directory,
     follow: Follow = False,
     every: Every = 2.0,
     model_server: ModelServer = None,
     engine: Kind = "vllm",
-    as_json: Json = False,
 ) -> None:
     """Pull the newest version: what changed since the one that is here, or all of it.
 
@@ -56,25 +57,24 @@ def pull(
       agl weights pull s3://bucket/run /models/run
       agl weights pull s3://bucket/run /models/run --follow --model-server http://localhost:8000
     """
-    with open_output(as_json) as output:
-        from agentlightning_weights.pull import WeightPuller
+    from agentlightning_weights.pull import WeightPuller
 
-        puller = WeightPuller(url, directory)
+    output: Output = ctx.obj
+    puller = WeightPuller(url, directory)
 
-        def show(pulled: Pulled) -> None:
-            if model_server is not None and pulled.steps:
-                asyncio.run(_load(model_server, engine, pulled))
-            record = {**asdict(pulled), "directory": str(pulled.directory)}
-            output.finish(record, lambda console: console.print(_line(pulled)))
+    def show(pulled: Pulled) -> None:
+        if model_server is not None and pulled.steps:
+            asyncio.run(_load(model_server, engine, pulled))
+        record = {**asdict(pulled), "directory": str(pulled.directory)}
+        output.show(Result(record, lambda console: console.print(_line(pulled))))
 
-        if follow:
-            _follow(puller, every, show)
-        else:
-            _once(puller, show)
+    if follow:
+        _follow(puller, every, show)
+    else:
+        _once(puller, show)
 
 
 def _once(puller: WeightPuller, show: Callable[[Pulled], None]) -> None:
-    from agentlightning.errors import ConfigError
 
     if (pulled := puller.pull()) is None:
         raise ConfigError(f"nothing is published at {puller.bucket.url} yet; wait for the run, or use --follow")
@@ -83,7 +83,6 @@ def _once(puller: WeightPuller, show: Callable[[Pulled], None]) -> None:
 
 def _follow(puller: WeightPuller, every: float, show: Callable[[Pulled], None]) -> None:
     """A version that cannot be had is named, and the next one tried."""
-    from agentlightning.errors import PolicyError
 
     while True:
         try:

@@ -38,13 +38,13 @@ def print_dry_run(found: DryRun, console: Console) -> None:
 def _print_check(check: DryRunCheck, console: Console) -> None:
     first, *rest = map(printable, check.text.splitlines() or [""])
     console.print(f"{check.outcome:<8}", style=STYLES[check.outcome], end="")
-    console.print(f" {check.name:<9} {first}", markup=False)
+    console.print(f" {check.name:<9} {first}")
     if len(rest) > LAST_LINES:
         console.print(f"{'':<19}... {len(rest) - LAST_LINES} lines")
     for line in rest[-LAST_LINES:]:
-        console.print(f"{'':<19}{line}", markup=False)
+        console.print(f"{'':<19}{line}")
     if check.advice and check.outcome != "ok":
-        console.print(f"{'':<9} {'try':<9} {printable(check.advice)}", markup=False)
+        console.print(f"{'':<9} {'try':<9} {printable(check.advice)}")
 
 
 def _print_example(rollouts: tuple[DryRunRollout, ...], console: Console) -> None:
@@ -54,10 +54,10 @@ def _print_example(rollouts: tuple[DryRunRollout, ...], console: Console) -> Non
     shown = max(rollouts, key=lambda each: (each.policy_calls > 0, each.reward is not None, each.reward or 0.0))
     reward = "no reward" if shown.reward is None else f"reward {shown.reward:g}"
     console.print(f"\none rollout of {len(rollouts)}, {reward}")
-    console.print(f"  task       {_short(shown.task)}", markup=False)
+    console.print(f"  task       {_short(shown.task)}")
     for message in shown.transcript:
-        console.print(f"  {message.get('role', '?')!s:<10} {_short(said(message))}", markup=False)
-    console.print(f"  output     {_short(shown.output)}", markup=False)
+        console.print(f"  {message.get('role', '?')!s:<10} {_short(said(message))}")
+    console.print(f"  output     {_short(shown.output)}")
 
 
 def _short(value: object) -> str:

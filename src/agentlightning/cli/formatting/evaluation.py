@@ -15,18 +15,18 @@ from agentlightning.evaluation.intervals import Comparison
 
 def print_evaluation(console: Console, result: Evaluation, aa: bool = False) -> None:
     """Print the reward and, where there are such, pass@k, slices, the comparison and the A/A test."""
-    console.print(f"reward {result}", markup=False)
+    console.print(f"reward {result}")
     if result.cached:
         console.print(f"{result.cached} rollouts were taken from the cache")
     for k, once, always in _passes(result):
-        console.print(f"pass@{k} {once:.3f}   pass^{k} {always:.3f}", markup=False)
+        console.print(f"pass@{k} {once:.3f}   pass^{k} {always:.3f}")
     for field, values in result.slices.items():
         for value, part in values.items():
-            console.print(f"{field}={value}: {part if part.known else 'no reward'}", markup=False)
+            console.print(f"{field}={value}: {part if part.known else 'no reward'}")
     if result.comparison is not None:
-        console.print(f"gain {result.comparison}\n{_verdict(result.comparison)}", markup=False)
+        console.print(f"gain {result.comparison}\n{_verdict(result.comparison)}")
     if aa:
-        console.print(str(result.null_test()), markup=False)
+        console.print(str(result.null_test()))
 
 
 def evaluation_record(result: Evaluation, aa: bool = False) -> dict[str, Any]:

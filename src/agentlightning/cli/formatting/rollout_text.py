@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, cast
+from typing import Any, cast
 
 from agentlightning import span as names
 from agentlightning.dashboard.data.text import shortened
@@ -12,9 +12,6 @@ from agentlightning.span import Span
 from agentlightning.tracing.rewards import get_reward_value
 from agentlightning.util.json_values import recorded_objects
 from agentlightning.util.printable import printable
-
-WIDTH: Final = 160
-"""Maximum length of a message, in characters."""
 
 
 def rollout_lines(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import orjson
 from rich.console import Console
 
-from agentlightning.cli.output import Output, agl
+from agentlightning.cli.output import Result, agl
 from agentlightning.credit.rejection import describe_reasons
 from agentlightning.evaluation.intervals import Gain
 from agentlightning.training.export import holds_weights
@@ -22,14 +22,14 @@ LINES: Final = 6
 WIDTH: Final = 300
 
 
-def finish(result: TrainingResult, output: Output) -> None:
-    """Print the report, and the commands that lead on: to what the run changed, or to what is wrong with it, and to its
+def report_of(result: TrainingResult) -> Result:
+    """The report, and the commands that lead on: to what the run changed, or to what is wrong with it, and to its
     weights."""
     gained = any(gain.tasks and gain.interval[0] > 0 for gain in result.held_out.values())
     after = agl("report" if gained else "doctor", result.run_dir)
     run, weights = result.run_dir, holds_weights(result.checkpoint)
     learned = agl("export", run, to="hf") if weights else agl("dashboard", run)
-    output.finish(result.as_json(), lambda console: print_result(result, console), after, learned)
+    return Result(result.as_json(), lambda console: print_result(result, console), [after, learned])
 
 
 def print_result(result: TrainingResult, console: Console) -> None:
@@ -53,7 +53,7 @@ def print_result(result: TrainingResult, console: Console) -> None:
         + (f"; best checkpoint from step {result.best_step}" if result.best_step else "")
     )
     for warning in result.warnings:
-        console.print(f"warning: {warning}", style="yellow", markup=False)
+        console.print(f"warning: {warning}", style="yellow")
     print_closing(result, console)
     if result.prompts:
         print_prompt_diff(result.diff(), console)
@@ -70,7 +70,7 @@ def _shown(gain: Gain) -> str:
 
 def print_prompt_diff(diff: str, console: Console) -> None:
     """What has changed in the prompts of a run."""
-    console.print(printable_lines(diff) or "the prompts have not changed", markup=False, highlight=False)
+    console.print(printable_lines(diff) or "the prompts have not changed")
 
 
 def print_closing(result: TrainingResult, console: Console) -> None:
@@ -81,12 +81,12 @@ def print_closing(result: TrainingResult, console: Console) -> None:
         console.print(f"groups without spread: {flat} of {groups}, within which all rewards were equal")
     if result.failed_rollouts:
         for each in failures_of(result.run_dir / "store.db", read_state(result.run_dir), []):
-            console.print(f"failed: {each.count:>5}  {printable(each.cause)}  {printable(each.example)}", markup=False)
+            console.print(f"failed: {each.count:>5}  {printable(each.cause)}  {printable(each.example)}")
     for name, row in best_and_worst(result.run_dir):
         reward = "none" if row["reward"] is None else f"{row['reward']:.3f}"
-        console.print(f"{name} of the last validation, reward {reward}  ({row['rollout_id']})", markup=False)
+        console.print(f"{name} of the last validation, reward {reward}  ({row['rollout_id']})")
         for line in str(row["conversation"]).splitlines()[-LINES:]:
-            console.print(f"  {printable(line)[:WIDTH]}", markup=False)
+            console.print(f"  {printable(line)[:WIDTH]}")
 
 
 def best_and_worst(run_dir: Path) -> list[tuple[str, dict[str, Any]]]:

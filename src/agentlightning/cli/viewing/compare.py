@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentlightning.cli.options import Json
-from agentlightning.cli.output import agl, open_output
+from agentlightning.cli.output import Result, agl
+from agentlightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-def compare(
-    runs: Annotated[list[Path], typer.Argument(help="The directories of finished runs.")], as_json: Json = False
-) -> None:
+def compare(runs: Annotated[list[Path], typer.Argument(help="The directories of finished runs.")]) -> Result:
     """Compare configurations over seeds: mean and 95% interval of the held-out reward, and of their difference.
 
     Runs whose settings differ in the seed alone are one configuration. The first one named is what the others are
@@ -29,28 +27,26 @@ def compare(
       agl compare runs/*
     """
     from agentlightning.dashboard.data.configurations import configurations, record_of
-    from agentlightning.errors import ConfigError
 
-    with open_output(as_json) as output:
-        found = configurations(runs)
-        for run in runs:
-            if not (run / "report.json").exists():
-                raise ConfigError(f"{run} has no report.json: the run is not finished; finish it, or leave it out")
-        record = {"configurations": record_of(found)}
-        output.finish(record, lambda console: _print(record, console), agl("report", runs[0]))
+    found = configurations(runs)
+    for run in runs:
+        if not (run / "report.json").exists():
+            raise ConfigError(f"{run} has no report.json: the run is not finished; finish it, or leave it out")
+    record = {"configurations": record_of(found)}
+    return Result(record, lambda console: _print(record, console), [agl("report", runs[0])])
 
 
 def _print(record: Mapping[str, Any], console: Console) -> None:
     for row in record["configurations"]:
         settings = ", ".join(f"{name}={value}" for name, value in row["settings"].items())
         seeds = ", ".join(map(str, row["seeds"]))
-        console.print(f"{row['label']} (seeds {seeds}): {settings or 'the first configuration'}", markup=False)
+        console.print(f"{row['label']} (seeds {seeds}): {settings or 'the first configuration'}")
         for mode, after in row["after"].items():
             text = f"   {mode:<8} held-out reward {_text(after)}, gain {_text(row['gain'][mode], sign=True)}"
             if "difference" in row:
                 how = "seed by seed" if row["difference"][mode]["paired"] else "means of different seeds"
                 text += f", difference {_text(row['difference'][mode], sign=True)}, {how}"
-            console.print(text, markup=False)
+            console.print(text)
 
 
 def _text(number: Mapping[str, Any], *, sign: bool = False) -> str:

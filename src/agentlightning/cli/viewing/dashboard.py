@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentlightning.cli.opening import POSTGRES
-from agentlightning.cli.options import Json, Token
-from agentlightning.cli.output import Output, open_output
-from agentlightning.cli.viewing.remote_status import is_url
+from agentlightning.cli.opening import POSTGRES, is_url
+from agentlightning.cli.options import Token
+from agentlightning.cli.output import Output, Result
+from agentlightning.errors import ConfigError, ServerError
 
 if TYPE_CHECKING:
     from starlette.routing import Route
@@ -32,14 +31,14 @@ Target = Annotated[
 ]
 
 
-def dashboard(
+async def dashboard(
+    ctx: typer.Context,
     target: Target = None,
     demo: Annotated[bool, typer.Option("--demo", help="Show two recorded runs; nothing is trained.")] = False,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 4749,
     token: Token = None,
     browser: Annotated[bool, typer.Option(help="Open it in the browser.")] = True,
-    as_json: Json = False,
 ) -> None:
     """Show runs, rollouts and tokens in the browser, until stopped (Ctrl-C). It only reads.
 
@@ -51,16 +50,10 @@ def dashboard(
       agl dashboard --demo
       agl dashboard runs/first --port 0
     """
-    with open_output(as_json) as output:
-        asyncio.run(_until_stopped(_serve(target, demo, host, port, token, browser, output)))
-
-
-async def _until_stopped(work: Coroutine[Any, Any, None]) -> None:
-    """So that a signal leaves no files of a demo behind."""
     from agentlightning.cli.process.stop_signals import StopSignals
 
-    with StopSignals() as signals:
-        await signals.while_running(work)
+    with StopSignals() as signals:  # so that one leaves no files of a demo behind
+        await signals.while_running(_serve(target, demo, host, port, token, browser, ctx.obj))
 
 
 async def _serve(
@@ -68,7 +61,6 @@ async def _serve(
 ) -> None:
     from agentlightning.dashboard.app import PATH
     from agentlightning.dashboard.serve import dashboard_app, serve_dashboard
-    from agentlightning.errors import ConfigError, ServerError
     from agentlightning.server.app import listen, url_of
 
     if demo and target is not None:
@@ -88,7 +80,7 @@ async def _serve(
 
 def _announce(link: str, browser: bool, output: Output) -> None:
     record = {"url": link.partition("#")[0], "link": link}
-    output.finish(record, lambda console: console.print(f"dashboard  {link}", markup=False))
+    output.show(Result(record, lambda console: console.print(f"dashboard  {link}")))
     sys.stdout.flush()
     if browser and not output.as_json and sys.stdout.isatty():
         import webbrowser
@@ -123,34 +115,30 @@ async def _routes(
 
 @asynccontextmanager
 async def _catalog(target: str | None) -> AsyncGenerator[Catalog]:
-    """What a path or a database names. Raises ConfigError for neither."""
     from agentlightning.cli.store import open_named
     from agentlightning.dashboard.data.catalog import Catalog
-    from agentlightning.errors import ConfigError
 
     runs = _runs(target)
     if runs is not None:
         yield runs
-    elif target is not None and (target.startswith(POSTGRES) or _exists(target)):
-        async with open_named(target, None, None) as store:
-            yield Catalog(store)
-    else:
-        raise ConfigError(
-            f"there is no run and no database at {target or 'runs'!r}; give the directory of a run, a database or a "
-            "URL, or look at recorded runs: agl dashboard --demo"
-        )
+        return
+    async with open_named(target) as store:
+        yield Catalog(store)
 
 
 def _runs(target: str | None) -> Catalog | None:
-    """The run in a directory, or those below it; None where there are none."""
+    """The run in a directory, or those below it; None for a database. Raises ConfigError where there is neither."""
     from agentlightning.dashboard.data.catalog import Catalog
     from agentlightning.training.persistence.run_dir import holds_run
 
-    path = Path("runs" if target is None else target)
+    path = Path(target or "runs")
     if holds_run(path):
         return Catalog(directories=[path])
-    return Catalog(roots=[path]) if path.is_dir() and any(path.glob("*/state.json")) else None
-
-
-def _exists(target: str) -> bool:
-    return Path(target).exists()
+    if path.is_dir() and any(path.glob("*/state.json")):
+        return Catalog(roots=[path])
+    if target is None or not (target.startswith(POSTGRES) or path.exists()):
+        raise ConfigError(
+            f"there is no run and no database at {str(path)!r}; give the directory of a run, a database or a URL, or"
+            " look at recorded runs: agl dashboard --demo"
+        )
+    return None

@@ -36,11 +36,9 @@ class LiveProgress(Progress):
     def __init__(self, console: Console | None = None, **options: Any) -> None:
         super().__init__(console, **options)
         self._keys: _Keys | None = None
+        self._lines = dict.fromkeys(("reward", "validation", "rollouts", "warnings", "keys"), "")
         self._rewards: list[float] = []
-        self._validation: dict[str, float] = {}
-        self._validated_at = 0
-        self._counts: RolloutCounts | None = None
-        self._warnings: list[str] = []
+        self._warnings = 0
         self._wants = False
         self._transcript: str | None = None
 
@@ -48,7 +46,8 @@ class LiveProgress(Progress):
         super().__enter__()
         if self._bars is not None and self._keys is None:
             self._keys = _Keys(self._pressed)
-            self._keys.start()
+            if self._keys.start():
+                self._lines["keys"] = f"{KEY} a transcript   ctrl-c stops the run, which can be resumed"
         return self
 
     def __exit__(
@@ -57,24 +56,30 @@ class LiveProgress(Progress):
         if self._depth == 1 and self._keys is not None:
             self._keys.stop()
             self._keys = self._transcript = None
+            self._lines["keys"] = ""
         super().__exit__(kind, error, where)
 
     # -- what is reported ----------------------------------------------------------------------------------------------
 
     def note(self, text: str) -> None:
         if text.startswith("warning: "):
-            self._warnings.append(text.removeprefix("warning: "))
+            self._warnings += 1
+            self._lines["warnings"] = f"{self._warnings}, the last: {text.removeprefix('warning: ')}"
         super().note(text)
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         reward = metrics.get("reward")
         self._rewards.append(math.nan if reward is None else float(reward))
-        measured = {k.removeprefix("validation_"): float(v) for k, v in metrics.items() if k.startswith("validation_")}
+        if known := [value for value in self._rewards if not math.isnan(value)]:
+            shown = f"{known[-1]:.3f}  {sparkline(self._rewards)}  from {known[0]:.3f}, best {max(known):.3f}"
+            self._lines["reward"] = shown
+        measured = {k.removeprefix("validation_"): v for k, v in metrics.items() if k.startswith("validation_")}
         if measured:
-            self._validation, self._validated_at = measured, int(metrics.get("step", 0))
+            shown = "  ".join(f"{mode} {value:.3f}" for mode, value in measured.items())
+            self._lines["validation"] = f"{shown}  (step {metrics.get('step', 0)})"
 
     def rollouts(self, counts: RolloutCounts) -> None:
-        self._counts = counts
+        self._lines["rollouts"] = _describe(counts)
 
     @property
     def wants_transcript(self) -> bool:
@@ -92,28 +97,15 @@ class LiveProgress(Progress):
     # -- what is shown -------------------------------------------------------------------------------------------------
 
     def below(self) -> Iterator[RenderableType]:
-        for name, value in self._lines():
+        for name, value in self._lines.items():
+            if not value:
+                continue
             line = Text(f"{name:<11} ", style="dim", no_wrap=True, overflow="ellipsis")
             line.append(printable(value), style="none" if name != "warnings" else "yellow")
             yield line
         if (transcript := self._transcript) is not None:
             lines = [printable(line)[:400] for line in transcript.splitlines()[:MOST_LINES]]
             yield Panel(Text("\n".join(lines)), title="a rollout", title_align="left")
-
-    def _lines(self) -> Iterator[tuple[str, str]]:
-        rewards = list(self._rewards)
-        known = [value for value in rewards if not math.isnan(value)]
-        if known:
-            yield "reward", f"{known[-1]:.3f}  {sparkline(rewards)}  from {known[0]:.3f}, best {max(known):.3f}"
-        if self._validation:
-            shown = "  ".join(f"{mode} {value:.3f}" for mode, value in self._validation.items())
-            yield "validation", f"{shown}  (step {self._validated_at})"
-        if self._counts is not None:
-            yield "rollouts", _describe(self._counts)
-        if self._warnings:
-            yield "warnings", f"{len(self._warnings)}, the last: {self._warnings[-1]}"
-        if self._keys is not None and self._keys.works:
-            yield "keys", f"{KEY} a transcript   ctrl-c stops the run, which can be resumed"
 
 
 def _describe(counts: RolloutCounts) -> str:
@@ -132,21 +124,19 @@ class _Keys:
         self._settings: list[Any] | None = None
         self._thread: threading.Thread | None = None
 
-    @property
-    def works(self) -> bool:
-        return self._thread is not None
-
-    def start(self) -> None:
+    def start(self) -> bool:
+        """Whether there is a terminal to read from."""
         try:
             fd = sys.stdin.fileno()
             if not os.isatty(fd) or os.tcgetpgrp(fd) != os.getpgrp():
-                return
+                return False
             self._settings = termios.tcgetattr(fd)
             tty.setcbreak(fd)
         except (OSError, ValueError, termios.error):
-            return
+            return False
         self._thread = threading.Thread(target=self._read, args=(fd,), name="keys", daemon=True)
         self._thread.start()
+        return True
 
     def stop(self) -> None:
         self._ended.set()

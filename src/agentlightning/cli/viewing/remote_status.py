@@ -13,10 +13,6 @@ from agentlightning.errors import NotFoundError, ServerError, StoreAuthError
 TIMEOUT: Final = 30.0
 
 
-def is_url(target: str) -> bool:
-    return target.startswith(("http://", "https://"))
-
-
 def remote_status(link: str, token: str | None, name: str | None) -> tuple[dict[str, Any], list[float | None]]:
     """The state of a run as `status_record` gives it, and its rewards by step. `link`: the address of a server, or
     the link of its dashboard, which may hold the token. `name`: which of its runs; None: the newest one.

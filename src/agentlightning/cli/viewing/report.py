@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from agentlightning.cli.opening import run_or_newest
-from agentlightning.cli.options import GivenStore, Json, Run
-from agentlightning.cli.output import agl, open_output
+from agentlightning.cli.options import GivenStore, Run
+from agentlightning.cli.output import Result, agl
 
 
-def report(
+async def report(
     run: Run = None,
     html: Annotated[bool, typer.Option("--html", help="Write a page with curves, which needs no server.")] = False,
     out: Annotated[
@@ -21,8 +20,7 @@ def report(
     ] = None,
     examples: Annotated[int, typer.Option(min=0, help="Changed tasks to show with their conversations.")] = 3,
     store: GivenStore = None,
-    as_json: Json = False,
-) -> None:
+) -> Result:
     """Report what a run changed: held-out reward with its interval, tasks won and lost, cost, examples.
 
     \b
@@ -30,18 +28,14 @@ def report(
       agl report
       agl report runs/first --html --out first.html
     """
-    with open_output(as_json) as output:
-        run = run_or_newest(run)
-        text = asyncio.run(_report(run, html, examples, store))
-        path = out or (run / "report.html" if html else None)
-        if path is not None:
-            path.write_text(text, encoding="utf-8")
-        record = {"run": str(run), "file": None if path is None else str(path), **({} if path else {"text": text})}
-        output.finish(
-            record,
-            lambda console: console.print(text if path is None else f"wrote {path}", markup=False),
-            agl("dashboard", run),
-        )
+    run = run_or_newest(run)
+    text = await _report(run, html, examples, store)
+    path = out or (run / "report.html" if html else None)
+    if path is not None:
+        path.write_text(text, encoding="utf-8")
+    record = {"run": str(run), "file": None if path is None else str(path), **({} if path else {"text": text})}
+    shown = text if path is None else f"wrote {path}"
+    return Result(record, lambda console: console.print(shown), [agl("dashboard", run)])
 
 
 async def _report(run: Path, html: bool, examples: int, store: str | None) -> str:
@@ -54,5 +48,5 @@ async def _report(run: Path, html: bool, examples: int, store: str | None) -> st
     make = report_page if html else markdown_report
     if store is None:
         return await make(run, examples)
-    async with open_named(store, None, None) as opened:
+    async with open_named(store) as opened:
         return await make(run, examples, opened)

@@ -60,7 +60,7 @@ def print_rollouts(table: RolloutTable, console: Console) -> None:
         seconds = "" if row.seconds is None else f"{row.seconds:.1f} s"
         failure = "" if row.failure is None else f"  {row.failure_kind or ''}: {row.failure.strip().splitlines()[-1]}"
         text = f"{row.rollout_id}  {row.status:<9} {reward:>7}  {row.calls:>2} calls {seconds:>8}  {row.task}{failure}"
-        console.print(printable(text)[:240], markup=False)
+        console.print(printable(text)[:240])
     console.print(f"{len(table.rows)} of {table.matching:,} rollouts")
     if table.read < table.matching and len(table.rows) < table.read:
         console.print(f"sorted among the newest {table.read:,} only")

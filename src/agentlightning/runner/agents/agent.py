@@ -21,7 +21,7 @@ from agentlightning.errors import AgentError, ConfigError
 from agentlightning.runner.agents.arguments import Invocation, Signature
 from agentlightning.runner.agents.command import Command, check_executable
 from agentlightning.runner.agents.litagent import FunctionAgent, LitAgent, method_for, overridden
-from agentlightning.runner.agents.loading import check_constructor, load_object
+from agentlightning.runner.agents.loading import check_constructor, load_object, on_new_instance
 from agentlightning.runner.agents.spec import (
     FORMS,
     AgentLike,
@@ -77,19 +77,6 @@ class LitAgentAdapter:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class AgentClass:
-    """A class that is instantiated for each attempt; its `run` method is called."""
-
-    kind: type[Any]
-
-    def blocks(self, invocation: Invocation) -> bool:
-        return not inspect.iscoroutinefunction(self.kind.run)
-
-    def start(self, invocation: Invocation) -> Any:
-        return self.kind().run()
-
-
 def load_agent(agent: AgentLike | AgentSpec, *, grace: float = 2.0) -> Agent:
     """Load an agent into this process. A stopped command has `grace` seconds to exit. Raises AgentError."""
     spec = agent if isinstance(agent, Reference | Pickled | CommandLine) else agent_spec(agent)
@@ -142,4 +129,4 @@ def _class(kind: type[Any]) -> Agent:
         return _methods(kind())
     if not callable(getattr(kind, "run", None)):
         raise AgentError(f"the class {kind.__qualname__} has no run method; define `async def run(self)`")
-    return AgentClass(kind)
+    return _function(on_new_instance(kind, kind.run))

@@ -73,10 +73,17 @@ class Invocation:
     cancelled: bool = False
     program: Stoppable | None = None
     """What runs elsewhere for a blocking agent, and has to be stopped when the attempt is."""
+    group: int = 0
+    """The process group of a command that runs here; 0 for none."""
     on_program: Callable[[int], None] = lambda group: None
-    """Told the process group of a command, and 0 once that has ended."""
+    """Told when that changes."""
     needs_process: str = ""
     """What it has touched that all attempts in its process share."""
+
+    def run_group(self, group: int) -> None:
+        """A command has started, or (0) ended."""
+        self.group = group
+        self.on_program(group)
 
     def named_values(self) -> dict[str, Any]:
         """Values of the known parameters; those without a value are absent."""

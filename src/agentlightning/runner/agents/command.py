@@ -79,7 +79,7 @@ class Command:
         except OSError as error:
             raise AgentError(f"agent {name!r} cannot be started: {error}") from error
         group = transport.get_pid()
-        invocation.on_program(group)
+        invocation.run_group(group)
         stdin = cast(asyncio.WriteTransport, transport.get_pipe_transport(0))
         try:
             if cancelled:
@@ -95,14 +95,14 @@ class Command:
             signal_group(group, signal.SIGKILL)  # what it has left behind; its pipes then close
             await program.exited.wait()
             await _wait(program.closed, PIPE_SECONDS)
-            invocation.on_program(0)
+            invocation.run_group(0)
             transport.close()
-        code, errors = transport.get_returncode() or 0, program.errors.text()
+        code, (output, errors) = transport.get_returncode() or 0, program.texts()
         if code:
             advice = import_advice(errors, self.words[0])
             ended = f"{name!r} {describe_exit(code)}"
             raise CommandError(f"{ended}: {advice}" if advice else ended, errors)
-        return program.output.text()
+        return output
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
@@ -116,12 +116,15 @@ class _Program(asyncio.SubprocessProtocol):
     """A program that runs: the end of its output, and events of its end."""
 
     def __init__(self) -> None:
-        self.output, self.errors = _Tail(OUTPUT_BYTES), _Tail(ERROR_BYTES)
+        self._tails = {1: (bytearray(), OUTPUT_BYTES), 2: (bytearray(), ERROR_BYTES)}
         self.exited, self.closed = asyncio.Event(), asyncio.Event()
         """`closed`: its pipes, too."""
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
-        (self.output if fd == 1 else self.errors).add(data)
+        tail, limit = self._tails[fd]
+        tail += data
+        if len(tail) > 2 * limit:
+            del tail[:-limit]
 
     def process_exited(self) -> None:
         self.exited.set()
@@ -129,27 +132,15 @@ class _Program(asyncio.SubprocessProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed.set()
 
+    def texts(self) -> list[str]:
+        """The end of stdout, and that of stderr."""
+        return [bytes(tail[-limit:]).decode(errors="replace") for tail, limit in self._tails.values()]
+
 
 def task_variable(task: Any) -> dict[str, str]:
     """`AGL_TASK` with the task as JSON; empty if the task is too long for a variable."""
     text = dumps(task)
     return {"AGL_TASK": text.decode()} if len(text) <= TASK_VARIABLE_BYTES else {}
-
-
-class _Tail:
-    """The last bytes of a stream."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.data = bytearray()
-
-    def add(self, data: bytes) -> None:
-        self.data += data
-        if len(self.data) > 2 * self.limit:
-            del self.data[: -self.limit]
-
-    def text(self) -> str:
-        return bytes(self.data[-self.limit :]).decode(errors="replace")
 
 
 def signal_group(group: int, number: signal.Signals) -> None:

@@ -103,7 +103,7 @@ def resolve_method(module: ModuleType, name: str, role: str) -> Any:
     if not isinstance(owner, type) or not _is_method(inspect.getattr_static(owner, last, None)):
         return found
     check_constructor(owner, role)
-    return _on_new_instance(owner, found)
+    return on_new_instance(owner, found)
 
 
 def _is_method(found: Any) -> bool:
@@ -121,7 +121,9 @@ def check_constructor(kind: type[Any], role: str) -> None:
         )
 
 
-def _on_new_instance(kind: type[Any], method: Callable[..., Any]) -> Callable[..., Any]:
+def on_new_instance(kind: type[Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method as a function that makes the instance."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
         return method(kind(), *args, **kwargs)
 

@@ -151,26 +151,28 @@ def _spec_of_object(given: Any, role: str) -> Reference | Pickled:
 
 def _script_reference(given: Any) -> Reference | None:
     """A reference to what the script that runs defines, if importing its file does not run it again."""
-    main, name = sys.modules["__main__"], getattr(given, "__qualname__", "<")
-    file = getattr(main, "__file__", None)
-    if getattr(given, "__module__", None) != "__main__" or "<" in name or not str(file).endswith(".py"):
+    file = str(getattr(sys.modules["__main__"], "__file__", None))
+    if getattr(given, "__module__", None) != "__main__" or not file.endswith(".py"):
         return None
-    path = Path(str(file)).resolve()
-    if not _MAIN_GUARD.search(path.read_text(encoding="utf-8")):
-        return None
-    try:
-        return Reference(str(path), name) if resolve(main, name) is given else None
-    except AttributeError:
-        return None
+    path = Path(file).resolve()
+    name = _name_in_module(given) if _MAIN_GUARD.search(path.read_text(encoding="utf-8")) else None
+    return Reference(str(path), name) if name else None
 
 
 def _reference_to(given: Any) -> Reference | None:
     """A reference that leads another process to the same object, if there is one."""
-    module, name = getattr(given, "__module__", None), getattr(given, "__qualname__", None)
-    if not isinstance(module, str) or not isinstance(name, str) or "<" in name or not importable(module):
+    module = getattr(given, "__module__", None)
+    name = _name_in_module(given) if isinstance(module, str) and importable(module) else None
+    return Reference(given.__module__, name) if name else None
+
+
+def _name_in_module(given: Any) -> str | None:
+    """The name by which its module has an object, if it has it."""
+    name = getattr(given, "__qualname__", None)
+    if not isinstance(name, str) or "<" in name:
         return None
     try:
-        return Reference(module, name) if resolve(sys.modules[module], name) is given else None
+        return name if resolve(sys.modules[given.__module__], name) is given else None
     except AttributeError:
         return None
 

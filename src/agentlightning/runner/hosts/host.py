@@ -22,7 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, replace
-from functools import partial
 from queue import SimpleQueue
 from typing import Any, Final, cast
 
@@ -33,7 +32,7 @@ from agentlightning.attempt_variables import in_process_environment
 from agentlightning.errors import Failure, MissingRewardError
 from agentlightning.resources import named_resources
 from agentlightning.runner import attempt_environ
-from agentlightning.runner.agents.agent import Agent, AgentClass
+from agentlightning.runner.agents.agent import Agent
 from agentlightning.runner.agents.arguments import Invocation, OwnProcessNeededError, bind_resources
 from agentlightning.runner.agents.command import CommandError, signal_group, task_variable
 from agentlightning.runner.agents.loading import user_traceback
@@ -58,7 +57,7 @@ from agentlightning.tracing.emit import emit_annotation, emit_exception, emit_re
 from agentlightning.tracing.otlp.otel_span import to_span
 from agentlightning.tracing.posting_sink import PostingSink
 from agentlightning.tracing.sanitize import sanitize_span
-from agentlightning.tracing.scope import current_scope, inherited_scope, mark_owner, scope, serve_attempts
+from agentlightning.tracing.scope import inherited_scope, mark_owner, scope, serve_attempts
 from agentlightning.tracing.tracer import flush
 from agentlightning.util.json_values import dumps, loads
 
@@ -123,8 +122,6 @@ class Host:
     def __init__(self, sock: socket.socket, setup: Setup) -> None:
         self._sock, self._setup, self._process = sock, setup, os.getpid()
         self._running: dict[int, Invocation] = {}
-        self._programs: dict[int, int] = {}
-        """Job -> the process group of its command."""
         self._sending = threading.Lock()
         serve_attempts(alone=self.alone, on_doubt=self._separate)
         threading.Thread(target=self._receive, name="agl-host", daemon=True).start()
@@ -146,10 +143,10 @@ class Host:
             while data := self._sock.recv(1 << 18):
                 for message in frames.feed(data):
                     self._handle(message)
-        for job_id, invocation in list(self._running.items()):
+        for invocation in list(self._running.values()):
             invocation.cancelled = True
-            if (group := self._programs.get(job_id)) is not None:
-                signal_group(group, signal.SIGKILL)
+            if invocation.group:
+                signal_group(invocation.group, signal.SIGKILL)
             if invocation.program is not None:
                 invocation.program.kill()
         sys.stdout.flush()
@@ -160,7 +157,7 @@ class Host:
         if isinstance(message, Job):
             task = without_hidden_fields(message.rollout.input, self._setup.load.hidden)
             invocation = Invocation(replace(message.rollout, input=task), {}, message.environment, task)
-            invocation.on_program = partial(self._note_program, message.job_id)
+            invocation.on_program = lambda group: self._send(Program(message.job_id, group))
             self._running[message.job_id] = invocation
             self._start(message.job_id, self._attempt(message, invocation))
         elif (invocation := self._running.get(message.job_id)) is not None:
@@ -168,12 +165,6 @@ class Host:
             self._cancel(message.job_id)
             if invocation.program is not None:
                 invocation.program.terminate()
-
-    def _note_program(self, job_id: int, group: int) -> None:
-        self._programs[job_id] = group
-        if not group:
-            del self._programs[job_id]
-        self._send(Program(job_id, group))
 
     # -- one attempt -------------------------------------------------------------------------------------------------
 
@@ -206,17 +197,16 @@ class Host:
         fields = attempt_environ.task_variables(invocation.task, self._setup.load.fields)
         invocation.environment = {**fields, **job.environment}  # of a command, in its own process
         variables = fields | in_process_environment(job.environment, job.rollout.attempt.worker_id or "")
-        if isinstance(self._setup.agent, AgentClass):
-            variables |= task_variable(invocation.task)
+        variables |= task_variable(invocation.task)
         with attempt_environ.own_variables(variables) if self.alone else attempt_environ.overlay(variables):
             output = await self._run(invocation)
         if invocation.needs_process:
             raise OwnProcessNeededError(invocation.needs_process)
+        ids = job.rollout.rollout_id, job.rollout.attempt.attempt_id
         if self._setup.reward is None:
-            return _record_output(output)
+            return _record_output(output, sink, *ids)
         # Outside of the attempt's environment, so that its own model calls are not redirected.
         given = replace(invocation, rollout=job.rollout, task=job.rollout.input, resources=resources)
-        ids = job.rollout.rollout_id, job.rollout.attempt.attempt_id
         reward = self._setup.reward
         with scope(*ids, _RewardSink(sink), "judge", address=job.server_url, role="judge"):
             try:
@@ -413,31 +403,23 @@ async def _awaited(value: Any) -> Any:
 # -- return values ------------------------------------------------------------------------------------------
 
 
-def _record_output(output: Any) -> Any:
-    """Record a returned reward or returned spans, and return None for them; return any other output unchanged."""
+def _record_output(output: Any, sink: _Sink, rollout_id: str, attempt_id: str) -> Any:
+    """Record a returned reward, or returned spans as those of the attempt, and return None for them; return any other
+    output unchanged."""
     if isinstance(output, list) and output and all(isinstance(each, Span | ReadableSpan) for each in output):
-        _record_spans(cast("list[Span | ReadableSpan]", output))
+        sink.put(
+            [
+                replace(span, rollout_id=rollout_id, attempt_id=attempt_id)
+                if isinstance(span, Span)
+                else to_span(span, rollout_id, attempt_id)
+                for span in cast("list[Span | ReadableSpan]", output)
+            ]
+        )
     elif looks_like_reward(output):
         emit_reward(check_reward(output, "the agent"))
     else:
         return output
     return None
-
-
-def _record_spans(spans: list[Span | ReadableSpan]) -> None:
-    """Record spans that an agent returned as spans of its attempt."""
-    inside = current_scope()
-    if inside is None:
-        raise RuntimeError("an attempt runs inside a scope")
-    rollout, attempt = inside.rollout_id, inside.attempt_id
-    inside.sink.put(
-        [
-            replace(span, rollout_id=rollout, attempt_id=attempt)
-            if isinstance(span, Span)
-            else to_span(span, rollout, attempt)
-            for span in spans
-        ]
-    )
 
 
 def shorten_output(output: Any) -> Any:

@@ -32,7 +32,7 @@ from agentlightning.rollouts import AttemptedRollout
 from agentlightning.runner.agents.command import describe_exit
 from agentlightning.runner.agents.spec import AgentLike, agent_spec, function_spec
 from agentlightning.runner.attempt_environ import check_variables
-from agentlightning.runner.hosts.agent_log import AgentLog
+from agentlightning.runner.hosts.agent_log import trim_periodically
 from agentlightning.runner.hosts.attempt_process import AttemptProcess, LostAttemptError, OnSpans
 from agentlightning.runner.hosts.messages import (
     Done,
@@ -100,7 +100,7 @@ class HostPool:
         fields = check_variables(env or {}, hide)
         self._load = Load(self.agent, reward_spec, (), self._slots, fields, tuple(hide), grace)
         self._cwd = Path.cwd() if cwd is None else Path(cwd)
-        self._log = None if log is None else AgentLog(log)
+        self._log = None if log is None else Path(log)
         self._fork_server: subprocess.Popen[bytes] | None = None
         self._frames: FrameDecoder[FromForkServer] = FrameDecoder(FromForkServer)
         self._trimming: asyncio.Task[None] | None = None
@@ -144,15 +144,13 @@ class HostPool:
         self._loaded = loop.create_future()
         loop.add_reader(self._control, self._receive)
         if self._log is not None:
-            self._trimming = loop.create_task(self._log.trim_periodically())
+            self._trimming = loop.create_task(trim_periodically(self._log))
         try:
             async with asyncio.timeout(LOAD_SECONDS):
                 await self._loaded
                 self._notify_change()
-                while self.capacity <= 0:
-                    await self._changed.wait()
-                    if self._broken is not None:
-                        raise self._broken
+                if not self.alone:
+                    await self._least_busy()
         except TimeoutError:
             raise AgentError(f"agent {self.agent} was not imported within {LOAD_SECONDS:g} s") from None
 
@@ -218,20 +216,19 @@ class HostPool:
             if self.fresh or not process.alone:
                 process.retire()
 
+    def _free(self, alone: bool) -> list[AttemptProcess]:
+        if self._broken is not None:
+            raise self._broken
+        return [each for each in self._processes.values() if each.ready and each.free > 0 and each.alone is alone]
+
     async def _least_busy(self) -> AttemptProcess:
-        while True:
-            if self._broken is not None:
-                raise self._broken
-            found = [each for each in self._processes.values() if each.ready and each.free > 0 and not each.alone]
-            if found:
-                return max(found, key=lambda process: process.free)
+        while not (found := self._free(alone=False)):
             await self._changed.wait()
+        return max(found, key=lambda process: process.free)
 
     def _alone(self, once: bool) -> AttemptProcess:
         """A process for one attempt: an idle one, if it is not to be for this one only."""
-        if self._broken is not None:
-            raise self._broken
-        idle = [each for each in self._processes.values() if each.alone and each.free and each.ready]
+        idle = self._free(alone=True)
         process = self._fork(alone=True) if once or not idle else idle[-1]
         process.retired = once
         return process
@@ -312,7 +309,7 @@ class HostPool:
         exited = Exited(0, -9 if code is None else code, "")
         how = describe_exit(exited.status)
         if not self._loaded.done():
-            where = "on stderr" if self._log is None else f"in {self._log.path}"
+            where = "on stderr" if self._log is None else f"in {self._log}"
             why = f"the process that imports agent {self.agent} {how} before it was done; what it printed is {where}"
             return self._loaded.set_exception(AgentError(why))
         for process in self._processes.values():
@@ -333,9 +330,9 @@ def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _output(log: AgentLog | None) -> IO[Any]:
+def _output(log: Path | None) -> IO[Any]:
     """The file agents print to: the log, or our stderr. Never our stdout, which carries the results of a command."""
-    return open(os.dup(2), "wb") if log is None else open(log.path, "ab")
+    return open(os.dup(2), "wb") if log is None else open(log, "ab")
 
 
 def _python_path(cwd: Path) -> tuple[str, ...]:

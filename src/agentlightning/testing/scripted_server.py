@@ -1,12 +1,7 @@
-"""Serves a `PromptWorld` as an OpenAI-compatible endpoint on loopback, in a thread of its own.
+"""`ScriptedServer`: an OpenAI-compatible endpoint on loopback whose models are functions, in a thread of its own.
 
-    with PromptWorldServer(PromptWorld(seed=0)) as server:
-        server.url        # base URL: /chat/completions, with the models below
-
-The name of the model says which part of the world answers: follower (tasks), critic (a critique), editor (bounded
-edits in JSON), rewriter (the whole prompt anew), reflector (a critique and the whole prompt, in a code block).
-`POST /quality {"prompt": ...}` answers with the `quality` of a prompt, the `optimum` of the world, and the `calls` of
-the follower so far.
+with ScriptedServer({"echo": lambda text: text}) as server:
+    server.url        # base URL: /chat/completions, with the models above
 """
 
 from __future__ import annotations
@@ -14,7 +9,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import uvicorn
@@ -23,25 +18,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from agentlightning.testing.prompt_world import PromptWorld
 
+class ScriptedServer:
+    """Use as `with`. `models`: by name, from the text of a request, all its messages, to the reply."""
 
-class PromptWorldServer:
-    """Use as `with`."""
-
-    def __init__(self, world: PromptWorld) -> None:
-        self.world = world
+    def __init__(self, models: Mapping[str, Callable[[str], str]]) -> None:
+        self.models = dict(models)
         self.calls: Counter[str] = Counter()
         """Answered calls by model."""
-        self.overrides: dict[str, Callable[[str], str]] = {}
-        """By model: from the text of a request to the reply, in place of the world's."""
-        routes = [
-            Route("/v1/chat/completions", self._complete, methods=["POST"]),
-            Route("/v1/quality", self._quality, methods=["POST"]),
-        ]
+        self.app = Starlette(routes=[Route("/v1/chat/completions", self._complete, methods=["POST"])])
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"
-        self._server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_level="error", lifespan="off"))
+        self._server = uvicorn.Server(uvicorn.Config(self.app, log_level="error", lifespan="off"))
         self._thread = threading.Thread(target=lambda: self._server.run([self._listener]), daemon=True)
 
     def __enter__(self) -> Self:
@@ -55,7 +43,7 @@ class PromptWorldServer:
     async def _complete(self, request: Request) -> JSONResponse:
         body: dict[str, Any] = await request.json()
         model = str(body.get("model"))
-        answer = self.overrides.get(model) or self._parts.get(model)
+        answer = self.models.get(model)
         if answer is None:
             return JSONResponse({"error": {"message": f"no model {model!r} here"}}, status_code=404)
         text = "\n".join(_content(message.get("content")) for message in body["messages"])
@@ -73,21 +61,6 @@ class PromptWorldServer:
                 "usage": usage | {"total_tokens": sum(usage.values())},
             }
         )
-
-    async def _quality(self, request: Request) -> JSONResponse:
-        quality = self.world.quality(str((await request.json())["prompt"]))
-        return JSONResponse({"quality": quality, "optimum": self.world.optimum, "calls": self.calls["follower"]})
-
-    @property
-    def _parts(self) -> dict[str, Callable[[str], str]]:
-        world = self.world
-        return {
-            "follower": world.answer,
-            "critic": world.critique,
-            "editor": world.edits,
-            "rewriter": world.rewrite,
-            "reflector": world.reflect,
-        }
 
 
 def _content(content: Any) -> str:

@@ -6,7 +6,7 @@ it keeps to. The critic reads failed answers and names an ignored instruction wi
 The editor adds what the critic named.
 
 All noise follows from the seed and from how often the same question was asked, so that results do not depend on the
-order of concurrent calls. `prompt_server` serves a world over HTTP.
+order of concurrent calls. `PromptWorldServer` serves a world over HTTP.
 """
 
 from __future__ import annotations
@@ -15,8 +15,13 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from agentlightning.testing import ScriptedServer
 
 HEAD: Final = "You write reports."
 TAIL: Final = "Write report {task}."
@@ -47,8 +52,8 @@ ADVICE: Final = (
     "Take your time.",
 )
 """What an unhelpful critic says: it changes nothing."""
-_IGNORED = re.compile(r"report (\d+) ignores: ([\d, ]+) of")
 _PROMPT = re.compile(re.escape(HEAD) + r"(.*?)" + re.escape(TAIL).replace(r"\{task\}", r"\{?\w*\}?"), re.DOTALL)
+_IGNORED = re.compile(r"report (\d+) ignores: ([\d, ]+) of")
 
 
 def report_tasks(count: int, start: int = 0) -> list[dict[str, str]]:
@@ -73,6 +78,17 @@ class PromptWorld:
         self._asked: Counter[str] = Counter()
         self.instructions = list(INSTRUCTIONS)
         random.Random(f"{seed}/instructions").shuffle(self.instructions)
+
+        self.models: dict[str, Callable[[str], str]] = {
+            "follower": self.answer,
+            "critic": self.critique,
+            "editor": self.edits,
+            "rewriter": self.rewrite,
+            "reflector": self.reflect,
+        }
+        """The models of the world, each from the text of a request to its reply: follower (tasks), critic (a critique),
+        editor (bounded edits in JSON), rewriter (the whole prompt anew), reflector (a critique and the whole prompt, in
+        a code block)."""
 
     # -- what is true ----------------------------------------------------------------------------------------------
 
@@ -169,3 +185,43 @@ def _prompt(text: str) -> str:
 
 def _lines(text: str) -> list[str]:
     return [line for line in _prompt(text).splitlines() if line.startswith("- ")]
+
+
+class InteractingWorld(PromptWorld):
+    """Instructions that interact, and edits that are not localised.
+
+    Four instructions help only beside their partner, two pairs weaken each other (.95 to .85), and each line that is no
+    instruction costs all .01. With probability .3 an edit also loses another line.
+    """
+
+    partners: Final = {2: 0, 5: 3, 7: 6, 10: 9}
+    rivals: Final = {1: 4, 4: 1, 8: 11, 11: 8}
+    loss: Final = 0.3
+
+    def probability(self, number: int, given: frozenset[int], prompt: str) -> float:
+        if number not in given or self.partners.get(number, number) not in given:
+            return self.luck
+        clutter = 0.01 * sum(advice in prompt for advice in ADVICE)
+        rivalry = 0.1 if self.rivals.get(number) in given else 0.0
+        return self.follow - clutter - rivalry
+
+    def edited(self, lines: Sequence[str], critique: str) -> list[str]:
+        kept = list(lines)
+        rng = self._random("edit", critique)
+        if kept and rng.random() < self.loss:
+            kept.remove(rng.choice(kept))
+        return super().edited(kept, critique)
+
+
+class PromptWorldServer(ScriptedServer):
+    """Serves a world. `POST /quality {"prompt": ...}` answers with the `quality` of a prompt, the `optimum` of the
+    world, and the `calls` of the follower so far."""
+
+    def __init__(self, world: PromptWorld) -> None:
+        super().__init__(world.models)
+        self.world = world
+        self.app.add_route("/v1/quality", self._quality, methods=["POST"])
+
+    async def _quality(self, request: Request) -> JSONResponse:
+        quality = self.world.quality(str((await request.json())["prompt"]))
+        return JSONResponse({"quality": quality, "optimum": self.world.optimum, "calls": self.calls["follower"]})
