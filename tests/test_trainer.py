@@ -87,7 +87,7 @@ def linear():
     [
         (
             {"algorithm": "grpo"},
-            r"there is no algorithm 'grpo'\. Known: apo, dpo, lightning_rl, rejection, sequential, sft",
+            r"there is no algorithm 'grpo'; did you mean 'algorithm\.preset=grpo'\?",
         ),
         ({"algorithm": Path}, r"pathlib.py\) is no algorithm; it should be a subclass of .*base:Algorithm"),
         ({"model": linear()}, "model is a Linear object.*save_pretrained"),

@@ -19,7 +19,7 @@ from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.algorithms.sft import SFTAlgorithm
 from agentlightning.config import EvaluationConfig, PolicyConfig, TrainConfig, WarmStartConfig
 from agentlightning.credit import group_trajectories
-from agentlightning.demo import job, recipe
+from agentlightning.demo import job
 from agentlightning.demo.agent import solve
 from agentlightning.models.tiny import make_tiny
 from agentlightning.store import LightningStore
@@ -48,7 +48,7 @@ class CalculatorRun:
 class Calculator:
     """Starts and runs in one folder."""
 
-    def __init__(self, folder: Path, *, steps: int = recipe.RL_STEPS, warm_start_steps: int = recipe.SFT_STEPS) -> None:
+    def __init__(self, folder: Path, *, steps: int = job.RL_STEPS, warm_start_steps: int = job.SFT_STEPS) -> None:
         self.folder, self.steps, self.warm_start_steps = folder, steps, warm_start_steps
 
     def start(self, seed: int) -> Path:
@@ -63,10 +63,10 @@ class Calculator:
                 records,
                 output=output,
                 steps=self.warm_start_steps,
-                batch_size=recipe.SFT_BATCH,
+                batch_size=job.SFT_BATCH,
                 shuffle=False,
                 seed=seed,
-                optimizer=recipe.SFT_OPTIMIZER,
+                optimizer=job.SFT_OPTIMIZER,
             ).train()
         return output
 
@@ -82,7 +82,7 @@ class Calculator:
         rewards = [line[f"validation_{mode}"] for line in lines if f"validation_{mode}" in line]
         arrived = next((place for place, reward in enumerate(rewards, 1) if reward >= target), None)
         steps = self.steps if arrived is None else min(self.steps, EVERY * arrived)
-        rollouts = steps * recipe.TASKS_PER_STEP * recipe.GROUP_SIZE
+        rollouts = steps * job.TASKS_PER_STEP * job.GROUP_SIZE
         return CalculatorRun(rollouts, arrived is not None, seconds, rewards)
 
     def recorded(self, groups: int) -> list[list[Trajectory]]:
@@ -97,7 +97,7 @@ class Calculator:
                 "policy": PolicyConfig(model=str(self.start(seed))),
                 "warm_start": WarmStartConfig(),
                 "algorithm": settings_from(LightningRLConfig, kept | dict(algorithm), source="of the arm"),
-                "evaluation": EvaluationConfig(every=EVERY, tasks=recipe.VALIDATION, held_out_tasks=1, modes=(mode,)),
+                "evaluation": EvaluationConfig(every=EVERY, tasks=job.VALIDATION, held_out_tasks=1, modes=(mode,)),
             }
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,9 +91,8 @@ def evaluate(
         after = agl("report", run)
     changes = overrides({"env": env, "agent": agent, "reward": reward}, settings)
     known, tasks, model, resources = _subject(run, config, changes, data, model)
-    if out is not None:  # Not once everything was run.
-        with written(out):
-            pass
+    with written(out) if out else nullcontext():  # Not once everything was run.
+        pass
     result = measure(
         known.agent,
         tasks,
