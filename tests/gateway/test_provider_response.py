@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from agentlightning.gateway.answer import Usage
 from agentlightning.gateway.dialects import DIALECTS
-from agentlightning.gateway.record import output_messages
+from agentlightning.gateway.record import input_messages, output_messages
 
 
 def said(answer):
@@ -93,3 +93,14 @@ def test_chunks_of_a_stream_read_together_say_what_each_says(reads):
         for event in events:
             one_by_one.read(event)
     assert contents(together) == contents(one_by_one)
+
+
+def test_the_prompts_of_any_request_are_recorded_as_messages_and_a_prompt_that_its_provider_stores_as_none():
+    def told(request, index=0):
+        return [part["content"] for message in json.loads(input_messages(request, index)) for part in message["parts"]]
+
+    assert told({"prompt": {"id": "pmpt_1"}}) == told({}) == []
+    assert told({"prompt": ["a", "b"]}, 1) == told({"prompt": "b"}) == told({"input": "b"}) == ["b"]
+    assert told({"input": ["a", [1, 2]]}) == ["a", "[1,2]"]
+    assert told({"prompt": [1, 2]}, 3) == told({"input": [1, 2]}) == ["[1,2]"]
+    assert told({"system": "s", "messages": [{"role": "user", "content": "u"}]}) == ["s", "u"]

@@ -194,13 +194,9 @@ class StopFilter:
         self.found: str | None = None
         """The stop string that ended the text."""
 
-    @property
-    def stopped(self) -> bool:
-        return self.found is not None
-
     def feed(self, text: str) -> str:
-        if self.stopped or not self._stops:
-            return "" if self.stopped else text
+        if self.found or not self._stops:
+            return "" if self.found else text
         self._buffer += text
         found = [(place, stop) for stop in self._stops if (place := self._buffer.find(stop)) >= 0]
         if found:
@@ -209,7 +205,7 @@ class StopFilter:
         return self._release(len(self._buffer) - max(partial_marker_length(self._buffer, stop) for stop in self._stops))
 
     def finish(self) -> str:
-        return "" if self.stopped else self._release(len(self._buffer))
+        return "" if self.found else self._release(len(self._buffer))
 
     def _release(self, length: int) -> str:
         shown, self._buffer = self._buffer[:length], self._buffer[length:]
@@ -499,7 +495,7 @@ class Answer:
     @property
     def is_stopped(self) -> bool:
         """Whether the answer was ended here, at a stop string."""
-        return self._stop.stopped
+        return self._stop.found is not None
 
     @property
     def is_finished(self) -> bool:

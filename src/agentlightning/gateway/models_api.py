@@ -169,28 +169,27 @@ def read_models(page: Any) -> list[Json]:
 
 def openai_model(model: Json) -> Json:
     """A model in OpenAI's format; further fields stay."""
-    created = model.get("created")
-    if not isinstance(created, int):
-        try:
-            created = int(datetime.fromisoformat(model["created_at"]).timestamp())
-        except _NO_TIME:
-            created = 0
     own = {name: value for name, value in model.items() if name not in ("type", "display_name", "created_at")}
-    return {"owned_by": "unknown"} | own | {"object": "model", "created": created}
+    return {"owned_by": "unknown"} | own | {"object": "model", "created": int(_created(model).timestamp())}
 
 
 def anthropic_model(model: Json) -> Json:
     """A model in Anthropic's format; further fields stay."""
-    stamp, shown = model.get("created_at"), model.get("display_name")
-    if not isinstance(stamp, str):
-        try:
-            stamp = datetime.fromtimestamp(model["created"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        except _NO_TIME:
-            stamp = "1970-01-01T00:00:00Z"
     own = {name: value for name, value in model.items() if name not in ("object", "created", "owned_by")}
-    shown = shown if isinstance(shown, str) else model["id"]
+    shown = shown if isinstance(shown := model.get("display_name"), str) else model["id"]
+    stamp = _created(model).strftime("%Y-%m-%dT%H:%M:%SZ")
     return own | {"type": "model", "display_name": shown, "created_at": stamp}
 
 
-_NO_TIME: Final = (KeyError, TypeError, ValueError, OverflowError, OSError)
+def _created(model: Json) -> datetime:
+    """When a model was made, in either format; 1970 if that is not known."""
+    given = model.get("created", model.get("created_at"))
+    try:
+        made = datetime.fromisoformat(given) if isinstance(given, str) else datetime.fromtimestamp(given or 0, UTC)
+        return made.astimezone(UTC)
+    except _NO_TIME:
+        return datetime.fromtimestamp(0, UTC)
+
+
+_NO_TIME: Final = (TypeError, ValueError, OverflowError, OSError)
 _DESCRIBE: Final = {"anthropic": anthropic_model, "openai": openai_model}

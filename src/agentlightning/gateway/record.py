@@ -239,9 +239,9 @@ def request_attributes(data: Request) -> Json:
 def input_messages(data: Request, index: int = 0) -> str:
     """The messages of a request as JSON; of several raw prompts, the one at `index`."""
     instructions, given = data.get("system") or data.get("instructions"), data.get("messages", data.get("input"))
-    if given is None and "prompt" in data:
-        prompts = _texts(data["prompt"])
-        given = [prompts[index if index < len(prompts) else 0]]
+    if given is None:
+        prompts = _texts(data.get("prompt"))
+        given = prompts[index : index + 1] or prompts[:1]
     turns = [{"role": "system", "content": instructions}] if instructions else []
     return as_json([shown_message(each) for each in [*turns, *_texts(given)]])
 
@@ -273,9 +273,10 @@ def num_choices(request: Request) -> int:
 
 def _texts(value: Any) -> Sequence[Any]:
     """A text, or a list of tokens, as the only one of a list; a list of texts, messages or items as it is."""
-    if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
-        return [value]
-    return cast("list[Any]", value) if isinstance(value, list) else ()
+    if not isinstance(value, list):
+        return [value] if isinstance(value, str) else []
+    items = cast("list[Any]", value)
+    return [items] if items and isinstance(items[0], int) else items
 
 
 def shown_message(given: Any) -> Json:

@@ -110,7 +110,7 @@ def _result(value: Any) -> ModelResult:
     usage = _first(source, "usage", "usage_metadata", "models_usage")
     model = field(source, "model") or _first(said, "model_name", "model")
     reason = _first(source, "stop_reason", "finish_reason") or field(said, "finish_reason")
-    reasons = [field(each, "finish_reason") for each in cast("Sequence[Any]", choices or ())] or [reason]
+    reasons = [field(each, "finish_reason") for each in _items(choices)] or [reason]
     return ModelResult(
         found or read_messages(json_text(value), "assistant"),
         _text_or_none(model),
@@ -124,8 +124,8 @@ def _result(value: Any) -> ModelResult:
 def _first_generation(value: Any) -> Any:
     """The message of LangChain's LLMResult and ChatResult; any other value unchanged."""
     rows = field(value, "generations")
-    while isinstance(rows, list | tuple) and rows:
-        rows = cast("Sequence[Any]", rows)[0]
+    while items := _items(rows):
+        rows = items[0]
     return value if rows is None or isinstance(rows, list | tuple) else field(rows, "message") or rows
 
 
@@ -147,18 +147,16 @@ def _text_or_none(value: Any) -> str | None:
 def split_conversation(value: Any) -> tuple[list[Message], Any] | None:
     """(what came before, the last message) of a result that is a whole conversation, as LangGraph's state and AutoGen's
     TaskResult are; None for any other."""
-    items = field(value, "messages")
-    if not isinstance(items, list | tuple) or not items:
+    conversation = _items(field(value, "messages"))
+    if not conversation:
         return None
-    conversation = cast("Sequence[Any]", items)
-    return read_messages(list(conversation[:-1]), "user") if len(conversation) > 1 else [], conversation[-1]
+    return read_messages(conversation[:-1], "user") if len(conversation) > 1 else [], conversation[-1]
 
 
 def is_message(value: Any) -> bool:
     """Whether a value looks like a message of a framework, or like a list of them."""
-    if isinstance(value, list | tuple):
-        items = cast("Sequence[Any]", value)
-        return bool(items) and all(is_message(item) for item in items)
+    if items := _items(value):
+        return all(is_message(item) for item in items)
     if isinstance(value, Mapping):
         return field(value, "role") is not None
     return (
@@ -249,7 +247,7 @@ def _messages(value: Any, role: str, depth: int = 0, *, recorded: bool = False) 
     if isinstance(value, str):
         return [text_message(value, role)] if value else []
     if isinstance(value, list | tuple):
-        pair = _role_and_text(cast("Sequence[Any]", value))
+        pair = _role_and_text(_items(value))
         return pair or [each for item in value for each in _messages(item, role, depth + 1, recorded=recorded)]
     convert = getattr(value, "to_messages", None)  # LangChain's prompt values
     inner = convert() if callable(convert) else _first(value, *LISTS)
@@ -341,7 +339,7 @@ def _content(value: Any, recorded: bool) -> list[Message]:
         inner = parse_json(value) if recorded and value.startswith("[{") else value
         return _content(inner, False) if isinstance(inner, list) else [_text(value)] if value else []
     if isinstance(value, list | tuple):
-        return [part for item in cast("Sequence[Any]", value) for part in _part(item)]
+        return [part for item in _items(value) for part in _part(item)]
     return [] if value is None else _part(value)
 
 
@@ -374,7 +372,7 @@ def message_part(item: Any) -> Message | None:
 def _thought(item: Any) -> str:
     """The text of reasoning, and of its parts."""
     given = [field(item, name) for name in ("thinking", "text", "summary", "content")]
-    each = [field(part, "text") for value in given if isinstance(value, list | tuple) for part in value]
+    each = [field(part, "text") for value in given for part in _items(value)]
     return "\n".join(text for text in (*given, *each) if isinstance(text, str))
 
 
@@ -404,8 +402,7 @@ def url_of(value: Any) -> str | None:
 
 
 def _calls(value: Any) -> list[Message]:
-    calls = parse_json(field(value, "tool_calls"))
-    found = [tool_call(call) for call in cast("Sequence[Any]", calls)] if isinstance(calls, list | tuple) else []
+    found = [tool_call(call) for call in _items(parse_json(field(value, "tool_calls")))]
     single, name = field(value, "function_call"), field(value, "function_call_name")
     if isinstance(name, str):
         single = {"name": name, "arguments": field(value, "function_call_arguments_json")}
@@ -456,6 +453,11 @@ def field(value: Any, name: str) -> Any:
         return entries.get(name)
     found = getattr(value, name, None)
     return None if callable(found) else found
+
+
+def _items(value: Any) -> Sequence[Any]:
+    """The items of a list; none of any other value."""
+    return cast("Sequence[Any]", value) if isinstance(value, list | tuple) else ()
 
 
 def _first(value: Any, *names: str) -> Any:

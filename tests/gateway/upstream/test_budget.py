@@ -90,6 +90,14 @@ def test_a_file_that_is_no_budgets_is_refused_and_left_as_it_is(tmp_path):
     assert other.read_text() == "something else"
 
 
+def test_cache_writes_count_whichever_api_reports_them():
+    response = DIALECTS["chat/completions"].response()
+    details = {"cached_tokens": 10, "cache_write_tokens": 40}
+    response.read({"usage": {"prompt_tokens": 100, "completion_tokens": 5, "prompt_tokens_details": details}})
+    assert response.usage == Usage(100, 5, 10, 40)
+    assert Price(input=1_000_000, cached_input=0).dollars(response.usage) == pytest.approx(50 + 1.25 * 40)
+
+
 def test_a_price_counts_cached_tokens_for_what_they_cost():
     price = Price(input=2, output=10, cached_input=0.5)
     assert price.dollars(Usage(1_000_000, 100_000, 400_000)) == pytest.approx(1.2 + 0.2 + 1.0)

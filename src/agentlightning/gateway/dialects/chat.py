@@ -124,10 +124,9 @@ def _split_prefill(data: Mapping[str, Any], messages: list[Message]) -> tuple[li
     Raises ApiError 400 if that is not text of the assistant."""
     goes_on = bool(optional(data, "continue_final_message", bool))
     generate = optional(data, "add_generation_prompt", bool)
-    if goes_on and generate:
-        raise bad_request("add_generation_prompt", "continue_final_message needs add_generation_prompt=false")
-    if not goes_on and generate is False:
-        raise bad_request("add_generation_prompt", "add_generation_prompt=false cannot be honoured here; leave it out")
+    if generate is not None and generate is goes_on:
+        message = f"add_generation_prompt={shorten(generate)} contradicts continue_final_message={shorten(goes_on)}"
+        raise bad_request("add_generation_prompt", f"{message}; leave it out")
     if not goes_on:
         return messages, ""
     last = messages[-1]

@@ -141,33 +141,13 @@ def _file(part: Json) -> list[Part] | None:
 def _document(part: Json) -> list[Part] | None:
     """Anthropic's documents. Text documents become text, below their title."""
     source, title = object_of(part, "source"), part.get("title")
+    kind, url = source.get("type"), url_of(source)
+    if kind not in ("text", "content"):
+        return None if url is None else [_file_part(url, title)]
     heading = [text_part(text) for text in (title, part.get("context")) if isinstance(text, str)]
-    if source.get("type") == "text" and isinstance(source.get("data"), str):
-        return _as_parts([*heading, text_part(source["data"])])
-    if source.get("type") == "content":
-        return _as_parts([*heading, *_within(source.get("content"))])
-    url = url_of(source)
-    return None if url is None else [_file_part(url, title)]
-
-
-def _within(content: Any) -> list[Part]:
-    """The texts and images of a document of blocks."""
-    if isinstance(content, str):
-        return [text_part(content)]
-    parts: list[Part] = []
-    for block in cast("list[Any]", content) if isinstance(content, list) else ():
-        if not isinstance(block, dict):
-            continue
-        known = cast("Json", block)
-        if known.get("type") in IMAGES:
-            parts += _image(known) or ()
-        elif isinstance(text := known.get("text"), str):
-            parts.append(text_part(text))
-    return parts
-
-
-def _as_parts(parts: list[Part]) -> list[Part]:
-    content = content_of(parts, "\n")
+    inner = source.get("data" if kind == "text" else "content")
+    parts = read_parts("document", inner, {"text": "text"}, text_part, lambda part: parts_of(part) or ())
+    content = content_of([*heading, *parts], "\n")
     return [text_part(content)] if isinstance(content, str) else content
 
 

@@ -249,15 +249,15 @@ class ResponsesReplyWriter:
         logprobs = answer.next_logprobs() if self.request.logprobs else []
         match event:
             case str():
-                return self._extend(answer, "output_text", event, logprobs=logprobs)
+                return self._extend("output_text", event, logprobs=logprobs)
             case ReasoningDelta():
-                return self._extend(answer, "reasoning_text", event.text)
+                return self._extend("reasoning_text", event.text)
             case SignedReasoning():
-                return self._sign(answer, event)
+                return self._sign(event)
             case RefusalDelta():
-                return self._extend(answer, "refusal", event.text)
+                return self._extend("refusal", event.text)
             case ToolCall():
-                return self._close(answer) + self._add_call(event)
+                return self._close() + self._add_call(event)
             case _:
                 return b""
 
@@ -265,8 +265,11 @@ class ResponsesReplyWriter:
         (answer,) = answers
         started = b""
         if all(item["type"] == "reasoning" for item in self.items):  # A turn without text is still a message.
-            started = self._close(answer) + self._start("output_text")
-        closed = self._close(answer, last=True)
+            started = self._close() + self._start("output_text")
+        parts = [item["content"][0] for item in self.items if item["type"] == "message"]
+        if self.request.logprobs and len(parts) == 1 and parts[0]["type"] == "output_text":
+            parts[0]["logprobs"] = answer.all_logprobs()
+        closed = self._close("incomplete" if answer.finish_reason == "length" else "completed")
         final = self._final(answer)
         return started + closed + self._event(f"response.{final['status']}", response=final)
 
@@ -287,19 +290,11 @@ class ResponsesReplyWriter:
             request.num_instructions,
         )
 
-    def _finish_last(self, answer: Answer) -> None:
-        last = self.items[-1]
-        if last["type"] in ("message", "reasoning") and answer.finish_reason == "length":
-            last["status"] = "incomplete"
-        parts = [item["content"][0] for item in self.items if item["type"] == "message"]
-        if self.request.logprobs and len(parts) == 1 and parts[0]["type"] == "output_text":
-            parts[0]["logprobs"] = answer.all_logprobs()
-
     # -- text, refusals and reasoning --------------------------------------------------------------------------------
 
-    def _extend(self, answer: Answer, kind: str, text: str, **more: list[Json]) -> bytes:
+    def _extend(self, kind: str, text: str, **more: list[Json]) -> bytes:
         """More of a part of one kind, which is started unless it is open; `more`: its log-probabilities."""
-        started = b"" if self._open == kind else self._close(answer) + self._start(kind)
+        started = b"" if self._open == kind else self._close() + self._start(kind)
         content, field_name = self.items[-1]["content"], "refusal" if kind == "refusal" else "text"
         if not content:
             content.append({"type": kind, "text": ""})
@@ -323,27 +318,24 @@ class ResponsesReplyWriter:
         added = self._item_event("added", item | {"content": []})
         return added + self._event("response.content_part.added", **self._place(), part=part)
 
-    def _sign(self, answer: Answer, event: SignedReasoning) -> bytes:
+    def _sign(self, event: SignedReasoning) -> bytes:
         """Signed reasoning, which the caller can send back unchanged if it asked for encrypted content."""
         if _ENCRYPTED not in (self.request.raw.get("include") or ()):
-            return self._close(answer) if self._open == "reasoning_text" else b""
+            return self._close() if self._open == "reasoning_text" else b""
         last = self.items[-1] if self.items else {}
         started = b""
         if last.get("type") != "reasoning" or "encrypted_content" in last:  # It has no text.
-            started = self._close(answer) + self._start("reasoning_text")
+            started = self._close() + self._start("reasoning_text")
         self.items[-1]["encrypted_content"] = encode_signed_reasoning(event.block)
-        return started + self._close(answer)
+        return started + self._close()
 
-    def _close(self, answer: Answer, last: bool = False) -> bytes:
-        """Complete the open text or reasoning."""
+    def _close(self, status: str = "completed") -> bytes:
+        """End the open text or reasoning."""
         kind, self._open = self._open, None
-        if kind is not None:
-            self.items[-1]["status"] = "completed"
-        if last and self.items:
-            self._finish_last(answer)
         if kind is None:
             return b""
         item, done = self.items[-1], b""
+        item["status"] = status
         for part in item["content"]:
             shown = {name: part[name] for name in ("text", "refusal", "logprobs") if name in part}
             done = self._event(f"response.{kind}.done", **self._place(), **shown)
@@ -354,29 +346,17 @@ class ResponsesReplyWriter:
     # -- tool calls ------------------------------------------------------------------------------------------------
 
     def _add_call(self, call: ToolCall) -> bytes:
-        started = self._call(ToolCall(call.index, call.id, call.name, ""), "in_progress")
-        item = self._call(call, "completed")
-        self.items.append(item)
-        if (text := item.get("input")) is not None:
-            kind, whole = "response.custom_tool_call_input", {"input": text}
-        else:
-            kind, text = "response.function_call_arguments", call.arguments
-            whole = {"name": call.name, "arguments": text}
-        return b"".join(
-            [
-                self._item_event("added", started),
-                self._event(f"{kind}.delta", **self._item(), delta=text),
-                self._event(f"{kind}.done", **self._item(), **whole),
-                self._item_event("done", item),
-            ]
-        )
-
-    def _call(self, call: ToolCall, status: str) -> Json:
-        """The item of a call, of a function or of a custom tool."""
         is_custom, name = call.name in self.request.custom_tools, call.id.partition("_")[2] or call.id
         kind, prefix = ("custom_tool_call", "ctc_") if is_custom else ("function_call", "fc_")
-        item = {"id": prefix + name, "type": kind, "call_id": call.id, "name": call.name, "status": status}
-        return item | ({"input": custom_input(call.arguments)} if is_custom else {"arguments": call.arguments})
+        field_name, text = ("input", custom_input(call.arguments)) if is_custom else ("arguments", call.arguments)
+        item = {"id": prefix + name, "type": kind, "call_id": call.id, "name": call.name}
+        self.items.append(item | {"status": "completed", field_name: text})
+        started = self._item_event("added", item | {"status": "in_progress", field_name: ""})
+        kind = "response.custom_tool_call_input" if is_custom else "response.function_call_arguments"
+        delta = self._event(f"{kind}.delta", **self._item(), delta=text)
+        named = {} if is_custom else {"name": call.name}
+        done = self._event(f"{kind}.done", **self._item(), **named, **{field_name: text})
+        return started + delta + done + self._item_event("done", self.items[-1])
 
     # -- parts of events ---------------------------------------------------------------------------------------------
 

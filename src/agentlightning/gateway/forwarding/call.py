@@ -115,26 +115,20 @@ class ProviderRecord(CallRecord):
     def to_json(self) -> Json:
         """What `of_poll` needs, in whichever process of the server the poll comes."""
         route, price = self.route, self.route.price
+        caller = structs.replace(self.caller, parent_id=self.span_id, trace_id=self.caller.trace_id or self.trace_id)
         return {
-            "caller": msgspec.to_builtins(structs.replace(self.caller, parent_id=self.span_id)),
+            "caller": msgspec.to_builtins(caller),
             "route": [route.name, route.send_model, price and price.model_dump()],
-            "call": [self.trace_id, self.started, self.path, self.data, dict(self.forced)],
+            "call": [self.started, {**self.data, **self.forced}],
         }
 
     @classmethod
     def of_poll(cls, call: Json, servers: ServerPool) -> ProviderRecord:
         """The record of the answer that a poll of a call (`to_json`) brings: below the span of the call."""
-        name, send_model, price = call["route"]
-        trace_id, started, path, data, forced = call["call"]
-        return cls(
-            caller=msgspec.convert(call["caller"], Caller),
-            trace_id=trace_id,
-            started=started,
-            path=path,
-            route=ModelRoute(name, None, servers, send_model, price and Price.model_validate(price)),
-            data=data,
-            forced=forced,
-        )
+        (name, send_model, price), (started, data) = call["route"], call["call"]
+        route = ModelRoute(name, None, servers, send_model, price and Price.model_validate(price))
+        caller = msgspec.convert(call["caller"], Caller)
+        return cls(caller=caller, started=started, path="responses", route=route, data=data)
 
     @property
     def is_pending(self) -> bool:
@@ -145,58 +139,45 @@ class ProviderRecord(CallRecord):
         is_cut = self.response.id and not self.response.error and not any(reasons)
         return self.path == "responses" and self.data.get("background") is True and bool(is_cut)
 
-    def spans(self, of_call: Json) -> list[Span]:
-        """One span for each choice; the first has the cost of the call. `of_call` are `UpstreamCall.attributes`."""
-        response = self.response
-        choices = [response.choices[index] for index in sorted(response.choices)] or [Answer()]
+    def spans(self, of_call: Json, error: BaseException | None = None) -> list[Span]:
+        """One span for each choice; the first has the cost of the call. `of_call` are `UpstreamCall.attributes`. After
+        an `error` there is one, with the answer up to then and no tokens: nothing is learned from it."""
+        choices = [self.response.choices[index] for index in sorted(self.response.choices)] or [Answer()]
         shared = self._attributes() | of_call
+        if self.is_pending:  # The span is no model call, since those of the polls will be.
+            shared[names.OPERATION_NAME] = BACKGROUND
         spans: list[Span] = []
-        for choice in choices:
-            attributes = shared | self._choice_attributes(choice)
+        for choice in choices[:1] if error else choices:
+            attributes = shared | self._choice_attributes(choice, is_failed=error is not None)
             if spans:
                 attributes.pop(names.COST, None)
                 if not choice.token_ids:
                     attributes.pop(names.OUTPUT_TOKENS, None)
-            spans.append(self._choice_span(choice, attributes))
+            failure = self._failure(choice) if error is None else failure_of(error)
+            spans.append(self.span(attributes, failure, status="UNSET" if self.is_pending else "OK"))
         self.span_id = spans[0].span_id
         return spans
 
-    def failed_span(self, of_call: Json, error: BaseException) -> Span:
-        """The span of a call that failed, with the response up to then. It has no tokens: nothing is learned from
-        it."""
-        choice = self.response.choices.get(0) or Answer()
-        choice.take_new(done=True)
-        attributes = self._attributes() | of_call
-        attributes |= output_attributes(choice, "error" if choice.is_finished else choice.recorded_reason)
-        attributes[names.INPUT_MESSAGES] = input_messages(self.data)
-        if self.is_pending:
-            attributes[names.OPERATION_NAME] = BACKGROUND
-        span = self.span(attributes, failure_of(error))
-        self.span_id = span.span_id
-        return span
-
-    def _choice_span(self, choice: Answer, attributes: Json) -> Span:
-        """What is not finished is a failure, unless polls will bring the answer: then the span is no model call, since
-        theirs will be."""
+    def _failure(self, choice: Answer) -> tuple[str, str] | None:
+        """(type, message) of an error. What is not finished is a failure, unless polls will bring the answer."""
         if self.response.error:
-            return self.span(attributes, ("provider_error", self._redacted(self.response.error)))
-        if choice.is_finished or self.path == "embeddings":
-            return self.span(attributes)
-        if self.is_pending:
-            return self.span(attributes | {names.OPERATION_NAME: BACKGROUND}, status="UNSET")
-        reason = self._redacted(choice.recorded_reason)
-        return self.span(attributes, (UNFINISHED, f"the provider did not finish its answer: {reason}"))
+            return "provider_error", self._redacted(self.response.error)
+        if choice.is_finished or self.is_pending or self.path == "embeddings":
+            return None
+        return UNFINISHED, f"the provider did not finish its answer: {self._redacted(choice.recorded_reason)}"
 
     def _redacted(self, text: str) -> str:
         """A provider's text without its secrets."""
         return display_text(self.route.provider, text) if self.route.provider else text
 
-    def _choice_attributes(self, choice: Answer) -> Json:
+    def _choice_attributes(self, choice: Answer, is_failed: bool) -> Json:
         messages = input_messages(self.data, choice.index // num_choices(self.data))
         attributes: Json = {names.INPUT_MESSAGES: messages}
         if self.path == "embeddings":
             return attributes
         choice.take_new(done=True)
+        if is_failed:
+            return attributes | output_attributes(choice, "error" if choice.is_finished else choice.recorded_reason)
         attributes |= output_attributes(choice, choice.recorded_reason, self.constraint)
         prompt = choice.prompt_token_ids or self.response.prompt_token_ids
         token_ids, logprobs = choice.token_ids, choice.logprobs
@@ -257,11 +238,8 @@ class AddedFields:
     """Fields that were requested for the record, and are removed from the response."""
 
     usage: bool = False
-    token_ids: bool = False
-    logprobs: bool = False
-
-    def __bool__(self) -> bool:
-        return self.usage or self.token_ids or self.logprobs
+    fields: set[str] = field(default_factory=set[str])
+    """Those of the response and its choices: `prompt_token_ids`, `token_ids`, `logprobs`."""
 
     def request(self, path: ApiPath, body: Json, provider: Provider) -> None:
         """Add them to a request for completions, as far as it has none."""
@@ -272,26 +250,24 @@ class AddedFields:
         if not provider.token_ids:
             return
         if not body.get("return_token_ids"):
-            self.token_ids = body["return_token_ids"] = True
+            body["return_token_ids"] = True
+            self.fields |= {"prompt_token_ids", "token_ids"}
         chat = path == "chat/completions"
         if body.get("logprobs") in (None, False) and (chat or body.get("logprobs") is None):
             body["logprobs"] = True if chat else 0
-            self.logprobs = True
+            self.fields.add("logprobs")
 
     def remove_from(self, response: Any) -> bool:
         """Remove the fields from a response or an event in place. Returns whether it had any."""
-        if not isinstance(response, dict) or not (self.token_ids or self.logprobs):
+        if not isinstance(response, dict) or not self.fields:
             return False
-        body = cast("Json", response)
-        changed = self.token_ids and body.pop("prompt_token_ids", None) is not None
-        for choice in objects(body.get("choices")):
-            if self.token_ids:
-                changed |= choice.pop("token_ids", None) is not None
-                changed |= choice.pop("prompt_token_ids", None) is not None
-            if self.logprobs and choice.get("logprobs") is not None:
-                choice["logprobs"] = None
-                changed = True
-        return changed
+        body, found = cast("Json", response), False
+        for part in (body, *objects(body.get("choices"))):
+            for name in self.fields & part.keys():
+                found |= part.pop(name) is not None
+                if name == "logprobs":  # A choice without them has null.
+                    part[name] = None
+        return found
 
     def filter_event(self, event: bytes, data: Any) -> bytes:
         """An event for the caller; b"" for one that only has the usage."""
@@ -429,13 +405,10 @@ class ForwardedCall:
         record = self.record
         if record.caller.attempt is None:
             return
-        self.is_recorded, of_call, size = True, call.attributes(), len(self._request.body) // PASSED
-
-        def make() -> list[Span]:
-            return record.spans(of_call) if error is None else [record.failed_span(of_call, error)]
+        self.is_recorded, make = True, partial(record.spans, call.attributes(), error)
 
         async def keep() -> None:
-            await self.service.record(await offload(size, make))
+            await self.service.record(await offload(len(self._request.body) // PASSED, make))
 
         await run_to_completion(keep())
 
@@ -448,14 +421,14 @@ class ForwardedCall:
 
     def _whole(self, call: UpstreamCall, data: Any) -> bytes:
         """The body for the caller."""
-        return dumps(data) if self._added and self._added.remove_from(data) else call.body
+        return dumps(data) if self._added.remove_from(data) else call.body
 
     def _read_events(self, events: list[bytes]) -> bytes:
         """Read events, and return the bytes to send now. What can be passed on as it is waits to be read with others,
         which costs a fraction."""
         if self._final_events or any(map(_READ_NOW.search, events)):
             return b"".join([self._read_event(event) for event in events])
-        if self._added.token_ids or self._added.logprobs:
+        if self._added.fields:
             read = [event_data(event) for event in events]
             self.record.response.read_all(read)
             return b"".join(map(self._added.filter_event, events, read))
@@ -633,35 +606,6 @@ _REQUEST_ERRORS: Final = frozenset({400, 413, 422})
 _UNSUPPORTED: Final = frozenset({404, 405, 501})
 
 
-class TokenCounter:
-    """Counts tokens for all providers, and remembers which of them have no tokenizer."""
-
-    def __init__(self) -> None:
-        self._skipped_until: dict[str, float] = {}
-        """Names of providers without a tokenizer -> when to try again."""
-
-    async def count(self, pool: ServerPool, request: Mapping[str, Any], size: int) -> int | None:
-        """Count for a request of chat completions or responses of about `size` bytes; the tokenizer serves only the
-        former. None if it cannot."""
-        name, now = pool.provider.name, time.monotonic()
-        if "messages" not in request or now < self._skipped_until.get(name, 0.0):
-            return None
-        body = {key: request[key] for key in ("model", "messages", "tools") if request.get(key)}
-        status, count = 0, None
-        try:
-            sent = await offload(size // PASSED, partial(dumps, body))
-            status, _, data = await pool.fetch("POST", "/tokenize", sent, timeout_seconds=TIMEOUT_SECONDS)
-            response = loads(data) if status == 200 else None
-            count = cast("Json", response).get("count") if isinstance(response, dict) else None
-        except (TransportError, ConfigError, ValueError) as error:
-            logger.info("the provider %r does not count tokens: %s", name, error)
-        if isinstance(count, int) and count >= 0:
-            return count
-        if status not in _REQUEST_ERRORS:
-            self._skipped_until[name] = now + SKIP_SECONDS
-        return None
-
-
 async def _send_count(writer: ResponseWriter, request: Mapping[str, Any], size: int, counted: int | None) -> None:
     """Send a number of tokens, or an estimate, in Anthropic's format."""
     writer.extra_headers = [(HEADER, b"estimate" if counted is None else b"tokenizer")]
@@ -686,7 +630,8 @@ class ForwardingService:
     on_policy: OnPolicySampling
     responses: ResponseStore
     """What later requests may refer to."""
-    _token_counter: TokenCounter = field(default_factory=TokenCounter, init=False)
+    _skipped_until: dict[str, float] = field(default_factory=dict[str, float], init=False)
+    """Names of providers without a tokenizer -> when to try it again."""
 
     async def prepare(self, call: ResolvedCall, size: int) -> ForwardedCall:
         """The call to the provider, of a request of `size` bytes. Raises ApiError if it cannot be made."""
@@ -729,7 +674,7 @@ class ForwardingService:
             limited = call._replace(path="messages", body={"max_tokens": 1} | data)
             work = partial(translate, self, limited)
             request = (await offload(size // PASSED, work)).record.data
-            counted = await self._token_counter.count(route.servers, request, size)
+            counted = await self._count_tokens(route.servers, request, size)
             return await _send_count(writer, request, size, counted)
         body = await offload(size // PASSED, partial(dumps, data | {"model": route.send_model}))
         affinity = call.caller.affinity
@@ -745,6 +690,27 @@ class ForwardingService:
             await _send_count(writer, data, size, None)
         else:
             await writer.send_json(200, upstream.body)
+
+    async def _count_tokens(self, pool: ServerPool, request: Json, size: int) -> int | None:
+        """The tokens of a request of about `size` bytes by the provider's tokenizer, which counts those for chat
+        completions only; None if it cannot."""
+        name, now = pool.provider.name, time.monotonic()
+        if "messages" not in request or now < self._skipped_until.get(name, 0.0):
+            return None
+        body = {key: request[key] for key in ("model", "messages", "tools") if request.get(key)}
+        status, count = 0, None
+        try:
+            sent = await offload(size // PASSED, partial(dumps, body))
+            status, _, data = await pool.fetch("POST", "/tokenize", sent, timeout_seconds=TIMEOUT_SECONDS)
+            response = loads(data) if status == 200 else None
+            count = cast("Json", response).get("count") if isinstance(response, dict) else None
+        except (TransportError, ConfigError, ValueError) as error:
+            logger.info("the provider %r does not count tokens: %s", name, error)
+        if isinstance(count, int) and count >= 0:
+            return count
+        if status not in _REQUEST_ERRORS:
+            self._skipped_until[name] = now + SKIP_SECONDS
+        return None
 
     def _prepare(self, call: ResolvedCall) -> ForwardedCall:
         path, headers, caller, context, data, route = call

@@ -65,7 +65,7 @@ class Price(PrivateSection):
     cached_input: NonNegativeFloat | None = None
     """For input tokens read from the provider's cache; None: the same as `input`."""
     cache_write: NonNegativeFloat | None = None
-    """For input tokens that Anthropic caches for five minutes; None: 1.25 times `input`, as it charges."""
+    """For input tokens that the provider writes to its cache for minutes; None: 1.25 times `input`, as at Anthropic."""
     cache_write_hour: NonNegativeFloat | None = None
     """For input tokens that Anthropic caches for an hour; None: twice `input`, as it charges."""
 
