@@ -471,10 +471,11 @@ def _text(value: str) -> bytes:
 
 def _array(values: list[Any]) -> bytes:
     """Of texts or of numbers."""
-    if not isinstance(next(iter(values), 0), str):
-        return b"{" + b",".join([encode(each) or b"" for each in values]) + b"}"
-    quoted = ['"' + each.replace("\\", "\\\\").replace('"', '\\"') + '"' for each in values]
-    return _text("{" + ",".join(quoted) + "}")
+    return b"{" + b",".join([_quoted(each) if isinstance(each, str) else encode(each) or b"" for each in values]) + b"}"
+
+
+def _quoted(value: str) -> bytes:
+    return b'"' + _text(value).replace(b"\\", b"\\\\").replace(b'"', b'\\"') + b'"'
 
 
 _ENCODERS: Final[Mapping[type, Callable[[Any], bytes | None]]] = {
