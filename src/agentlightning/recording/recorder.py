@@ -289,7 +289,7 @@ class Recorder(Outbox[Record]):
     def size_of(self, item: Record) -> int:
         """Characters of text in the attributes: what spans of agents mostly consist of."""
         size = 0
-        for span in () if item[1] is None or isinstance(item[1], SessionEnd) else item[1]:
+        for span in item[1] if isinstance(item[1], Sequence) else ():
             size += sum([len(value) for value in span.attributes.values() if type(value) is str])
         return size
 

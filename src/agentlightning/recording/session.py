@@ -137,10 +137,11 @@ class Session(Block):
     def _annotate(self) -> None:
         """Keep what is said of a session that is part of another rollout."""
         said = {"name": self._name, "task": self._task, "metadata": self._metadata, "mode": self._mode}
-        given = {key: value if isinstance(value, PLAIN) else json_text(value) for key, value in said.items()}
-        given = {key: value for key, value in given.items() if value is not None and value != "null"}
+        given = {f"agentlightning.session.{key}": value for key, value in said.items() if value is not None}
         if given:
-            emit_annotation({f"agentlightning.session.{key}": value for key, value in given.items()})
+            emit_annotation(
+                {key: value if isinstance(value, PLAIN) else json_text(value) for key, value in given.items()}
+            )
 
     def _record(self, settings: RecordingSettings) -> SessionRecord:
         claim_id = new_id("cl")

@@ -25,6 +25,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 from agentlightning import span as names
 from agentlightning.errors import ConfigError, RewardError
 from agentlightning.span import Span, counts, usable_reward
+from agentlightning.util.json_values import recorded_objects
 
 Rule: TypeAlias = Callable[..., Any]
 """(span) or (span, spans of the attempt in order) -> score, or None."""
@@ -223,13 +224,9 @@ def _tool_call(span: Span) -> tuple[str, str, Any]:
 
 def _answer(span: Span) -> str:
     """The text of a model call's answer; empty for any other span."""
-    text = span.attributes.get(names.OUTPUT_MESSAGES)
-    try:
-        messages: Any = json.loads(text) if isinstance(text, str) else text
-        parts = [part for message in messages or () for part in message.get("parts", ())]
-        return " ".join(str(part.get("content", "")) for part in parts if part.get("type") == "text")
-    except (ValueError, AttributeError, TypeError):
-        return ""
+    messages = recorded_objects(span.attributes.get(names.OUTPUT_MESSAGES))
+    parts = [part for message in messages for part in recorded_objects(message.get("parts"))]
+    return " ".join(str(part.get("content", "")) for part in parts if part.get("type") == "text")
 
 
 def _words(value: Any) -> list[str]:

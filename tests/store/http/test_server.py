@@ -145,13 +145,18 @@ async def test_workers_and_queues_are_seen_and_set(http: httpx.AsyncClient, stor
     assert (await http.get("/queues")).json() == [{"name": "train", "limit": 2, "waiting": 1, "open": 0}]
 
 
-async def test_finished_rollouts_are_removed(http: httpx.AsyncClient, claimed: AttemptedRollout) -> None:
+async def test_finished_rollouts_are_moved_and_removed(http: httpx.AsyncClient, claimed: AttemptedRollout) -> None:
     path, rollout_id = f"/rollouts/{claimed.rollout_id}", claimed.rollout_id
+    await http.post("/spans", json=body_of_span(claimed, span_id="s1"))
     refusal(await http.delete(path), 409, "ConflictError", rollout_id)
     await http.post(f"{path}/cancel")
+    (record,) = (await http.post("/records/read", json={"rollout_ids": [rollout_id]})).json()
+    assert [span["span_id"] for span in record["spans"]] == ["s1"]
     assert (await http.post("/prune", json={"retention": {"max_rollouts": 0}, "dry_run": True})).json()["rollouts"] == 1
     assert (await http.delete(path)).json() == {"count": 1}
     assert (await http.get(path)).status_code == 404
+    assert (await http.post("/records", json={"records": [record]})).json() == {"count": 1}
+    assert (await http.get(path)).json()["status"] == "cancelled"
     assert (await http.post("/vacuum")).json() is None
 
 

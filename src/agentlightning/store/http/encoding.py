@@ -12,7 +12,7 @@ import dataclasses
 import importlib.metadata
 import time
 from collections.abc import Callable, Hashable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Annotated, Any, Final, Literal, cast
 
 import msgspec
@@ -25,7 +25,7 @@ from agentlightning.resources import NamedResources, ResourcesUpdate, named_reso
 from agentlightning.rollouts import Attempt, Rollout, RolloutConfig
 from agentlightning.span import Span, SpanEvent
 from agentlightning.store.http.errors import decode_error
-from agentlightning.store.types import Worker
+from agentlightning.store.types import RolloutRecord, Worker
 from agentlightning.tracing import conventions
 
 BASE_PATH: Final = "/v1/agl"
@@ -133,6 +133,12 @@ class RolloutBody(Rollout, frozen=True, kw_only=True):
     attempt: Attempt | UnsetType = UNSET
 
 
+class RecordBody(Struct, kw_only=True):
+    rollout: Rollout
+    attempts: list[Attempt] = []
+    spans: list[SpanBody] = []
+
+
 # -- conversion ------------------------------------------------------------------------------------------------------
 
 
@@ -193,7 +199,7 @@ def statistics_body(counts: Mapping[str, int]) -> dict[str, int | float | str]:
 
 
 def worker_body(worker: Worker) -> WorkerBody:
-    fields = {field.name: getattr(worker, field.name) for field in dataclasses.fields(worker)}
+    fields = dataclasses.asdict(worker)
     fields["heartbeat_stats"] = fields.pop("stats")
     fields["status"] = "unknown" if worker.status == "lost" else worker.status
     return WorkerBody(lost=worker.status == "lost", **fields)
@@ -209,11 +215,16 @@ def resources_body(update: ResourcesUpdate) -> ResourcesBody:
     )
 
 
+def record_body(record: RolloutRecord) -> RecordBody:
+    return RecordBody(rollout=record.rollout, attempts=list(record.attempts), spans=[*map(span_body, record.spans)])
+
+
 BODIES: Final[dict[Any, Any]] = {
     dict[str, int]: dict[str, int | float | str],
     Span: SpanBody,
     Worker: WorkerBody,
     ResourcesUpdate: ResourcesBody,
+    RolloutRecord: RecordBody,
 }
 """Types of the contract that have another shape in the REST API."""
 INPUTS: Final[dict[Any, Any]] = {NamedResources: Resources}
@@ -223,34 +234,16 @@ _TO_REST: Final[dict[Any, Callable[[Any], Any]]] = {
     Span: span_body,
     Worker: worker_body,
     ResourcesUpdate: resources_body,
+    RolloutRecord: record_body,
 }
 _FROM_WIRE: Final[dict[Any, Callable[[Any], Any]]] = {
     SpanBody: lambda body: _complete(span_of(body)),
+    RecordBody: lambda body: RolloutRecord(body.rollout, tuple(body.attempts), tuple(map(span_of, body.spans))),
     Resources: dict,
 }
 
 
-def arguments_of(request: Struct) -> dict[str, Any]:
-    """The arguments of a method in a decoded request, without those that were not given, as the contract takes them."""
-    arguments: dict[str, Any] = {}
-    for name in request.__struct_fields__:
-        value = getattr(request, name)
-        if value is not UNSET:
-            arguments[name] = _convert(value, _FROM_WIRE)
-    return arguments
-
-
-def from_wire(value: Any) -> Any:
-    """Convert a decoded argument to the type that the contract takes."""
-    return _convert(value, _FROM_WIRE)
-
-
-def to_rest(value: Any) -> Any:
-    """Convert a result of the contract to its shape in the REST API."""
-    return _convert(value, _TO_REST)
-
-
-def _convert(value: Any, conversions: Mapping[Any, Callable[[Any], Any]]) -> Any:
+def _convert(conversions: Mapping[Any, Callable[[Any], Any]], value: Any) -> Any:
     """Convert a value, or each item of a list, all of which have the same type."""
     if isinstance(value, list):
         items: list[Any] = value
@@ -258,6 +251,18 @@ def _convert(value: Any, conversions: Mapping[Any, Callable[[Any], Any]]) -> Any
         return items if convert is None else [convert(item) for item in items]
     convert = conversions.get(type(value))
     return value if convert is None else convert(value)
+
+
+from_wire: Final = partial(_convert, _FROM_WIRE)
+"""Converts a decoded argument to the type that the contract takes."""
+to_rest: Final = partial(_convert, _TO_REST)
+"""Converts a result of the contract to its shape in the REST API."""
+
+
+def arguments_of(request: Struct) -> dict[str, Any]:
+    """The arguments of a method in a decoded request, without those that were not given, as the contract takes them."""
+    given = {name: getattr(request, name) for name in request.__struct_fields__}
+    return {name: from_wire(value) for name, value in given.items() if value is not UNSET}
 
 
 # -- decoding and encoding -------------------------------------------------------------------------------------------

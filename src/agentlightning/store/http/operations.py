@@ -234,6 +234,9 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("update_queue", "POST", "/queues/{name}"),
     # keeping the store small
     Operation("statistics", "GET", "/statistics"),
+    Operation("read_records", "POST", "/records/read"),
+    Operation("add_records", "POST", "/records", 201, result_field="count"),
+    Operation("delete_rollouts", "POST", "/records/delete", result_field="count"),
     Operation("delete_rollouts", "DELETE", _rollout, result_field="count", list_parameter="rollout_ids"),
     Operation("prune", "POST", "/prune"),
     Operation("vacuum", "POST", "/vacuum", none_is_result=True),
@@ -286,7 +289,6 @@ def _call_type(method: str) -> type[Struct]:
     return msgspec.defstruct(f"{_camel(method)}Call", fields, tag_field="method", tag=method, kw_only=True)
 
 
-ONLY_IN_BATCHES: Final = ("enqueue_rollout", "dequeue_rollout", "read_records", "add_records")
-METHODS: Final = (*dict.fromkeys(operation.method for operation in OPERATIONS), *ONLY_IN_BATCHES)
+METHODS: Final = (*dict.fromkeys(operation.method for operation in OPERATIONS), "enqueue_rollout", "dequeue_rollout")
 """The methods that a batch may call."""
 decode_call: Final = decoder(_union([_call_type(method) for method in METHODS]))

@@ -368,7 +368,9 @@ def _decode_query(scope: Scope, kind: type[Struct]) -> Struct:
     try:
         return msgspec.convert(values, kind, strict=False, dec_hook=decode_unknown)
     except (msgspec.ValidationError, ConfigError) as error:
-        raise decode_error(error, dumps(values)) from None
+        texts = {name: given for name, given in values.items() if isinstance(given, str)}
+        numbers = {name: int(text) for name, text in texts.items() if text.removeprefix("-").isdecimal()}
+        raise decode_error(error, dumps(values | numbers)) from None
 
 
 def _is_list(kind: Any) -> bool:
