@@ -188,6 +188,15 @@ def test_the_error_that_ended_a_run_is_said_until_it_is_resumed(invoke, tmp_path
     assert "ended with an error" not in invoke("doctor", str(path)).output
 
 
+def test_a_run_that_was_killed_after_some_steps_is_said_to_be_unfinished(invoke, tmp_path):
+    path = make_run(tmp_path / "run", [HEALTHY] * 5)
+    done = invoke("doctor", str(path))
+    assert done.exit_code == 0
+    assert f"note: it is not finished, and no process works on it; go on with agl train --resume {path}" in done.output
+    (path / "report.json").write_text('{"held_out": {}}')
+    assert "it is not finished" not in invoke("doctor", str(path)).output
+
+
 def test_what_cannot_be_examined_is_said(invoke, tmp_path):
     run_dir = RunDir.create(tmp_path / "new")
     run_dir.write_state(RunState(run_id="r1"))

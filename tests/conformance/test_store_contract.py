@@ -55,6 +55,20 @@ async def finish(store: Store, attempted: AttemptedRollout, status: Any = "succe
 # -- the queue -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "value", [b"x", bytearray(b"x"), memoryview(b"x"), {1}, object()], ids=lambda each: type(each).__name__
+)
+async def test_what_json_cannot_hold_is_refused_and_never_kept_as_something_else(store: Store, value: Any) -> None:
+    attempted = await claimed(store)
+    for given in (value, {"inner": value}):
+        with pytest.raises(ConfigError, match="cannot be stored as JSON"):
+            await store.enqueue_rollout(given)
+        with pytest.raises(ConfigError, match="cannot be stored as JSON"):
+            await store.enqueue_rollout("a task", metadata={"given": given})
+        with pytest.raises(ConfigError, match="cannot be stored as JSON"):
+            await store.add_span(a_span(attempted, attributes={"given": given}))
+
+
 async def test_a_rollout_is_kept_as_it_was_enqueued(store: Store) -> None:
     resources = await store.add_resources({"prompt": PromptTemplate(template="{x}")})
     config = RolloutConfig(timeout_seconds=60, max_attempts=3, retry_condition=("failed",))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import pickle
+import re
 import tracemalloc
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +101,17 @@ async def test_a_service_that_is_not_there_is_named(service: Any) -> None:
     service.server.server_close()
     with pytest.raises(agl.errors.RewardServiceError, match="cannot be reached"):
         await remote(service, retries=1)("t", "o")
+
+
+@pytest.mark.parametrize("answer", [{"rewards": []}, "no JSON", (500, ""), {"rewards": [None]}, 0.3])
+async def test_no_error_shows_a_password_in_the_address(service: Any, answer: Any) -> None:
+    service.answers = [lambda body: answer]
+    service.url = service.url.replace("//", "//me:pass@") + "?key=word"
+    with pytest.raises(agl.errors.AgentLightningError, match=r"reward service at http://127\.0\.0\.1") as raised:
+        await remote(service, retries=0, timeout=0.2)("t", "o")
+    assert not re.search("pass|word", str(raised.value))
+    with pytest.raises(agl.errors.ConfigError, match="url='ftp://host' is no address"):
+        agl.RemoteReward("ftp://me:pass@host")
 
 
 async def test_a_token_is_sent_where_one_is_named(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:

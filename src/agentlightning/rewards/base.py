@@ -23,6 +23,7 @@ import httpx
 from agentlightning.errors import ConfigError, MissingRewardError, RewardServiceError
 from agentlightning.transport.base import retry_after
 from agentlightning.util.decompression import CodingError, decompress
+from agentlightning.util.printable import shown_url
 
 RETRIED: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """Statuses of a service that may answer the next time."""
@@ -66,9 +67,9 @@ def check_url(url: str, what: str) -> None:
     try:
         parsed = httpx.URL(url)
     except (httpx.InvalidURL, TypeError) as error:
-        raise ConfigError(f"{what}={url!r} is no URL: {error}") from error
+        raise ConfigError(f"{what}={shown_url(str(url))!r} is no URL: {error}") from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ConfigError(f"{what}={url!r} is no address of an HTTP server; write http://host:port/path")
+        raise ConfigError(f"{what}={shown_url(url)!r} is no address of an HTTP server; write http://host:port/path")
 
 
 def check_at_least(least: float, **values: float) -> None:
@@ -106,6 +107,7 @@ async def post_json(
     `timeout` seconds from its start to the last byte of the answer. Raises MissingRewardError if the last try times
     out, RewardServiceError for any other failure."""
     failure: MissingRewardError | RewardServiceError | None = None
+    source = f"{source} at {shown_url(url)}"
     key = os.environ.get(key_variable) if key_variable else None
     headers = {"authorization": f"Bearer {key}"} if key else {}
     for attempt in range(retries + 1):
@@ -119,13 +121,13 @@ async def post_json(
             ):
                 text = await _text(reply, source)
         except (httpx.TimeoutException, TimeoutError):
-            failure = MissingRewardError(f"{source} at {url} did not answer within {timeout:g} s, {attempt + 1} times")
+            failure = MissingRewardError(f"{source} did not answer within {timeout:g} s, {attempt + 1} times")
         except httpx.HTTPError as error:
-            failure = RewardServiceError(f"{source} at {url} cannot be reached: {error!r}; is it running?")
+            failure = RewardServiceError(f"{source} cannot be reached: {error!r}; is it running?")
         else:
             if reply.is_success:
-                return _json(text, url, source)
-            failure = RewardServiceError(f"{source} at {url} answered {reply.status_code}: {text[:SHOWN]!r}")
+                return _json(text, source)
+            failure = RewardServiceError(f"{source} answered {reply.status_code}: {text[:SHOWN]!r}")
             failure.status = reply.status_code
             if reply.status_code not in RETRIED:
                 break
@@ -142,19 +144,19 @@ async def _text(reply: httpx.Response, source: str) -> str:
     async for part in reply.aiter_raw():
         raw += part
         if len(raw) > MOST_BYTES:
-            raise RewardServiceError(f"{source} at {reply.url} answered more than {MOST_BYTES} bytes")
+            raise RewardServiceError(f"{source} answered more than {MOST_BYTES} bytes")
     try:
         body = await decompress(bytes(raw), reply.headers.get("content-encoding", ""), MOST_BYTES)
     except CodingError as error:
-        raise RewardServiceError(f"{source} at {reply.url} answered what cannot be read: {error}") from error
+        raise RewardServiceError(f"{source} answered what cannot be read: {error}") from error
     return body.decode(errors="replace")
 
 
-def _json(text: str, url: str, source: str) -> Any:
+def _json(text: str, source: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):  # the latter for [[[[...
-        raise RewardServiceError(f"{source} at {url} answered no JSON: {text[:SHOWN]!r}") from None
+        raise RewardServiceError(f"{source} answered no JSON: {text[:SHOWN]!r}") from None
 
 
 @cache

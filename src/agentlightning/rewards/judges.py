@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar, cast
 
 from agentlightning.errors import ConfigError, MissingRewardError, RewardError, RewardServiceError
 from agentlightning.rewards.base import SHOWN, PerLoop, Portable, check_at_least, check_url, last_object, post_json
+from agentlightning.util.printable import shown_url
 
 # -- chat ------------------------------------------------------------------------------------------------------------
 
@@ -78,7 +79,8 @@ class ChatJudge(Portable):
             return str(found["choices"][0]["message"]["content"] or "")
         except (LookupError, TypeError):
             raise RewardServiceError(
-                f"the judge {self.model} at {self.base_url} answered no chat completion: {str(found)[:SHOWN]!r}"
+                f"the judge {self.model} at {shown_url(self.base_url)} answered no chat completion: "
+                f"{str(found)[:SHOWN]!r}"
             ) from None
 
     async def _read(self, system: str, user: str, read: Callable[[str], T | None], what: str) -> T:

@@ -22,6 +22,7 @@ from agentlightning.errors import MissingRewardError, RewardServiceError
 from agentlightning.rewards.base import SHOWN, PerLoop, Portable, check_at_least, check_url, post_json
 from agentlightning.trajectory import Reward
 from agentlightning.util.json_values import dumps, loads
+from agentlightning.util.printable import shown_url
 
 Waiting = tuple[dict[str, Any], "asyncio.Future[Any]"]
 
@@ -82,7 +83,7 @@ class RemoteReward(Portable):
             return self._cache[key]
         reward = await self._ask({**item, "rollout_id": getattr(rollout, "rollout_id", None)})
         if reward is None:
-            raise MissingRewardError(f"the reward service at {self.url} gave this rollout no reward (null)")
+            raise MissingRewardError(f"the reward service at {shown_url(self.url)} gave this rollout no reward (null)")
         if self.cache_size:
             self._cache[key] = reward
             while len(self._cache) > self.cache_size:
@@ -115,7 +116,9 @@ class RemoteReward(Portable):
                 error = None if task.cancelled() else task.exception()
                 if task.cancelled() or not isinstance(error, MissingRewardError | RewardServiceError | None):
                     reason = "it was cancelled" if error is None else repr(error)
-                    error = RewardServiceError(f"the request to the reward service at {self.url} failed: {reason}")
+                    error = RewardServiceError(
+                        f"the request to the reward service at {shown_url(self.url)} failed: {reason}"
+                    )
                 for place, (_, answer) in enumerate(batch):
                     if answer.done():
                         continue
@@ -140,7 +143,7 @@ class RemoteReward(Portable):
         rewards: Any = cast("Mapping[str, Any]", found).get("rewards") if isinstance(found, Mapping) else None
         if not isinstance(rewards, list) or len(cast("list[Any]", rewards)) != len(items):
             raise RewardServiceError(
-                f"the reward service at {self.url} answered {str(found)[:SHOWN]!r}, where"
+                f"the reward service at {shown_url(self.url)} answered {str(found)[:SHOWN]!r}, where"
                 f' {{"rewards": [...]}} with {len(items)} rewards was expected, in the order of the items'
             )
         return cast("list[Any]", rewards)

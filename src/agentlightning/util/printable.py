@@ -1,4 +1,4 @@
-"""Escapes control characters in untrusted text that is printed on a terminal or in a log."""
+"""What may be printed on a terminal, in a log or in an error: no control characters of others, and no passwords."""
 
 from __future__ import annotations
 
@@ -17,6 +17,15 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """The same for text of several lines, which stay lines."""
     return "\n".join(map(printable, text.split("\n")))
+
+
+def shown_url(url: str) -> str:
+    """An address without its user, password and query.
+
+    >>> shown_url("https://me:secret@host:8000/score?key=secret")
+    'https://host:8000/score'
+    """
+    return re.sub(r"(?<=//)[^/?#]*@", "", url).partition("?")[0]
 
 
 def _escape_sequence(character: str) -> str:

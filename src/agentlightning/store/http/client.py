@@ -76,7 +76,7 @@ def _plain(value: Any) -> Any:
         return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
-    if isinstance(value, Sequence):
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
         return list(cast("Sequence[Any]", value))
     raise TypeError
 

@@ -25,6 +25,7 @@ from agentlightning.store.clock import SYNC_SECONDS, Clock
 from agentlightning.store.sql.rollouts import NEXT_WAITING
 from agentlightning.store.sql.schema import FIND_VERSION, check_version, ddl, migrate
 from agentlightning.store.sql.tx import LAST_SIGN_OF_LIFE, Connection, Database
+from agentlightning.util.printable import shown_url
 
 BUSY_SECONDS: Final = 30.0
 """How long a write waits for another process."""
@@ -46,9 +47,11 @@ def locate(url: str | Path | None) -> Path | None:
     if text.startswith("sqlite:///"):
         text = text.removeprefix("sqlite:///")
     elif text.startswith(("http://", "https://")):
-        raise ConfigError(f"{text} is a server, not a database; use LightningStoreClient({text!r})")
+        raise ConfigError(f"{shown_url(text)} is a server, not a database; use LightningStoreClient(URL)")
     elif "://" in text:
-        raise ConfigError(f"{text} is not a store; give a path, sqlite:///PATH, postgresql://... or :memory:")
+        raise ConfigError(
+            f"{shown_url(text)} is not a store; give a path, sqlite:///PATH, postgresql://... or :memory:"
+        )
     if not text:
         raise ConfigError("the path of the store is empty; give a path, sqlite:///PATH or :memory:")
     path = Path(text).expanduser().absolute()

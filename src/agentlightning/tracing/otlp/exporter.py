@@ -27,6 +27,7 @@ from agentlightning.tracing.otlp.decode import EXPORTER_HEADER, PROCESS_ID
 from agentlightning.tracing.otlp.encode import encode
 from agentlightning.tracing.outbox import Outbox, Unavailable
 from agentlightning.transport.base import retry_after
+from agentlightning.util.printable import shown_url
 
 RETRYABLE_STATUSES: Final = frozenset({429, 502, 503, 504})
 """Statuses that the OTLP specification calls retryable."""
@@ -116,7 +117,9 @@ def traces_url(endpoint: str) -> str:
     """The URL to post traces to. Raises ConfigError for an invalid endpoint."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname or not _has_port(parts):
-        raise ConfigError(f"{endpoint!r} is not an OTLP/HTTP endpoint; use a URL such as http://127.0.0.1:4318")
+        raise ConfigError(
+            f"{shown_url(endpoint)!r} is not an OTLP/HTTP endpoint; use a URL such as http://127.0.0.1:4318"
+        )
     path = parts.path.rstrip("/")
     return parts._replace(path=path if path.endswith("/v1/traces") else f"{path}/v1/traces").geturl()
 

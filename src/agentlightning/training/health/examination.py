@@ -155,6 +155,8 @@ def examine(run_dir: Path) -> Examination:
             notes.append(f"report.json cannot be read, so that nothing is said of the gain: {error}")
     if status != "running":
         warnings = warnings | _ending(run_dir, has_worked=status == "finished" or bool(records))
+    if status == "unfinished" and "ended" not in warnings:
+        notes.append(f"it is not finished, and no process works on it; go on with {_resume(run_dir)}")
     signs = tuple(sign_history(records))
     for each in signs:
         warnings = {kind: text for kind, text in warnings.items() if kind != each.sign.name}
@@ -168,7 +170,7 @@ def _ending(run_dir: Path, *, has_worked: bool) -> dict[str, str]:
         error = (run_dir / ERROR_FILE).read_text(errors="replace").strip()
     except OSError:
         error = ""
-    again = f"agl train --resume {shlex.quote(str(run_dir))}"
+    again = _resume(run_dir)
     if error:
         first, _, more = error.partition("\n")
         rest = f" (all of it: {run_dir / ERROR_FILE})" if more or len(first) > MOST_TEXT else ""
@@ -180,6 +182,10 @@ def _ending(run_dir: Path, *, has_worked: bool) -> dict[str, str]:
         " system does where memory runs out (policy.token_budget=N or a smaller policy.model needs less). Go on with"
         f" {again}"
     }
+
+
+def _resume(run_dir: Path) -> str:
+    return f"agl train --resume {shlex.quote(str(run_dir))}"
 
 
 def _gains(report: Mapping[str, Any]) -> dict[str, Gain]:

@@ -50,6 +50,7 @@ def test_every_usual_scheme_is_understood_and_no_name_shows_the_password(scheme:
     ("url", "about"),
     [
         ("mysql://ann@host/db", "not the address of a PostgreSQL database"),
+        (f"postgresql://ann:{SECRET}@[::1/db", "is not the address of a PostgreSQL database .Invalid IPv6 URL."),
         (f"postgresql://ann:{SECRET}@host/db?speed=11", "'speed' is neither schema nor a parameter"),
         ("postgresql://ann:hush%hush@host/db", "cannot be read; write @"),
         ("postgresql://ann:hush/hush@host/db", "cannot be read; write @"),

@@ -189,7 +189,10 @@ def _read_url(url: str) -> tuple[dict[str, Any], str]:
     scheme, rest = url.split("://", 1) if "://" in url else ("", url)
     if scheme.split("+")[0] not in ("postgresql", "postgres"):
         raise ConfigError(f"this is not the address of a PostgreSQL database; {_EXAMPLE}")
-    parts = urlsplit(f"postgresql://{rest}")
+    try:
+        parts = urlsplit(f"postgresql://{rest}")
+    except ValueError as error:  # It names no part of the address.
+        raise ConfigError(f"this is not the address of a PostgreSQL database ({error}); {_EXAMPLE}") from None
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
     schema = query.pop("schema", "")
     if len(schema.encode()) > MAX_NAME_BYTES:
