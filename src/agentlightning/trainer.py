@@ -754,8 +754,7 @@ def make_learner(
         updating = partial(
             server.gateway.gates.of(policy).update,
             in_flight=config.policy.in_flight,
-            drain_seconds=config.policy.drain_seconds,
-            can_go_on=capabilities_of(policy).in_flight,
+            drain_seconds=config.policy.drain_seconds if capabilities_of(policy).in_flight else None,
         )
     published, folder, publish = config.policy.weights, account.run_dir.path / "weights", None
     if published.url is not None:

@@ -1,9 +1,9 @@
 """The gateway: the OpenAI and Anthropic API that agents call.
 
 Attributes each call to an attempt, samples or forwards it, records it and replies. Agents call it over HTTP; the
-trainer calls `pause`, `drain` and `resume`. This module wires the parts, has the routes, and is the boundary where
-errors end. Each call is resolved once: caller, attempt, parsed body and route (`ResolvedCall`). A provider or an engine
-of ours serves it then.
+trainer holds calls back with `gates`. This module wires the parts, has the routes, and is the boundary where errors
+end. Each call is resolved once: caller, attempt, parsed body and route (`ResolvedCall`). A provider or an engine of
+ours serves it then.
 """
 
 from __future__ import annotations
@@ -138,24 +138,6 @@ class Gateway:
         self._models = ModelsEndpoint(self.router, self.attribution.check_key)
         self._limit = ConcurrencyLimit(max_concurrency)
         self._max_body_bytes = max_body_bytes
-
-    # -- pause and resume ------------------------------------------------------------------------------------------
-
-    @property
-    def paused(self) -> bool:
-        return self.gates.closed
-
-    def pause(self) -> None:
-        """Make new calls of every engine wait. Calls in progress continue."""
-        self.gates.close()
-
-    async def drain(self, timeout: float | None = None) -> None:
-        """Pause, and wait until all calls in progress are recorded. Raises TimeoutError, and stays paused."""
-        await self.gates.drain(timeout)
-
-    def resume(self) -> None:
-        """Let waiting calls continue."""
-        self.gates.open()
 
     # -- training runs elsewhere -----------------------------------------------------------------------------------
 
