@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import orjson
 from starlette.applications import Starlette
@@ -39,7 +39,7 @@ class _TrackedRequest:
     """One request in progress."""
 
     path: str
-    task: asyncio.Task[Any] | None = field(default_factory=asyncio.current_task)
+    task: asyncio.Task[Any]
     status: int = CLIENT_CLOSED
     waited: WaitTime = field(default_factory=WaitTime)
     is_cancelled: bool = False
@@ -76,17 +76,15 @@ class RequestTracker:
 
     def _cancel_store_requests(self) -> None:
         for each in self._in_flight if self._closed else ():
-            if each.task is not None and each.status == CLIENT_CLOSED and each.path.startswith(STORE_PREFIX):
+            if each.status == CLIENT_CLOSED and each.path.startswith(STORE_PREFIX):
                 each.is_cancelled = True
                 each.task.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
         began = time.perf_counter()
         if self._metrics is not None:
             self._metrics.request_began()
-        tracked = _TrackedRequest(scope["path"])
+        tracked = _TrackedRequest(scope["path"], cast("asyncio.Task[Any]", asyncio.current_task()))
         self._in_flight.add(tracked)
         wait_time.set(tracked.waited)
 
@@ -102,7 +100,7 @@ class RequestTracker:
         try:
             await app(scope, receive, send_tracked)
         except asyncio.CancelledError:
-            if not tracked.is_cancelled or tracked.task is None:
+            if not tracked.is_cancelled:
                 raise
             tracked.task.uncancel()
             message = "the server is about to stop; try again in a moment"
