@@ -83,7 +83,7 @@ class Router:
         default_model: str | None = None,
         accept_any_model: bool = False,
     ) -> None:
-        self._engines, self._rules, self._servers = _with_views(engines), tuple(rules), dict(servers or {})
+        self._engines, self._rules, self.servers = _with_views(engines), tuple(rules), dict(servers or {})
         self._agents, self._accept_any = agents or AgentMatcher(), accept_any_model
         self._check_rules()
         self._named = [rule.model for rule in rules if not rule.is_pattern]
@@ -169,24 +169,14 @@ class Router:
             raise conflict("judge_as_agent", _JUDGED_BY_POLICY.format(caller.agent.model))
         return ResolvedCall(path, headers, caller, context, body, route)
 
+    def rules_of(self, dialect: str) -> list[RouteRule]:
+        """The rules for callers of a dialect."""
+        return [rule for rule in self._rules if rule.dialect in (None, dialect)]
+
     def names(self, dialect: str) -> list[str]:
         """The model names for callers of a dialect."""
-        own = {rule.model for rule in self._rules if rule.dialect in (None, dialect)}
+        own = {rule.model for rule in self.rules_of(dialect)}
         return [name for name in self.models if name in own or name in self._engines]
-
-    def patterns(self, dialect: str) -> list[str]:
-        """The model patterns for callers of a dialect."""
-        patterns = [rule.model for rule in self._rules if rule.is_pattern and rule.dialect in (None, dialect)]
-        return list(dict.fromkeys(patterns))
-
-    def open_pools(self, dialect: str) -> list[ServerPool]:
-        """The providers with a pattern rule, for callers of a dialect."""
-        pools = [
-            self._servers[rule.provider]
-            for rule in self._rules
-            if rule.provider is not None and rule.is_pattern and rule.dialect in (None, dialect)
-        ]
-        return list(dict.fromkeys(pools))
 
     def _trains(self, route: ModelRoute) -> bool:
         """Whether a route leads to the policy of a training run: one that joined, or the default of all names."""
@@ -217,7 +207,7 @@ class Router:
         """None if neither the rule, the provider nor the request names a model."""
         if rule.engine is not None:
             return self._engine_route(rule.engine, agent)
-        pool = self._servers[rule.provider or ""]
+        pool = self.servers[rule.provider or ""]
         sent = rule.send_model or pool.provider.model or model
         if not sent:
             return None

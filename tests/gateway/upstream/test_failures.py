@@ -11,7 +11,7 @@ import pytest
 from tests.support.provider import Reply
 
 from agentlightning import span as names
-from agentlightning.gateway.upstream.failures import retry_after
+from agentlightning.gateway.upstream.call import retry_after
 
 HI = [{"role": "user", "content": "hi"}]
 KEY = "sk-theirs-0123456789"

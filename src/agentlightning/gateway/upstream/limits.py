@@ -108,10 +108,24 @@ class Budgets:
 
     def check(self, account: Account, rollout_id: str, dollars: float, tokens: int) -> None:
         """Raises ApiError 402 if the amount exceeds the budget of the server or of the rollout, if there is one."""
-        self._check(self.total, dollars, tokens, self.config.dollars, self.config.tokens, "this server")
+        config, reserved = self.config, ""
+        limits = [(self.total, "this server", config.dollars, config.tokens)]
         if rollout_id:
-            limits = (self.config.rollout_dollars, self.config.rollout_tokens)
-            self._check(account, dollars, tokens, *limits, f"rollout {rollout_id!r}")
+            limits.append((account, f"rollout {rollout_id!r}", config.rollout_dollars, config.rollout_tokens))
+        for each, owner, max_dollars, max_tokens in limits:
+            if max_dollars is not None and each.dollars + each.reserved_dollars + dollars > max_dollars:
+                used, wanted = f"${each.dollars:.4f} of ${max_dollars:g}", f"cost ${dollars:.4f}"
+                reserved = each.reserved_dollars and f"${each.reserved_dollars:.4f}"
+            elif max_tokens is not None and each.tokens + each.reserved_tokens + tokens > max_tokens:
+                used, wanted = f"{each.tokens} of {max_tokens} tokens", f"use {tokens}"
+                reserved = each.reserved_tokens
+            else:
+                continue
+            self.num_rejected += 1
+            held = f" and has {reserved} reserved for calls in flight" if reserved else ""
+            message = f"the budget of {owner} is spent: it has used {used}{held}; this call may {wanted}."
+            hint = "Ask for fewer tokens, or raise the budget"
+            raise ApiError(402, f"{message} {hint}", code="budget_exceeded", retry=False)
 
     def forget(self, rollout_id: str) -> None:
         """Drop the account of a rollout without calls in flight; it can be read from its spans again."""
@@ -128,31 +142,6 @@ class Budgets:
         """Write the total of the server to its file."""
         if self._spend_file is not None:
             self._spend_file.write(self.total)
-
-    def _check(
-        self,
-        account: Account,
-        dollars: float,
-        tokens: int,
-        max_dollars: float | None,
-        max_tokens: int | None,
-        owner: str,
-    ) -> None:
-        reserved = ""
-        if max_dollars is not None and account.dollars + account.reserved_dollars + dollars > max_dollars:
-            used, wanted = f"${account.dollars:.4f} of ${max_dollars:g}", f"cost ${dollars:.4f}"
-            if account.reserved_dollars:
-                reserved = f"${account.reserved_dollars:.4f}"
-        elif max_tokens is not None and account.tokens + account.reserved_tokens + tokens > max_tokens:
-            used, wanted = f"{account.tokens} of {max_tokens} tokens", f"use {tokens}"
-            if account.reserved_tokens:
-                reserved = str(account.reserved_tokens)
-        else:
-            return
-        self.num_rejected += 1
-        held = reserved and f" and has {reserved} reserved for calls in flight"
-        message = f"the budget of {owner} is spent: it has used {used}{held}; this call may {wanted}."
-        raise ApiError(402, f"{message} Ask for fewer tokens, or raise the budget", code="budget_exceeded", retry=False)
 
     async def _read(self, rollout_id: str) -> Account:
         """What a rollout has spent, from its spans."""
@@ -196,38 +185,33 @@ class Reservation:
         self._budgets, self._account, self._rollout_id = budgets, account, rollout_id
         self._dollars, self._tokens = dollars, tokens
         self._open = True
-        self._reserve(1)
+        self._record(reservations=1)
 
     def spend(self, dollars: float, tokens: int) -> None:
         """Record the cost of a try."""
-        self._add(dollars, tokens)
-        self._budgets.persist()
-
-    def _add(self, dollars: float, tokens: int) -> None:
-        for account in (self._account, self._budgets.total):
-            account.dollars += dollars
-            account.tokens += tokens
+        self._record(dollars, tokens)
 
     def check(self) -> None:
         """Raises ApiError 402 if the budget is spent."""
         self._budgets.check(self._account, self._rollout_id, 0.0, 0)
 
     def settle(self, dollars: float, tokens: int) -> None:
-        """Record the cost of the last try, and end the reservation."""
+        """Record the cost of the last try, and end the reservation: in one write, since a crash between two would count
+        the call twice."""
         if self._open:
-            self._add(dollars, tokens)  # written with the release: a crash in between would count the call twice
-            self.release()
+            self._open = False
+            self._record(dollars, tokens, -1)
 
     def release(self) -> None:
         """End the reservation without further cost. Idempotent."""
-        if self._open:
-            self._open = False
-            self._reserve(-1)
+        self.settle(0.0, 0)
 
-    def _reserve(self, sign: int) -> None:
+    def _record(self, dollars: float = 0.0, tokens: int = 0, reservations: int = 0) -> None:
         for account in (self._account, self._budgets.total):
-            account.reserved_dollars += sign * self._dollars
-            account.reserved_tokens += sign * self._tokens
+            account.dollars += dollars
+            account.tokens += tokens
+            account.reserved_dollars += reservations * self._dollars
+            account.reserved_tokens += reservations * self._tokens
         self._budgets.persist()
 
 
@@ -339,25 +323,22 @@ class RateLimiter:
         """Wait until a call with an estimate of `tokens` may start. Raises ApiError 429 if that would take too long."""
         if not self._waiting and self._may_start(tokens):
             return self._record_start(tokens)
-        seconds = self._seconds_in_queue(tokens)
+        # The duration of the calls in flight is unknown.
+        queued = self._tokens.seconds_for(tokens + sum(self._waiting))
+        seconds = max(self._requests.seconds_for(len(self._waiting) + 1), queued)
         if seconds > self._max_wait_seconds or self._max_wait_seconds == 0:
             raise self._limit_error(seconds)
-        try:
-            async with asyncio.timeout(self._max_wait_seconds):
-                await self._wait(tokens)
-        except TimeoutError:
-            raise self._limit_error(1.0) from None
-
-    async def _wait(self, tokens: int) -> None:
         self._waiting.append(tokens)
         try:
-            async with self._turn:
+            async with asyncio.timeout(self._max_wait_seconds), self._turn:
                 while not self._may_start(tokens):
                     self._released.clear()
                     with suppress(TimeoutError):
                         async with asyncio.timeout(self._seconds_until(tokens) or None):
                             await self._released.wait()
                 self._record_start(tokens)
+        except TimeoutError:
+            raise self._limit_error(1.0) from None
         finally:
             self._waiting.remove(tokens)
 
@@ -381,11 +362,6 @@ class RateLimiter:
 
     def _seconds_until(self, tokens: int) -> float:
         return max(self._requests.seconds_until(1), self._tokens.seconds_until(tokens))
-
-    def _seconds_in_queue(self, tokens: int) -> float:
-        """Seconds until the rates allow a new call. The duration of the calls in flight is unknown."""
-        tokens += sum(self._waiting)
-        return max(self._requests.seconds_for(len(self._waiting) + 1), self._tokens.seconds_for(tokens))
 
     def _limit_error(self, seconds: float) -> ApiError:
         message = (
