@@ -34,10 +34,11 @@ from agentlightning.gateway.callers.attempts import CHECK_SECONDS, AttemptTable
 from agentlightning.gateway.callers.attribution import Attribution, Caller, repeat_attributes
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.dialects import DIALECTS
-from agentlightning.gateway.dialects.base import ApiPath, Dialect
+from agentlightning.gateway.dialects.base import ApiPath
+from agentlightning.gateway.dialects.common import read_json
 from agentlightning.gateway.dialects.messages import MESSAGES
 from agentlightning.gateway.dialects.response_store import ResponseStore
-from agentlightning.gateway.errors import STORE_UNAVAILABLE, ApiError, bad_request, to_api_error
+from agentlightning.gateway.errors import STORE_UNAVAILABLE, ApiError, to_api_error
 from agentlightning.gateway.forwarding.call import ForwardingService
 from agentlightning.gateway.forwarding.other_paths import MAX_UPLOAD_BYTES, forward_as_is, request_stored_response
 from agentlightning.gateway.http import (
@@ -45,7 +46,6 @@ from agentlightning.gateway.http import (
     Slot,
     headers_by_name,
     offload,
-    parse_object,
     read_body,
 )
 from agentlightning.gateway.local.conversation import Conversations
@@ -233,7 +233,11 @@ class Gateway:
                 expected = isinstance(error, (ApiError, EngineUnavailableError, *STORE_UNAVAILABLE))
                 again = f" ({times} times)" if times > 1 else ""
                 logger.error("a call failed%s: %s", again, api_error.message, exc_info=None if expected else error)
-            await _send_error(dialect, writer, api_error)
+            if not writer.started:
+                body = dialect.error_body(api_error)
+                return await writer.send_json(api_error.status, body, api_error.retry, api_error.retry_after)
+            await writer.send_events(dialect.error_event(api_error))
+            await writer.close()
 
     async def _stored_response(self, request: HttpRequest) -> Response:
         caller = await self.attribution.caller(headers_by_name(request.scope), request.path_params)
@@ -317,13 +321,9 @@ class Gateway:
 
     async def _resolve(self, path: ApiPath, headers: Mapping[str, str], caller: Caller, body: bytes) -> ResolvedCall:
         """Parse the body, and find the attempt and the route. Raises ApiError."""
-        data = await offload(len(body), partial(parse_object, body))
+        data = await offload(len(body), partial(read_json, body))
         context = None if caller.attempt is None else await self.attempts.get(caller.attempt)
-        call = None if data is None else self.router.resolve_call(path, headers, caller, data, context)
-        if call is None:  # The dialect's reader says why.
-            await offload(len(body), partial(DIALECTS[path].read, body, self.kept.lookup(caller.attempt)))
-            raise bad_request("model", "model must be a string")
-        return call
+        return self.router.resolve_call(path, headers, caller, data, context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,14 +336,6 @@ class _ModelCalls:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.gateway.call_model(self.path, scope, receive, send, is_count=self.is_count)
-
-
-async def _send_error(dialect: Dialect, writer: ResponseWriter, api_error: ApiError) -> None:
-    if not writer.started:
-        body = dialect.error_body(api_error)
-        return await writer.send_json(api_error.status, body, api_error.retry, api_error.retry_after)
-    await writer.send_events(dialect.error_event(api_error))
-    await writer.close()
 
 
 async def _ok(request: HttpRequest) -> Response:

@@ -21,6 +21,7 @@ from agentlightning.gateway.callers.attempts import AttemptContext
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.config import RouteRule
 from agentlightning.gateway.dialects.base import ApiPath
+from agentlightning.gateway.dialects.common import optional
 from agentlightning.gateway.errors import ApiError, bad_request, conflict
 from agentlightning.gateway.upstream.provider import Price, Provider
 from agentlightning.gateway.upstream.servers import ServerPool
@@ -156,12 +157,10 @@ class Router:
         caller: Caller,
         body: dict[str, Any],
         context: AttemptContext | None = None,
-    ) -> ResolvedCall | None:
-        """Find the agent and the route of a call; None if the model in the body is not a name. `context`: the attempt
-        of the caller. Raises ApiError if there is no such route."""
-        model = body.get("model")
-        if model is not None and not isinstance(model, str):
-            return None
+    ) -> ResolvedCall:
+        """Find the agent and the route of a call. `context`: the attempt of the caller. Raises ApiError if there is no
+        such route, or the model in the body is not a name."""
+        optional(body, "model", str)
         caller = caller.with_agent(self._agents.identify(headers, body, self), self)
         given = NOTHING_GIVEN if context is None else context.given
         route = self.resolve(caller.agent.model, caller.agent.name, path, given)

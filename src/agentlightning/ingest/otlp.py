@@ -395,17 +395,6 @@ MAX_CONCURRENT: Final = 4
 """Requests of more than INLINE_BYTES that are decoded concurrently; others wait."""
 
 
-@dataclass(slots=True)
-class Counts:
-    """What happened to the spans that were received; shown as metrics under these names."""
-
-    requests: int = 0
-    accepted: int = 0
-    refused: int = 0
-    repaired: int = 0
-    """Characters that were not Unicode."""
-
-
 class OtlpReceiver:
     """Receives traces. `secret` signs the keys of attempts, `token` is the access token of the server; `adopt` stores
     unknown traces as rollouts of their own. With `adopt`, use it as an async context manager."""
@@ -427,7 +416,8 @@ class OtlpReceiver:
         self._attempts = AttemptResolver(store, TraceOwners(shared))
         self._unknown, self._adopts = UnknownTraces(store), adopt
         self._large = asyncio.Semaphore(MAX_CONCURRENT)
-        self.counts = Counts()
+        self.counts = dict[str, int].fromkeys(("requests", "accepted", "refused", "repaired"), 0)
+        """What happened to the spans that were received; shown as metrics under these names."""
 
     async def __aenter__(self) -> OtlpReceiver:
         if self._adopts:
@@ -514,10 +504,10 @@ class OtlpReceiver:
                     "span attributes, or start the server with --adopt-traces"] += len(unattributed)  # fmt: skip
         accepted = await self._add(_spans(attributed), rejected)
         await self._unknown.record(decoded for _, decoded in attributed)
-        self.counts.requests += 1
-        self.counts.accepted += accepted
-        self.counts.refused += rejected.total()
-        self.counts.repaired += request.repaired
+        self.counts["requests"] += 1
+        self.counts["accepted"] += accepted
+        self.counts["refused"] += rejected.total()
+        self.counts["repaired"] += request.repaired  # characters that were not Unicode
         return rejected
 
     async def _untrusted(self, spans: Sequence[Decoded], caller: AttemptIds) -> list[Decoded]:

@@ -10,7 +10,6 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -265,7 +264,7 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
 
 
 def _counters(gateway: Gateway | None, traces: OtlpReceiver) -> Iterable[Metric]:
-    yield from counters("otlp", "Traces taken in", asdict(traces.counts))
+    yield from counters("otlp", "Traces taken in", traces.counts)
     if gateway is not None:
         yield from counters("gateway", "Model calls", gateway.metrics())
 

@@ -49,17 +49,11 @@ class _TrackedRequest:
 class RequestTracker:
     """ASGI middleware. `open` may follow `close`."""
 
-    def __init__(
-        self,
-        app: Starlette,
-        metrics: Metrics | None = None,
-        slow: SlowLog | None = None,
-        guard: OriginGuard | None = None,
-    ) -> None:
+    def __init__(self, app: Starlette, metrics: Metrics | None, slow: SlowLog | None, guard: OriginGuard) -> None:
         for route in app.routes:
             if isinstance(route, Route):
                 route.app = _marked(route.app, route.path)
-        self._app, self._guard = app, guard or OriginGuard()
+        self._app, self._guard = app, guard
         self._metrics, self._slow_log = metrics, slow
         self._in_flight: set[_TrackedRequest] = set()
         self._closed = False
@@ -108,13 +102,10 @@ class RequestTracker:
             await stopping(scope, receive, send_tracked)
         finally:
             self._in_flight.discard(tracked)
-            self._record(scope, tracked.status, time.perf_counter() - began - tracked.waited.seconds)
-
-    def _record(self, scope: Scope, status: int, seconds: float) -> None:
-        """Record the end of a request; `seconds` is without the time that it waited for rollouts."""
-        for observer in (self._metrics, self._slow_log):
-            if observer is not None:
-                observer.request_ended(scope.get(ROUTE, UNKNOWN_ROUTE), scope["method"], status, seconds)
+            seconds = time.perf_counter() - began - tracked.waited.seconds  # without the wait for rollouts
+            for observer in (self._metrics, self._slow_log):
+                if observer is not None:
+                    observer.request_ended(scope.get(ROUTE, UNKNOWN_ROUTE), scope["method"], tracked.status, seconds)
 
 
 def _marked(app: ASGIApp, path: str) -> ASGIApp:

@@ -15,7 +15,6 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from functools import lru_cache
-from types import TracebackType
 from typing import Any, Final, Self, cast
 from urllib.parse import urlsplit
 
@@ -427,9 +426,11 @@ class Response:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Discard the rest, and close the connection if the response is not complete."""
         self._parts.clear()
         self.buffered_bytes = 0
         if not self.is_complete and self.error is None:

@@ -163,17 +163,13 @@ class Conversations:
         self._max_attempts = max_attempts
         self._max_tokens = max_tokens
         self._attempts: OrderedDict[AttemptIds, _AttemptPaths] = OrderedDict()
-        self._tokens = 0
+        self.tokens = 0
+        """Number of tokens in the cache."""
         self.num_evicted = 0
         """Attempts evicted; their next calls start new paths."""
 
     def __len__(self) -> int:
         return len(self._attempts)
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens in the cache."""
-        return self._tokens
 
     def prompt(
         self,
@@ -257,35 +253,35 @@ class Conversations:
             memory.raw.add(prompt.raw + _utf8(text), part)
             memory.raw.add(prompt.raw + _utf8(chat.decode(sample.token_ids)), path)
         memory.tokens += len(path.tokens)
-        self._tokens += len(path.tokens)
-        while self._attempts and (len(self._attempts) > self._max_attempts or self._tokens > self._max_tokens):
+        self.tokens += len(path.tokens)
+        while self._attempts and (len(self._attempts) > self._max_attempts or self.tokens > self._max_tokens):
             self.forget(next(iter(self._attempts)))
             self.num_evicted += 1
 
     def forget(self, attempt: AttemptIds) -> None:
         """Drop the paths of an attempt that has ended."""
         if memory := self._attempts.pop(attempt, None):
-            self._tokens -= memory.tokens
-
-
-def encode_within(chat: ChatFormat, text: str, room: int | None, context: int | None = None) -> list[int]:
-    """The tokens of a rendered text. Raises ContextLengthError, before encoding, if they certainly exceed `room`, the
-    rest of `context`."""
-    _check_length(chat, text, room, context)
-    return chat.encode(text)
+            self.tokens -= memory.tokens
 
 
 def encode_after(chat: ChatFormat, before: str, text: str, known: int, context: int | None) -> tuple[list[int], bool]:
-    """`ChatFormat.encode_after`, and ContextLengthError as `encode_within` raises it, after `known` tokens."""
-    _check_length(chat, text, context and context - known, context)
+    """`ChatFormat.encode_after`, after `known` tokens. Raises ContextLengthError as `_check_length` does."""
+    _check_length(chat, text, known, context)
     return chat.encode_after(before, text)
 
 
-def _check_length(chat: ChatFormat, text: str, room: int | None, context: int | None) -> None:
-    if room is not None and (count := chat.min_token_count(text, room)) > room:
+def encode_within(chat: ChatFormat, text: str, context: int | None) -> list[int]:
+    """The tokens of a rendered text. Raises ContextLengthError as `_check_length` does."""
+    _check_length(chat, text, 0, context)
+    return chat.encode(text)
+
+
+def _check_length(chat: ChatFormat, text: str, known: int, context: int | None) -> None:
+    """Raises ContextLengthError, before encoding, if `known` tokens and those of a text certainly exceed `context`."""
+    if context is not None and (count := known + chat.min_token_count(text, context - known)) > context:
         raise ContextLengthError(
-            f"the prompt has more than {count + (context or room) - room} tokens and the context holds "
-            f"{context or room}; shorten the prompt, or use a model with a longer context"
+            f"the prompt has more than {count} tokens and the context holds {context}; shorten the prompt, or use a "
+            "model with a longer context"
         )
 
 

@@ -300,14 +300,6 @@ class LocalCall:
     async def run(self, writer: ResponseWriter) -> None:
         """Sample, record and send the reply: events while it is sampled if the client streams, else one JSON body.
         Raises what the engine or the store raises."""
-        try:
-            await self._run(writer)
-        finally:
-            # A call that failed does not count against the limit on turns.
-            if self.context is not None and self.marks[names.TURN_LIMIT] is not None and not self.is_sampled:
-                self.context.undo_turn()
-
-    async def _run(self, writer: ResponseWriter) -> None:
         reply, stream, answers = self.reply, self.request.stream, [choice.answer for choice in self.choices]
         opened, sampling = False, asyncio.ensure_future(self._sample_and_record())
         sampling.add_done_callback(lambda _: self._progress.set())
@@ -335,6 +327,9 @@ class LocalCall:
             self.end_reason = error
             raise
         finally:
+            # A call that failed does not count against the limit on turns.
+            if self.context is not None and self.marks[names.TURN_LIMIT] is not None and not self.is_sampled:
+                self.context.undo_turn()
             await self._finish(sampling)
 
     async def _finish(self, sampling: asyncio.Future[None]) -> None:

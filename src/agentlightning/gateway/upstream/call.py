@@ -27,7 +27,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from time import time
-from types import TracebackType
 from typing import Any, Final, Literal, Self
 
 from agentlightning import span as names
@@ -335,16 +334,14 @@ class UpstreamCall:
         try:
             await self._send()
         except BaseException:
-            await self._end()
+            self._end()
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self.usage is None and self._response is not None:
             self.settle(None)  # Cut off or unreadable, but sampled, so it will be charged.
-        await self._end()
+        self._end()
 
     async def events(self) -> AsyncIterator[list[bytes]]:
         """The events of a streamed response, grouped by read. Raises ApiError if the stream breaks off or an event is
@@ -418,12 +415,12 @@ class UpstreamCall:
             failure = from_transport(self._provider, error)
         except BaseException:
             self._unanswered = True
-            await self._close_response()
+            self._close_response()
             raise
         if failure is None:
             server.record_success()
             return None
-        await self._close_response()
+        self._close_response()
         self._update_health(failure)
         return failure
 
@@ -438,7 +435,6 @@ class UpstreamCall:
             timeout_seconds=provider.timeout_seconds,
         )
         self.status, self.headers = response.status, response.headers
-        await response.__aenter__()
         if not 200 <= response.status < 300:
             return from_response(provider, response.status, response.headers, await response.read())
         if request.stream:
@@ -448,17 +444,16 @@ class UpstreamCall:
             self.body = self._pool.redactor.redact_body(await response.read())
         return None
 
-    async def _close_response(self) -> None:
+    def _close_response(self) -> None:
         if self._server is not None:
             self._server.requests.discard(self)
         response, self._response, self._chunks = self._response, None, None
         if response is not None:
-            await response.__aexit__(None, None, None)
+            response.close()
 
-    async def _end(self) -> None:
+    def _end(self) -> None:
         """Close the response, settle what is open, and release the rate limit and the reservation."""
-        if self._response is not None:
-            await self._close_response()
+        self._close_response()
         if self._unanswered and self.usage is None:
             self.settle(None)  # The provider read the prompt, and will charge for it.
         self._pool.rate_limiter.release(self._estimated_tokens, self._charged.tokens)

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import mmap
 import os
 import struct
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ from pydantic import PositiveFloat
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.upstream.provider import PrivateSection
+from agentlightning.gateway.upstream.provider import PrivateSection, Provider
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.util.file_lock import lock_file
@@ -84,7 +82,7 @@ class Budgets:
         self._spend_file = (
             _SpendFile(Path(path)) if path is not None and (self.config.dollars or self.config.tokens) else None
         )
-        self.total = self._spend_file.read() if self._spend_file else Account()
+        self.total = self._spend_file.found if self._spend_file else Account()
         self.num_rejected = 0
         """Rejected calls."""
         self._rollouts: dict[str, Account] = {}
@@ -216,48 +214,41 @@ class Reservation:
 
 
 class _SpendFile:
-    """The total spend, in a memory-mapped file that survives a killed process.
+    """The total spend, in a file that survives a killed process.
 
-    Written twice for each call on the event loop, so a write must be cheap: 0.1 microseconds, where `os.replace` of a
+    Written twice for each call on the event loop, so a write must be cheap: some microseconds, where `os.replace` of a
     new file takes a millisecond on a busy disk. The lock on the file also requires that it is not replaced.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            path.touch(0o600)
+            self._file = path.open("r+b", buffering=0)
         except OSError as error:
             raise ConfigError(f"the budget file {str(path)!r} cannot be opened: {error}; set budget.file") from error
         try:
-            self._map = self._open()
+            if not lock_file(self._file.fileno()):
+                raise ConfigError(
+                    f"the budget file {str(path)!r} is in use by another server; give each its own budget.file"
+                )
+            found = self._file.read() or _LAYOUT.pack(_MAGIC, 0.0, 0.0)
+            if len(found) != _LAYOUT.size or not found.startswith(_MAGIC):
+                raise ConfigError(f"{str(path)!r} is not a budget file; set budget.file to another, or remove it")
         except BaseException:
-            os.close(self._file)
+            self.close()
             raise
-
-    def _open(self) -> mmap.mmap:
-        if not lock_file(self._file):
-            raise ConfigError(
-                f"the budget file {str(self._path)!r} is in use by another server; give each its own budget.file"
-            )
-        if os.fstat(self._file).st_size == 0:
-            os.write(self._file, _LAYOUT.pack(_MAGIC, 0.0, 0.0))
-        mapped = mmap.mmap(self._file, 0)
-        if len(mapped) != _LAYOUT.size or mapped[: len(_MAGIC)] != _MAGIC:
-            raise ConfigError(f"{str(self._path)!r} is not a budget file; set budget.file to another, or remove it")
-        return mapped
-
-    def read(self) -> Account:
-        _, dollars, tokens = _LAYOUT.unpack_from(self._map)
-        return Account(dollars, int(tokens))
+        _, dollars, tokens = _LAYOUT.unpack(found)
+        self.found = Account(dollars, int(tokens))
+        """The total so far."""
 
     def write(self, account: Account) -> None:
         total = (account.dollars + account.reserved_dollars, float(account.tokens + account.reserved_tokens))
-        self._map[:] = _LAYOUT.pack(_MAGIC, *total)  # `pack_into` writes zeros first, which a crash would leave
+        self._file.seek(0)
+        self._file.write(_LAYOUT.pack(_MAGIC, *total))  # at once: a killed process leaves no half of it
 
     def close(self) -> None:
-        self._map.close()
-        os.close(self._file)
+        self._file.close()
 
 
 # -- rates -------------------------------------------------------------------------------------------------------------
@@ -294,21 +285,11 @@ class TokenBucket:
 class RateLimiter:
     """The limits of one provider: `acquire` before a call, `release` after it."""
 
-    def __init__(
-        self,
-        provider_name: str,
-        max_concurrency: int,
-        requests_per_minute: int | None = None,
-        tokens_per_minute: int | None = None,
-        max_wait_seconds: float = 60.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, provider: Provider, clock: Callable[[], float]) -> None:
         self.in_flight = 0
-        self._provider_name = provider_name
-        self._max_concurrency = max_concurrency
-        self._requests = TokenBucket(requests_per_minute, clock)
-        self._tokens = TokenBucket(tokens_per_minute, clock)
-        self._max_wait_seconds = max_wait_seconds
+        self._provider, self._max_wait_seconds = provider, provider.max_wait_seconds
+        self._requests = TokenBucket(provider.requests_per_minute, clock)
+        self._tokens = TokenBucket(provider.tokens_per_minute, clock)
         self._waiting: list[int] = []
         """The estimates of the calls that wait."""
         self._turn = asyncio.Lock()
@@ -353,7 +334,7 @@ class RateLimiter:
         self._released.set()
 
     def _may_start(self, tokens: int) -> bool:
-        return self.in_flight < self._max_concurrency and self._seconds_until(tokens) == 0
+        return self.in_flight < self._provider.max_concurrency and self._seconds_until(tokens) == 0
 
     def _record_start(self, tokens: int) -> None:
         self.in_flight += 1
@@ -365,7 +346,7 @@ class RateLimiter:
 
     def _limit_error(self, seconds: float) -> ApiError:
         message = (
-            f"the provider {self._provider_name!r} is at its configured limits: {self.in_flight} calls in flight, "
+            f"the provider {self._provider.name!r} is at its configured limits: {self.in_flight} calls in flight, "
             f"{self.num_waiting} waiting; try again in {math.ceil(seconds)} s"
         )
         return ApiError(429, message, code="rate_limit_exceeded", retry=True, retry_after=max(1, math.ceil(seconds)))
