@@ -416,7 +416,7 @@ class OtlpReceiver:
         self._attempts = AttemptResolver(store, TraceOwners(shared))
         self._unknown, self._adopts = UnknownTraces(store), adopt
         self._large = asyncio.Semaphore(MAX_CONCURRENT)
-        self.counts = dict[str, int].fromkeys(("requests", "accepted", "refused", "repaired"), 0)
+        self.counts: dict[str, int] = dict.fromkeys(("requests", "accepted", "refused", "repaired"), 0)
         """What happened to the spans that were received; shown as metrics under these names."""
 
     async def __aenter__(self) -> OtlpReceiver:

@@ -178,21 +178,19 @@ def unreadable_response(provider: Provider, problem: str) -> ApiError:
 
 def retry_after(headers: Headers) -> float | None:
     """The pause that a server asks for, in seconds, from OpenAI's `retry-after-ms` or HTTP's `retry-after`."""
-    values = {name: value for name, value in headers if name in (b"retry-after", b"retry-after-ms")}
+    values = {name: value.decode("latin-1") for name, value in headers if name in (b"retry-after", b"retry-after-ms")}
+    text = values.get(b"retry-after")
     try:
         if b"retry-after-ms" in values:
-            return _clamp_retry_after(float(values[b"retry-after-ms"]) / 1000)
-        if b"retry-after" not in values:
+            seconds = float(values[b"retry-after-ms"]) / 1000
+        elif text is None:
             return None
-        text = values[b"retry-after"].decode("latin-1")
-        if text.replace(".", "", 1).isdecimal():
-            return _clamp_retry_after(float(text))
-        return _clamp_retry_after(parsedate_to_datetime(text).timestamp() - time())
+        elif text.replace(".", "", 1).isdecimal():
+            seconds = float(text)
+        else:
+            seconds = parsedate_to_datetime(text).timestamp() - time()
     except (ValueError, OverflowError):
         return None
-
-
-def _clamp_retry_after(seconds: float) -> float | None:
     return None if math.isnan(seconds) else min(max(0.0, seconds), _MAX_RETRY_AFTER)
 
 
