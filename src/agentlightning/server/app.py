@@ -143,7 +143,13 @@ class Server:
         self._tracker.open()
         self._stopped.clear()
         config = uvicorn.Config(
-            self._tracker, ws="none", log_config=None, access_log=False, log_level="warning", proxy_headers=False
+            self._tracker,
+            http=BoundedHttpProtocol,
+            ws="none",
+            log_config=None,
+            access_log=False,
+            log_level="warning",
+            proxy_headers=False,
         )
         make = partial(BoundedHttpProtocol, config, self._connections, self.bounds)
         self._listening = await asyncio.get_running_loop().create_server(make, sock=listener, backlog=_BACKLOG)
