@@ -125,8 +125,11 @@ class Replay:
         return None, True
 
 
-async def load_replay(store: LightningStoreBase, branch: Mapping[str, Any]) -> Replay:
-    """What is recorded of the calls that a rollout's metadata names; those that are gone are sampled."""
+async def load_replay(store: LightningStoreBase, branch: Any) -> Replay:
+    """What is recorded of the calls that a rollout's metadata names under `BRANCH`; those that are gone are sampled.
+    Anything else there is of the user's own."""
+    if not isinstance(branch, dict) or not branch.keys() >= {"rollout_id", "span_ids"}:
+        return Replay()
     spans = {span.span_id: span for span in await store.query_spans(branch["rollout_id"])}
     wanted = [(span_id, None) for span_id in branch["span_ids"]] + [*branch.get("kept", {}).items()]
     return Replay([RecordedAnswer.of(spans[span_id], beginning) for span_id, beginning in wanted if span_id in spans])
@@ -150,10 +153,8 @@ class AttemptContext:
     trace_id: str = ""
     mode: RolloutMode | None = None
     """The mode of the rollout."""
-    branch: Mapping[str, Any] | None = None
-    """The calls of another rollout whose recorded answers it is given."""
-    replay: Replay | None = None
-    """These answers, once they were read."""
+    replay: Replay = field(default_factory=Replay)
+    """The answers of another rollout that it is given."""
     answered: int = 0
     """Calls of the policy that were answered or are being answered."""
     worker_id: str | None = None
@@ -318,7 +319,7 @@ class AttemptTable:
             rollout.resources_id is not None,
             trace_id_of(attempt_id) or new_trace_id(),
             rollout.mode,
-            rollout.metadata.get(BRANCH),
+            await load_replay(self.store, rollout.metadata.get(BRANCH)),
         )
 
     async def _watch(self) -> None:

@@ -28,7 +28,6 @@ from agentlightning.gateway.callers.attempts import (
     AttemptIds,
     AttemptTable,
     RecordedAnswer,
-    load_replay,
 )
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.dialects import DIALECTS
@@ -135,7 +134,10 @@ class LocalService:
         self.counters.unattributed += caller.attempt is None
         self.counters.continued += sum(prompt.continues is not None for prompt in prompts)
         self.counters.drift += sum(prompt.drift for prompt in prompts)
-        again, differs = await self._replay(context, model, prompts, params, request.n)
+        again, differs = None, False
+        if context is not None:
+            tokens_of = [prompt.token_ids for prompt in prompts]
+            again, differs = context.replay.take(model, tokens_of, request.n, params)
         if begun := again and again.begun:
             prompts = [replace(prompts[0], token_ids=[*prompts[0].token_ids, *begun])]
         shown, recorded = params.top_logprobs, settings.record_top_logprobs if caller.attempt else 0
@@ -182,17 +184,6 @@ class LocalService:
                 names.TURN_LIMIT: None if context is None else context.begin_turn(model),
             },
         )
-
-    async def _replay(
-        self, context: AttemptContext | None, model: str, prompts: Sequence[Prompt], params: SamplingParams, n: int
-    ) -> tuple[RecordedAnswer | None, bool]:
-        """See `Replay.take`."""
-        if context is None or context.branch is None:
-            return None, False
-        if context.replay is None:
-            loaded = await load_replay(self.store, context.branch)
-            context.replay = context.replay or loaded  # Another call may have loaded it meanwhile.
-        return context.replay.take(model, [prompt.token_ids for prompt in prompts], n, params)
 
     async def _read_request(self, call: ResolvedCall, size: int) -> Request:
         lookup = self.responses.lookup(call.caller.attempt)
