@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 import orjson
 
 from agentlightning.rollouts import Attempt, Rollout
-from agentlightning.store.instrumented import CallRecord, Observer, ids_of
+from agentlightning.store.instrumented import CallRecord, ids_of
 from agentlightning.store.types import Queue
 from agentlightning.util.printable import printable
 
@@ -124,8 +124,12 @@ def _short(value: Any) -> str:
 CHANGES: Final = frozenset({"update_attempt", "cancel_rollout", "requeue_rollout", "delete_rollouts", "update_queue"})
 
 
-class ChangeLog(Observer):
-    """Logs failed attempts, cancelled, requeued and deleted rollouts, and limits of queues."""
+class ChangeLog:
+    """Logs failed attempts, cancelled, requeued and deleted rollouts, and limits of queues.
+    An observer of stores."""
+
+    def on_start(self, method: str) -> None:
+        """Nothing to log."""
 
     def on_end(self, call: CallRecord) -> None:
         if call.method in CHANGES and call.error is None and (text := _change(call)):
@@ -150,14 +154,17 @@ def _change(call: CallRecord) -> str | None:
             return None
 
 
-class SlowLog(Observer):
-    """Logs operations that take longer than `seconds`, at most `SLOW_LINES` per minute."""
+class SlowLog:
+    """Logs operations that take longer than `seconds`, at most `SLOW_LINES` per minute. An observer of stores."""
 
     def __init__(self, seconds: float = SLOW_SECONDS) -> None:
         self._limit = seconds
         self._minute = 0
         self._lines = 0
         self._unreported = 0
+
+    def on_start(self, method: str) -> None:
+        """Nothing to log."""
 
     def on_end(self, call: CallRecord) -> None:
         if call.seconds >= self._limit and not call.waits:

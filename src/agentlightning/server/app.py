@@ -119,7 +119,7 @@ class Server:
         self.port = port
         keyless = gateway is not None and not gateway.attribution.requires_key
         guard = OriginGuard((host, *allowed_hosts), origins, any_host=token is not None, keyless=keyless)
-        self._tracker = RequestTracker(self.app, metrics, slow, guard)
+        self._tracker = RequestTracker(self.app, guard, metrics, slow)
         self.bounds = Bounds(stalled_seconds, max_unfinished_bytes)
         self._grace = grace_seconds
         self.gateway = gateway

@@ -49,7 +49,9 @@ class _TrackedRequest:
 class RequestTracker:
     """ASGI middleware. `open` may follow `close`."""
 
-    def __init__(self, app: Starlette, metrics: Metrics | None, slow: SlowLog | None, guard: OriginGuard) -> None:
+    def __init__(
+        self, app: Starlette, guard: OriginGuard, metrics: Metrics | None = None, slow: SlowLog | None = None
+    ) -> None:
         for route in app.routes:
             if isinstance(route, Route):
                 route.app = _marked(route.app, route.path)
