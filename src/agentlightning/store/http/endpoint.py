@@ -76,7 +76,7 @@ async def read_body(headers: Mapping[str, str], receive: Receive, limit: int) ->
         raise RequestError(str(error), error.status) from None
 
 
-async def receive_body(headers: Mapping[str, str], receive: Receive, limit: int, hint: str = "send less") -> bytes:
+async def receive_body(headers: Mapping[str, str], receive: Receive, limit: int, hint: str) -> bytes:
     """The body of a request as it was sent. Raises RequestError (413) with the hint if it is over `limit` bytes, and
     ClientDisconnected."""
     announced = headers.get("content-length", "")
@@ -88,7 +88,7 @@ async def receive_body(headers: Mapping[str, str], receive: Receive, limit: int,
         if message["type"] == "http.disconnect":
             raise ClientDisconnected
         parts.append(message.get("body", b""))
-        size, more = size + len(parts[-1]), message.get("more_body", False)
+        size, more = size + len(parts[-1]), message.get("more_body")
         if size > limit:
             parts.clear()
     if size > limit:
