@@ -434,8 +434,7 @@ class Wiring(Struct):
             updating = partial(
                 server.gateway.gates.of(policy).update,
                 in_flight=config.in_flight,
-                drain_seconds=config.drain_seconds,
-                can_go_on=capabilities_of(policy).in_flight,
+                drain_seconds=config.drain_seconds if capabilities_of(policy).in_flight else None,
             )
         if config.weights.url is not None:
             publisher = load_plugin("publishers", "weights")

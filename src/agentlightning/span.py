@@ -151,7 +151,7 @@ TURN_LIMIT: Final = "agentlightning.turn_limit"
 TURN_LIMIT_REACHED: Final = "turn_limit_reached"
 """`error.type` of a call that was refused because the attempt has been given them all."""
 REPLAYS: Final = "agentlightning.replays"
-"""list[str]: rollout_id and span_id of the call whose recorded answer was given again (gateway/callers/replay.py)."""
+"""list[str]: rollout_id and span_id of the call whose recorded answer was given again (gateway/callers/attempts.py)."""
 BEGUN: Final = "agentlightning.begun"
 """int: the number of tokens at the end of the prompt that were the beginning of a recorded answer, and are that of this
 one."""

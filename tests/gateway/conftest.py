@@ -63,6 +63,10 @@ class Service:
         """Names the attempt and holds no key, so that what is sent as API key counts."""
         return f"{self.server.url}{attempt_path(self.rollout_id, self.attempt_id)}/v1"
 
+    @property
+    def gate(self):
+        return self.gateway.gates.of(self.engine)
+
     async def client(self, **options) -> AsyncOpenAI:
         options = {"base_url": self.base_url, "api_key": self.key} | options
         http = httpx2.AsyncClient(verify=NO_TLS, timeout=60)

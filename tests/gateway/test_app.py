@@ -376,14 +376,13 @@ async def test_a_caller_that_hangs_up_ends_the_sampling_and_is_recorded(serve, s
     await until(lambda: service.engine.calls)
     call.cancel()
     await asyncio.wait([call])
-    await service.gateway.drain(timeout=10)
+    await until(lambda: service.gate.num_in_flight == 0)
     (span,) = await service.spans()
     assert span.attributes[names.ERROR_TYPE] == "client_disconnected"
     drawn = bytes(span.attributes.get(names.RESPONSE_TOKEN_IDS, ())).decode()
     assert ("a long answer " * 1000).startswith(drawn)
     assert len(drawn) == span.attributes[names.OUTPUT_TOKENS]
     assert transitions([span]) == ()
-    service.gateway.resume()
     assert (await service.ask()).choices[0].message.content == "Hello."
     assert service.gateway.counters.cancelled == 1
 
@@ -391,27 +390,30 @@ async def test_a_caller_that_hangs_up_ends_the_sampling_and_is_recorded(serve, s
 # -- the valve -------------------------------------------------------------------------------------------------------
 
 
-async def test_calls_that_come_during_a_pause_wait_and_none_fails(serve):
+async def test_calls_that_come_during_an_update_wait_and_none_fails(serve):
     service = await serve(lambda messages: "Hello.")
-    service.gateway.pause()
-    calls = [asyncio.create_task(service.ask()) for _ in range(5)]
-    await asyncio.sleep(0.2)
-    assert service.engine.calls == []
-    service.gateway.resume()
+    async with service.gate.update():
+        calls = [asyncio.create_task(service.ask()) for _ in range(5)]
+        await asyncio.sleep(0.2)
+        assert service.engine.calls == []
     assert [reply.choices[0].message.content for reply in await asyncio.gather(*calls)] == ["Hello."] * 5
 
 
-async def test_draining_lets_what_is_under_way_finish_and_nothing_else_begin(serve):
+async def test_an_update_lets_what_is_under_way_finish_and_nothing_else_begin(serve):
     service = await serve(lambda messages: "Hello.", engine={"delay": 0.02})
     early = asyncio.create_task(service.ask())
     await until(lambda: service.engine.calls)
-    with pytest.raises(TimeoutError, match="1 calls were still under way"):
-        await service.gateway.drain(timeout=0.01)
-    late = asyncio.create_task(service.ask())
-    await service.gateway.drain(timeout=10)
-    assert len(await service.spans()) == 1
-    service.engine.policy_version += 1
-    service.gateway.resume()
+
+    async def come_late():
+        await until(lambda: service.gate.closed)
+        assert not early.done()
+        await service.ask()
+
+    late = asyncio.create_task(come_late())
+    async with service.gate.update():
+        await until(lambda: service.gate.num_waiting == 1)
+        assert len(await service.spans()) == 1
+        service.engine.policy_version += 1
     await asyncio.gather(early, late)
     assert [span.attributes[names.POLICY_VERSION] for span in await service.spans()] == [0, 1]
 

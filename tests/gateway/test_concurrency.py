@@ -1,10 +1,11 @@
 """How many calls are worked on at once, and who does not count."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import pytest
 
-from agentlightning.gateway.http import ConcurrencyLimit, released_slot
+from agentlightning.gateway.http import Slot, released_slot
 
 
 async def settle():
@@ -12,15 +13,25 @@ async def settle():
         await asyncio.sleep(0)
 
 
+@asynccontextmanager
+async def slot_of(limit: asyncio.Semaphore):
+    slot = Slot(limit)
+    await slot.acquire()
+    try:
+        yield
+    finally:
+        slot.release()
+
+
 class Work:
-    def __init__(self, limit: ConcurrencyLimit) -> None:
+    def __init__(self, limit: asyncio.Semaphore) -> None:
         self.limit, self.begun, self.waiting, self.event = limit, [], [], asyncio.Event()
 
     def start(self, name, *, waits=False):
         return asyncio.create_task(self._run(name, waits))
 
     async def _run(self, name, waits):
-        async with self.limit.slot():
+        async with slot_of(self.limit):
             self.begun.append(name)
             if waits:
                 async with released_slot():
@@ -30,10 +41,10 @@ class Work:
 
 
 async def test_more_calls_than_slots_wait_and_go_in_the_order_they_came():
-    limit, order = ConcurrencyLimit(2), []
+    limit, order = asyncio.Semaphore(2), []
 
     async def call(number):
-        async with limit.slot():
+        async with slot_of(limit):
             order.append(number)
             await settle()
 
@@ -42,7 +53,7 @@ async def test_more_calls_than_slots_wait_and_go_in_the_order_they_came():
 
 
 async def test_a_call_that_waits_for_something_else_leaves_its_slot_to_others_meanwhile():
-    work = Work(ConcurrencyLimit(1))
+    work = Work(asyncio.Semaphore(1))
     waits = [work.start(number, waits=True) for number in range(3)]
     await settle()
     await asyncio.wait_for(work.start("other"), 10)
@@ -54,13 +65,13 @@ async def test_a_call_that_waits_for_something_else_leaves_its_slot_to_others_me
 
 @pytest.mark.parametrize("opened", [False, True])
 async def test_a_call_given_up_while_it_waits_costs_no_slot(opened):
-    work = Work(ConcurrencyLimit(1))
+    work = Work(asyncio.Semaphore(1))
     waits = work.start("gone", waits=True)
     await settle()
     busy = asyncio.Event()
 
     async def hold():
-        async with work.limit.slot():
+        async with slot_of(work.limit):
             await busy.wait()
 
     holding = asyncio.create_task(hold())
@@ -88,7 +99,7 @@ async def test_outside_any_call_there_is_nothing_to_give_back():
 
 
 async def test_a_slot_that_comes_as_its_caller_hangs_up_is_not_lost():
-    limit = ConcurrencyLimit(1)
+    limit = asyncio.Semaphore(1)
     await limit.acquire()
     late = asyncio.create_task(limit.acquire())
     await asyncio.sleep(0)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import openai
@@ -260,16 +260,17 @@ async def test_a_provider_that_has_not_answered_keeps_its_right_to_fail(serve, m
 async def test_a_stream_of_our_own_is_not_silent_while_the_weights_change(path, serve, monkeypatch):
     monkeypatch.setattr(http, "KEEP_ALIVE_SECONDS", 0.02)
     service = await serve(["Hello."])
-    service.gateway.pause()
     client = await service.http()
     asked = {"messages": HI, "max_tokens": 9}
     asked = {"responses": {"input": "hi"}, "completions": {"prompt": "hi"}}.get(path, asked)
     body = {"model": "scripted", "stream": True} | asked
-    async with client.stream("POST", f"{service.base_url}/{path}", json=body) as reply:
-        parts = reply.aiter_bytes()
-        first = await anext(parts)
-        service.gateway.resume()
-        after = b"".join([part async for part in parts])
+    async with AsyncExitStack() as update:
+        await update.enter_async_context(service.gate.update())
+        async with client.stream("POST", f"{service.base_url}/{path}", json=body) as reply:
+            parts = reply.aiter_bytes()
+            first = await anext(parts)
+            await update.aclose()
+            after = b"".join([part async for part in parts])
     assert (reply.status_code, first.replace(PINGS[path], b"")) == (200, b"")
     assert b'"H"' in after
     assert (b"message_start" in after) == (path == "messages")

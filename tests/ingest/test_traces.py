@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from agentlightning import span as names
-from agentlightning.ingest import traces as traces_module
-from agentlightning.ingest.otlp import OtlpReceiver
-from agentlightning.ingest.traces import QUEUE, UnknownTraces, ids_of_trace
+from agentlightning.ingest import otlp as traces_module
+from agentlightning.ingest.otlp import QUEUE, OtlpReceiver, UnknownTraces, ids_of_trace
 from agentlightning.rollouts import Rollout
 from agentlightning.span import Span
 from agentlightning.store import LightningStore, LightningStoreBase

@@ -257,7 +257,7 @@ async def slow_reader(server, request):
         caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         caller.setblocking(False)
         await asyncio.get_running_loop().sock_connect(caller, ("127.0.0.1", server.port))
-        connections = server._uvicorn.server_state.connections
+        connections = server._connections.connections
         await until(lambda: connections)
         for each in connections:  # otherwise the system takes it all
             each.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -269,14 +269,14 @@ async def slow_reader(server, request):
 async def test_a_caller_that_reads_nothing_more_of_its_answer_is_hung_up_on(serve):
     server, path = await serve(["x" * 400_000], engine={"context_length": 10**6}, stalled_seconds=0.2)
     async with slow_reader(server, post(path)):
-        await until(lambda: not server._uvicorn.server_state.connections)
+        await until(lambda: not server._connections.connections)
 
 
 async def test_what_was_answered_arrives_whole_though_the_server_stops(serve):
     """The request is over, its bytes are still under way."""
     server, path = await serve(["x" * 400_000], engine={"context_length": 10**6})
     async with slow_reader(server, post(path)) as caller:
-        await until(lambda: not server._uvicorn.server_state.tasks)
+        await until(lambda: not server._connections.tasks)
         stopping, read = asyncio.create_task(server.stop()), b""
         while part := await asyncio.get_running_loop().sock_recv(caller, 65536):
             read += part

@@ -309,7 +309,6 @@ async def _open(options: Options, stack: AsyncExitStack, process: ServerProcess 
     from agentlightning.dashboard.data.catalog import Catalog
     from agentlightning.observability.logs import ChangeLog, SlowLog
     from agentlightning.observability.metrics import Metrics, counters
-    from agentlightning.server.joining import JoinedPolicies
     from agentlightning.server.serve import serve
     from agentlightning.store.instrumented import Observer, instrument
     from agentlightning.tracing.otlp.exporter import OtlpExporter
@@ -329,9 +328,6 @@ async def _open(options: Options, stack: AsyncExitStack, process: ServerProcess 
     stack.push_async_callback(data.close)
     if process is not None:
         await stack.enter_async_context(process.sharing(metrics))
-    joined = JoinedPolicies(process is None)
-    metrics.add_source(joined.metrics)
-    stack.push_async_callback(joined.close)
     serving = serve(
         store,
         await open_engines(options.models, options.routing, stack),
@@ -340,7 +336,7 @@ async def _open(options: Options, stack: AsyncExitStack, process: ServerProcess 
         routing=options.routing,
         require_key=options.token is not None,
         budget_file=file_beside_store(options.store, ".spent"),
-        joined=joined,
+        accepts_runs=process is None,
         shared=process and process.directory,
         metrics=metrics,
         slow=slow,

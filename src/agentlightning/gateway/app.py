@@ -1,20 +1,20 @@
 """The gateway: the OpenAI and Anthropic API that agents call.
 
 Attributes each call to an attempt, samples or forwards it, records it and replies. Agents call it over HTTP; the
-trainer calls `pause`, `drain` and `resume`. This module wires the parts, has the routes, and is the boundary where
-errors end. Each call is resolved once: caller, attempt, parsed body and route (`ResolvedCall`). A provider or an engine
-of ours serves it then.
+trainer holds calls back with `gates`. This module wires the parts, has the routes, and is the boundary where errors
+end. Each call is resolved once: caller, attempt, parsed body and route (`ResolvedCall`). A provider or an engine of
+ours serves it then.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -24,7 +24,7 @@ from msgspec import structs
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from agentlightning.attempt_address import without_key
 from agentlightning.engine.adapter_view import AgentEngines
@@ -32,21 +32,21 @@ from agentlightning.engine.base import Engine, EngineUnavailableError
 from agentlightning.errors import StoreError
 from agentlightning.gateway.callers.agents import AgentMatcher
 from agentlightning.gateway.callers.attempts import CHECK_SECONDS, AttemptTable
-from agentlightning.gateway.callers.attribution import Attribution, Caller, RequestIdentity
+from agentlightning.gateway.callers.attribution import Attribution, Caller, repeat_attributes
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.dialects import DIALECTS
-from agentlightning.gateway.dialects.base import ApiPath, Dialect
+from agentlightning.gateway.dialects.base import ApiPath
+from agentlightning.gateway.dialects.common import read_json
 from agentlightning.gateway.dialects.messages import MESSAGES
 from agentlightning.gateway.dialects.response_store import ResponseStore
-from agentlightning.gateway.errors import STORE_UNAVAILABLE, ApiError, bad_request, to_api_error
+from agentlightning.gateway.errors import STORE_UNAVAILABLE, ApiError, to_api_error
 from agentlightning.gateway.forwarding.call import ForwardingService
 from agentlightning.gateway.forwarding.other_paths import MAX_UPLOAD_BYTES, forward_as_is, request_stored_response
 from agentlightning.gateway.http import (
-    ConcurrencyLimit,
     ResponseWriter,
+    Slot,
     headers_by_name,
     offload,
-    parse_object,
     read_body,
 )
 from agentlightning.gateway.local.conversation import Conversations
@@ -137,26 +137,8 @@ class Gateway:
         self._forwarding = ForwardingService(*parts)
         self._local = LocalService(*parts, self.conversations, self.gates, settings)
         self._models = ModelsEndpoint(self.router, self.attribution.check_key)
-        self._limit = ConcurrencyLimit(max_concurrency)
+        self._limit = asyncio.Semaphore(max_concurrency)
         self._max_body_bytes = max_body_bytes
-
-    # -- pause and resume ------------------------------------------------------------------------------------------
-
-    @property
-    def paused(self) -> bool:
-        return self.gates.closed
-
-    def pause(self) -> None:
-        """Make new calls of every engine wait. Calls in progress continue."""
-        self.gates.close()
-
-    async def drain(self, timeout: float | None = None) -> None:
-        """Pause, and wait until all calls in progress are recorded. Raises TimeoutError, and stays paused."""
-        await self.gates.drain(timeout)
-
-    def resume(self) -> None:
-        """Let waiting calls continue."""
-        self.gates.open()
 
     # -- training runs elsewhere -----------------------------------------------------------------------------------
 
@@ -213,11 +195,11 @@ class Gateway:
         return [route for prefix in (*ATTEMPT_PATHS, "") for route in self._routes_below(prefix)]
 
     def _routes_below(self, prefix: str) -> list[Route]:
-        calls: dict[str, ASGIApp] = {f"/v1/{path}": partial(self.call_model, path) for path in DIALECTS}
-        calls["/v1/messages/count_tokens"] = partial(self.call_model, "messages", is_count=True)
+        calls = {f"/v1/{path}": _ModelCalls(self, path) for path in DIALECTS}
+        calls["/v1/messages/count_tokens"] = _ModelCalls(self, "messages", is_count=True)
         stored = _endpoint(self._stored_response)
         return [
-            *(Route(prefix + path, _AsgiEndpoint(call), methods=["POST"]) for path, call in calls.items()),
+            *(Route(prefix + path, call, methods=["POST"]) for path, call in calls.items()),
             Route(f"{prefix}/v1/responses/{{response_id}}", stored, methods=["GET", "DELETE"]),
             Route(f"{prefix}/v1/responses/{{response_id}}/cancel", stored, methods=["POST"]),
             Route(f"{prefix}/v1/models", _endpoint(self._models.list), methods=["GET"]),
@@ -252,7 +234,11 @@ class Gateway:
                 expected = isinstance(error, (ApiError, EngineUnavailableError, *STORE_UNAVAILABLE))
                 again = f" ({times} times)" if times > 1 else ""
                 logger.error("a call failed%s: %s", again, api_error.message, exc_info=None if expected else error)
-            await _send_error(dialect, writer, api_error)
+            if not writer.started:
+                body = dialect.error_body(api_error)
+                return await writer.send_json(api_error.status, body, api_error.retry, api_error.retry_after)
+            await writer.send_events(dialect.error_event(api_error))
+            await writer.close()
 
     async def _stored_response(self, request: HttpRequest) -> Response:
         caller = await self.attribution.caller(headers_by_name(request.scope), request.path_params)
@@ -308,10 +294,16 @@ class Gateway:
     ) -> None:
         started, headers, body = time.time(), headers_by_name(scope), b""
         caller = await self.attribution.caller(headers, scope["path_params"])
-        async with AsyncExitStack() as slot:
+        slot = Slot(self._limit)
+        try:
             try:
-                body, caller = await self._body(scope, receive, headers, caller)
-                await slot.enter_async_context(self._limit.slot())  # after the body: a slow sender takes no slot
+                body = await read_body(receive, headers, self._max_body_bytes)
+                if caller.attempt_id is not None:
+                    api_path = scope["path"].rpartition("/v1/")[2]
+                    # A digest takes a hundredth of the time that reading the request takes.
+                    repeat = await offload(len(body) // 128, partial(repeat_attributes, headers, api_path, body))
+                    caller = structs.replace(caller, repeat=repeat)
+                await slot.acquire()  # after the body: a slow sender takes no slot
                 call = await self._resolve(path, headers, caller, body)
                 service = self._local if call.route.servers is None else self._forwarding
                 if is_count:
@@ -325,46 +317,26 @@ class Gateway:
                 raise
             with self.attempts.track(call.context), cancel_on_disconnect(receive):
                 await prepared.run(writer)
-
-    async def _body(
-        self, scope: Scope, receive: Receive, headers: Mapping[str, str], caller: Caller
-    ) -> tuple[bytes, Caller]:
-        """(body, the caller with the identity of this request)."""
-        body = await read_body(receive, headers, self._max_body_bytes)
-        if caller.attempt_id is not None:
-            path = scope["path"].rpartition("/v1/")[2]
-            # A digest takes a hundredth of the time that reading the request takes.
-            repeat = await offload(len(body) // 128, partial(RequestIdentity.of, headers, path, body))
-            caller = structs.replace(caller, repeat=repeat)
-        return body, caller
+        finally:
+            slot.release()
 
     async def _resolve(self, path: ApiPath, headers: Mapping[str, str], caller: Caller, body: bytes) -> ResolvedCall:
         """Parse the body, and find the attempt and the route. Raises ApiError."""
-        data = await offload(len(body), partial(parse_object, body))
+        data = await offload(len(body), partial(read_json, body))
         context = None if caller.attempt is None else await self.attempts.get(caller.attempt)
-        call = None if data is None else self.router.resolve_call(path, headers, caller, data, context)
-        if call is None:  # The dialect's reader says why.
-            await offload(len(body), partial(DIALECTS[path].read, body, self.kept.lookup(caller.attempt)))
-            raise bad_request("model", "model must be a string")
-        return call
+        return self.router.resolve_call(path, headers, caller, data, context)
 
 
-class _AsgiEndpoint:
-    """An endpoint that Starlette treats as an ASGI application, because it is an object and not a function."""
+@dataclass(frozen=True, slots=True)
+class _ModelCalls:
+    """The endpoint of a path. An object, since Starlette takes a function for one that gets a `Request`."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    gateway: Gateway
+    path: ApiPath
+    is_count: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
-
-
-async def _send_error(dialect: Dialect, writer: ResponseWriter, api_error: ApiError) -> None:
-    if not writer.started:
-        body = dialect.error_body(api_error)
-        return await writer.send_json(api_error.status, body, api_error.retry, api_error.retry_after)
-    await writer.send_events(dialect.error_event(api_error))
-    await writer.close()
+        await self.gateway.call_model(self.path, scope, receive, send, is_count=self.is_count)
 
 
 async def _ok(request: HttpRequest) -> Response:

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from agentlightning.gateway.errors import ApiError
 from agentlightning.store.http.endpoint import receive_body
+from agentlightning.store.http.errors import RequestError
 from agentlightning.util.decompression import CodingError, decompress
 from agentlightning.util.json_values import loads
 
@@ -100,15 +101,10 @@ def headers_by_name(scope: Scope) -> dict[str, str]:
 async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) -> bytes:
     """The complete body, decompressed. Raises ApiError 413 above `limit` bytes, 415 for an unknown content coding, and
     ClientDisconnected."""
-    body = await receive_body(headers, receive, limit)
-    if body is None:
-        message = f"the body is larger than {limit} bytes; shorten the conversation"
-        raise ApiError(413, message, code="body_too_large")
-    if "content-encoding" not in headers:
-        return body
     try:
-        return await decompress(body, headers["content-encoding"], limit)
-    except CodingError as error:
+        body = await receive_body(headers, receive, limit, "shorten the conversation")
+        return await decompress(body, headers.get("content-encoding", ""), limit)
+    except (RequestError, CodingError) as error:
         code = "body_too_large" if error.status == 413 else "content_encoding"
         raise ApiError(error.status, str(error), code=code) from None
 
@@ -135,6 +131,7 @@ class Slot:
     def __init__(self, limit: asyncio.Semaphore) -> None:
         self._limit = limit
         self._is_taken = False
+        _current.set(self)
 
     async def acquire(self) -> None:
         await self._limit.acquire()
@@ -146,23 +143,8 @@ class Slot:
             self._limit.release()
 
 
-class ConcurrencyLimit(asyncio.Semaphore):
-    """Allows so many calls at once; further calls wait in order."""
-
-    @asynccontextmanager
-    async def slot(self) -> AsyncGenerator[None]:
-        """A context in which the call has a slot."""
-        slot = Slot(self)
-        await slot.acquire()
-        token = _current.set(slot)
-        try:
-            yield
-        finally:
-            _current.reset(token)
-            slot.release()
-
-
 _current: ContextVar[Slot | None] = ContextVar("slot", default=None)
+"""That of the current call."""
 
 
 @asynccontextmanager

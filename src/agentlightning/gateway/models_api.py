@@ -50,8 +50,8 @@ class ModelsEndpoint:
         if dialect == "anthropic":
             page = {"data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]}
             return json_response(page)
-        patterns = self._table.patterns(dialect)
-        return json_response({"object": "list", "data": models} | ({"patterns": patterns} if patterns else {}))
+        patterns = dict.fromkeys(rule.model for rule in self._table.rules_of(dialect) if rule.is_pattern)
+        return json_response({"object": "list", "data": models} | ({"patterns": [*patterns]} if patterns else {}))
 
     async def retrieve(self, request: Request) -> Response:
         """GET /v1/models/NAME. A name that matches a pattern is found even if its provider does not list it, because
@@ -64,14 +64,14 @@ class ModelsEndpoint:
 
     async def _models(self, dialect: ClientFamily) -> dict[str, Json]:
         """All models, by name."""
-        describe = _DESCRIBE[dialect]
-        models = {name: describe(self._own(name)) for name in self._table.names(dialect)}
-        open_ended = self._table.open_pools(dialect)
+        describe, rules, table = _DESCRIBE[dialect], self._table.rules_of(dialect), self._table
+        models = {name: describe(self._own(name)) for name in table.names(dialect)}
+        open_ended = [*{table.servers[rule.provider]: None for rule in rules if rule.provider and rule.is_pattern}]
         listings = [self._listings.setdefault(pool, UpstreamModels(pool)) for pool in open_ended]
         lists = await asyncio.gather(*(listing.models() for listing in listings))
         for pool, upstream in zip(open_ended, lists, strict=True):
             for model in upstream:
-                if model["id"] not in models and self._table.serves_under_own_name(model["id"], dialect, pool):
+                if model["id"] not in models and table.serves_under_own_name(model["id"], dialect, pool):
                     models[model["id"]] = describe(model)
         return models
 

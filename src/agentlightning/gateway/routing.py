@@ -21,6 +21,7 @@ from agentlightning.gateway.callers.attempts import AttemptContext
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.config import RouteRule
 from agentlightning.gateway.dialects.base import ApiPath
+from agentlightning.gateway.dialects.common import optional
 from agentlightning.gateway.errors import ApiError, bad_request, conflict
 from agentlightning.gateway.upstream.provider import Price, Provider
 from agentlightning.gateway.upstream.servers import ServerPool
@@ -83,7 +84,7 @@ class Router:
         default_model: str | None = None,
         accept_any_model: bool = False,
     ) -> None:
-        self._engines, self._rules, self._servers = _with_views(engines), tuple(rules), dict(servers or {})
+        self._engines, self._rules, self.servers = _with_views(engines), tuple(rules), dict(servers or {})
         self._agents, self._accept_any = agents or AgentMatcher(), accept_any_model
         self._check_rules()
         self._named = [rule.model for rule in rules if not rule.is_pattern]
@@ -156,12 +157,10 @@ class Router:
         caller: Caller,
         body: dict[str, Any],
         context: AttemptContext | None = None,
-    ) -> ResolvedCall | None:
-        """Find the agent and the route of a call; None if the model in the body is not a name. `context`: the attempt
-        of the caller. Raises ApiError if there is no such route."""
-        model = body.get("model")
-        if model is not None and not isinstance(model, str):
-            return None
+    ) -> ResolvedCall:
+        """Find the agent and the route of a call. `context`: the attempt of the caller. Raises ApiError if there is no
+        such route, or the model in the body is not a name."""
+        optional(body, "model", str)
         caller = caller.with_agent(self._agents.identify(headers, body, self), self)
         given = NOTHING_GIVEN if context is None else context.given
         route = self.resolve(caller.agent.model, caller.agent.name, path, given)
@@ -169,24 +168,14 @@ class Router:
             raise conflict("judge_as_agent", _JUDGED_BY_POLICY.format(caller.agent.model))
         return ResolvedCall(path, headers, caller, context, body, route)
 
+    def rules_of(self, dialect: str) -> list[RouteRule]:
+        """The rules for callers of a dialect."""
+        return [rule for rule in self._rules if rule.dialect in (None, dialect)]
+
     def names(self, dialect: str) -> list[str]:
         """The model names for callers of a dialect."""
-        own = {rule.model for rule in self._rules if rule.dialect in (None, dialect)}
+        own = {rule.model for rule in self.rules_of(dialect)}
         return [name for name in self.models if name in own or name in self._engines]
-
-    def patterns(self, dialect: str) -> list[str]:
-        """The model patterns for callers of a dialect."""
-        patterns = [rule.model for rule in self._rules if rule.is_pattern and rule.dialect in (None, dialect)]
-        return list(dict.fromkeys(patterns))
-
-    def open_pools(self, dialect: str) -> list[ServerPool]:
-        """The providers with a pattern rule, for callers of a dialect."""
-        pools = [
-            self._servers[rule.provider]
-            for rule in self._rules
-            if rule.provider is not None and rule.is_pattern and rule.dialect in (None, dialect)
-        ]
-        return list(dict.fromkeys(pools))
 
     def _trains(self, route: ModelRoute) -> bool:
         """Whether a route leads to the policy of a training run: one that joined, or the default of all names."""
@@ -217,7 +206,7 @@ class Router:
         """None if neither the rule, the provider nor the request names a model."""
         if rule.engine is not None:
             return self._engine_route(rule.engine, agent)
-        pool = self._servers[rule.provider or ""]
+        pool = self.servers[rule.provider or ""]
         sent = rule.send_model or pool.provider.model or model
         if not sent:
             return None

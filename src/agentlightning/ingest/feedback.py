@@ -57,7 +57,7 @@ def feedback_routes(store: LightningStoreBase, secret: str, token: str | None) -
     """Routes for a Starlette application; they come before those of the store. `secret` signs links."""
 
     async def post(request: Request) -> Response:
-        feedback, source = read_feedback(await _body(request))
+        feedback, source = read_feedback(await receive_body(request.headers, request.receive, MAX_BYTES, "send less"))
         span = await add_feedback(store, request.path_params["rollout_id"], feedback, source)
         ids = {"rollout_id": span.rollout_id, "attempt_id": span.attempt_id, "span_id": span.span_id}
         return respond(orjson.dumps(ids), 201)
@@ -67,7 +67,8 @@ def feedback_routes(store: LightningStoreBase, secret: str, token: str | None) -
             link = _valid_link(secret, request.path_params["key"])
             if request.method != "POST":
                 return _page(FORM)
-            await add_feedback(store, link.rollout_id, read_form(await _body(request)), link.nonce)
+            body = await receive_body(request.headers, request.receive, MAX_BYTES, "send less")
+            await add_feedback(store, link.rollout_id, read_form(body), link.nonce)
         except AgentLightningError as error:
             return _page(f"<h1>{html.escape(str(error))}</h1>", status_of(error))
         return _page("<h1>Thank you.</h1>")
@@ -113,13 +114,6 @@ def _valid_link(secret: str, key: str) -> FeedbackLink:
     if link.expiry < time.time():
         raise RequestError("This link has expired.", 410)
     return link
-
-
-async def _body(request: Request) -> bytes:
-    body = await receive_body(request.headers, request.receive, MAX_BYTES)
-    if body is None:
-        raise RequestError(f"the feedback is larger than {MAX_BYTES} bytes; send less", 413)
-    return body
 
 
 def _page(body: str, status: int = 200) -> Response:

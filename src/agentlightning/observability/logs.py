@@ -59,14 +59,14 @@ def about(**fields: str | None) -> Generator[None]:
         _fields.reset(token)
 
 
-def configure(kind: LogFormat = "text", level: int = logging.INFO, *, secret: str | None = None) -> logging.Handler:
+def configure(kind: LogFormat = "text", *, secret: str | None = None) -> logging.Handler:
     """Log to stderr. `secret` is removed from all records. Returns the handler."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(secret) if kind == "json" else TextFormatter(secret))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    logging.getLogger("agentlightning").setLevel(level)
+    logging.getLogger("agentlightning").setLevel(logging.INFO)
     return handler
 
 
@@ -125,7 +125,8 @@ CHANGES: Final = frozenset({"update_attempt", "cancel_rollout", "requeue_rollout
 
 
 class ChangeLog:
-    """Logs failed attempts, cancelled, requeued and deleted rollouts, and limits of queues. An observer of stores."""
+    """Logs failed attempts, cancelled, requeued and deleted rollouts, and limits of queues.
+    An observer of stores."""
 
     def on_start(self, method: str) -> None:
         """Nothing to log."""

@@ -69,12 +69,12 @@ class Histogram:
 class Metrics:
     """Counts calls of the store, as an `Observer`, and HTTP requests; `render` adds counts in the database.
 
-    `sources` return the metrics of other parts. Each server has its own object.
+    Each server has its own object.
     """
 
-    def __init__(self, store: LightningStoreBase, sources: Iterable[Source] = ()) -> None:
+    def __init__(self, store: LightningStoreBase) -> None:
         self._store = store
-        self._sources = list(sources)
+        self._sources: list[Source] = []
         self._calls = defaultdict[str, Histogram](lambda: Histogram(LATENCIES))
         self._errors: Counter[tuple[str, str]] = Counter()
         self._in_progress: Counter[str] = Counter()

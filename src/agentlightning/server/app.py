@@ -6,12 +6,10 @@ It only wires these parts, handles no signals and writes no access log.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import logging
 import socket
-from collections.abc import Generator, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -27,6 +25,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
+from uvicorn.server import ServerState
 
 from agentlightning.attempt_address import without_key
 from agentlightning.errors import AgentLightningError, ConfigError, ServerError
@@ -45,6 +44,7 @@ from agentlightning.store.http.server import store_routes
 
 logger = logging.getLogger(__name__)
 
+_BACKLOG = 2048
 _POLL_SECONDS = 0.02
 _CUT_OFF_SECONDS = 5.0
 """Time for requests that are cut off to be recorded."""
@@ -120,14 +120,14 @@ class Server:
         self.port = port
         keyless = gateway is not None and not gateway.attribution.requires_key
         guard = OriginGuard((host, *allowed_hosts), origins, any_host=token is not None, keyless=keyless)
-        self._tracker = RequestTracker(self.app, metrics, slow, guard)
+        self._tracker = RequestTracker(self.app, guard, metrics, slow)
         self.bounds = Bounds(stalled_seconds, max_unfinished_bytes)
         self._grace = grace_seconds
         self.gateway = gateway
         self._store, self._has_answered = store, False
         self._listener = listener
-        self._uvicorn: _Uvicorn | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._listening: asyncio.Server | None = None
+        self._connections, self._stopped = ServerState(), asyncio.Event()
 
     @property
     def url(self) -> str:
@@ -136,35 +136,24 @@ class Server:
 
     async def start(self) -> Self:
         """Start listening. Raises ServerError if the address is not available."""
-        if self._serving is not None:
+        if self._listening is not None:
             raise ServerError(f"the server is already listening at {self.url}; stop it first")
         listener, self._listener = self._listener or listen(self.host, self.port), None
         self.port = listener.getsockname()[1]
         await self.traces.__aenter__()
         self._tracker.open()
-        self._uvicorn = _Uvicorn(
-            uvicorn.Config(
-                self._tracker,
-                http=type("ServerHttpProtocol", (BoundedHttpProtocol,), {"bounds": self.bounds}),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                log_level="warning",
-                timeout_keep_alive=120,
-                timeout_graceful_shutdown=self._grace,
-                server_header=False,
-                date_header=False,
-                proxy_headers=False,
-            )
+        self._stopped.clear()
+        config = uvicorn.Config(
+            self._tracker,
+            http=BoundedHttpProtocol,
+            ws="none",
+            log_config=None,
+            access_log=False,
+            log_level="warning",
+            proxy_headers=False,
         )
-        self._serving = asyncio.create_task(self._uvicorn.serve(sockets=[listener]))
-        ready = asyncio.create_task(self._uvicorn.ready.wait())
-        await asyncio.wait({ready, self._serving}, return_when=asyncio.FIRST_COMPLETED)
-        if not ready.done():
-            ready.cancel()
-            await self.stop()
-            raise ServerError(f"the server at {self.url} ended while it started")
+        make = partial(BoundedHttpProtocol, config, self._connections, self.bounds)
+        self._listening = await asyncio.get_running_loop().create_server(make, sock=listener, backlog=_BACKLOG)
         return self
 
     def drain(self) -> None:
@@ -175,20 +164,40 @@ class Server:
     async def stop(self) -> None:
         """Finish requests in progress, for at most `grace_seconds`, then close. Requests that wait for rollouts end at
         once. Safe to call twice."""
-        if self._serving is None or self._uvicorn is None:
+        if self._listening is None:
             return
         self._tracker.close()
-        self._uvicorn.request_exit()
-        serving, self._serving = self._serving, None
-        await serving
+        listening, self._listening = self._listening, None
+        listening.close()
+        await self._end_connections()
         await self.traces.__aexit__()
         if self.gateway is not None:
             await self.gateway.close()
+        self._stopped.set()
+
+    async def _end_connections(self) -> None:
+        tasks, connections = self._connections.tasks, self._connections.connections
+        for connection in list(connections):
+            connection.shutdown()
+        for _ in range(2):  # idle ones are closed when the event loop comes round
+            await asyncio.sleep(0)
+        for _ in range(ceil(self._grace / _POLL_SECONDS)):
+            if not (tasks or connections):
+                break
+            await asyncio.sleep(_POLL_SECONDS)
+        if tasks:
+            logger.warning("%d requests were still unanswered and are cut off", len(tasks))
+        for connection in list(connections):
+            connection.transport.abort()
+        for task in tasks:
+            task.cancel()
+        if tasks:  # what is cut off is recorded
+            await asyncio.wait(tasks, timeout=_CUT_OFF_SECONDS)
 
     async def wait(self) -> None:
         """Wait until the server has stopped."""
-        if self._serving is not None:
-            await asyncio.wait({self._serving})
+        if self._listening is not None:
+            await self._stopped.wait()
 
     async def __aenter__(self) -> Self:
         return await self.start()
@@ -224,54 +233,6 @@ def _status(code: int, text: str) -> Response:
     return Response(orjson.dumps({"status": text}), code, media_type="application/json")
 
 
-class _Uvicorn(uvicorn.Server):
-    """uvicorn embedded in our event loop: `ready` when it listens, exits on request, handles no signals."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ready = asyncio.Event()
-        self._exit_requested = asyncio.Event()
-
-    def request_exit(self) -> None:
-        self.should_exit = True
-        self._exit_requested.set()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.ready.set()
-
-    async def main_loop(self) -> None:
-        """Without uvicorn's ten ticks a second, which only serve the Date header; we do not send it."""
-        await self._exit_requested.wait()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Without the tenth of a second that uvicorn gives connections to close: idle ones are closed when the event
-        loop comes round."""
-        for each in (*self.servers, *(sockets or ())):
-            each.close()
-        for connection in list(self.server_state.connections):
-            connection.shutdown()
-        for _ in range(2):
-            await asyncio.sleep(0)
-        tasks, connections = self.server_state.tasks, self.server_state.connections
-        for _ in range(ceil((self.config.timeout_graceful_shutdown or 0) / _POLL_SECONDS)):
-            if not (tasks or connections):
-                break
-            await asyncio.sleep(_POLL_SECONDS)
-        if tasks:
-            logger.warning("%d requests were still unanswered and are cut off", len(tasks))
-        for connection in list(connections):
-            connection.transport.abort()
-        for task in tasks:
-            task.cancel()
-        if tasks:  # what is cut off is recorded
-            await asyncio.wait(tasks, timeout=_CUT_OFF_SECONDS)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
-
-
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach a server that listens there."""
     if host == "localhost":
@@ -300,7 +261,7 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
         if shared:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
-        listener.listen(2048)
+        listener.listen(_BACKLOG)
     except (OSError, OverflowError) as error:
         listener.close()
         raise ServerError(
@@ -310,7 +271,7 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
 
 
 def _counters(gateway: Gateway | None, traces: OtlpReceiver) -> Iterable[Metric]:
-    yield from counters("otlp", "Traces taken in", asdict(traces.counts))
+    yield from counters("otlp", "Traces taken in", traces.counts)
     if gateway is not None:
         yield from counters("gateway", "Model calls", gateway.metrics())
 

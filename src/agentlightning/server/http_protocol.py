@@ -64,17 +64,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     parser: Any
     cycle: Any
     """The latest request whose head is complete; None before the first."""
-    bounds: Bounds
-    """Set by each server, in a subclass."""
 
-    def __init__(
-        self,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+    def __init__(self, config: Config, server_state: ServerState, bounds: Bounds) -> None:
+        super().__init__(config, server_state, app_state={})
+        self.bounds = bounds
         self._upgrade: list[tuple[bytes, bytes]] = []
         """The ignored `Upgrade` header, kept for the application."""
         self._reading = False

@@ -13,7 +13,7 @@ import binascii
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -80,8 +80,9 @@ class JoinedPolicy(PooledEngine):
         self.watch: asyncio.Task[None] | None = None
         self.counts = JoinStatus().counts
         self.holding: asyncio.Task[None] | None = None
-        """Set during an update, and done once calls are held back."""
-        self._held, self._held_since = AsyncExitStack(), 0.0
+        """Set during an update."""
+        self._held, self._held_since = asyncio.Event(), 0.0
+        """Set while calls are held back."""
         self.follow(request, servers)
 
     def follow(self, request: JoinRequest, servers: ReplicaPool) -> None:
@@ -97,7 +98,7 @@ class JoinedPolicy(PooledEngine):
         return max(0.0, self.heard_at + self.request.lease_seconds - time.monotonic())
 
     def status(self) -> JoinStatus:
-        paused = self.holding is not None and self.holding.done()
+        paused = self._held.is_set()
         going_on = self.gate.num_in_flight if paused else 0
         return JoinStatus(counts=self.counts, paused=paused, going_on=going_on, adapters=self.servers.adapters_in_use)
 
@@ -136,14 +137,15 @@ class JoinedPolicy(PooledEngine):
         """Hold calls back; returns once they are, or after a part of the lease."""
         if self.holding is None:
             self._held_since, self.holding = time.monotonic(), asyncio.create_task(self._hold(pause))
-        await asyncio.wait({self.holding}, timeout=min(MAX_POLL_SECONDS, self.request.lease_seconds / 3))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(MAX_POLL_SECONDS, self.request.lease_seconds / 3)):
+                await self._held.wait()
 
     async def _hold(self, pause: Pause) -> None:
-        async with AsyncExitStack() as stack:
-            holding = self.gate.update(in_flight=pause.in_flight, drain_seconds=pause.drain_seconds)
-            await stack.enter_async_context(holding)
-            await stack.enter_async_context(self.servers.lock)  # Health checks judge no weights while it is held.
-            self._held = stack.pop_all()
+        """Until it is cancelled. Health checks judge no weights while the servers' lock is held."""
+        async with self.gate.update(in_flight=pause.in_flight, drain_seconds=pause.drain_seconds), self.servers.lock:
+            self._held.set()
+            await asyncio.get_running_loop().create_future()
 
     async def release(self, *, updated: bool) -> None:
         """Let calls go on, whatever happens; after an update, only to servers that have the new weights."""
@@ -155,11 +157,11 @@ class JoinedPolicy(PooledEngine):
                 await self.servers.update_replicas()
                 self.counts["updates"] += 1
         finally:
-            holding.cancel()
-            await asyncio.wait({holding})
             self.counts["held"] += self.gate.num_waiting
             self.counts["held_seconds"] += time.monotonic() - self._held_since
-            await self._held.aclose()
+            self._held.clear()
+            holding.cancel()
+            await asyncio.wait({holding})
 
     async def end(self, reason: str) -> None:
         """Sample nothing from now on."""
@@ -169,12 +171,12 @@ class JoinedPolicy(PooledEngine):
 
 
 class JoinedPolicies:
-    """The policies of the runs that have joined a gateway. Create it in the event loop that serves."""
+    """The policies of the runs that have joined a gateway. Create it in the event loop that serves. With `accepts`
+    False this process is one of several, of which a run's request would reach one: runs are refused."""
 
-    def __init__(self, accepts: bool = True) -> None:
-        self._accepts = accepts
-        """False: this process is one of several, of which a run's request would reach one."""
-        self._gateway: Gateway | None = None
+    def __init__(self, gateway: Gateway, accepts: bool) -> None:
+        self._gateway, self._accepts = gateway, accepts
+        gateway.router.takes_runs = True
         self._policies: dict[str, JoinedPolicy] = {}
         """By the name of their model."""
         self._joining = asyncio.Lock()
@@ -182,11 +184,8 @@ class JoinedPolicies:
         self._counts: list[dict[str, int | float]] = []
         """Those of all runs, gone or here."""
 
-    def attach(self, gateway: Gateway, token: str | None) -> list[Route]:
-        """Serve the policies through this gateway. Returns the routes for trainers, which require `token` if there is
-        one."""
-        self._gateway = gateway
-        gateway.router.takes_runs = True
+    def routes(self, token: str | None) -> list[Route]:
+        """The routes for trainers, which require `token` if there is one."""
         return [
             Route(f"{BASE_PATH}/{{model}}{action}", endpoint(partial(self._respond, action), token), methods=["POST"])
             for action in REQUESTS
@@ -253,7 +252,6 @@ class JoinedPolicies:
     async def _join(self, model: str, request: JoinRequest) -> JoinStatus:
         """Answer the calls of a run from now on."""
         gateway = self._gateway
-        assert gateway is not None
         async with self._joining:
             self._refuse_conflicts(model, request.run_id, request.servers.urls, request.label is not None)
             try:
@@ -295,7 +293,6 @@ class JoinedPolicies:
         await policy.end(reason)
 
     async def _remove(self, model: str, policy: JoinedPolicy) -> None:
-        assert self._gateway is not None
         del self._policies[model]
         self._gateway.remove_policy(model)
         if policy.watch is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -37,7 +38,7 @@ class OriginGuard:
         self._any_page = any_host and not keyless
         self._hosts = frozenset(host.lower() for host in hosts)
         self._origins = frozenset(origin.lower().rstrip("/").encode() for origin in origins)
-        self._known: dict[bytes, bool] = {}
+        self._is_own_host = lru_cache(_MAX_CACHED_HOSTS)(self._is_host)
 
     def rejection(self, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
         """Why a request with these headers (names in lower case) is rejected; None if it is allowed."""
@@ -63,13 +64,9 @@ class OriginGuard:
             return False
         return self._any_page or self._is_own_host(host)
 
-    def _is_own_host(self, host: bytes) -> bool:
-        if (known := self._known.get(host)) is None:
-            if len(self._known) >= _MAX_CACHED_HOSTS:
-                self._known.clear()
-            name = _name_in(host)
-            known = self._known[host] = name is not None and (_is_private(name) or name in self._hosts)
-        return known
+    def _is_host(self, host: bytes) -> bool:
+        name = _name_in(host)
+        return name is not None and (_is_private(name) or name in self._hosts)
 
 
 def _name_in(host: bytes) -> str | None:

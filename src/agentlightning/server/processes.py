@@ -189,7 +189,6 @@ class Processes:
 
     def _run_child(self, process: ServerProcess, parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # where the parent is killed
-        signal.set_wakeup_fd(-1)
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -247,21 +246,18 @@ class Processes:
 def _received_signals() -> Generator[socket.socket]:
     """A socket that receives a byte for each SIGTERM and SIGINT."""
     reader, writer = socket.socketpair()
+
+    def received(*_: object) -> None:
+        writer.send(b"\0")
+
     with reader, writer:
         reader.setblocking(False)
-        writer.setblocking(False)
-        before = {number: signal.signal(number, _nothing) for number in _SIGNALS}
-        signal.set_wakeup_fd(writer.fileno())
+        before = {number: signal.signal(number, received) for number in _SIGNALS}
         try:
             yield reader
         finally:
-            signal.set_wakeup_fd(-1)
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _nothing(*_: object) -> None:
-    """Handles a signal that a socket receives: without a handler it would end the process."""
 
 
 def _listen(count: int, host: str, port: int) -> Sequence[socket.socket]:

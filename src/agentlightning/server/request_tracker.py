@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import orjson
 from starlette.applications import Starlette
@@ -39,7 +39,7 @@ class _TrackedRequest:
     """One request in progress."""
 
     path: str
-    task: asyncio.Task[Any] | None = field(default_factory=asyncio.current_task)
+    task: asyncio.Task[Any]
     status: int = CLIENT_CLOSED
     waited: WaitTime = field(default_factory=WaitTime)
     is_cancelled: bool = False
@@ -50,16 +50,12 @@ class RequestTracker:
     """ASGI middleware. `open` may follow `close`."""
 
     def __init__(
-        self,
-        app: Starlette,
-        metrics: Metrics | None = None,
-        slow: SlowLog | None = None,
-        guard: OriginGuard | None = None,
+        self, app: Starlette, guard: OriginGuard, metrics: Metrics | None = None, slow: SlowLog | None = None
     ) -> None:
         for route in app.routes:
             if isinstance(route, Route):
                 route.app = _marked(route.app, route.path)
-        self._app, self._guard = app, guard or OriginGuard()
+        self._app, self._guard = app, guard
         self._metrics, self._slow_log = metrics, slow
         self._in_flight: set[_TrackedRequest] = set()
         self._closed = False
@@ -76,17 +72,15 @@ class RequestTracker:
 
     def _cancel_store_requests(self) -> None:
         for each in self._in_flight if self._closed else ():
-            if each.task is not None and each.status == CLIENT_CLOSED and each.path.startswith(STORE_PREFIX):
+            if each.status == CLIENT_CLOSED and each.path.startswith(STORE_PREFIX):
                 each.is_cancelled = True
                 each.task.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
         began = time.perf_counter()
         if self._metrics is not None:
             self._metrics.request_began()
-        tracked = _TrackedRequest(scope["path"])
+        tracked = _TrackedRequest(scope["path"], cast("asyncio.Task[Any]", asyncio.current_task()))
         self._in_flight.add(tracked)
         wait_time.set(tracked.waited)
 
@@ -102,7 +96,7 @@ class RequestTracker:
         try:
             await app(scope, receive, send_tracked)
         except asyncio.CancelledError:
-            if not tracked.is_cancelled or tracked.task is None:
+            if not tracked.is_cancelled:
                 raise
             tracked.task.uncancel()
             message = "the server is about to stop; try again in a moment"
@@ -110,13 +104,10 @@ class RequestTracker:
             await stopping(scope, receive, send_tracked)
         finally:
             self._in_flight.discard(tracked)
-            self._record(scope, tracked.status, time.perf_counter() - began - tracked.waited.seconds)
-
-    def _record(self, scope: Scope, status: int, seconds: float) -> None:
-        """Record the end of a request; `seconds` is without the time that it waited for rollouts."""
-        for observer in (self._metrics, self._slow_log):
-            if observer is not None:
-                observer.request_ended(scope.get(ROUTE, UNKNOWN_ROUTE), scope["method"], status, seconds)
+            seconds = time.perf_counter() - began - tracked.waited.seconds  # without the wait for rollouts
+            for observer in (self._metrics, self._slow_log):
+                if observer is not None:
+                    observer.request_ended(scope.get(ROUTE, UNKNOWN_ROUTE), scope["method"], tracked.status, seconds)
 
 
 def _marked(app: ASGIApp, path: str) -> ASGIApp:

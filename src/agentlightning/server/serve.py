@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import socket
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 from starlette.routing import BaseRoute
 
@@ -20,9 +20,6 @@ from agentlightning.observability.logs import SlowLog
 from agentlightning.observability.metrics import Metrics
 from agentlightning.server.app import Server
 from agentlightning.store.base import LightningStoreBase
-
-if TYPE_CHECKING:
-    from agentlightning.server.joining import JoinedPolicies
 
 
 class ServerOptions(TypedDict, total=False):
@@ -54,7 +51,7 @@ async def serve(
     require_key: bool = False,
     allow_unattributed: bool = False,
     budget_file: Path | None = None,
-    joined: JoinedPolicies | None = None,
+    accepts_runs: bool | None = None,
     **options: Unpack[ServerOptions],
 ) -> AsyncGenerator[Server]:
     """Run a server for `store`, and a gateway for `engines` (model name to engine) and the providers in `routing`.
@@ -62,7 +59,8 @@ async def serve(
     `engines=None` means no gateway. The first engine is the default model. It also answers calls for unknown model
     names if `accept_any_model`; by default it does so unless `routing` has routes. With
     `allow_unattributed` calls of no attempt are answered, and not recorded. Training runs elsewhere may join the
-    gateway as `joined`. The server has stopped when the context ends; the store and the engines stay open.
+    gateway if it `accepts_runs`; with False, as in one of several processes, they are told why not. The server has
+    stopped when the context ends; the store and the engines stay open.
     """
     gateway = None
     if engines is not None:
@@ -81,7 +79,13 @@ async def serve(
             require_key=require_key,
             allow_unattributed=allow_unattributed,
         )
-    if joined is not None and gateway is not None:
-        options["pages"] = [*joined.attach(gateway, token), *options.get("pages", ())]
-    async with Server(store, gateway, secret=secret, token=token, **options) as server:
-        yield server
+    async with AsyncExitStack() as stack:
+        if accepts_runs is not None and gateway is not None:
+            from agentlightning.server.joining import JoinedPolicies
+
+            joined = JoinedPolicies(gateway, accepts_runs)
+            stack.push_async_callback(joined.close)
+            options["pages"] = [*joined.routes(token), *options.get("pages", ())]
+            if "metrics" in options:
+                options["metrics"].add_source(joined.metrics)
+        yield await stack.enter_async_context(Server(store, gateway, secret=secret, token=token, **options))

@@ -10,7 +10,6 @@ from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig
 from agentlightning.config import TrainConfig
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.local.update_gate import CANNOT_GO_ON
 from agentlightning.models.resolve import TINY
 from agentlightning.policy import open as opening
 from agentlightning.policy.base import Metrics, Policy, capabilities_of
@@ -97,7 +96,10 @@ async def open_for_training(
     )
     try:
         if config.policy.in_flight and not capabilities_of(policy).in_flight:
-            raise ConfigError(f"policy.in_flight = true: {CANNOT_GO_ON}")
+            raise ConfigError(
+                "policy.in_flight = true: this policy cannot change its weights while answers are drawn; leave"
+                " in_flight false, and they finish first"
+            )
         await check(policy)
         if not state.measures_start(config.evaluation.modes):
             await load_weights(policy, run_dir, state, store)

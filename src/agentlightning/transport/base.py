@@ -82,21 +82,19 @@ MAX_RETRY_AFTER: Final = 86_400.0
 
 def retry_after(headers: Headers) -> float | None:
     """The pause that a server asks for, in seconds, from OpenAI's `retry-after-ms` or HTTP's `retry-after`."""
-    values = {name: value for name, value in headers if name in (b"retry-after", b"retry-after-ms")}
+    values = {name: value.decode("latin-1") for name, value in headers if name in (b"retry-after", b"retry-after-ms")}
+    text = values.get(b"retry-after")
     try:
         if b"retry-after-ms" in values:
-            return _clamped(float(values[b"retry-after-ms"]) / 1000)
-        if b"retry-after" not in values:
+            seconds = float(values[b"retry-after-ms"]) / 1000
+        elif text is None:
             return None
-        text = values[b"retry-after"].decode("latin-1")
-        if text.replace(".", "", 1).isdecimal():
-            return _clamped(float(text))
-        return _clamped(parsedate_to_datetime(text).timestamp() - time.time())
+        elif text.replace(".", "", 1).isdecimal():
+            seconds = float(text)
+        else:
+            seconds = parsedate_to_datetime(text).timestamp() - time.time()
     except (ValueError, OverflowError):
         return None
-
-
-def _clamped(seconds: float) -> float | None:
     return None if math.isnan(seconds) else min(max(0.0, seconds), MAX_RETRY_AFTER)
 
 

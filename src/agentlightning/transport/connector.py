@@ -118,10 +118,10 @@ class ProxySettings:
     """Whether calls to this machine itself use the proxy too."""
 
     @classmethod
-    def for_all(cls, url: str, source: str = "proxy") -> Self:
+    def for_all(cls, url: str) -> Self:
         """One proxy for every call. Raises ConfigError for an invalid URL."""
-        Proxy.parse(url, source)
-        return cls((source, url), (source, url), loopback=True)
+        Proxy.parse(url, "proxy")
+        return cls(("proxy", url), ("proxy", url), loopback=True)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:

@@ -14,7 +14,7 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from types import TracebackType
+from functools import lru_cache
 from typing import Any, Final, Self, cast
 from urllib.parse import urlsplit
 
@@ -49,7 +49,7 @@ class Transport:
         self._connector = Connector(ConnectOptions.create() if options is None else options)
         self._idle: defaultdict[Origin, deque[Connection]] = defaultdict(deque)
         self._busy: set[Connection] = set()
-        self._parsed_urls: dict[str, tuple[Origin, bytes, bytes]] = {}
+        self._parsed_url = lru_cache(MAX_CACHED_URLS)(self._parse_url)
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -69,7 +69,7 @@ class Transport:
         A kept-alive connection that turns out to be closed before the first byte of the response is replaced; nothing
         else is sent twice. Raises TransportError.
         """
-        origin, target, host = self._parsed_urls.get(url) or self._parse_url(url)
+        origin, target, host = self._parsed_url(url)
         request = request_bytes(method, target, host, headers, body)
         if (connection := self._take_idle(origin)) is not None:
             answer = await self._send_on(connection, request, timeout_seconds)
@@ -186,10 +186,7 @@ class Transport:
         if not origin.secure and (proxy := self._connector.proxy(origin)) is not None:
             target = f"http://{host}{target}"
             proxy_headers = b"".join(b"\r\n%s: %s" % header for header in proxy.headers)
-        if len(self._parsed_urls) >= MAX_CACHED_URLS:
-            self._parsed_urls.clear()
-        self._parsed_urls[url] = parsed = (origin, target.encode(), host.encode() + proxy_headers)
-        return parsed
+        return origin, target.encode(), host.encode() + proxy_headers
 
 
 # -- connections -------------------------------------------------------------------------------------------------------
@@ -367,20 +364,18 @@ class Response:
         self.buffered_bytes = 0
         """Unread bytes of the body."""
         self._connection = connection
-        self._parts: deque[bytes] = deque()
+        self._parts: list[bytes] = []
         self._waiter: asyncio.Future[None] | None = None
 
     async def wait_for_head(self) -> None:
         """Wait for status and headers. Raises TransportError."""
         while not self.status:
-            if self.error is not None:
-                raise self.error
             await self._wait()
 
     async def read(self) -> bytes:
         """Read the whole body. Raises TransportError if it breaks off."""
-        if self.is_complete and self.error is None and len(self._parts) == 1:
-            return self._pop()
+        if self.is_complete and self.error is None:
+            return self._take()
         parts, size = [], 0
         async for part in self.chunks():
             parts.append(part)
@@ -389,55 +384,52 @@ class Response:
                 error = TransportError(f"the response is longer than {MAX_BODY_BYTES} bytes", "protocol")
                 self._connection.abort(error)
                 raise error
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return b"".join(parts)
 
     async def chunks(self, gather_seconds: float = 0.0) -> AsyncIterator[bytes]:
         """The body as it arrives; after each part, nothing is read for `gather_seconds`, so that the next is larger.
         Raises TransportError if it breaks off."""
         while True:
             if self._parts:
-                yield b"".join([self._pop() for _ in range(len(self._parts))])
+                yield self._take()
                 if gather_seconds and not self.is_complete:
-                    await self._leave_alone(gather_seconds)
-                continue
-            if self.error is not None:
-                raise self.error
-            if self.is_complete:
+                    self._connection.pause()
+                    try:
+                        await asyncio.sleep(gather_seconds)
+                    finally:
+                        self._connection.resume()
+            elif self.is_complete and self.error is None:
                 return
-            await self._wait()
+            else:
+                await self._wait()
 
     async def _wait(self) -> None:
-        """Until more of it has arrived, or it has failed."""
+        """Until more of it has arrived. Raises TransportError once it has failed."""
+        if self.error is not None:
+            raise self.error
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
         finally:
             self._waiter = None
 
-    async def _leave_alone(self, seconds: float) -> None:
-        self._connection.pause()
-        try:
-            await asyncio.sleep(seconds)
-        finally:
-            self._connection.resume()
-
-    def _pop(self) -> bytes:
-        part = self._parts.popleft()
-        self.buffered_bytes -= len(part)
-        if self.paused and self.buffered_bytes <= HIGH_WATER_BYTES // 2:
+    def _take(self) -> bytes:
+        """What has arrived of the body since the last time."""
+        body = b"".join(self._parts)
+        self._parts.clear()
+        self.buffered_bytes = 0
+        if self.paused:
             self.paused = False
             self._connection.resume()
-        return part
+        return body
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.drop()
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
 
-    def drop(self) -> None:
+    def close(self) -> None:
         """Discard the rest, and close the connection if the response is not complete."""
         self._parts.clear()
         self.buffered_bytes = 0

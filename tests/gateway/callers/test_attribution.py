@@ -15,8 +15,7 @@ from agentlightning.gateway.callers.attempts import AttemptTable
 from agentlightning.gateway.callers.attribution import Attribution
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.http import headers_by_name
-from agentlightning.ingest.otlp import OtlpReceiver
-from agentlightning.ingest.traces import TraceOwners, ids_of_trace
+from agentlightning.ingest.otlp import OtlpReceiver, TraceOwners, ids_of_trace
 from agentlightning.span import AGENT_KEY, AGENT_NAME, ATTRIBUTION, ATTRIBUTION_IGNORED, MODE
 
 FOREIGN = "4bf92f3577b34da6a3ce929d0e0e4736"

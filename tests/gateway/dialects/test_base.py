@@ -40,7 +40,7 @@ async def test_a_caller_that_hangs_up_frees_the_engine_and_is_recorded(serve, pa
     await until(lambda: service.engine.calls)
     call.cancel()
     await asyncio.wait([call])
-    await service.gateway.drain(timeout=10)
+    await until(lambda: service.gate.num_in_flight == 0)
     assert freed == [True]
     (span,) = await service.spans()
     assert span.attributes[names.ERROR_TYPE] == "client_disconnected"

@@ -276,7 +276,7 @@ async def test_a_server_that_dies_while_it_thinks_is_a_failure(ask, monkeypatch)
 
 async def test_a_server_that_ends_ends_what_is_under_way_and_asks_nobody_again(ask, durable):
     service, provider, http = await ask(lambda seen: Reply(head=False, end="hang"), retries=2)
-    service.server._uvicorn.config.timeout_graceful_shutdown = 0.1
+    service.server._grace = 0.1
     calling = asyncio.create_task(call(service, http))
     await until(lambda: len(provider.seen) == 2)
     await service.server.stop()

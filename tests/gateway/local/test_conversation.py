@@ -52,7 +52,7 @@ class Agent:
         answer = SampledAnswer(0, chat=self.chat, reads_tool_calls=tools is not None)
         answer.finish(sample)
         span_id = f"span-{len(self.turns)}"
-        self.conversations.add_answer(attempt, prompt, answer.message, sample, self.chat.eos_token_ids, span_id)
+        self.conversations.add_answer(attempt, prompt, self.chat, answer.message, sample, span_id)
         self.turns.append((prompt, list(tokens)))
         return answer.message
 
@@ -345,7 +345,7 @@ def test_text_after_a_raw_prompt_begins_without_a_space_of_its_own():
     first = conversations.raw_prompt(ATTEMPT, "m", chat, "The capital")
     tokens = chat.encode_after("The capital", " of")[0]
     sample = Sample(tuple(tokens), (0.0,) * len(tokens), "stop", 0)
-    conversations.add_raw_answer(ATTEMPT, first, chat, " of", sample, "span-0")
+    conversations.add_answer(ATTEMPT, first, chat, {"role": "assistant", "content": " of"}, sample, "span-0")
     second = conversations.raw_prompt(ATTEMPT, "m", chat, "The capital of<Fran")
     assert second.continues
     assert chat.decode(second.token_ids) == "The capital of<Fran"

@@ -197,3 +197,11 @@ async def test_a_constrained_answer_is_sampled_from_its_beginning(serve, store):
 
 async def can_enforce(text, kind="json_schema"):
     return True
+
+
+@pytest.mark.parametrize("branch", ["main", {"rollout_id": "ro-1"}, ["main"]])
+async def test_a_branch_that_is_metadata_of_the_users_own_changes_nothing(serve, store, branch):
+    service = await serve(["one"])
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest({}, metadata={"branch": branch})])
+    service.attempted = await store.dequeue_rollout()
+    assert (await service.ask(ASKED)).choices[0].message.content == "one"

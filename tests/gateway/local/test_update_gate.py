@@ -2,12 +2,12 @@
 
 import asyncio
 import logging
+from contextlib import AsyncExitStack
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentlightning.errors import ConfigError
 from agentlightning.gateway.local import update_gate as gate_module
 from agentlightning.gateway.local.update_gate import UpdateGate, UpdateGates
 
@@ -16,6 +16,13 @@ async def settle():
     """Let everything happen that can."""
     for _ in range(5):
         await asyncio.sleep(0)
+
+
+async def closed(gate: UpdateGate) -> AsyncExitStack:
+    """An update that lasts until `aclose`."""
+    update = AsyncExitStack()
+    await update.enter_async_context(gate.update())
+    return update
 
 
 class Calls:
@@ -58,8 +65,8 @@ def calls(gate):
 
 
 async def test_those_who_wait_are_let_in_in_the_order_they_came_and_before_those_who_come_then(gate, calls):
-    gate.close()
     waiting = [f"early {i}" for i in range(2000)]
+    update = await closed(gate)
     await calls.start(*waiting)
     assert (gate.num_waiting, gate.num_in_flight, calls.entered) == (2000, 0, [])
 
@@ -67,7 +74,7 @@ async def test_those_who_wait_are_let_in_in_the_order_they_came_and_before_those
         await calls.start("late")
 
     late = asyncio.create_task(come_late())  # Runs before any of those who are woken now.
-    gate.open()
+    await update.aclose()
     await late
     await settle()
     assert calls.entered == [*waiting, "late"]
@@ -76,9 +83,8 @@ async def test_those_who_wait_are_let_in_in_the_order_they_came_and_before_those
 
 
 async def test_a_call_that_comes_right_after_the_gate_opens_goes_behind_those_who_have_waited(gate, calls):
-    gate.close()
-    await calls.start("early 1", "early 2")
-    gate.open()
+    async with gate.update():
+        await calls.start("early 1", "early 2")
     visitor = await gate.enter("late")
     assert calls.entered == ["early 1", "early 2"]
     gate.leave(visitor)
@@ -86,36 +92,21 @@ async def test_a_call_that_comes_right_after_the_gate_opens_goes_behind_those_wh
 
 
 async def test_a_call_that_hangs_up_while_it_waits_is_forgotten(gate, calls):
-    gate.close()
-    await calls.start("first", "second", "third")
-    calls.tasks["second"].cancel()
-    await settle()
-    assert gate.num_waiting == 2
-    gate.open()
+    async with gate.update():
+        await calls.start("first", "second", "third")
+        calls.tasks["second"].cancel()
+        await settle()
+        assert gate.num_waiting == 2
     calls.tasks["third"].cancel()  # It is let in already, but has not woken.
     await settle()
     assert (calls.entered, gate.num_in_flight) == (["first"], 1)
     await calls.end("first")
-    await asyncio.wait_for(gate.drain(), 10)
-    gate.close()
-    await calls.start("fourth")
-    calls.tasks["fourth"].cancel()  # It hangs up, and the gate opens before it has noticed.
-    gate.open()
+    async with asyncio.timeout(10), gate.update():
+        await calls.start("fourth")
+        calls.tasks["fourth"].cancel()  # It hangs up, and the gate opens before it has noticed.
     await settle()
     await calls.start("fifth")
     assert calls.entered == ["first", "fifth"]
-
-
-async def test_draining_waits_for_those_inside_and_names_them_when_it_takes_too_long(gate, calls):
-    await calls.start("ro-1 at-1", *(f"other {i}" for i in range(6)))
-    with pytest.raises(TimeoutError, match=r"7 calls were still under way after 0.01 s: ro-1 at-1 \(0 s\).*and 2 more"):
-        await gate.drain(0.01)
-    assert gate.closed
-    drained = asyncio.create_task(gate.drain())
-    await calls.end("ro-1 at-1")
-    assert not drained.done()
-    await calls.end(*(f"other {i}" for i in range(6)))
-    await asyncio.wait_for(drained, 10)
 
 
 async def test_an_update_waits_for_calls_under_way_and_holds_back_those_that_come(gate, calls):
@@ -151,21 +142,22 @@ async def test_in_flight_an_update_waits_for_nobody_and_says_that_calls_go_on(ga
 
 
 async def test_after_its_time_to_drain_an_update_goes_on_under_those_left_and_names_them(gate, calls, caplog):
-    await calls.start("ro-1 at-1")
+    await calls.start("ro-1 at-1", *(f"other {i}" for i in range(6)))
     with caplog.at_level(logging.INFO, gate_module.__name__):
         async with gate.update(drain_seconds=0.01) as under_way:
             assert under_way
-    assert "1 calls go on across the update after 0.01 s: ro-1 at-1" in caplog.text
+    assert "7 calls go on across the update after 0.01 s: ro-1 at-1 (0 s)" in caplog.text
+    assert "and 2 more" in caplog.text
 
 
-async def test_where_answers_cannot_go_on_an_update_waits_as_long_as_it_takes_and_says_for_whom(
+async def test_without_a_time_to_drain_an_update_waits_as_long_as_it_takes_and_says_for_whom(
     gate, calls, caplog, monkeypatch
 ):
     monkeypatch.setattr(gate_module, "WARN_SECONDS", 0.01)
     await calls.start("ro-1 at-1")
 
     async def update():
-        async with gate.update(drain_seconds=0.0, can_go_on=False) as under_way:
+        async with gate.update() as under_way:
             return under_way
 
     updating = asyncio.create_task(update())
@@ -174,27 +166,6 @@ async def test_where_answers_cannot_go_on_an_update_waits_as_long_as_it_takes_an
     assert "for 1 calls: ro-1 at-1" in caplog.text
     await calls.end("ro-1 at-1")
     assert not await updating
-    with pytest.raises(ConfigError, match="leave in_flight false"):
-        async with gate.update(in_flight=True, can_go_on=False):
-            pass
-
-
-async def test_a_pause_outlasts_the_updates_within_it_and_one_that_begins_during_an_update_outlasts_that(gate, calls):
-    gate.close()
-    async with gate.update():
-        await calls.start("first")
-    await settle()
-    assert calls.entered == []
-    async with gate.update():
-        gate.open()
-        await settle()
-        assert calls.entered == []
-        gate.close()
-    await settle()
-    assert calls.entered == []
-    gate.open()
-    await settle()
-    assert calls.entered == ["first"]
 
 
 async def test_updates_of_one_engine_follow_one_another_and_a_failed_one_opens_the_gate(gate, calls):
@@ -237,21 +208,10 @@ async def test_every_engine_has_a_gate_of_its_own():
         assert (asking.entered, other.entered) == ([], ["passes"])
     await settle()
     assert asking.entered == ["waits"]
-    await asking.end("waits")
-    gates.close()
-    await other.start("waits too")
-    late = Calls(gates.of(object()))
-    await late.start("new engine")
-    assert (gates.closed, other.entered, late.entered) == (True, ["passes"], [])
-    with pytest.raises(TimeoutError, match="passes"):
-        await gates.drain(0.01)
-    gates.open()
-    await settle()
-    assert (other.entered, late.entered) == (["passes", "waits too"], ["new engine"])
 
 
 ACTIONS = st.lists(
-    st.tuples(st.sampled_from(["come", "leave", "cancel", "close", "open", "update", "tick"]), st.integers(0, 7)),
+    st.tuples(st.sampled_from(["come", "leave", "cancel", "update", "give up", "tick"]), st.integers(0, 7)),
     max_size=40,
 )
 
@@ -279,21 +239,19 @@ def test_whatever_happens_everybody_passes_in_the_end_and_nobody_during_an_updat
                 calls.ends[names[which % len(names)]].set()
             elif action == "cancel" and names:
                 calls.tasks[names[which % len(names)]].cancel()
-            elif action == "close":
-                gate.close()
-            elif action == "open":
-                gate.open()
             elif action == "update":
                 updates.append(asyncio.create_task(update()))
+            elif action == "give up" and updates:
+                updates[which % len(updates)].cancel()
             else:
                 await asyncio.sleep(0)
-        gate.open()
         for end in calls.ends.values():
             end.set()
         async with asyncio.timeout(10):
-            await asyncio.gather(*updates)
+            ends = await asyncio.gather(*updates, return_exceptions=True)
             await asyncio.gather(*calls.tasks.values(), return_exceptions=True)
-        assert (gate.num_in_flight, gate.num_waiting, gate._num_resuming, gate.closed) == (0, 0, 0, False)
+        assert all(end is None or isinstance(end, asyncio.CancelledError) for end in ends)
+        assert (gate.num_in_flight, gate.num_waiting, gate.closed) == (0, 0, False)
         assert len(calls.entered) == len(set(calls.entered))
         uncancelled = {name for name, task in calls.tasks.items() if not task.cancelled()}
         assert uncancelled <= set(calls.entered)

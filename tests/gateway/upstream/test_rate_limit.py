@@ -1,6 +1,7 @@
 """Promises of limits: nobody is let in beyond them, all wait in order, and none longer than is worth it."""
 
 import asyncio
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream.limits import RateLimiter, TokenBucket
+from agentlightning.gateway.upstream.provider import Provider
 
 
 class Clock:
@@ -18,13 +20,18 @@ class Clock:
         return self.now
 
 
+def limiter(max_concurrency, clock=time.monotonic, **limits):
+    provider = Provider(name="them", base_urls=("http://host/v1",), max_concurrency=max_concurrency, **limits)
+    return RateLimiter(provider, clock)
+
+
 async def settled():
     for _ in range(5):
         await asyncio.sleep(0)
 
 
 async def test_calls_beyond_the_limit_wait_and_go_in_the_order_they_came():
-    limits, order = RateLimiter("them", 2), []
+    limits, order = limiter(2), []
 
     async def one(number):
         await limits.acquire(1)
@@ -42,7 +49,7 @@ async def test_calls_beyond_the_limit_wait_and_go_in_the_order_they_came():
 
 
 async def test_a_call_that_gives_up_lets_the_next_one_go():
-    limits = RateLimiter("them", 1)
+    limits = limiter(1)
     await limits.acquire(1)
     first, second = (asyncio.create_task(limits.acquire(1)) for _ in range(2))
     await settled()
@@ -55,7 +62,7 @@ async def test_a_call_that_gives_up_lets_the_next_one_go():
 @pytest.mark.parametrize("limit", [{"requests_per_minute": 60}, {"tokens_per_minute": 6000}])
 async def test_a_rate_lets_a_minutes_worth_in_at_once_and_the_rest_as_time_passes(limit):
     clock = Clock()
-    limits = RateLimiter("them", 1000, **limit, max_wait_seconds=2, clock=clock)
+    limits = limiter(1000, **limit, max_wait_seconds=2, clock=clock)
     for _ in range(60):
         await limits.acquire(100)
     waiting = asyncio.create_task(limits.acquire(100))
@@ -69,7 +76,7 @@ async def test_a_rate_lets_a_minutes_worth_in_at_once_and_the_rest_as_time_passe
 
 async def test_a_wait_that_is_not_worth_it_is_refused_at_once_with_the_time_to_come_back():
     clock = Clock()
-    limits = RateLimiter("them", 10, requests_per_minute=6, max_wait_seconds=20, clock=clock)
+    limits = limiter(10, requests_per_minute=6, max_wait_seconds=20, clock=clock)
     for _ in range(6):
         await limits.acquire(1)
     waiting = [asyncio.create_task(limits.acquire(1)) for _ in range(2)]
@@ -84,18 +91,18 @@ async def test_a_wait_that_is_not_worth_it_is_refused_at_once_with_the_time_to_c
 
 
 async def test_a_wait_for_calls_under_way_ends_as_well():
-    limits = RateLimiter("them", 1, max_wait_seconds=0.02)
+    limits = limiter(1, max_wait_seconds=0.02)
     await limits.acquire(1)
     with pytest.raises(ApiError, match="1 calls in flight"):
         await limits.acquire(1)
-    impatient = RateLimiter("them", 1, max_wait_seconds=0)
+    impatient = limiter(1, max_wait_seconds=0)
     await impatient.acquire(1)
     with pytest.raises(ApiError):
         await impatient.acquire(1)
 
 
 async def test_tokens_that_were_not_used_are_given_back():
-    limits = RateLimiter("them", 10, tokens_per_minute=100, max_wait_seconds=0, clock=Clock())
+    limits = limiter(10, tokens_per_minute=100, max_wait_seconds=0, clock=Clock())
     await limits.acquire(100)
     with pytest.raises(ApiError):
         await limits.acquire(50)
@@ -104,7 +111,7 @@ async def test_tokens_that_were_not_used_are_given_back():
 
 
 async def test_a_call_that_is_sent_again_counts_twice():
-    limits = RateLimiter("them", 10, requests_per_minute=2, max_wait_seconds=0, clock=Clock())
+    limits = limiter(10, requests_per_minute=2, max_wait_seconds=0, clock=Clock())
     await limits.acquire(1)
     limits.record_retry()
     with pytest.raises(ApiError):

@@ -24,7 +24,6 @@ from agentlightning.chat.tokenizer_archive import pack_tokenizer, probe_tokens
 from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.joining import BASE_PATH, PROTOCOL
 from agentlightning.resources import ProxyLLM
-from agentlightning.server.joining import JoinedPolicies
 from agentlightning.server.serve import serve
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import ScriptedEngine
@@ -104,11 +103,10 @@ async def model_server() -> AsyncGenerator[ScriptedModelServer]:
 
 @asynccontextmanager
 async def hub_of(engines: Mapping[str, Engine]) -> AsyncGenerator[Hub]:
-    store, joined = InMemoryLightningStore(), JoinedPolicies()
+    store = InMemoryLightningStore()
     async with AsyncExitStack() as stack:
         stack.push_async_callback(store.close)
-        stack.push_async_callback(joined.close)
-        server = await stack.enter_async_context(serve(store, engines, secret=SECRET, token=TOKEN, joined=joined))
+        server = await stack.enter_async_context(serve(store, engines, secret=SECRET, token=TOKEN, accepts_runs=True))
         headers = {"authorization": f"Bearer {TOKEN}"}
         client = httpx.AsyncClient(base_url=server.url, headers=headers, timeout=30)
         yield Hub(store, server.url, await stack.enter_async_context(client))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import takewhile
 from typing import Any, Final, Self
@@ -89,7 +90,7 @@ class AgentMatcher:
 
     def __init__(self, rules: Sequence[AgentRule] = ()) -> None:
         self._aliases: dict[str, AgentRule] = {}
-        self._cache: dict[tuple[str | None, ...], Agent] = {}
+        self._find_cached = lru_cache(_MAX_CACHED)(self._find)
         """By the identifying values of a call, which are equal in every call of an agent."""
         for rule in rules:
             for model in rule.models:
@@ -109,21 +110,24 @@ class AgentMatcher:
         system, tools = system_prompt(body), tool_names(body)
         # The meaning of the model name is not cached: runs join and leave, and their models with them.
         alias, model = self.alias(requested if isinstance(requested, str) else None, served)
-        header, baggage = headers.get(HEADER), headers.get("baggage", "")
-        cache_key = (alias, model, header, baggage, system, *tools)
-        if (cached := self._cache.get(cache_key)) is not None:
-            return cached
+        find = self._find_cached if len(system) <= KEY_CHARACTERS else self._find
+        return find(alias, model, headers.get(HEADER), headers.get("baggage", ""), system, tuple(tools))
+
+    def _find(
+        self,
+        alias: str | None,
+        model: str | None,
+        header: str | None,
+        baggage: str,
+        system: str,
+        tools: tuple[str, ...],
+    ) -> Agent:
         in_baggage = read_baggage(baggage).get(AGENT_BAGGAGE)
         candidates = [("the header", header), ("the baggage", in_baggage), ("the model name", alias)]
         names = [(source, name[:MAX_NAME_CHARACTERS]) for source, name in candidates if name]
         name = names[0][1] if names else self._by_pattern(system)
         ignored = tuple(f"agent {other!r} of {source}" for source, other in names if other != name)
-        agent = Agent(name, agent_key(system, tools), model, ignored)
-        if len(system) <= KEY_CHARACTERS:
-            if len(self._cache) >= _MAX_CACHED:
-                self._cache.clear()
-            self._cache[cache_key] = agent
-        return agent
+        return Agent(name, agent_key(system, tools), model, ignored)
 
     def alias(self, model: str | None, served: Container[str] = ()) -> tuple[str | None, str | None]:
         """(agent, model) of a model name: `writer@policy` is the model `policy` for the agent `writer`, and `writer@`

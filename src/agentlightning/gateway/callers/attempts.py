@@ -9,6 +9,11 @@ So an attempt takes calls for at most `check_seconds` after its end, and the tim
 or away, calls rely on what it said for 2.5 times as long; after that, each call asks the store itself, and fails if
 that does. Calls in progress continue then. The watch leaves out attempts that made no call for `idle_seconds`; the next
 call of such an attempt asks the store.
+
+An attempt that branches off another one is given the recorded answers of the calls before the branch, token for token,
+and, where it branches inside an answer, the beginning of that one. A request is answered from the record if its prompt
+is that of a recorded call. The first one that is not ends the replay: from there on, everything is sampled. So an agent
+that does something else this time is served as any other.
 """
 
 from __future__ import annotations
@@ -23,14 +28,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from agentlightning import span as names
 from agentlightning.attempt_address import attempt_trace_id
+from agentlightning.engine.base import FinishReason, Sample, SamplingParams
+from agentlightning.engine.likeliest_tokens import likeliest_from_text
 from agentlightning.errors import StoreError
-from agentlightning.gateway.callers.replay import Replay
 from agentlightning.gateway.errors import ApiError, conflict
 from agentlightning.resources import LLM
 from agentlightning.rollouts import BRANCH, Attempt, Rollout, RolloutMode
 from agentlightning.span import SUPERSEDED, TURN_LIMIT_REACHED, Span
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.util.json_values import loads
+from agentlightning.util.kept_sets import KeptSets
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +55,91 @@ IDLE_SECONDS: Final = 3600.0
 _ATTEMPTS_PER_QUERY: Final = 256
 
 
+# -- recorded answers --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedAnswer:
+    """An answer of another rollout, or its beginning."""
+
+    model: str
+    prompt: tuple[int, ...]
+    begun: tuple[int, ...]
+    """The tokens that the sample goes on from, after the prompt."""
+    sample: Sample | None
+    """None: the rest is to be sampled."""
+    replays: list[str] | None = None
+    """rollout_id and span_id of a whole answer, as it was sampled."""
+    call_ids: tuple[str, ...] = ()
+    """Of its tool calls."""
+
+    @classmethod
+    def of(cls, span: Span, beginning: int | None = None) -> RecordedAnswer:
+        """`beginning`: only so many tokens of it are given again."""
+        found = span.attributes
+        tokens = tuple(found[names.RESPONSE_TOKEN_IDS])
+        reason: FinishReason = "length" if "length" in found.get(names.FINISH_REASONS, ()) else "stop"
+        kept, top = found.get(names.KEPT_SETS), found.get(names.TOP_LOGPROBS)
+        versions: Sequence[int] = found.get(names.POLICY_VERSIONS, ())
+        sample = Sample(
+            tokens,
+            tuple(found[names.LOGPROBS]),
+            reason,
+            found[names.POLICY_VERSION],
+            tuple(zip(versions[::2], versions[1::2], strict=True)),
+            top_logprobs=() if top is None else tuple(likeliest_from_text(top, len(tokens))),
+            kept_sets=None if kept is None else KeptSets.from_text(kept, len(tokens)),
+        )
+        before = tuple(found[names.PROMPT_TOKEN_IDS])
+        place = len(before) - found.get(names.BEGUN, 0)
+        prompt, begun = before[:place], before[place:]
+        model = found[names.RESPONSE_MODEL]
+        if beginning is not None:
+            return cls(model, prompt, begun + tokens[:beginning], None)
+        replays = [*found.get(names.REPLAYS, (span.rollout_id, span.span_id))]
+        return cls(model, prompt, begun, sample, replays, _call_ids(found))
+
+
+@dataclass(slots=True)
+class Replay:
+    """The recorded answers that an attempt has not been given yet, in their order."""
+
+    left: list[RecordedAnswer] = field(default_factory=list[RecordedAnswer])
+
+    def take(
+        self, model: str, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams
+    ) -> tuple[RecordedAnswer | None, bool]:
+        """(the answer to a request, whether the request is the first one that has no recorded answer). One that asks
+        for likeliest tokens is sampled, since the record may have none; and so is the whole of an answer that a grammar
+        describes."""
+        if not self.left:
+            return None, False
+        if len(prompts) == n == 1 and not params.top_logprobs:
+            for answer in self.left:
+                if answer.model == model and answer.prompt == tuple(prompts[0]):
+                    self.left.remove(answer)
+                    if answer.sample is None and params.constraint is not None:
+                        break
+                    return answer, False
+        self.left.clear()
+        return None, True
+
+
+async def load_replay(store: LightningStoreBase, branch: Any) -> Replay:
+    """What is recorded of the calls that a rollout's metadata names under `BRANCH`; those that are gone are sampled.
+    Anything else there is of the user's own."""
+    if not isinstance(branch, dict) or not branch.keys() >= {"rollout_id", "span_ids"}:
+        return Replay()
+    spans = {span.span_id: span for span in await store.query_spans(branch["rollout_id"])}
+    wanted = [(span_id, None) for span_id in branch["span_ids"]] + [*branch.get("kept", {}).items()]
+    return Replay([RecordedAnswer.of(spans[span_id], beginning) for span_id, beginning in wanted if span_id in spans])
+
+
+def _call_ids(attributes: Mapping[str, Any]) -> tuple[str, ...]:
+    messages: Any = loads(attributes[names.OUTPUT_MESSAGES])
+    return tuple(part["id"] for message in messages for part in message["parts"] if part["type"] == "tool_call")
+
+
 @dataclass(slots=True, eq=False)
 class AttemptContext:
     """What a call needs to know of its attempt."""
@@ -59,10 +153,8 @@ class AttemptContext:
     trace_id: str = ""
     mode: RolloutMode | None = None
     """The mode of the rollout."""
-    branch: Mapping[str, Any] | None = None
-    """The calls of another rollout whose recorded answers it is given."""
-    replay: Replay | None = None
-    """These answers, once they were read."""
+    replay: Replay = field(default_factory=Replay)
+    """The answers of another rollout that it is given."""
     answered: int = 0
     """Calls of the policy that were answered or are being answered."""
     worker_id: str | None = None
@@ -210,17 +302,6 @@ class AttemptTable:
         rollout = await self.store.get_rollout_by_id(rollout_id)
         if rollout is None:
             raise _unknown_rollout(rollout_id)
-        return AttemptContext(
-            rollout_id,
-            attempt_id,
-            await self._llms(rollout),
-            rollout.resources_id is not None,
-            attempt_trace_id(attempt_id),
-            rollout.mode,
-            rollout.metadata.get(BRANCH),
-        )
-
-    async def _llms(self, rollout: Rollout) -> dict[str, tuple[str, LLM]]:
         if rollout.resources_id is None:
             update = await self.store.get_latest_resources()
         else:
@@ -231,7 +312,15 @@ class AttemptTable:
                 )
                 raise ApiError(500, message, code="resources_not_found", retry=False)
         resources = update.resources if update else {}
-        return {llm.model: (name, llm) for name, llm in resources.items() if isinstance(llm, LLM)}
+        return AttemptContext(
+            rollout_id,
+            attempt_id,
+            {llm.model: (name, llm) for name, llm in resources.items() if isinstance(llm, LLM)},
+            rollout.resources_id is not None,
+            attempt_trace_id(attempt_id),
+            rollout.mode,
+            await load_replay(self.store, rollout.metadata.get(BRANCH)),
+        )
 
     async def _watch(self) -> None:
         """While the store does not answer, the log says so."""

@@ -32,7 +32,7 @@ from hashlib import blake2b
 from typing import Any, Final, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from agentlightning import span as names
@@ -54,8 +54,7 @@ from agentlightning.attempt_variables import PLACEHOLDER
 from agentlightning.gateway.callers.agents import UNKNOWN, Agent, read_baggage
 from agentlightning.gateway.callers.attempts import AttemptIds, AttemptTable
 from agentlightning.gateway.errors import ApiError, bad_key, conflict
-from agentlightning.ingest.otlp import OtlpReceiver
-from agentlightning.ingest.traces import ids_of_trace
+from agentlightning.ingest.otlp import OtlpReceiver, ids_of_trace
 from agentlightning.transport.connector import is_this_machine
 from agentlightning.util.api_key import api_key
 
@@ -83,16 +82,8 @@ class Hint(NamedTuple):
         return f"{self.attempt_id or self.rollout_id} of the {self.source}"
 
 
-class Claims(NamedTuple):
-    """What the header, the URL and the key of a request name."""
-
-    attempt: AttemptIds | None
-    source: Source | None
-    """Which of them names the attempt."""
-    ignored: list[str]
-    """Other attempts that they name."""
-    worker_id: str | None
-    """The worker that the key belongs to."""
+Named = tuple[AttemptIds, Source]
+"""An attempt, and the part of the request that names it."""
 
 
 def keep_keys(variables: dict[str, str], server_url: str, inherited: Mapping[str, str]) -> None:
@@ -145,27 +136,18 @@ _IDENTITIES: Final = ("idempotency-key", "x-claude-code-session-id", "x-claude-c
 """Claude Code sends no retry count, but repeats a request within a session only if it got no response."""
 
 
-class RequestIdentity(Struct, frozen=True):
-    """A digest of a request, and the number of times its client sent it before."""
-
-    request: str
-    """Equal for equal requests; see `names.REQUEST`."""
-    retries: int
-
-    @classmethod
-    def of(cls, headers: Mapping[str, str], path: str, body: bytes) -> RequestIdentity:
-        """`path` is the API path, without the attempt."""
-        digest = blake2b(body, digest_size=12, key=path.encode()[:64])
-        identities = [headers[name] for name in _IDENTITIES if name in headers]
-        for identity in identities:
-            digest.update(b"\0" + identity.encode())
-        count = headers.get(_RETRIES, "")
-        retries = int(count) if count.isdecimal() and len(count) < 9 else 0
-        return cls(f"{names.SENT_ONCE if identities else ''}{digest.hexdigest()}", retries)
-
-    def attributes(self) -> dict[str, Any]:
-        attributes: dict[str, Any] = {names.REQUEST: self.request}
-        return attributes | {names.RETRIES: self.retries} if self.retries else attributes
+def repeat_attributes(headers: Mapping[str, str], path: str, body: bytes) -> dict[str, Any]:
+    """Attributes of the call's span: a digest, equal for equal requests (`names.REQUEST`), and the number of times its
+    client sent the request before. `path` is the API path, without the attempt."""
+    digest = blake2b(body, digest_size=12, key=path.encode()[:64])
+    identities = [headers[name] for name in _IDENTITIES if name in headers]
+    for identity in identities:
+        digest.update(b"\0" + identity.encode())
+    attributes: dict[str, Any] = {names.REQUEST: f"{names.SENT_ONCE if identities else ''}{digest.hexdigest()}"}
+    count = headers.get(_RETRIES, "")
+    if count.isdecimal() and len(count) < 9 and (retries := int(count)):
+        attributes[names.RETRIES] = retries
+    return attributes
 
 
 logger = logging.getLogger(__name__)
@@ -191,8 +173,8 @@ class Caller(Struct, frozen=True):
     """Contradicting claims that were ignored."""
     agent: Agent = UNKNOWN
     """Set once the body is parsed."""
-    repeat: RequestIdentity | None = None
-    """Set once the body is read."""
+    repeat: dict[str, Any] = field(default_factory=dict[str, Any])
+    """`repeat_attributes`, once the body is read."""
 
     @property
     def attempt(self) -> AttemptIds | None:
@@ -223,8 +205,7 @@ class Caller(Struct, frozen=True):
             names.ATTRIBUTION_IGNORED: [*self.ignored, *agent.ignored],
             names.MODE: self.mode,
         }
-        attributes = {name: value for name, value in attributes.items() if value}
-        return attributes | self.repeat.attributes() if self.repeat else attributes
+        return {name: value for name, value in attributes.items() if value} | self.repeat
 
 
 class Attribution:
@@ -261,29 +242,32 @@ class Attribution:
         Raises ApiError 401 for an invalid, foreign or missing key and for a call that names no attempt; 404 for an
         unknown mode or worker; 409 if the worker runs no attempt, or several and the call does not say which.
         """
-        claims = self._read(headers, path_params)
-        attempt, source, worker_id = claims.attempt, claims.source, claims.worker_id
+        named, worker_id = self._read(headers, path_params)
         traced = _TRACEPARENT.match(headers.get("traceparent", ""))
         trace_id, parent_id = traced.groups() if traced else (None, None)
         hints = _hints(trace_id, headers.get("baggage"))
-        if attempt is None:
-            attempt, source = await self._resolve_attempt(hints, trace_id, worker_id or path_params.get("worker_id"))
+        attempt, source = (
+            named[0]
+            if named
+            else await self._resolve_attempt(hints, trace_id, worker_id or path_params.get("worker_id"))
+        )
         if attempt is not None and worker_id is not None and source != "worker":
             await self._check_worker(worker_id, attempt[1])
         doubt = headers.get(WORK_HEADER)
-        if doubt and (claims.attempt is None or _may_be_stale(path_params)):
+        if doubt and (not named or _may_be_stale(path_params)):
             raise self._refuse(doubt, attempt)
         mode = path_params.get("mode")
-        temperature = None if mode is None else MODE_TEMPERATURES[mode]
+        temperature = MODE_TEMPERATURES.get(mode or "")
         if attempt is None:
             return Caller(trace_id=trace_id, parent_id=parent_id, mode=mode, temperature=temperature)
-        if claims.ignored and claims.attempt is not None and claims.source != "header":
+        others = [f"{ids[1]} of the {part}" for ids, part in named[1:] if ids != attempt]
+        if others and source != "header":
             self.conflicts += 1
             if self.conflicts == 1:
                 logger.warning(
                     "the URL or key of a call names attempt %s, but its context is that of %s; the former is recorded",
-                    claims.attempt[1],
-                    claims.ignored[0],
+                    attempt[1],
+                    others[0],
                 )
         mismatches = [hint for hint in hints if not hint.matches(attempt)]
         if any(hint.source == "trace" for hint in mismatches):  # The trace belongs to another attempt.
@@ -292,8 +276,7 @@ class Attribution:
             self.traces.claim(trace_id, attempt)
         if parent_id is not None and parent_id == root_span_id_of(attempt[1]):  # A placeholder; no such span is stored.
             parent_id = None
-        ignored = (*claims.ignored, *map(str, mismatches))
-        return Caller(*attempt, trace_id, parent_id, source, mode, temperature, ignored)
+        return Caller(*attempt, trace_id, parent_id, source, mode, temperature, (*others, *map(str, mismatches)))
 
     def check_key(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> None:
         """Check a request that is not a model call. Raises ApiError 401 if keys are required and it has none; the
@@ -323,9 +306,12 @@ class Attribution:
 
     # -- claims of a request -----------------------------------------------------------------------------------------
 
-    def _read(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> Claims:
-        """Raises ApiError 401 for an invalid or missing key, 404 for an unknown mode, 409 for a reward function that
-        calls as the agent."""
+    def _read(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> tuple[list[Named], str | None]:
+        """What header, URL and key name: (attempts, of which the first counts; the worker that the key belongs to).
+
+        Raises ApiError 401 for an invalid or missing key, 404 for an unknown mode, 409 for a reward function that calls
+        as the agent.
+        """
         mode = path_params.get("mode")
         if mode is not None and mode not in MODE_TEMPERATURES:
             message = f"the URL has the unknown mode {mode!r}; use one of {', '.join(MODE_TEMPERATURES)}"
@@ -352,12 +338,10 @@ class Attribution:
         candidates: list[tuple[AttemptIds | None, Source]] = [(own, "url" if in_url else "key"), (of_header, "header")]
         if _may_be_stale(path_params):
             candidates.reverse()
-        named: list[tuple[AttemptIds, Source]] = [(ids, source) for ids, source in candidates if ids is not None]
-        attempt, source = named[0] if named else (None, None)
-        if self.requires_key and not has_key and (of_header is None or attempt != of_header):
+        named: list[Named] = [(ids, source) for ids, source in candidates if ids is not None]
+        if self.requires_key and not has_key and (of_header is None or named[0][0] != of_header):
             raise bad_key("this server requires the AGL_KEY of the attempt as the API key")
-        ignored = [f"{ids[1]} of the {other}" for ids, other in named[1:] if ids != attempt]
-        return Claims(attempt, source, ignored, worker_id)
+        return named, worker_id
 
     # -- claims that need the store ----------------------------------------------------------------------------------
 
@@ -367,8 +351,11 @@ class Attribution:
         for hint in hints:
             if (ids := await self._resolve_hint(hint)) is not None:
                 return ids, hint.source
-        if trace_id is not None and (ids := await self._owner_of_trace(trace_id)) is not None:
-            return ids, "trace"
+        if trace_id is not None:
+            # A foreign trace: of the attempt that sent spans of it, or of the one it was stored as.
+            owner = None if self.traces is None else await self.traces.owner_of(trace_id)
+            if owner := owner or await self._resolve_hint(Hint("trace", *ids_of_trace(trace_id))):
+                return owner, "trace"
         if worker_id is not None:
             return await self._attempt_of_worker(worker_id), "worker"
         if not self._allow_unattributed:
@@ -387,12 +374,6 @@ class Attribution:
             found = next(iter(await self._store.get_latest_attempts([hint.rollout_id or ""])), None)
         ids = None if found is None else (found.rollout_id, found.attempt_id)
         return ids if ids is not None and hint.matches(ids) else None
-
-    async def _owner_of_trace(self, trace_id: str) -> AttemptIds | None:
-        """The attempt of a foreign trace: the one that sent spans of it, or the one it was stored as."""
-        if self.traces is not None and (owner := await self.traces.owner_of(trace_id)) is not None:
-            return owner
-        return await self._resolve_hint(Hint("trace", *ids_of_trace(trace_id)))
 
     async def _check_worker(self, worker_id: str, attempt_id: str) -> None:
         """Raises ApiError 401 unless the worker runs the attempt."""

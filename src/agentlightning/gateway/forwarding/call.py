@@ -61,8 +61,7 @@ from agentlightning.gateway.record import (
 )
 from agentlightning.gateway.routing import ModelRoute, ResolvedCall
 from agentlightning.gateway.sampling import OnPolicySampling, is_training
-from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest
-from agentlightning.gateway.upstream.failures import display_text, unreadable_response
+from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest, display_text, unreadable_response
 from agentlightning.gateway.upstream.provider import COUNT_TOKENS_PATH, Price, Provider
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.gateway.upstream.token_bound import estimate_prompt_tokens

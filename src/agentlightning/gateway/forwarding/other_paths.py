@@ -23,7 +23,7 @@ from agentlightning.gateway.dialects.sse import loads
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.http import parse_object, run_to_completion
 from agentlightning.gateway.record import CallRecord, failure_of
-from agentlightning.gateway.upstream.failures import display_text, from_response, from_transport
+from agentlightning.gateway.upstream.call import display_text, from_response, from_transport
 from agentlightning.gateway.upstream.provider import visible_headers
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.span import Span

@@ -39,28 +39,18 @@ class Detokenizer:
         self._before = 0
         self._shown = 0
 
-    def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that is complete now."""
+    def feed(self, token_ids: Sequence[int], is_last: bool = False) -> str:
+        """The text that is complete now; at the end, incomplete characters become U+FFFD."""
         self._tokens.extend(token_ids)
-        text = self._new_text()
-        if text.endswith("�"):
+        if self._shown == len(self._tokens):
+            return ""
+        text = self._chat.decode(self._tokens[self._before :])
+        if self._shown > self._before:
+            text = text[len(self._chat.decode(self._tokens[self._before : self._shown])) :]
+        if text.endswith("�") and not is_last:
             return ""
         self._before, self._shown = self._shown, len(self._tokens)
         return text
-
-    def finish(self) -> str:
-        """The rest of the text; incomplete characters become U+FFFD."""
-        text = self._new_text()
-        self._before = self._shown = len(self._tokens)
-        return text
-
-    def _new_text(self) -> str:
-        if self._shown == len(self._tokens):
-            return ""
-        whole = self._chat.decode(self._tokens[self._before :])
-        if self._shown == self._before:
-            return whole
-        return whole[len(self._chat.decode(self._tokens[self._before : self._shown])) :]
 
 
 class ReasoningFilter:
@@ -177,7 +167,7 @@ class SampledAnswer(Answer):
         events = self.feed(sample.token_ids[self.num_tokens :]) if self.num_tokens < len(sample.token_ids) else []
         self.sample = sample
         self.end(sample.finish_reason)
-        rest = self._stop.feed(self._text.finish()) + self._stop.finish()
+        rest = self._stop.feed(self._text.feed((), is_last=True)) + self._stop.finish()
         self._read(*self._reasoning_filter.feed(rest))
         self._read(*self._reasoning_filter.finish())
         if self.reads_tool_calls:
@@ -187,8 +177,7 @@ class SampledAnswer(Answer):
     @property
     def engine_stops(self) -> tuple[str, ...]:
         """Stop strings for the engine: those of the request, and the end of the only tool call."""
-        closing = self.chat.tool_calls.closing
-        return (*self.stops, closing) if closing and self.stops_after_tool_call else self.stops
+        return (*self.stops, self.chat.tool_calls.closing or "") if self.stops_after_tool_call else self.stops
 
     @property
     def stops_after_tool_call(self) -> bool:

@@ -163,17 +163,13 @@ class Conversations:
         self._max_attempts = max_attempts
         self._max_tokens = max_tokens
         self._attempts: OrderedDict[AttemptIds, _AttemptPaths] = OrderedDict()
-        self._tokens = 0
+        self.tokens = 0
+        """Number of tokens in the cache."""
         self.num_evicted = 0
         """Attempts evicted; their next calls start new paths."""
 
     def __len__(self) -> int:
         return len(self._attempts)
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens in the cache."""
-        return self._tokens
 
     def prompt(
         self,
@@ -193,15 +189,15 @@ class Conversations:
         cut = _suffix_after(chat, messages, tools, length, path.ended) if path else None
         known = path.all_tokens() if path and cut else []
         added = cut and encode_after(chat, cut[0], cut[1] + chat.escape(prefill), len(known), context)
-        if path is None or not added or not added[1]:
-            drift = _resembles_known_answer(memory, digests, messages, 0)
+        continues, reason = path, None
+        if added and added[1]:
+            tokens = known + added[0]
+        else:
             text = chat.render(messages, tools) + chat.escape(prefill)
-            reason = _drift_reason(memory, digests, path is not None) if drift else None
-            tokens = encode_within(chat, text, context)
-            return Prompt(tokens, None, 0, drift, digests, variant, reason, prefill=prefill)
-        drift = _resembles_known_answer(memory, digests, messages, length)
-        reason = "edited" if drift else None
-        return Prompt(known + added[0], path, len(known), drift, digests, variant, reason, prefill=prefill)
+            tokens, known, continues, length = encode_within(chat, text, context), [], None, 0
+        if drift := _resembles_known_answer(memory, digests, messages, length):
+            reason = "edited" if continues else _drift_reason(memory, digests, path is not None)
+        return Prompt(tokens, continues, len(known), drift, digests, variant, reason, prefill=prefill)
 
     def _paths_of(self, attempt: AttemptIds | None) -> _AttemptPaths | None:
         """The paths of an attempt, marked as recently used; None without an attempt."""
@@ -234,80 +230,58 @@ class Conversations:
         return Prompt(prompt, path, len(known), raw=raw)
 
     def add_answer(
-        self,
-        attempt: AttemptIds,
-        prompt: Prompt,
-        answer: Message,
-        sample: Sample,
-        eos_token_ids: frozenset[int],
-        span_id: str,
+        self, attempt: AttemptIds, prompt: Prompt, chat: ChatFormat, answer: Message, sample: Sample, span_id: str
     ) -> None:
-        """Store the path of an answer, so that a later call can continue it."""
+        """Store the path of an answer, as the caller got it, so that a later call can continue it."""
         memory = self._attempts.setdefault(attempt, _AttemptPaths())
         self._attempts.move_to_end(attempt)
-        tokens = prompt.own + array("i", sample.token_ids)
-        ended = bool(sample.token_ids) and sample.token_ids[-1] in eos_token_ids
-        path = TokenPath(prompt.continues, tokens, span_id, ended)
-        if prompt.prefill:  # The caller sees prefill and answer as one message.
-            answer = {**answer, "content": prompt.prefill + (answer.get("content") or "")}
-        memory.paths[extend_digest(prompt.digests[-1], answer), prompt.variant] = path
-        memory.answered.add(prompt.digests[-1])
-        memory.call_ids.update(call["id"] for call in answer.get("tool_calls") or ())
-        self._add_tokens(memory, len(tokens))
-
-    def add_raw_answer(
-        self, attempt: AttemptIds, prompt: Prompt, chat: ChatFormat, shown: str, sample: Sample, span_id: str
-    ) -> None:
-        """Store the path of an answer to a raw prompt. `shown` is the text that the caller got."""
-        memory = self._attempts.setdefault(attempt, _AttemptPaths())
-        self._attempts.move_to_end(attempt)
-        raw, before, drawn = prompt.raw or b"", prompt.own, array("i", sample.token_ids)
-        path = TokenPath(prompt.continues, before + drawn, span_id, ended=True)
-        if raw.startswith(_RAW_TOKENS):
-            memory.raw.add(raw + drawn.tobytes(), path)
+        drawn, shown = array("i", sample.token_ids), prompt.prefill + (answer.get("content") or "")
+        ended = prompt.raw is not None or (bool(drawn) and drawn[-1] in chat.eos_token_ids)
+        path = TokenPath(prompt.continues, prompt.own + drawn, span_id, ended)
+        if prompt.raw is None:
+            if prompt.prefill:  # The caller sees prefill and answer as one message.
+                answer = {**answer, "content": shown}
+            memory.paths[extend_digest(prompt.digests[-1], answer), prompt.variant] = path
+            memory.answered.add(prompt.digests[-1])
+            memory.call_ids.update(call["id"] for call in answer.get("tool_calls") or ())
+        elif prompt.raw.startswith(_RAW_TOKENS):
+            memory.raw.add(prompt.raw + drawn.tobytes(), path)
         else:
             # The next prompt may contain the text that the caller did not get, or may not.
             length, text = _within(chat, sample.token_ids, shown)
-            part = TokenPath(prompt.continues, before + drawn[:length], span_id, ended=True, is_complete=False)
-            memory.raw.add(raw + _utf8(text), part)
-            memory.raw.add(raw + _utf8(chat.decode(sample.token_ids)), path)
-        self._add_tokens(memory, len(path.tokens))
-
-    def _add_tokens(self, memory: _AttemptPaths, tokens: int) -> None:
-        memory.tokens += tokens
-        self._tokens += tokens
-        self._evict()
+            part = TokenPath(prompt.continues, prompt.own + drawn[:length], span_id, ended=True, is_complete=False)
+            memory.raw.add(prompt.raw + _utf8(text), part)
+            memory.raw.add(prompt.raw + _utf8(chat.decode(sample.token_ids)), path)
+        memory.tokens += len(path.tokens)
+        self.tokens += len(path.tokens)
+        while self._attempts and (len(self._attempts) > self._max_attempts or self.tokens > self._max_tokens):
+            self.forget(next(iter(self._attempts)))
+            self.num_evicted += 1
 
     def forget(self, attempt: AttemptIds) -> None:
         """Drop the paths of an attempt that has ended."""
         if memory := self._attempts.pop(attempt, None):
-            self._tokens -= memory.tokens
-
-    def _evict(self) -> None:
-        while self._attempts and (len(self._attempts) > self._max_attempts or self._tokens > self._max_tokens):
-            _, memory = self._attempts.popitem(last=False)
-            self._tokens -= memory.tokens
-            self.num_evicted += 1
-
-
-def encode_within(chat: ChatFormat, text: str, room: int | None, context: int | None = None) -> list[int]:
-    """The tokens of a rendered text. Raises ContextLengthError, before encoding, if they certainly exceed `room`, the
-    rest of `context`."""
-    _check_length(chat, text, room, context)
-    return chat.encode(text)
+            self.tokens -= memory.tokens
 
 
 def encode_after(chat: ChatFormat, before: str, text: str, known: int, context: int | None) -> tuple[list[int], bool]:
-    """`ChatFormat.encode_after`, and ContextLengthError as `encode_within` raises it, after `known` tokens."""
-    _check_length(chat, text, context and context - known, context)
+    """`ChatFormat.encode_after`, after `known` tokens. Raises ContextLengthError as `_check_length` does."""
+    _check_length(chat, text, known, context)
     return chat.encode_after(before, text)
 
 
-def _check_length(chat: ChatFormat, text: str, room: int | None, context: int | None) -> None:
-    if room is not None and (count := chat.min_token_count(text, room)) > room:
+def encode_within(chat: ChatFormat, text: str, context: int | None) -> list[int]:
+    """The tokens of a rendered text. Raises ContextLengthError as `_check_length` does."""
+    _check_length(chat, text, 0, context)
+    return chat.encode(text)
+
+
+def _check_length(chat: ChatFormat, text: str, known: int, context: int | None) -> None:
+    """Raises ContextLengthError, before encoding, if `known` tokens and those of a text certainly exceed `context`."""
+    if context is not None and (count := known + chat.min_token_count(text, context - known)) > context:
         raise ContextLengthError(
-            f"the prompt has more than {count + (context or room) - room} tokens and the context holds "
-            f"{context or room}; shorten the prompt, or use a model with a longer context"
+            f"the prompt has more than {count} tokens and the context holds {context}; shorten the prompt, or use a "
+            "model with a longer context"
         )
 
 

@@ -23,9 +23,13 @@ from agentlightning.engine.base import Engine, Sample, SamplingParams
 from agentlightning.engine.likeliest_tokens import likeliest_to_text
 from agentlightning.errors import AgentLightningError, ConfigError, ContextLengthError, PolicyError
 from agentlightning.gateway.answer import Answer, Event, Usage
-from agentlightning.gateway.callers.attempts import AttemptContext, AttemptIds, AttemptTable
+from agentlightning.gateway.callers.attempts import (
+    AttemptContext,
+    AttemptIds,
+    AttemptTable,
+    RecordedAnswer,
+)
 from agentlightning.gateway.callers.attribution import Caller
-from agentlightning.gateway.callers.replay import RecordedAnswer, load_replay
 from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import ReplyMetadata, ReplyWriter, Request
 from agentlightning.gateway.dialects.common import apply_resource_params, refuse_unsupported
@@ -130,7 +134,10 @@ class LocalService:
         self.counters.unattributed += caller.attempt is None
         self.counters.continued += sum(prompt.continues is not None for prompt in prompts)
         self.counters.drift += sum(prompt.drift for prompt in prompts)
-        again, differs = await self._replay(context, model, prompts, params, request.n)
+        again, differs = None, False
+        if context is not None:
+            tokens_of = [prompt.token_ids for prompt in prompts]
+            again, differs = context.replay.take(model, tokens_of, request.n, params)
         if begun := again and again.begun:
             prompts = [replace(prompts[0], token_ids=[*prompts[0].token_ids, *begun])]
         shown, recorded = params.top_logprobs, settings.record_top_logprobs if caller.attempt else 0
@@ -177,17 +184,6 @@ class LocalService:
                 names.TURN_LIMIT: None if context is None else context.begin_turn(model),
             },
         )
-
-    async def _replay(
-        self, context: AttemptContext | None, model: str, prompts: Sequence[Prompt], params: SamplingParams, n: int
-    ) -> tuple[RecordedAnswer | None, bool]:
-        """See `Replay.take`."""
-        if context is None or context.branch is None:
-            return None, False
-        if context.replay is None:
-            loaded = await load_replay(self.store, context.branch)
-            context.replay = context.replay or loaded  # Another call may have loaded it meanwhile.
-        return context.replay.take(model, [prompt.token_ids for prompt in prompts], n, params)
 
     async def _read_request(self, call: ResolvedCall, size: int) -> Request:
         lookup = self.responses.lookup(call.caller.attempt)
@@ -281,8 +277,10 @@ class LocalCall:
     """All answers are complete. From here on the call must not be cancelled."""
     end_reason: BaseException | None = field(default=None, init=False)
     """What cancelled the call."""
-    _events: asyncio.Queue[tuple[Answer, Event] | None] = field(default_factory=asyncio.Queue, init=False)
-    """Events of a streamed reply; None once the sampling has ended."""
+    _events: list[tuple[Answer, Event]] = field(default_factory=list[tuple[Answer, Event]], init=False)
+    """Of a streamed reply, not sent yet."""
+    _progress: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    """Set with each of these, and once the sampling has ended."""
 
     @property
     def attempt(self) -> AttemptIds | None:
@@ -293,23 +291,19 @@ class LocalCall:
     async def run(self, writer: ResponseWriter) -> None:
         """Sample, record and send the reply: events while it is sampled if the client streams, else one JSON body.
         Raises what the engine or the store raises."""
-        try:
-            await self._run(writer)
-        finally:
-            # A call that failed does not count against the limit on turns.
-            if self.context is not None and self.marks[names.TURN_LIMIT] is not None and not self.is_sampled:
-                self.context.undo_turn()
-
-    async def _run(self, writer: ResponseWriter) -> None:
         reply, stream, answers = self.reply, self.request.stream, [choice.answer for choice in self.choices]
         opened, sampling = False, asyncio.ensure_future(self._sample_and_record())
-        sampling.add_done_callback(lambda _: self._events.put_nowait(None))
+        sampling.add_done_callback(lambda _: self._progress.set())
         try:
             with writer.kept_alive() if stream else nullcontext():
-                while (event := await self._events.get()) is not None:
-                    start = b"" if opened else reply.start(answers)
-                    await writer.send_events(start + self._take_all(event))
-                    opened = True
+                while not sampling.done() or self._events:
+                    await self._progress.wait()
+                    self._progress.clear()
+                    events, self._events = self._events, []
+                    if events:  # Sent with one write.
+                        start = b"" if opened else reply.start(answers)
+                        await writer.send_events(b"".join([start, *(reply.event(*each) for each in events)]))
+                        opened = True
                 await sampling
             if stream:
                 ending = (b"" if opened else reply.start(answers)) + reply.end(answers)
@@ -324,18 +318,10 @@ class LocalCall:
             self.end_reason = error
             raise
         finally:
+            # A call that failed does not count against the limit on turns.
+            if self.context is not None and self.marks[names.TURN_LIMIT] is not None and not self.is_sampled:
+                self.context.undo_turn()
             await self._finish(sampling)
-
-    def _take_all(self, first: tuple[Answer, Event]) -> bytes:
-        """All events so far, to be sent with one write."""
-        parts = [self.reply.event(*first)]
-        while not self._events.empty():
-            event = self._events.get_nowait()
-            if event is None:
-                self._events.put_nowait(None)
-                break
-            parts.append(self.reply.event(*event))
-        return b"".join(parts)
 
     async def _finish(self, sampling: asyncio.Future[None]) -> None:
         """Leave no task running. Complete answers are recorded even if the client has disconnected."""
@@ -390,8 +376,9 @@ class LocalCall:
         answer, stream = choice.answer, self.request.stream
 
         def show(events: Sequence[Event]) -> None:
-            for event in events if stream else ():
-                self._events.put_nowait((answer, event))
+            if stream and events:
+                self._events += [(answer, event) for event in events]
+                self._progress.set()
 
         def receive(token_ids: Sequence[int], logprobs: Sequence[float] = (), tops: Sequence[TopLogprobs] = ()) -> None:
             show(answer.feed(token_ids, logprobs, tops))
@@ -425,7 +412,7 @@ class LocalCall:
 
     def _remember_answers(self) -> None:
         """Count the tokens, and let later calls of the attempt continue the answers."""
-        chat, attempt, service = self.engine.chat, self.attempt, self.service
+        attempt, service = self.attempt, self.service
         prompts = {id(choice.prompt): choice.prompt for choice in self.choices}
         service.counters.prompt_tokens += sum(len(prompt.token_ids) for prompt in prompts.values())
         for choice in self.choices:
@@ -433,12 +420,8 @@ class LocalCall:
             if (sample := answer.sample) is None:
                 continue
             service.counters.response_tokens += len(sample.token_ids)
-            if attempt is None:
-                continue
-            if prompt.raw is not None:
-                service.conversations.add_raw_answer(attempt, prompt, chat, answer.content, sample, span_id)
-            else:
-                service.conversations.add_answer(attempt, prompt, answer.message, sample, chat.eos_token_ids, span_id)
+            if attempt is not None:
+                service.conversations.add_answer(attempt, prompt, self.engine.chat, answer.message, sample, span_id)
 
     # -- the record ------------------------------------------------------------------------------------------------
 

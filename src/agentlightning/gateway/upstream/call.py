@@ -9,6 +9,11 @@ reads the response.
         async for events in call.events()     or its events as they arrive; raises ApiError
         call.settle(Usage(...))               its usage
     call.attributes()                         for its span, failed or not
+
+Failures become errors for the caller, without credentials. A provider with `retries` is retried here: its errors carry
+`x-should-retry: false`, since further retries by the client would multiply the load of an outage. Without `retries`,
+and while the retry budget is empty, the client decides by the status. What the provider itself says in
+`x-should-retry` is respected and passed on.
 """
 
 from __future__ import annotations
@@ -16,22 +21,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Final, Literal, Self
 
 from agentlightning import span as names
 from agentlightning.gateway.answer import Usage
 from agentlightning.gateway.dialects.base import ApiPath
-from agentlightning.gateway.dialects.sse import EventTooLongError, SSEDecoder, event_data
+from agentlightning.gateway.dialects.sse import EventTooLongError, SSEDecoder, event_data, loads
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.upstream.failures import Failure, from_response, from_transport, unreadable_response
 from agentlightning.gateway.upstream.limits import Reservation
-from agentlightning.gateway.upstream.provider import Price, visible_headers
-from agentlightning.gateway.upstream.servers import ProviderServer, ServerPool
+from agentlightning.gateway.upstream.provider import Price, Provider, visible_headers
+from agentlightning.gateway.upstream.servers import HIDDEN, ProviderServer, ServerPool, redact_text
 from agentlightning.gateway.upstream.token_bound import max_prompt_tokens
 from agentlightning.transport import Headers, Response, TransportError
+from agentlightning.transport.base import CONTEXT_ERROR, error_fields, retry_after
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +67,114 @@ class UpstreamRequest:
     """The price of the route; None: the provider's."""
     model: str = ""
     """The provider's name of the model, which rate limits refer to."""
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+_RETRYABLE: Final = frozenset({408, 409, 429})
+"""Statuses below 500 that the SDKs of OpenAI and Anthropic retry; they retry all from 500."""
+_KEY: Final = re.compile(r"api[ _-]?key|access token|credentials?\b", re.IGNORECASE)
+_REFUSED: Final = re.compile(
+    r"invalid|incorrect|not valid|expired|revoked|missing|no such|unknown|wrong", re.IGNORECASE
+)
+_MASKED: Final = re.compile(r"\S*\*{3}\S*")
+"""What a provider shows of a key that it refuses."""
+_MAX_MESSAGE_CHARS: Final = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A failed try."""
+
+    api_error: ApiError
+    """The error for the caller if there is no further try."""
+    is_retryable: bool = False
+    """Whether another try may succeed."""
+    counts_against_health: bool = False
+    """Whether the server counts as unhealthy for it."""
+    unreachable: bool = False
+    retry_after_seconds: float | None = None
+    """Seconds without calls that the server asked for."""
+
+
+def from_transport(provider: Provider, error: TransportError) -> Failure:
+    """The failure of a try without a response."""
+    subject = f"the provider {provider.name!r}"
+    text = display_text(provider, str(error))
+    if error.reason == "timeout":
+        message = f"{subject} sent nothing for {provider.timeout_seconds:g} s: {text}"
+        api_error = ApiError(504, message, code="provider_timeout", retry=provider.final)
+        return Failure(api_error, counts_against_health=True)
+    problem, code = {
+        "tls": ("cannot be reached over TLS", "provider_tls"),
+        "proxy": ("cannot be reached through its proxy", "proxy_refused"),
+        "connect": ("cannot be reached", "provider_unreachable"),
+        "closed": ("closed the connection before its response was complete", "provider_closed"),
+        "protocol": ("sent an invalid HTTP response", "provider_protocol"),
+    }[error.reason]
+    api_error = ApiError(502, f"{subject} {problem}: {text}", code=code, retry=provider.final)
+    return Failure(
+        api_error,
+        is_retryable=error.reason in ("connect", "closed"),
+        counts_against_health=error.reason != "proxy",
+        unreachable=error.reason in ("connect", "tls"),
+    )
+
+
+def from_response(provider: Provider, status: int, headers: Headers, body: bytes) -> Failure:
+    """The failure of a try with an error response."""
+    subject = f"the provider {provider.name!r}"
+    text, code, param = (text and display_text(provider, text) for text in error_fields(body, loads))
+    if status == 401 or (status == 403 and _KEY.search(f"{code} {text}") and _REFUSED.search(f"{code} {text}")):
+        # It is not the caller's key, so it must not see what the provider shows of it.
+        shown = _MASKED.sub(HIDDEN, (text or "").replace(provider.key() or HIDDEN, HIDDEN))
+        has_key = provider.key() or provider.headers
+        given = "the configured API key" if has_key else "the call, for which no API key is configured"
+        message = f"{subject} rejected {given} (status {status})" + (f": {shown}" if shown else "")
+        api_error = ApiError(502, message, code="provider_key_refused", retry=False)
+        return Failure(api_error)
+    if status == 407:  # Addressed to the client of the proxy, which is the gateway.
+        message = f"{subject} cannot be reached through its proxy: it requires other credentials"
+        api_error = ApiError(502, message, code="proxy_refused", retry=provider.final)
+        return Failure(api_error)
+    after, hint = retry_after(headers), dict(headers).get(b"x-should-retry")
+    should_retry = {b"true": True, b"false": False}.get(hint or b"")
+    message = text or f"{subject} responded with status {status}"
+    failed = status >= 500
+    if status < 400:
+        failed, status, code = True, 502, "provider_protocol"
+        should_retry = False
+    elif failed:
+        code = code or "provider_error"
+    elif code is None and status in (400, 413, 422) and CONTEXT_ERROR.search(message):
+        code = "context_length_exceeded"
+    api_error = ApiError(
+        status,
+        message,
+        code=code,
+        param=param,
+        retry=provider.final if should_retry is None else should_retry,
+        retry_after=after,
+    )
+    retryable = failed or status in _RETRYABLE
+    return Failure(
+        api_error,
+        is_retryable=retryable if should_retry is None else should_retry,
+        counts_against_health=failed,
+        retry_after_seconds=after,
+    )
+
+
+def unreadable_response(provider: Provider, problem: str) -> ApiError:
+    """The error for a complete response that cannot be parsed."""
+    message = f"the provider {provider.name!r} sent an unreadable response: {display_text(provider, problem)}"
+    return ApiError(502, message, code="provider_protocol", retry=provider.final)
+
+
+def display_text(provider: Provider, text: str) -> str:
+    """A text of a provider for agents and spans: without secrets, and of limited length."""
+    text = redact_text(provider, text)
+    return text if len(text) <= _MAX_MESSAGE_CHARS else text[:_MAX_MESSAGE_CHARS] + "..."
 
 
 GATHER_SECONDS: Final = 0.02
@@ -145,10 +258,9 @@ class UpstreamCall:
         if self.usage is None:
             output_tokens = self._num_events or len(self.body) // _BYTES_PER_TOKEN
             self.usage = usage or Usage(self._max_prompt_tokens // 2, output_tokens)
-            self._charge(self.usage)
-            self._release()
+            self._charge(self.usage, is_last=True)
 
-    def _charge(self, usage: Usage) -> None:
+    def _charge(self, usage: Usage, *, is_last: bool = False) -> None:
         """Record what a try costs."""
         self._charged += usage
         dollars, tokens = self._spend_of(usage)
@@ -156,7 +268,8 @@ class UpstreamCall:
             self.cost = (self.cost or 0.0) + dollars
             self._pool.dollars += dollars
         if self._reservation is not None:
-            self._reservation.spend(dollars, tokens)
+            record = self._reservation.settle if is_last else self._reservation.spend
+            record(dollars, tokens)
 
     def _charge_lost(self) -> None:
         """Record a response that broke off, by its Content-Length or else by the output limit."""
@@ -196,16 +309,14 @@ class UpstreamCall:
         try:
             await self._send()
         except BaseException:
-            await self._end()
+            self._end()
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self.usage is None and self._response is not None:
             self.settle(None)  # Cut off or unreadable, but sampled, so it will be charged.
-        await self._end()
+        self._end()
 
     async def events(self) -> AsyncIterator[list[bytes]]:
         """The events of a streamed response, grouped by read. Raises ApiError if the stream breaks off or an event is
@@ -272,15 +383,19 @@ class UpstreamCall:
         try:
             failure = await self._exchange(server)
         except TransportError as error:
-            failure = self._transport_failure(error)
+            if 200 <= self.status < 300:
+                self._charge_lost()
+            else:
+                self._unanswered = error.reason == "timeout"
+            failure = from_transport(self._provider, error)
         except BaseException:
             self._unanswered = True
-            await self._close_response()
+            self._close_response()
             raise
         if failure is None:
             server.record_success()
             return None
-        await self._close_response()
+        self._close_response()
         self._update_health(failure)
         return failure
 
@@ -295,7 +410,6 @@ class UpstreamCall:
             timeout_seconds=provider.timeout_seconds,
         )
         self.status, self.headers = response.status, response.headers
-        await response.__aenter__()
         if not 200 <= response.status < 300:
             return from_response(provider, response.status, response.headers, await response.read())
         if request.stream:
@@ -305,17 +419,16 @@ class UpstreamCall:
             self.body = self._pool.redactor.redact_body(await response.read())
         return None
 
-    async def _close_response(self) -> None:
+    def _close_response(self) -> None:
         if self._server is not None:
             self._server.requests.discard(self)
         response, self._response, self._chunks = self._response, None, None
         if response is not None:
-            await response.__aexit__(None, None, None)
+            response.close()
 
-    async def _end(self) -> None:
+    def _end(self) -> None:
         """Close the response, settle what is open, and release the rate limit and the reservation."""
-        if self._response is not None:
-            await self._close_response()
+        self._close_response()
         if self._unanswered and self.usage is None:
             self.settle(None)  # The provider read the prompt, and will charge for it.
         self._pool.rate_limiter.release(self._estimated_tokens, self._charged.tokens)
@@ -324,13 +437,6 @@ class UpstreamCall:
     def _release(self) -> None:
         if self._reservation is not None:
             self._reservation.release()
-
-    def _transport_failure(self, error: TransportError) -> Failure:
-        if 200 <= self.status < 300:
-            self._charge_lost()
-        else:
-            self._unanswered = error.reason == "timeout"
-        return from_transport(self._provider, error)
 
     def _update_health(self, failure: Failure) -> None:
         """Record a failure with its server."""

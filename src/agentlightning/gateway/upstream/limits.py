@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import mmap
 import os
 import struct
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ from pydantic import PositiveFloat
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.upstream.provider import PrivateSection
+from agentlightning.gateway.upstream.provider import PrivateSection, Provider
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.util.file_lock import lock_file
@@ -84,7 +82,7 @@ class Budgets:
         self._spend_file = (
             _SpendFile(Path(path)) if path is not None and (self.config.dollars or self.config.tokens) else None
         )
-        self.total = self._spend_file.read() if self._spend_file else Account()
+        self.total = self._spend_file.found if self._spend_file else Account()
         self.num_rejected = 0
         """Rejected calls."""
         self._rollouts: dict[str, Account] = {}
@@ -108,10 +106,24 @@ class Budgets:
 
     def check(self, account: Account, rollout_id: str, dollars: float, tokens: int) -> None:
         """Raises ApiError 402 if the amount exceeds the budget of the server or of the rollout, if there is one."""
-        self._check(self.total, dollars, tokens, self.config.dollars, self.config.tokens, "this server")
+        config, reserved = self.config, ""
+        limits = [(self.total, "this server", config.dollars, config.tokens)]
         if rollout_id:
-            limits = (self.config.rollout_dollars, self.config.rollout_tokens)
-            self._check(account, dollars, tokens, *limits, f"rollout {rollout_id!r}")
+            limits.append((account, f"rollout {rollout_id!r}", config.rollout_dollars, config.rollout_tokens))
+        for each, owner, max_dollars, max_tokens in limits:
+            if max_dollars is not None and each.dollars + each.reserved_dollars + dollars > max_dollars:
+                used, wanted = f"${each.dollars:.4f} of ${max_dollars:g}", f"cost ${dollars:.4f}"
+                reserved = each.reserved_dollars and f"${each.reserved_dollars:.4f}"
+            elif max_tokens is not None and each.tokens + each.reserved_tokens + tokens > max_tokens:
+                used, wanted = f"{each.tokens} of {max_tokens} tokens", f"use {tokens}"
+                reserved = each.reserved_tokens
+            else:
+                continue
+            self.num_rejected += 1
+            held = f" and has {reserved} reserved for calls in flight" if reserved else ""
+            message = f"the budget of {owner} is spent: it has used {used}{held}; this call may {wanted}."
+            hint = "Ask for fewer tokens, or raise the budget"
+            raise ApiError(402, f"{message} {hint}", code="budget_exceeded", retry=False)
 
     def forget(self, rollout_id: str) -> None:
         """Drop the account of a rollout without calls in flight; it can be read from its spans again."""
@@ -128,31 +140,6 @@ class Budgets:
         """Write the total of the server to its file."""
         if self._spend_file is not None:
             self._spend_file.write(self.total)
-
-    def _check(
-        self,
-        account: Account,
-        dollars: float,
-        tokens: int,
-        max_dollars: float | None,
-        max_tokens: int | None,
-        owner: str,
-    ) -> None:
-        reserved = ""
-        if max_dollars is not None and account.dollars + account.reserved_dollars + dollars > max_dollars:
-            used, wanted = f"${account.dollars:.4f} of ${max_dollars:g}", f"cost ${dollars:.4f}"
-            if account.reserved_dollars:
-                reserved = f"${account.reserved_dollars:.4f}"
-        elif max_tokens is not None and account.tokens + account.reserved_tokens + tokens > max_tokens:
-            used, wanted = f"{account.tokens} of {max_tokens} tokens", f"use {tokens}"
-            if account.reserved_tokens:
-                reserved = str(account.reserved_tokens)
-        else:
-            return
-        self.num_rejected += 1
-        held = reserved and f" and has {reserved} reserved for calls in flight"
-        message = f"the budget of {owner} is spent: it has used {used}{held}; this call may {wanted}."
-        raise ApiError(402, f"{message} Ask for fewer tokens, or raise the budget", code="budget_exceeded", retry=False)
 
     async def _read(self, rollout_id: str) -> Account:
         """What a rollout has spent, from its spans."""
@@ -196,84 +183,72 @@ class Reservation:
         self._budgets, self._account, self._rollout_id = budgets, account, rollout_id
         self._dollars, self._tokens = dollars, tokens
         self._open = True
-        self._reserve(1)
+        self._record(reservations=1)
 
     def spend(self, dollars: float, tokens: int) -> None:
         """Record the cost of a try."""
-        self._add(dollars, tokens)
-        self._budgets.persist()
-
-    def _add(self, dollars: float, tokens: int) -> None:
-        for account in (self._account, self._budgets.total):
-            account.dollars += dollars
-            account.tokens += tokens
+        self._record(dollars, tokens)
 
     def check(self) -> None:
         """Raises ApiError 402 if the budget is spent."""
         self._budgets.check(self._account, self._rollout_id, 0.0, 0)
 
     def settle(self, dollars: float, tokens: int) -> None:
-        """Record the cost of the last try, and end the reservation."""
+        """Record the cost of the last try, and end the reservation: in one write, since a crash between two would count
+        the call twice."""
         if self._open:
-            self._add(dollars, tokens)  # written with the release: a crash in between would count the call twice
-            self.release()
+            self._open = False
+            self._record(dollars, tokens, -1)
 
     def release(self) -> None:
         """End the reservation without further cost. Idempotent."""
-        if self._open:
-            self._open = False
-            self._reserve(-1)
+        self.settle(0.0, 0)
 
-    def _reserve(self, sign: int) -> None:
+    def _record(self, dollars: float = 0.0, tokens: int = 0, reservations: int = 0) -> None:
         for account in (self._account, self._budgets.total):
-            account.reserved_dollars += sign * self._dollars
-            account.reserved_tokens += sign * self._tokens
+            account.dollars += dollars
+            account.tokens += tokens
+            account.reserved_dollars += reservations * self._dollars
+            account.reserved_tokens += reservations * self._tokens
         self._budgets.persist()
 
 
 class _SpendFile:
-    """The total spend, in a memory-mapped file that survives a killed process.
+    """The total spend, in a file that survives a killed process.
 
-    Written twice for each call on the event loop, so a write must be cheap: 0.1 microseconds, where `os.replace` of a
+    Written twice for each call on the event loop, so a write must be cheap: some microseconds, where `os.replace` of a
     new file takes a millisecond on a busy disk. The lock on the file also requires that it is not replaced.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            path.touch(0o600)
+            self._file = path.open("r+b", buffering=0)
         except OSError as error:
             raise ConfigError(f"the budget file {str(path)!r} cannot be opened: {error}; set budget.file") from error
         try:
-            self._map = self._open()
+            if not lock_file(self._file.fileno()):
+                raise ConfigError(
+                    f"the budget file {str(path)!r} is in use by another server; give each its own budget.file"
+                )
+            found = self._file.read() or _LAYOUT.pack(_MAGIC, 0.0, 0.0)
+            if len(found) != _LAYOUT.size or not found.startswith(_MAGIC):
+                raise ConfigError(f"{str(path)!r} is not a budget file; set budget.file to another, or remove it")
         except BaseException:
-            os.close(self._file)
+            self.close()
             raise
-
-    def _open(self) -> mmap.mmap:
-        if not lock_file(self._file):
-            raise ConfigError(
-                f"the budget file {str(self._path)!r} is in use by another server; give each its own budget.file"
-            )
-        if os.fstat(self._file).st_size == 0:
-            os.write(self._file, _LAYOUT.pack(_MAGIC, 0.0, 0.0))
-        mapped = mmap.mmap(self._file, 0)
-        if len(mapped) != _LAYOUT.size or mapped[: len(_MAGIC)] != _MAGIC:
-            raise ConfigError(f"{str(self._path)!r} is not a budget file; set budget.file to another, or remove it")
-        return mapped
-
-    def read(self) -> Account:
-        _, dollars, tokens = _LAYOUT.unpack_from(self._map)
-        return Account(dollars, int(tokens))
+        _, dollars, tokens = _LAYOUT.unpack(found)
+        self.found = Account(dollars, int(tokens))
+        """The total so far."""
 
     def write(self, account: Account) -> None:
         total = (account.dollars + account.reserved_dollars, float(account.tokens + account.reserved_tokens))
-        self._map[:] = _LAYOUT.pack(_MAGIC, *total)  # `pack_into` writes zeros first, which a crash would leave
+        self._file.seek(0)
+        self._file.write(_LAYOUT.pack(_MAGIC, *total))  # at once: a killed process leaves no half of it
 
     def close(self) -> None:
-        self._map.close()
-        os.close(self._file)
+        self._file.close()
 
 
 # -- rates -------------------------------------------------------------------------------------------------------------
@@ -310,21 +285,11 @@ class TokenBucket:
 class RateLimiter:
     """The limits of one provider: `acquire` before a call, `release` after it."""
 
-    def __init__(
-        self,
-        provider_name: str,
-        max_concurrency: int,
-        requests_per_minute: int | None = None,
-        tokens_per_minute: int | None = None,
-        max_wait_seconds: float = 60.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, provider: Provider, clock: Callable[[], float]) -> None:
         self.in_flight = 0
-        self._provider_name = provider_name
-        self._max_concurrency = max_concurrency
-        self._requests = TokenBucket(requests_per_minute, clock)
-        self._tokens = TokenBucket(tokens_per_minute, clock)
-        self._max_wait_seconds = max_wait_seconds
+        self._provider, self._max_wait_seconds = provider, provider.max_wait_seconds
+        self._requests = TokenBucket(provider.requests_per_minute, clock)
+        self._tokens = TokenBucket(provider.tokens_per_minute, clock)
         self._waiting: list[int] = []
         """The estimates of the calls that wait."""
         self._turn = asyncio.Lock()
@@ -339,25 +304,22 @@ class RateLimiter:
         """Wait until a call with an estimate of `tokens` may start. Raises ApiError 429 if that would take too long."""
         if not self._waiting and self._may_start(tokens):
             return self._record_start(tokens)
-        seconds = self._seconds_in_queue(tokens)
+        # The duration of the calls in flight is unknown.
+        queued = self._tokens.seconds_for(tokens + sum(self._waiting))
+        seconds = max(self._requests.seconds_for(len(self._waiting) + 1), queued)
         if seconds > self._max_wait_seconds or self._max_wait_seconds == 0:
             raise self._limit_error(seconds)
-        try:
-            async with asyncio.timeout(self._max_wait_seconds):
-                await self._wait(tokens)
-        except TimeoutError:
-            raise self._limit_error(1.0) from None
-
-    async def _wait(self, tokens: int) -> None:
         self._waiting.append(tokens)
         try:
-            async with self._turn:
+            async with asyncio.timeout(self._max_wait_seconds), self._turn:
                 while not self._may_start(tokens):
                     self._released.clear()
                     with suppress(TimeoutError):
                         async with asyncio.timeout(self._seconds_until(tokens) or None):
                             await self._released.wait()
                 self._record_start(tokens)
+        except TimeoutError:
+            raise self._limit_error(1.0) from None
         finally:
             self._waiting.remove(tokens)
 
@@ -372,7 +334,7 @@ class RateLimiter:
         self._released.set()
 
     def _may_start(self, tokens: int) -> bool:
-        return self.in_flight < self._max_concurrency and self._seconds_until(tokens) == 0
+        return self.in_flight < self._provider.max_concurrency and self._seconds_until(tokens) == 0
 
     def _record_start(self, tokens: int) -> None:
         self.in_flight += 1
@@ -382,14 +344,9 @@ class RateLimiter:
     def _seconds_until(self, tokens: int) -> float:
         return max(self._requests.seconds_until(1), self._tokens.seconds_until(tokens))
 
-    def _seconds_in_queue(self, tokens: int) -> float:
-        """Seconds until the rates allow a new call. The duration of the calls in flight is unknown."""
-        tokens += sum(self._waiting)
-        return max(self._requests.seconds_for(len(self._waiting) + 1), self._tokens.seconds_for(tokens))
-
     def _limit_error(self, seconds: float) -> ApiError:
         message = (
-            f"the provider {self._provider_name!r} is at its configured limits: {self.in_flight} calls in flight, "
+            f"the provider {self._provider.name!r} is at its configured limits: {self.in_flight} calls in flight, "
             f"{self.num_waiting} waiting; try again in {math.ceil(seconds)} s"
         )
         return ApiError(429, message, code="rate_limit_exceeded", retry=True, retry_after=max(1, math.ceil(seconds)))

@@ -47,6 +47,7 @@ _VISIBLE_HEADERS: Final = frozenset(
 _REQUEST_IDS: Final = {b"x-request-id": b"request-id", b"request-id": b"x-request-id"}
 _VISIBLE_PREFIXES: Final = (b"x-ratelimit-", b"anthropic-ratelimit-")
 _MAX_HEADER_BYTES: Final = 1024
+_LINE_BREAKS: Final = frozenset(b"\r\n\0")
 
 
 class PrivateSection(Section):
@@ -180,14 +181,14 @@ class Provider(PrivateSection):
         """See `GatewayConfig.divided`."""
         parts: dict[str, int] = {}
         for name in ("max_concurrency", "requests_per_minute", "tokens_per_minute"):
-            limit = getattr(self, name)
-            if limit is not None and limit < count:
+            if (limit := getattr(self, name)) is None:
+                continue
+            if limit < count:
                 raise ConfigError(
                     f"{name}={limit} of the provider {self.name!r} cannot be divided between {count} processes; use at"
                     f" most {limit}, or raise it"
                 )
-            if limit is not None:
-                parts[name] = limit // count + (number <= limit % count)
+            parts[name] = limit // count + (number <= limit % count)
         return self.model_copy(update=parts)
 
     def serves(self, path: str) -> bool:
@@ -269,14 +270,10 @@ def visible_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
         for name, value in headers
         if (name in _VISIBLE_HEADERS or name.startswith(_VISIBLE_PREFIXES))
         and len(value) <= _MAX_HEADER_BYTES
-        and _is_line(value)
+        and not _LINE_BREAKS & set(value)
     ]
     ids = {name: value for name, value in visible if name in _REQUEST_IDS}
     if len(ids) == 1:
         ((id_header, value),) = ids.items()
         visible.append((_REQUEST_IDS[id_header], value))
     return visible
-
-
-def _is_line(value: bytes) -> bool:
-    return not (b"\r" in value or b"\n" in value or b"\0" in value)

@@ -119,14 +119,7 @@ class ServerPool(ServerSet[ProviderServer]):
         super().__init__(servers, provider.health_seconds, watches_all=len(servers) > 1)
         self.provider = provider
         self.budgets = budgets or Budgets()
-        self.rate_limiter = RateLimiter(
-            provider.name,
-            provider.max_concurrency,
-            provider.requests_per_minute,
-            provider.tokens_per_minute,
-            provider.max_wait_seconds,
-            clock,
-        )
+        self.rate_limiter = RateLimiter(provider, clock)
         self.num_retries = 0
         """Retries since the start."""
         self.dollars = 0.0

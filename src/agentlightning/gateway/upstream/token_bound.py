@@ -7,7 +7,7 @@ An upper bound (`max_prompt_tokens`) is reserved from budgets and rate limits; a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
 from operator import mul
 from typing import Any, Final, cast
 
@@ -34,29 +34,33 @@ def max_prompt_tokens(body: bytes, image_tokens: int) -> int:
         request = loads(body)
     except orjson.JSONDecodeError:
         return len(body) // BYTES_PER_TOKEN
-    images, image_bytes, audio_bytes = _media(request)
+    images, image_bytes, audio_bytes = 0, 0, 0
+    for part in _walk(request):
+        if isinstance(part, str):
+            continue
+        if (size := _image_bytes(part)) is not None:
+            images += 1
+            image_bytes += size
+        elif part.get("type") == "input_audio":
+            audio_bytes += _length(object_of(part, "input_audio").get("data"))
     text = max(0, len(body) - image_bytes - audio_bytes)
     return text // BYTES_PER_TOKEN + images * image_tokens + audio_bytes // BYTES_PER_AUDIO_TOKEN
 
 
-def _media(request: Any) -> tuple[int, int, int]:
-    """(images, their bytes in base64, bytes of audio in base64) of a request."""
-    images, image_bytes, audio_bytes = 0, 0, 0
-    left = [request]
+def _walk(value: Any, skipped: Container[str] = ()) -> Iterator[str | Json]:
+    """The texts and objects of nested JSON, without those below `skipped` names or in images."""
+    left = [value]
     while left:
         value = left.pop()
-        if isinstance(value, list):
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, list):
             left += cast("list[Any]", value)
         elif isinstance(value, dict):
             part = cast(Json, value)
-            if (size := _image_bytes(part)) is not None:
-                images += 1
-                image_bytes += size
-            elif part.get("type") == "input_audio":
-                audio_bytes += _length(object_of(part, "input_audio").get("data"))
-            else:
-                left += part.values()
-    return images, image_bytes, audio_bytes
+            yield part
+            if _image_bytes(part) is None:
+                left += [inner for name, inner in part.items() if name not in skipped]
 
 
 def _image_bytes(part: Json) -> int | None:
@@ -106,22 +110,16 @@ def estimate_prompt_tokens(body: Mapping[str, Any]) -> int:
 
 def _content_tokens(value: Any) -> float:
     """The tokens of nested content."""
-    tokens, left = 0.0, [value]
-    while left:
-        value = left.pop()
-        if isinstance(value, str):
-            tokens += _text_tokens(value)
-        elif isinstance(value, list):
-            left += cast("list[Any]", value)
-        elif isinstance(value, dict):
-            part = cast(Json, value)
-            if _image_bytes(part) is not None:
-                tokens += _TOKENS_PER_IMAGE
-                continue
+    tokens = 0.0
+    for part in _walk(value, _NOT_CONTENT):
+        if isinstance(part, str):
+            tokens += _text_tokens(part)
+        elif _image_bytes(part) is not None:
+            tokens += _TOKENS_PER_IMAGE
+        else:
             if part.get("type") == "tool_use":
                 tokens += _text_tokens(_dumped(part.get("input")))
             tokens += sum(_length(part[name]) for name in _FILES & part.keys()) / _BYTES_PER_FILE_TOKEN
-            left += [inner for name, inner in part.items() if name not in _NOT_CONTENT]
     return tokens
 
 

@@ -64,11 +64,7 @@ def authorize(headers: Headers, token: str | None) -> None:
 
 async def read_body(headers: Mapping[str, str], receive: Receive, limit: int) -> bytes:
     """Read and decompress a JSON body. Raises RequestError if it is over `limit` bytes (413) or not JSON (415)."""
-    data = await receive_body(headers, receive, limit)
-    if data is None:
-        raise RequestError(
-            f"the body is larger than {limit} bytes; send less at once, or raise the server's limit", 413
-        )
+    data = await receive_body(headers, receive, limit, "send less at once, or raise the server's limit")
     if not data:
         return data
     content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -80,21 +76,24 @@ async def read_body(headers: Mapping[str, str], receive: Receive, limit: int) ->
         raise RequestError(str(error), error.status) from None
 
 
-async def receive_body(headers: Mapping[str, str], receive: Receive, limit: int) -> bytes | None:
-    """The body of a request as it was sent; None if it is over `limit` bytes. Raises ClientDisconnected."""
+async def receive_body(headers: Mapping[str, str], receive: Receive, limit: int, hint: str) -> bytes:
+    """The body of a request as it was sent. Raises RequestError (413) with the hint if it is over `limit` bytes, and
+    ClientDisconnected."""
     announced = headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > limit + DISCARDED_BYTES:
-        return None
     parts, size, more = list[bytes](), 0, True
+    if announced.isdecimal() and int(announced) > limit + DISCARDED_BYTES:
+        size = int(announced)  # nothing of it is read
     while more and size <= limit + DISCARDED_BYTES:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnected
         parts.append(message.get("body", b""))
-        size, more = size + len(parts[-1]), message.get("more_body", False)
+        size, more = size + len(parts[-1]), message.get("more_body")
         if size > limit:
             parts.clear()
-    return b"".join(parts) if size <= limit else None
+    if size > limit:
+        raise RequestError(f"the body is larger than {limit} bytes; {hint}", 413)
+    return b"".join(parts)
 
 
 # -- responses -------------------------------------------------------------------------------------------------------
