@@ -20,8 +20,9 @@ from agentlightning import span as names
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.config import EvaluationConfig, RunnerConfig, TrainConfig
 from agentlightning.engine.servers.config import ServersConfig
+from agentlightning.engine.servers.replica import WeightSource
 from agentlightning.policy.config import OptimizerConfig, PolicyConfig
-from agentlightning.policy.served import PublishedWeights, ServedPolicy
+from agentlightning.policy.served import ServedPolicy
 from agentlightning.span import Span
 from agentlightning.store import LightningStore
 from agentlightning.trainer import Trainer
@@ -101,7 +102,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[int, Weights]:
     kept: dict[int, Weights] = {}
     give = ServedPolicy._publish_weights
 
-    async def watched(policy: ServedPolicy, held: PublishedWeights) -> None:
+    async def watched(policy: ServedPolicy, held: WeightSource) -> None:
         copies: Weights = {}
         await policy.learner.lend(lambda weights: copies.update({name: each.clone() for name, each in weights.items()}))
         del copies["lm_head.weight"]  # The input embedding once more.

@@ -34,14 +34,15 @@ def http() -> JsonClient:
 async def test_cumulative_and_incremental_events_give_the_same_answer(http: JsonClient, repeats: bool):
     runs: list[TokenChunk] = []
     reader = _ResponseReader(http, 2, runs.append)
-    for start, end in ((0, 1), (1, 3), (3, 4)):
+    ends = [
         reader.read(event(DRAWN[0 if repeats else start : end], end, "length" if end == 4 else None))
+        for start, end in ((0, 1), (1, 3), (3, 4))
+    ]
     assert [token for run in runs for token in run.token_ids] == [5, 6, 7, 8]
     assert [value for run in runs for value in run.logprobs] == [-0.1, -0.2, -0.3, -0.4]
     assert [len(run.token_ids) for run in runs] == [1, 2, 1]
     assert [top for run in runs for top in run.top_logprobs] == [((9, -0.05), (5, -0.1))] * 4
-    assert reader.completion is not None
-    assert reader.completion.finish_reason == "length"
+    assert [end and end.finish_reason for end in ends] == [None, None, "length"]
 
 
 @pytest.mark.parametrize("answer", [{}, {"meta_info": {}}, [], event(DRAWN, 4, "abort")])

@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 from zlib import crc32
@@ -21,6 +22,7 @@ from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.engine.servers.open import open_servers
 from agentlightning.engine.servers.pool import PooledEngine, ReplicaPool
+from agentlightning.engine.servers.replica import WeightSource
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.resolve import resolve_model
 from agentlightning.policy.base import (
@@ -48,23 +50,6 @@ OTHER_MODEL: Final = "it must serve the model below the adapters (policy.model):
 OTHER_ADAPTER: Final = "with an adapter: "
 TOLERANCES: Final = {"float32": 0.01}
 """Largest difference of log-probabilities, by dtype."""
-
-
-class PublishedWeights:
-    """The learner's current weights, as a `WeightSource` for servers. `path`: where they are on disk already."""
-
-    def __init__(self, policy: ServedPolicy, path: Path | None = None) -> None:
-        self.path = path
-        self._policy = policy
-        self._generation = policy.generation
-        self._writing = asyncio.Lock()
-        self.lend = None if policy.transfer == DISK else cast(WeightOwner, policy.learner).lend
-
-    async def directory(self) -> Path:
-        async with self._writing:
-            if self.path is None:
-                self.path = await self._policy.write(self._generation)
-            return self.path
 
 
 class ServedPolicy(SeparatePolicy, PooledEngine):
@@ -143,7 +128,7 @@ class ServedPolicy(SeparatePolicy, PooledEngine):
             if policy.adapters:
                 await policy._publish_adapters(first=True)
             else:
-                await policy._publish_weights(PublishedWeights(policy, first))
+                await policy._publish_weights(policy.source(first))
         except BaseException:
             await servers.close()
             raise
@@ -196,7 +181,7 @@ class ServedPolicy(SeparatePolicy, PooledEngine):
         server accepts them, or one then disagrees with the learner."""
         if self.adapters:
             return await self._publish_adapters()
-        weights = PublishedWeights(self)
+        weights = self.source()
         if self.transfer == DISK:
             await weights.directory()
         await self._publish_weights(weights)
@@ -225,14 +210,19 @@ class ServedPolicy(SeparatePolicy, PooledEngine):
             await self._compare(own, name, OTHER_MODEL if name is None else OTHER_ADAPTER)
         return {"adapters_published": len(changed), "publish_bytes": size, "publish_seconds": seconds}
 
-    async def _publish_weights(self, weights: PublishedWeights) -> None:
+    async def _publish_weights(self, weights: WeightSource) -> None:
         await self.servers.set_weights(weights, self.learner.policy_version)
         self.differences.append(0.0)
         await self._compare(await self.learner.sample(self._probe, GREEDY))
         if not all(replica.up for replica in self.servers.replicas):
             await weights.directory()  # For the replicas that recover: the next step changes the weights.
-        if weights.path is not None:
-            await self._checkpoints.prune(weights.path)
+        if isinstance(weights.place, Path):
+            await self._checkpoints.prune(weights.place)
+
+    def source(self, path: Path | None = None) -> WeightSource:
+        """The learner's current weights, for servers. `path`: where they are on disk already."""
+        lend = None if self.transfer == DISK else cast(WeightOwner, self.learner).lend
+        return WeightSource(path or partial(self.write, self.generation), lend)
 
     async def write(self, generation: int) -> Path:
         """The weights of this generation on disk. Raises PolicyError if they have changed since."""

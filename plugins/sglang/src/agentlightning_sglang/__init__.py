@@ -90,7 +90,6 @@ class _ResponseReader:
         self._top_logprobs = top_logprobs
         self._on_chunk = on_chunk
         self._count = 0
-        self.completion: Completion | None = None
 
     def read(self, response: Any) -> Completion | None:
         """Pass on the new tokens; returns the end of the answer once it is known."""
@@ -109,8 +108,7 @@ class _ResponseReader:
         if kind not in ("stop", "length"):
             raise self._http.protocol_error(GENERATE, f"the answer was ended by the server ({reason})")
         # SGLang has one label for a whole answer: after a weight update, that of the last token. It is not used.
-        self.completion = Completion("length" if kind == "length" else "stop")
-        return self.completion
+        return Completion("length" if kind == "length" else "stop")
 
     def _new_tokens(self, meta: Mapping[str, Any]) -> TokenChunk:
         tokens: Sequence[Sequence[Any]] = meta.get("output_token_logprobs") or ()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,12 +25,6 @@ HEADER: Final = "header"
 
 class DamagedDifferenceError(Exception):
     """A difference, or the file it is applied to, is not what it should be."""
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    entry: FileEntry
-    data: bytes
 
 
 def digest(data: Any) -> str:
@@ -62,8 +55,9 @@ def layout(file: Path) -> list[tuple[str, int, int]] | None:
     return [(HEADER, 0, begin), *found]
 
 
-def difference(base: Path, new: Path) -> Difference | None:
-    """How `new` differs from `base`; None where they do not have the same tensors in the same places."""
+def difference(base: Path, new: Path, name: str) -> tuple[FileEntry, bytes] | None:
+    """How `new`, a file of this name, differs from `base`; None where they do not have the same tensors in the same
+    places."""
     parts = layout(new)
     if parts is None or not base.exists() or layout(base) != parts:
         return None
@@ -71,13 +65,12 @@ def difference(base: Path, new: Path) -> Difference | None:
     old, own = _mapped(base), _mapped(new)
     entries: list[Part] = []
     stored: list[bytes] = []
-    for name, begin, end in parts:
+    for tensor, begin, end in parts:
         changed = _xor(old[begin:end], own[begin:end])
         data = compressor.compress(changed.tobytes()) if changed.any() else b""
-        entries.append(Part(name=name, begin=begin, end=end, digest=digest(own[begin:end]), stored=len(data)))
+        entries.append(Part(name=tensor, begin=begin, end=end, digest=digest(own[begin:end]), stored=len(data)))
         stored.append(data)
-    entry = FileEntry(name=new.name, size=len(own), kind="xor", parts=tuple(entries))
-    return Difference(entry, b"".join(stored))
+    return FileEntry(name=name, size=len(own), kind="xor", parts=tuple(entries)), b"".join(stored)
 
 
 def apply(base: Path, entry: FileEntry, data: bytes, target: Path) -> None:

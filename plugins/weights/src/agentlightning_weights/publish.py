@@ -95,8 +95,8 @@ def _entry(file: Path, directory: Path, base: Path | None) -> tuple[FileEntry, b
     """The entry of a file, and what is stored of it; None: nothing."""
     name = file.relative_to(directory).as_posix()
     before = None if base is None else base / name
-    if before is not None and (found := difference(before, file)) is not None:
-        return found.entry.model_copy(update={"name": name}), found.data
+    if before is not None and (found := difference(before, file, name)) is not None:
+        return found
     data = file.read_bytes()
     own = digest(data)
     if before is not None and before.exists() and digest(before.read_bytes()) == own:

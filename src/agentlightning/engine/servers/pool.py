@@ -23,7 +23,6 @@ from agentlightning.engine.servers.clients.http import Completion, ModelServerEr
 from agentlightning.engine.servers.config import RetryPolicy
 from agentlightning.engine.servers.replica import (
     Adapter,
-    DiskWeights,
     Replica,
     ReplicaSet,
     WeightSource,
@@ -245,7 +244,7 @@ class ReplicaPool(ReplicaSet, AgentEngines):
         up have them; the others get them from the disk before they sample again. Raises PolicyError if no server
         accepts them."""
         async with self.lock:
-            self.set_target(DiskWeights(weights) if isinstance(weights, Path) else weights, version)
+            self.set_target(WeightSource(weights) if isinstance(weights, Path) else weights, version)
             await self.update_replicas()
         await self.wait_for_up()
 

@@ -10,10 +10,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from agentlightning.engine.servers.clients.http import HttpModelServer, ModelServerError
 from agentlightning.engine.servers.clients.vllm import VllmProcess, VllmServer
@@ -33,28 +32,21 @@ MAX_LABELS = 64
 """Labels that are remembered of weights that a trainer elsewhere has replaced: answers may still be under way."""
 
 
-class WeightSource(Protocol):
+class WeightSource:
     """One version of the weights, as servers can get it."""
 
-    @property
-    def lend(self) -> LendWeights | None:
-        """Access to the weights in memory, for servers that receive them without the disk; None: only on disk."""
-        ...
+    def __init__(self, place: Path | Callable[[], Awaitable[Path]], lend: LendWeights | None = None) -> None:
+        """`place`: where they are on disk, or what writes them there. `lend`: access to them in memory, for servers
+        that receive them without the disk."""
+        self.place, self.lend = place, lend
+        self._writing = asyncio.Lock()
 
     async def directory(self) -> Path:
         """The weights on disk, written now unless they are there. Raises PolicyError if they no longer exist."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class DiskWeights:
-    """A checkpoint directory."""
-
-    path: Path
-    lend: LendWeights | None = None
-
-    async def directory(self) -> Path:
-        return self.path
+        async with self._writing:
+            if not isinstance(self.place, Path):
+                self.place = await self.place()
+            return self.place
 
 
 @dataclass(frozen=True, slots=True)
