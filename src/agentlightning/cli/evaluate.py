@@ -78,7 +78,6 @@ def evaluate(
     with open_output(as_json) as output:
         from agentlightning.cli.formatting.evaluation import evaluation_record, print_evaluation
         from agentlightning.errors import ConfigError
-        from agentlightning.evaluation.evaluation import written
         from agentlightning.evaluator import evaluate as measure
         from agentlightning.util.progress import Progress
 
@@ -91,9 +90,7 @@ def evaluate(
             after = agl("report", run)
         changes = overrides({"env": env, "agent": agent, "reward": reward}, settings)
         known, tasks, model, resources = _subject(run, config, changes, data, model)
-        if out is not None:  # Not once everything was run.
-            with written(out):
-                pass
+        _check_writable(out)
         result = measure(
             known.agent,
             tasks,
@@ -168,6 +165,15 @@ def _subject(
     named = {each.partition("=")[0].split(".")[1] for each in changes if each.startswith("prompts.")}
     given = {name: prompt for name, prompt in known.prompts.items() if name in named}
     return known, data, model, read_resources(run, found.name) | given
+
+
+def _check_writable(out: Path | None) -> None:
+    """Raises ConfigError where the result could not be written: before everything is run."""
+    from agentlightning.evaluation.evaluation import written
+
+    if out is not None:
+        with written(out):
+            pass
 
 
 def _failed(text: str) -> Any:
