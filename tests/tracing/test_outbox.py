@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -92,6 +93,14 @@ def test_what_cannot_be_taken_now_is_sent_again(boxes: list[Box]) -> None:
     box.put([span("1")])
     assert box.flush(20)
     assert (box.arrived, box.counts.sent, box.counts.dropped) == (["1"], 1, 0)
+
+
+def test_pauses_draw_nothing_from_the_generator_that_agents_seed() -> None:
+    random.seed(7)
+    expected = random.random()
+    random.seed(7)
+    assert Tries(60.0).pause() is not None
+    assert random.random() == expected
 
 
 def test_a_caller_who_waits_ends_a_pause(boxes: list[Box]) -> None:

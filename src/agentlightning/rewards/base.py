@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -24,6 +23,7 @@ from agentlightning.errors import ConfigError, MissingRewardError, RewardService
 from agentlightning.transport.base import retry_after
 from agentlightning.util.decompression import CodingError, decompress
 from agentlightning.util.printable import shown_url
+from agentlightning.util.random_ids import random_uniform
 
 RETRIED: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """Statuses of a service that may answer the next time."""
@@ -111,7 +111,7 @@ async def post_json(
     key = os.environ.get(key_variable) if key_variable else None
     headers = {"authorization": f"Bearer {key}"} if key else {}
     for attempt in range(retries + 1):
-        wait = backoff * 2**attempt * random.uniform(0.5, 1.0)
+        wait = backoff * 2**attempt * random_uniform(0.5, 1.0)
         try:
             # httpx's own limit is of each read, and a service may send a byte a second.
             async with (

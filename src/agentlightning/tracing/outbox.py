@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -27,6 +26,7 @@ from typing import Any, Final, Generic, TypeVar, cast
 from weakref import WeakSet
 
 from agentlightning.errors import StoreError, StoreFullError, StoreServerError
+from agentlightning.util.random_ids import random_uniform
 
 logger = logging.getLogger(__name__)
 _recording = logging.getLogger("agentlightning.recording")
@@ -63,7 +63,7 @@ class Tries:
         if left <= 0:
             return None
         wanted = error.after if isinstance(error, Unavailable) else None
-        pause = self._pause * random.uniform(0.8, 1.2) if wanted is None else wanted
+        pause = self._pause * random_uniform(0.8, 1.2) if wanted is None else wanted
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
         return min(pause, left)
 

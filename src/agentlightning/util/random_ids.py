@@ -1,4 +1,4 @@
-"""One random generator for all ids, seeded by the operating system and again after a fork.
+"""One random generator for all ids and pauses, seeded by the operating system and again after a fork.
 
 Asking the operating system for each id would cost a system call, which releases the interpreter lock. The generator is
 not that of the `random` module, which users seed. Ids are unique, not secret.
@@ -15,3 +15,4 @@ if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
 
 random_bits = _random.getrandbits
 random_bytes = _random.randbytes
+random_uniform = _random.uniform

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from agentlightning.gateway.upstream.servers import HIDDEN, ProviderServer, Serv
 from agentlightning.gateway.upstream.token_bound import max_prompt_tokens
 from agentlightning.transport import Headers, Response, TransportError
 from agentlightning.transport.base import CONTEXT_ERROR, error_fields, retry_after
+from agentlightning.util.random_ids import random_uniform
 
 logger = logging.getLogger(__name__)
 
@@ -471,4 +471,4 @@ class UpstreamCall:
         self._failures += 1
         if is_free:
             return 0.0
-        return after or _BACKOFF_SECONDS * 2**self.retries * random.uniform(0.5, 1.0)
+        return after or _BACKOFF_SECONDS * 2**self.retries * random_uniform(0.5, 1.0)

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import math
 import os
-import random
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
@@ -34,6 +33,7 @@ from agentlightning.store.http.errors import ErrorBody, Refusal, error_from
 from agentlightning.transport import Transport, TransportError
 from agentlightning.transport.connector import ConnectOptions
 from agentlightning.util.json_values import loads
+from agentlightning.util.random_ids import random_uniform
 
 MAX_CALLS_PER_REQUEST: Final = 256
 MAX_REQUEST_BYTES: Final = 1024 * 1024
@@ -200,7 +200,7 @@ class LoopTransport:
                     self._fail_expired(batch, str(error))
                 batch = [call for call in batch if not call.future.done()]
                 if batch:
-                    await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+                    await asyncio.sleep(delay * random_uniform(0.5, 1.0))
                     delay = min(2 * delay, MAX_DELAY_SECONDS)
         except AgentLightningError as error:
             _fail(batch, error)
