@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -233,6 +234,15 @@ def test_a_step_draws_the_same_tasks_each_time() -> None:
     draws = [tasks_of_step(50, 16, step, seed=3) for step in range(12)]
     for step in (7, 11, 2):
         assert tasks_of_step(50, 16, step, seed=3) == draws[step]
+
+
+def test_an_epoch_is_shuffled_once() -> None:
+    times = list[float]()
+    for step in range(2):
+        began = time.perf_counter()
+        tasks_of_step(300_000, 8, step, seed=9)
+        times.append(time.perf_counter() - began)
+    assert times[1] < times[0] / 10
 
 
 def test_epochs_and_seeds_are_shuffled_differently() -> None:

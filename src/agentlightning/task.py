@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
 from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
@@ -384,10 +385,13 @@ def overlaps(datasets: Mapping[str, Sequence[Any]]) -> list[Overlap]:
 def tasks_of_step(number: int, batch: int, step: int, seed: int = 0) -> list[int]:
     """The places of the tasks of a step, counted from 0, among `number` tasks: reshuffled every epoch, each task once
     per epoch. A batch may extend into the next epoch. A resumed run draws the same tasks."""
-    start, end = step * batch, (step + 1) * batch
-    drawn: list[int] = []
-    for epoch in range(start // number, (end - 1) // number + 1):
-        order, first = list(range(number)), epoch * number
-        random.Random(f"{seed}:{epoch}").shuffle(order)
-        drawn += order[max(0, start - first) : end - first]
-    return drawn
+    places = [divmod(position, number) for position in range(step * batch, (step + 1) * batch)]
+    return [_shuffled(number, f"{seed}:{epoch}")[index] for epoch, index in places]
+
+
+@lru_cache(2)
+def _shuffled(number: int, seed: str) -> list[int]:
+    """Cached, since a million numbers take a second."""
+    order = list(range(number))
+    random.Random(seed).shuffle(order)
+    return order

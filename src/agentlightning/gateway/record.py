@@ -301,4 +301,6 @@ def shown_message(given: Any) -> Json:
 
 def shown_part(part: Request) -> Json:
     """A part, block or item of any dialect. One of an unknown type, such as a call of a hosted tool, stays as it is."""
-    return message_part(part) or {**part, "type": part.get("type") or "generic"}
+    kind = part.get("type") or "generic"
+    known = not str(kind).startswith("mcp_") and message_part(part)  # one of MCP has more than a part keeps
+    return known or {**part, "type": kind}

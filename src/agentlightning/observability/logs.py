@@ -125,8 +125,7 @@ CHANGES: Final = frozenset({"update_attempt", "cancel_rollout", "requeue_rollout
 
 
 class ChangeLog:
-    """Logs failed attempts, cancelled, requeued and deleted rollouts, and limits of queues.
-    An observer of stores."""
+    """Logs failed attempts, cancelled, requeued and deleted rollouts, and limits of queues. An observer of stores."""
 
     def on_start(self, method: str) -> None:
         """Nothing to log."""

@@ -82,7 +82,7 @@ class JoinedPolicy(PooledEngine):
         self.holding: asyncio.Task[None] | None = None
         """Set during an update."""
         self._held, self._held_since = asyncio.Event(), 0.0
-        """Set while calls are held back."""
+        """Of the latest update: set once calls are held back."""
         self.follow(request, servers)
 
     def follow(self, request: JoinRequest, servers: ReplicaPool) -> None:
@@ -98,7 +98,7 @@ class JoinedPolicy(PooledEngine):
         return max(0.0, self.heard_at + self.request.lease_seconds - time.monotonic())
 
     def status(self) -> JoinStatus:
-        paused = self._held.is_set()
+        paused = self.holding is not None and self._held.is_set()
         going_on = self.gate.num_in_flight if paused else 0
         return JoinStatus(counts=self.counts, paused=paused, going_on=going_on, adapters=self.servers.adapters_in_use)
 
@@ -136,15 +136,16 @@ class JoinedPolicy(PooledEngine):
     async def hold(self, pause: Pause) -> None:
         """Hold calls back; returns once they are, or after a part of the lease."""
         if self.holding is None:
-            self._held_since, self.holding = time.monotonic(), asyncio.create_task(self._hold(pause))
+            self._held, self._held_since = asyncio.Event(), time.monotonic()
+            self.holding = asyncio.create_task(self._hold(pause, self._held))
         with suppress(TimeoutError):
             async with asyncio.timeout(min(MAX_POLL_SECONDS, self.request.lease_seconds / 3)):
                 await self._held.wait()
 
-    async def _hold(self, pause: Pause) -> None:
+    async def _hold(self, pause: Pause, held: asyncio.Event) -> None:
         """Until it is cancelled. Health checks judge no weights while the servers' lock is held."""
         async with self.gate.update(in_flight=pause.in_flight, drain_seconds=pause.drain_seconds), self.servers.lock:
-            self._held.set()
+            held.set()
             await asyncio.get_running_loop().create_future()
 
     async def release(self, *, updated: bool) -> None:
@@ -159,7 +160,6 @@ class JoinedPolicy(PooledEngine):
         finally:
             self.counts["held"] += self.gate.num_waiting
             self.counts["held_seconds"] += time.monotonic() - self._held_since
-            self._held.clear()
             holding.cancel()
             await asyncio.wait({holding})
 

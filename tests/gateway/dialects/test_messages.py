@@ -45,6 +45,20 @@ def test_what_would_change_the_sample_and_cannot_be_honoured_is_refused_by_name(
     assert (refused.value.status, refused.value.param) == (400, field)
 
 
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [
+        ({"type": "sometimes"}, 'tool_choice={"type":"sometimes"} is not known; use the type auto, any, tool or none'),
+        ({"type": "required"}, 'tool_choice={"type":"required"} is not known; use the type auto, any, tool or none'),
+        ({"type": "tool"}, "tool_choice.name=null must be a str"),
+    ],
+)
+def test_an_unknown_choice_is_refused_with_those_that_anthropics_api_has(choice, said):
+    with pytest.raises(ApiError) as refused:
+        read(tools=[{"name": "f", "input_schema": {}}], tool_choice=choice)
+    assert refused.value.message == said
+
+
 def test_an_answer_goes_on_with_the_assistants_last_words():
     request = read(messages=[USER, {"role": "assistant", "content": "The answer is"}])
     assert (len(request.messages), request.prefill) == (1, "The answer is")

@@ -15,7 +15,7 @@ from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import ReplyMetadata
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.responses import RESPONSES
-from agentlightning.gateway.record import output_messages
+from agentlightning.gateway.record import input_messages, output_messages
 
 PARIS, ROME = '{"city":"Paris"}', '{"city":"Rome"}'
 BOTH = [("f", {"city": "Paris"}), ("f", {"city": "Rome"})]
@@ -194,6 +194,16 @@ def test_hosted_and_custom_calls_of_every_dialect_are_recorded():
     messages.read({"type": "content_block_delta", "index": 0, "delta": delta})
     messages.read({"type": "content_block_stop", "index": 0})
     assert recorded(messages) == [use]
+
+
+def test_a_call_of_a_hosted_mcp_server_is_recorded_with_its_result():
+    call = {"type": "mcp_call", "id": "mcp_1", "name": "roll", "arguments": "{}", "server_label": "dice", "output": "4"}
+    answer = DIALECTS["responses"].response()
+    answer.read(response_answer([call]))
+    assert recorded(answer) == [call]
+    result = {"type": "mcp_tool_result", "tool_use_id": "mcptoolu_1", "is_error": True, "content": "4"}
+    (asked,) = orjson.loads(input_messages({"messages": [{"role": "assistant", "content": [result]}]}))
+    assert asked["parts"] == [result]
 
 
 async def test_calls_with_one_index_reach_the_record_and_both_other_dialects(ask):

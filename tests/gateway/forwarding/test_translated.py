@@ -246,6 +246,8 @@ async def test_an_openai_client_is_answered_by_anthropic(ask):
     )
     choice = reply.choices[0]
     assert (choice.message.content, choice.finish_reason, reply.usage.prompt_tokens) == ("Let me.", "tool_calls", 11)
+    assert reply.usage.prompt_tokens_details.cached_tokens == 0
+    assert reply.usage.completion_tokens_details.reasoning_tokens == 0
     assert json.loads(choice.message.tool_calls[0].function.arguments) == {"a": 6, "b": 7}
     (seen,) = provider.seen
     assert (seen.path, seen.headers["x-api-key"]) == ("/v1/messages", "sk-theirs-0123456789")

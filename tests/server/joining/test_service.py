@@ -453,6 +453,33 @@ async def test_a_server_that_answers_an_update_with_anything_is_left_out_until_i
     assert (answer.status_code, span[names.POLICY_VERSION]) == (200, 1)
 
 
+async def test_a_pause_during_the_end_of_an_update_is_one_of_its_own(
+    trainer: Trainer, hub: Hub, monkeypatch: pytest.MonkeyPatch
+):
+    may_end = asyncio.Event()
+
+    async def slow(self: object) -> None:
+        await may_end.wait()
+
+    await trainer.join()
+    await trainer.pause()
+    with monkeypatch.context() as patched:
+        patched.setattr("agentlightning.engine.servers.pool.ReplicaPool.update_replicas", slow)
+        ending = asyncio.create_task(trainer.state())
+        await settle()
+        pausing = asyncio.create_task(trainer.pause())
+        await settle()
+        assert not pausing.done(), "the earlier update is about to let calls go on"
+        may_end.set()
+        await ending
+    assert (await asyncio.wait_for(pausing, 5))["paused"]
+    waiting = asyncio.create_task(hub.ask())
+    await settle()
+    assert not waiting.done()
+    assert not (await trainer.state()).json()["paused"]
+    assert (await asyncio.wait_for(waiting, 5))[0].status_code == 200
+
+
 @pytest.mark.parametrize("error", [KeyError("version"), RuntimeError("closed"), asyncio.CancelledError()], ids=repr)
 async def test_the_gate_opens_whatever_ends_the_resume(
     trainer: Trainer, hub: Hub, monkeypatch: pytest.MonkeyPatch, error: BaseException

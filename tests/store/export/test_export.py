@@ -383,11 +383,20 @@ async def test_a_line_that_was_removed_is_known_from_the_last_one(
     assert await everything(other) == [record(0), record(2)]
 
 
+async def test_a_header_is_known_in_whatever_order_and_form_a_tool_writes_it(
+    other: LightningStoreBase, tmp_path: Path, lines: list[bytes]
+) -> None:
+    header = b'{ "format" : "agentlightning.export", "type": "header", "version": 1 }\n'
+    (tmp_path / "sorted.jsonl").write_bytes(b"".join([header, *lines[1:]]))
+    assert (await import_store(other, tmp_path / "sorted.jsonl")).rollouts == 3
+
+
 async def test_a_file_of_another_kind_is_refused_by_name(store: LightningStoreBase, tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"question": "6 x 7?"}\n' * 3)
     (tmp_path / "zeros.jsonl").write_bytes(b"\0" * 10_000)
     (tmp_path / "empty.jsonl").write_bytes(b"")
-    for name in ("tasks.jsonl", "zeros.jsonl", "empty.jsonl"):
+    (tmp_path / "bomb.jsonl.gz").write_bytes(gzip.compress(bytes(65 << 20), 1))
+    for name in ("tasks.jsonl", "zeros.jsonl", "empty.jsonl", "bomb.jsonl.gz"):
         with pytest.raises(DatasetError, match=f"{name} is not an export of a store.*Nothing was imported"):
             await import_store(store, tmp_path / name)
     await export_store(store, tmp_path / "all.parquet")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
 import time
 from collections.abc import Callable
@@ -45,6 +46,29 @@ class HeldCommits:
 async def quiet(store: SqlStore) -> None:
     """After its first look at what there is."""
     await store.update_worker("w")
+
+
+# -- notifications of other servers ----------------------------------------------------------------------------------
+
+
+async def test_what_other_servers_did_is_tried_again_twice_a_second_while_the_database_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SqlStore(tmp_path / "store.db")
+    await quiet(store)
+    failed: list[float] = []
+
+    def begin(write: bool, durable: bool = True) -> None:
+        failed.append(time.monotonic())
+        raise sqlite3.OperationalError("disk I/O error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.writer._connection, "begin", begin)
+        store.writer._on_notification(True, None)
+        await asyncio.sleep(1.0)
+    assert 1 <= len(failed) < 20
+    await store.enqueue_rollout("task")
+    await store.close()
 
 
 # -- claims ----------------------------------------------------------------------------------------------------------

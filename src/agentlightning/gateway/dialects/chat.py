@@ -197,10 +197,8 @@ class ChatReplyWriter:
         usage, sampled = self.head.usage, num_output_tokens(answers)
         used: Json = {"prompt_tokens": usage.input_tokens, "completion_tokens": sampled}
         used["total_tokens"] = usage.input_tokens + sampled
-        if usage.cached_tokens:
-            used["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
-        if usage.reasoning_tokens:
-            used["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+        used["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+        used["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
         return used
 
     def _choice(

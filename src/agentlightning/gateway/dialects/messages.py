@@ -67,8 +67,7 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
     parallel = False if choice.get("disable_parallel_tool_use") is True else None
     name, shape = _format(data)
     content, name = common.text_format(name, shape, nested=False), name.partition(".")[0]
-    chosen = common.tool_choice(_tool_choice(choice), nested=False)
-    request = common.with_tools(request, tools, chosen, parallel, content, name)
+    request = common.with_tools(request, tools, _tool_choice(choice), parallel, content, name)
     messages, prefill = _split_prefill(_conversation(data, dropped, attachments), attachments)
     ignored = (*request.ignored_fields, *dropped)
     return replace(request, messages=messages, prefill=prefill, ignored_fields=ignored)
@@ -85,10 +84,20 @@ def _as_function(tool: Any) -> Any:
     return {"type": "function", "function": function | {"parameters": tool.get("input_schema") or {}}}
 
 
-def _tool_choice(choice: Json) -> Any:
-    """The choice as OpenAI's responses has it."""
-    kind = str(choice.get("type") or "auto")
-    return choice | {"type": "function"} if kind == "tool" else "required" if kind == "any" else kind
+def _tool_choice(choice: Json) -> common.Choice:
+    match choice.get("type"):
+        case "none":
+            return None
+        case None | "auto":
+            return False, None
+        case "any":
+            return True, None
+        case "tool":
+            return True, frozenset({require_type("tool_choice.name", choice.get("name"), str)})
+        case _:
+            raise bad_request(
+                "tool_choice", f"tool_choice={shorten(choice)} is not known; use the type auto, any, tool or none"
+            )
 
 
 def _format(data: Mapping[str, Any]) -> tuple[str, Any]:
@@ -128,8 +137,8 @@ def _system(value: Any) -> str:
     if value is None or isinstance(value, str):
         return value or ""
     blocks = require_type("system", value, list)
-    told = [block for block in blocks if not str(require_type("system", block, dict).get("text")).startswith(BILLING)]
-    return text_of(read_content("system", told, _TEXT_FIELDS, attachments=False, between="\n"))
+    texts = [block for block in blocks if not str(require_type("system", block, dict).get("text")).startswith(BILLING)]
+    return text_of(read_content("system", texts, _TEXT_FIELDS, attachments=False, between="\n"))
 
 
 def _message(where: str, message: Any, dropped: list[str], attachments: bool) -> list[Message]:

@@ -236,7 +236,7 @@ def split_attachments(content: Content) -> tuple[str, list[Json]]:
 
 def _chat_part(part: Part) -> Json:
     if part["type"] == "text":
-        return {"type": "text", "text": part["text"]}
+        return {**part}
     url = part["url"]
     if part["type"] == "image":
         detail = {} if part["detail"] is None else {"detail": part["detail"]}
@@ -265,14 +265,13 @@ def _item_part(part: Part) -> Json:
 
 def _block(part: Part) -> Json:
     if part["type"] == "text":
-        return {"type": "text", "text": part["text"]}
+        return {**part}
     url = part["url"]
     if part["type"] == "image":
         return {"type": "image", "source": _source(url)}
-    title = {"title": part["name"]} if part["name"] else {}
-    if (text := _text_of(url)) is not None:
-        return {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": text}} | title
-    return {"type": "document", "source": _source(url)} | title
+    title, text = {"title": part["name"]} if part["name"] else {}, _text_of(url)
+    source = _source(url) if text is None else {"type": "text", "media_type": "text/plain", "data": text}
+    return {"type": "document", "source": source} | title
 
 
 def _source(url: str) -> Json:
@@ -294,8 +293,8 @@ def _text_of(url: str) -> str | None:
 
 
 def _suffix(url: str) -> str:
-    kind = url[len("data:") :].partition(",")[0].partition(";")[0]
-    return mimetypes.guess_extension(kind) or ".pdf"
+    """Of a data URL."""
+    return mimetypes.guess_extension(_source(url)["media_type"]) or ".pdf"
 
 
 # -- chat completions --------------------------------------------------------------------------------------------------

@@ -39,6 +39,8 @@ from agentlightning.util.json_values import dumps
 FORMAT: Final = "agentlightning.export"
 VERSION: Final = 1
 GZIP_LEVEL: Final = 5
+HEADER_BYTES: Final = 4096
+"""Maximum length of the first line: a file that is not an export may have no line ends."""
 USUAL_BYTES: Final = 64 * 1024 * 1024
 MAX_COMPRESSION: Final = 100
 """The text of agents is compressed to a tenth, very repetitive text to a hundredth; a decompression bomb to less."""
@@ -178,7 +180,7 @@ class EndLine(Struct, tag_field="type", tag="end"):
 
 _decode: Final = msgspec.json.Decoder[Any](HeaderLine | ResourcesLine | RolloutLine | EndLine).decode
 
-_HEADER: Final = re.compile(rf'{{"type": ?"header", ?"format": ?"{FORMAT}"'.encode())
+_HEADER: Final = re.compile(rf'\s*{{(?=.*"type"\s*:\s*"header")(?=.*"format"\s*:\s*"{FORMAT}")'.encode())
 
 
 def read_items(path: Path) -> Generator[tuple[Item, int]]:
@@ -224,7 +226,7 @@ def _lines(path: Path) -> Iterator[bytes]:
         compressed = raw.peek(2)[:2] == b"\x1f\x8b"
         lines = cast("BinaryIO", gzip.GzipFile(fileobj=raw)) if compressed else raw
         for number in count(1):
-            line = lines.readline(limit)
+            line = lines.readline(HEADER_BYTES if number == 1 else limit)
             if len(line) == limit and not line.endswith(b"\n"):
                 raise DatasetError(
                     f"{path}: line {number} has more than {limit:,} bytes, too many for a file of {size:,} bytes"

@@ -168,11 +168,8 @@ def rollout_sizes(connection: Connection, after: RolloutSize | None) -> list[Rol
 
 
 def check_retention(retention: Retention) -> None:
-    for name, value in (
-        ("max_age_seconds", retention.max_age_seconds),
-        ("max_rollouts", retention.max_rollouts),
-        ("max_bytes", retention.max_bytes),
-    ):
+    for name in ("max_age_seconds", "max_rollouts", "max_bytes"):
+        value = getattr(retention, name)
         if value is not None and (isinstance(value, bool) or not math.isfinite(value) or value < 0):
             raise ConfigError(f"{name}={value!r} is not a limit; use a number from 0, or None for no limit")
 

@@ -315,7 +315,7 @@ class Committer(DatabaseThread):
 
     def _work(self) -> None:
         while not self._closed or self._queue or self._undelivered:
-            if not (self._queue or self._notifications):
+            if not self._queue:  # a notification wakes it, but one that cannot be applied must not keep it awake
                 self._sleep(self._idle_seconds())
             self._running += [self._queue.popleft() for _ in range(min(len(self._queue), MAX_BATCH))]
             self._process(self._running)

@@ -376,13 +376,13 @@ Check = Callable[[Any, str], Any]
 
 
 def _writer(name: str, run: Callable[..., Any], checks: Mapping[str, Check]) -> Callable[..., Any]:
-    parameters = list(inspect.signature(getattr(LightningStoreBase, name)).parameters.values())[1:]
-    names, defaults = [each.name for each in parameters], {each.name: each.default for each in parameters}
+    _, *parameters = inspect.signature(getattr(LightningStoreBase, name)).parameters.values()
+    defaults = {each.name: each.default for each in parameters}
 
     async def write(self: SqlStore, *arguments: Any, **options: Any) -> Any:
-        options.update(zip(names, arguments, strict=False))
-        if len(arguments) > len(names) or options.keys() - checks.keys():
-            raise TypeError(f"{name} takes {', '.join(names)}; it got {', '.join(map(str, [*arguments, *options]))}")
+        options.update(zip(defaults, arguments, strict=False))
+        if len(arguments) > len(defaults) or options.keys() - checks.keys():
+            raise TypeError(f"{name} takes {', '.join(defaults)}; it got {', '.join(map(str, [*arguments, *options]))}")
         changed = {each: value for each, value in options.items() if value is not defaults[each]}
         values = {each: checks[each](value, each) for each, value in changed.items()}
         command = Command(
