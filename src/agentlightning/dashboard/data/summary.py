@@ -9,6 +9,7 @@ from typing import Any, Final, TypeAlias, cast
 
 from agentlightning import span as names
 from agentlightning.assemble import calls, link_rewards, scalar_reward, steps
+from agentlightning.assemble.model_calls import has_failed
 from agentlightning.dashboard.data.conversation import messages_of, tool_results
 from agentlightning.dashboard.data.text import shortened, tells_failure
 from agentlightning.errors import RewardError
@@ -17,6 +18,7 @@ from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
 from agentlightning.trajectory import Reward, RewardWeights
+from agentlightning.util.json_values import Json
 
 REMEMBERED: Final = 20_000
 """Finished rollouts whose summaries are remembered."""
@@ -177,6 +179,21 @@ def number_of(reward: Reward | None, weights: RewardWeights) -> float | None:
 def version_of(span: Span, updates: Updates = int) -> int | None:
     version = span.attributes.get(names.POLICY_VERSION)
     return updates(version) if isinstance(version, int) else None
+
+
+def call_facts(span: Span, updates: Updates) -> Json:
+    """Who made a model call, what answered it, and what it cost."""
+    attributes = span.attributes
+    return {
+        "span_id": span.span_id,
+        "agent": attributes.get(names.AGENT_NAME),
+        "model": attributes.get(names.RESPONSE_MODEL) or attributes.get(names.REQUEST_MODEL),
+        "version": version_of(span, updates),
+        "seconds": None if span.end_time is None else span.end_time - span.start_time,
+        "prompt_tokens": token_count(span, names.INPUT_TOKENS, names.PROMPT_TOKEN_IDS),
+        "sampled_tokens": token_count(span, names.OUTPUT_TOKENS, names.RESPONSE_TOKEN_IDS),
+        "failed": has_failed(span),
+    }
 
 
 def _digest(task: Any) -> str:
