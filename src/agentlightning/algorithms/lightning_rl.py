@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Final, Self
+from typing import Annotated, Any, Final, Self
 
 from pydantic import (
     BeforeValidator,
@@ -334,7 +334,7 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
         50
     """
 
-    name: ClassVar[str] = "lightning_rl"
+    name = "lightning_rl"
     config_class = LightningRLConfig
 
     __signature__ = SettingsSignature(LightningRLConfig)

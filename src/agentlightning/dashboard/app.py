@@ -39,7 +39,7 @@ from agentlightning.dashboard.views import (
 )
 from agentlightning.errors import AgentLightningError, NotFoundError
 from agentlightning.store.http.encoding import encode
-from agentlightning.store.http.endpoint import authorize
+from agentlightning.store.http.endpoint import authorize, read_body
 from agentlightning.store.http.errors import RequestError, error_response, status_of
 
 PATH: Final = "/dashboard"
@@ -177,17 +177,9 @@ async def unknown(request: Request) -> Response:
 
 async def _body(request: Request) -> Any:
     """The JSON of a request. A page of another site cannot send this content type without being asked first."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise RequestError("send application/json", 415)
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY:
-            raise RequestError(f"the request is larger than {MAX_BODY} bytes; name fewer rollouts", 413)
-        parts.append(part)
+    data = await read_body(dict(request.headers), request.receive, MAX_BODY)
     try:
-        return orjson.loads(b"".join(parts))
+        return orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise RequestError(f"the request is not JSON ({error})") from None
 

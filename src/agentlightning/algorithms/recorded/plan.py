@@ -90,16 +90,8 @@ class RecordedSessions:
     """Which sessions are demonstrations, as `TrajectoryQuery`, where the algorithm does not say."""
 
     def prepare(self, form: Form, weights: Any) -> tuple[list[TokenizedSession], list[Rejection]]:
-        """The sessions that have a reward, or parts of them, in the form that is learned from, and those that cannot
-        be. Raises DatasetError where none can."""
-        found: list[TokenizedSession] = []
-        rejected: list[Rejection] = []
-        for session in (part for each in self.sessions for part in divided(each, form, self.tokenizer.target)):
-            made = self.tokenizer(session)
-            if not isinstance(made, Rejection):
-                score = session.score(weights)
-                made = score if isinstance(score, Rejection) else _in_form(made, form)
-            (rejected if isinstance(made, Rejection) else found).append(made)  # pyright: ignore[reportArgumentType]
+        """Those that can be learned from in a form, and the others. Raises DatasetError where none can."""
+        found, rejected = prepare(self.sessions, self.tokenizer, form, weights)
         if not found:
             raise DatasetError(
                 f"no session has a reward and tokens to learn from; the last one: {rejected[-1].message}"
@@ -164,6 +156,21 @@ class RecordedSessions:
             f" {self.success_threshold:g} or more: there is nothing to prefer. Record sessions that differ, or lower"
             " success_threshold"
         )
+
+
+def prepare(
+    sessions: Sequence[Session], tokenizer: Tokenizer, form: Form, weights: Any
+) -> tuple[list[TokenizedSession], list[Rejection]]:
+    """The sessions that have a reward, or parts of them, in the form that is learned from, and those that cannot be."""
+    found: list[TokenizedSession] = []
+    rejected: list[Rejection] = []
+    for session in (part for each in sessions for part in divided(each, form, tokenizer.target)):
+        made = tokenizer(session)
+        if not isinstance(made, Rejection):
+            score = session.score(weights)
+            made = score if isinstance(score, Rejection) else _in_form(made, form)
+        (rejected if isinstance(made, Rejection) else found).append(made)  # pyright: ignore[reportArgumentType]
+    return found, rejected
 
 
 def _in_form(made: TokenizedSession, form: Form) -> TokenizedSession | Rejection:

@@ -135,9 +135,7 @@ def held_out(files: RunFiles, state: RunState) -> Json:
     """Held-out reward before and after by mode: the means with their intervals, and the paired gain of the report."""
     report = files.report() or {}
     gains: Mapping[str, Any] = report.get("held_out") or {}
-    modes = dict.fromkeys(
-        [*gains, *(n.partition("-")[2] for n in state.evaluations if n.startswith(("before-", "after-")))]
-    )
+    modes = dict.fromkeys([*gains, *held_out_modes(state)])
     return {
         mode: {
             "before": measured(state.evaluations.get(f"before-{mode}")),
@@ -146,6 +144,11 @@ def held_out(files: RunFiles, state: RunState) -> Json:
         }
         for mode in modes
     }
+
+
+def held_out_modes(state: RunState) -> list[str]:
+    """The modes that the held-out tasks were measured in."""
+    return [name.partition("-")[2] for name in state.evaluations if name.startswith(("before-", "after-"))]
 
 
 def measured(rewards: Sequence[float | None] | None) -> Json | None:
