@@ -46,8 +46,7 @@ def test_tool_calls_and_errors_are_steps_in_the_stores_order() -> None:
         span(7, "execute_tool late", **TOOL, **{names.LATE: True}),
         span(8, "execute_tool of a judge", **TOOL, **{names.JUDGE: True}),
     ]
-    found = trajectory("ro-1", "at-1", spans, status="failed")
-    assert found.status == "failed"
+    found = trajectory("ro-1", "at-1", spans)
     assert found.steps == (
         Step("tool", "search", "s2", 2, arguments='{"q": "tea"}', result="green"),
         Step("tool", "search", "s3", 3, arguments='{"q": "tea"}', error="timed out"),

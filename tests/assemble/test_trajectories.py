@@ -136,10 +136,10 @@ def test_a_call_whose_tokens_are_unknown_is_skipped_and_counted(lost: str) -> No
 
 def test_the_last_reward_is_final_and_earlier_ones_belong_to_the_call_before_them() -> None:
     spans = [chat(1, [1], [2]), reward(2, 0.25), chat(3, [1, 2, 5], [6]), reward(4, 0.5), reward(5, 1.0)]
-    found = trajectory("ro-1", "at-1", reversed(spans), group="g", metadata={"task": 7})
+    found = trajectory("ro-1", "at-1", reversed(spans), group="g")
     assert found.reward == 1.0
     assert [t.reward for t in found.transitions] == [0.25, 0.5]
-    assert (found.group, found.metadata) == ("g", {"task": 7})
+    assert (found.group, found.metadata) == ("g", {})
 
 
 def test_a_rollout_without_a_reward_has_a_missing_one() -> None:

@@ -17,7 +17,7 @@ from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.credit import group_trajectories, is_target
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.base import by_call, by_node
-from agentlightning.credit.training_samples import OWN, Trains
+from agentlightning.credit.training_samples import Trains
 from agentlightning.policy.base import ScoreColumn
 from agentlightning.policy.losses import ADVANTAGES, STREAM_WEIGHTS, TEACHER_LOGPROBS, WEIGHTS
 from agentlightning.trajectory import (
@@ -51,9 +51,9 @@ async def with_feedback(
     samples: Sequence[TrainingSample],
     trajectories: Sequence[Trajectory],
     setting: Feedback,
-    target_agent: str | None = None,
-    weights: RewardWeights = None,
-    trains: Trains | None = None,
+    target_agent: str | None,
+    weights: RewardWeights,
+    trains: Trains,
 ) -> tuple[list[TrainingSample], dict[str, float]]:
     """The samples with the log-probabilities of a teacher that was given feedback, and the number of calls that have
     some, and that could not be given theirs. The teacher of a call is that of the weights that it trains."""
@@ -157,7 +157,7 @@ def reprompted(
     texts: Mapping[CallId, str],
     reprompt: Reprompt,
     target_agent: str | None,
-    trains: Trains | None = None,
+    trains: Trains,
 ) -> tuple[dict[str | None, list[Trajectory]], int]:
     """The rollouts of a group with feedback in their prompts, by the adapter that their calls train (None: the policy
     itself), and the number of calls it could not be given to. Calls that train nothing need none."""
@@ -166,7 +166,7 @@ def reprompted(
     for trajectory in group:
         own: dict[str | None, list[Transition]] = {}
         for call in trajectory.transitions:
-            text, name = texts.get(call.call_id), OWN if trains is None else trains(call)
+            text, name = texts.get(call.call_id), trains(call)
             if text is None or name is None or not is_target(call.agent, target_agent):
                 continue
             if (changed := reprompt(call, text)) is None:

@@ -19,8 +19,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Final, Self
+from typing import Annotated, Any, Final, Self
 
 from pydantic import (
     BeforeValidator,
@@ -333,7 +334,7 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
         50
     """
 
-    name: ClassVar[str] = "lightning_rl"
+    name = "lightning_rl"
     config_class = LightningRLConfig
 
     __signature__ = SettingsSignature(LightningRLConfig)
@@ -441,19 +442,16 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
         the same reward."""
         config, weights, counts = self.config, self.config.reward_weights, Counter[str]()
 
-        def check(trajectories: Sequence[Trajectory]) -> list[Rejection]:
-            return self.rejections(trajectories, target)
-
-        async def collect(tasks: int) -> Collected:
-            return await training.collect(
-                tasks=tasks,
-                group_size=config.group_size,
-                temperature=config.temperature,
-                top_p=config.top_p,
-                top_k=config.top_k,
-                check=check,
-                timeout_reward=config.timeout_reward,
-            )
+        check = partial(self.rejections, target_agent=target)
+        collect = partial(
+            training.collect,
+            group_size=config.group_size,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            check=check,
+            timeout_reward=config.timeout_reward,
+        )
 
         async def replay(new: Collected, joined: tuple[Trajectory, ...] = ()) -> tuple[Trajectory, ...]:
             if self._replay is None:
@@ -462,13 +460,13 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
             counts.update(own)
             return (*joined, *found)
 
-        collected = await collect(config.tasks_per_step)
+        collected = await collect(tasks=config.tasks_per_step)
         replayed, resampled = await replay(collected), 0
         for _ in range(config.dynamic_sampling):
             missing = config.tasks_per_step - groups_with_spread((*collected.trajectories, *replayed), weights)
             if missing <= 0:
                 break
-            more = await collect(missing)
+            more = await collect(tasks=missing)
             replayed = await replay(more, replayed)
             collected, resampled = collected + more, resampled + missing
         if config.dynamic_sampling:

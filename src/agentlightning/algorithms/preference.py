@@ -200,14 +200,14 @@ def _messages(fields: Mapping[str, Any], name: str, role: str, where: str) -> tu
         return ({"role": role, "content": value},)
     turns = cast("list[Any]", value) if isinstance(value, list) else []
     if not turns:
-        raise _wrong(where, f"{name} is {_shown(value)}")
+        raise _wrong(where, f"{name} is {value!r:.60}")
     for place, turn in enumerate(turns):
         given = cast("dict[str, Any]", turn).get("role") if isinstance(turn, dict) else None
         if given not in ROLES:
-            raise _wrong(where, f"{name}[{place}] is {_shown(turn)}; a message has a role and content")
+            raise _wrong(where, f"{name}[{place}] is {turn!r:.60}; a message has a role and content")
         content = turn.get("content")
         if not (isinstance(content, str | list) or (given == "assistant" and turn.get("tool_calls"))):
-            raise _wrong(where, f"{name}[{place}].content is {_shown(content)}, not a text")
+            raise _wrong(where, f"{name}[{place}].content is {content!r:.60}, not a text")
     return tuple(read_message(f"{where}: {name}[{place}]", turn) for place, turn in enumerate(turns))
 
 
@@ -216,11 +216,6 @@ def _common(chosen: Sequence[Message], rejected: Sequence[Message]) -> tuple[Mes
     while length < min(len(chosen), len(rejected)) and chosen[length] == rejected[length]:
         length += 1
     return tuple(chosen[:length])
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------

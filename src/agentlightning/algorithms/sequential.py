@@ -12,7 +12,7 @@ import copy
 import hashlib
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, cast
 
 from pydantic import field_validator
 
@@ -60,7 +60,7 @@ class Sequential(Algorithm[SequentialConfig]):
         (80, True)
     """
 
-    name: ClassVar[str] = "sequential"
+    name = "sequential"
     config_class = SequentialConfig
 
     def __init__(self, stages: Sequence[Algorithm[Any]] | SequentialConfig, *, rounds: int = 1) -> None:

@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from pydantic import FiniteFloat
+from pydantic_core import to_jsonable_python
 
 from agentlightning.algorithms.agents import of_target
 from agentlightning.algorithms.base import Algorithm, AlgorithmConfig, RolloutsAlgorithm, RolloutsConfig
@@ -117,17 +118,9 @@ class SFTResult:
 
     def as_json(self) -> dict[str, Any]:
         """The result as JSON values, as `--json` prints it."""
-        return {
-            "steps": self.steps,
-            "conversations": self.conversations,
-            "tokens": self.tokens,
-            "loss": self.losses[-1] if self.losses else None,
-            "left_out": dict(self.left_out),
-            "notes": dict(self.notes),
-            "validation_losses": {str(step): loss for step, loss in self.validation_losses.items()},
-            "best_step": self.best_step,
-            "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
-        }
+        record: dict[str, Any] = to_jsonable_python(self)
+        losses = record.pop("losses")
+        return {**record, "loss": losses[-1] if losses else None}
 
 
 class SFTAlgorithm(Algorithm[SFTConfig]):

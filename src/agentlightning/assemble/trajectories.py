@@ -19,7 +19,7 @@ from agentlightning.assemble.model_calls import (
 )
 from agentlightning.errors import RewardError, RolloutRejectedError
 from agentlightning.span import MAX_REWARD, Span, counts, usable_reward
-from agentlightning.trajectory import Reward, RewardWeights, Status, Step, Trajectory
+from agentlightning.trajectory import Reward, RewardWeights, Step, Trajectory
 
 # -- agent steps -----------------------------------------------------------------------------------------------------
 
@@ -257,16 +257,14 @@ def trajectory(
     attempt_id: str,
     spans: Iterable[Span],
     group: str = "",
-    metadata: Mapping[str, Any] | None = None,
     model: str | None = None,
     limits: TokenLimits = NO_LIMITS,
-    status: Status = "succeeded",
 ) -> Trajectory:
-    """The trajectory of one attempt, which ended with `status`, without the spans of other attempts. With a `model`,
+    """The trajectory of one attempt, without the spans of other attempts. With a `model`,
     calls that another model answered are left out, too: a frozen reference or a provider teaches the policy nothing.
     Adapters of the model (`MODEL:ADAPTER`) count as it.
 
-    A call whose record cannot be true (tokens beyond the `limits`, say) is left out. `metadata` gains the counts
+    A call whose record cannot be true (tokens beyond the `limits`, say) is left out. `metadata` has the counts
     `untrainable_calls`, `other_models`, `overridden_calls`, `seeded_calls`, `turn_limit_reached`, `replayed_calls`,
     `replay_mismatches`, `void_calls` and `unlinked_rewards` where they are not zero, the `turn_limit`, the defect of
     the first void call, and the sums of `automatic_rewards`. Whatever an agent has written, only two errors are raised:
@@ -310,8 +308,7 @@ def trajectory(
         group=group,
         steps=steps(own),
         agent_rewards=links.agents,
-        status=status,
-        metadata={**(metadata or {}), **{name: value for name, value in found.items() if value}},
+        metadata={name: value for name, value in found.items() if value},
     )
 
 

@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, Literal, Self, cast
 
 from pydantic import Field, FiniteFloat, field_validator, model_validator
 
@@ -65,7 +65,7 @@ class GroupRelativeCredit(OutcomeRule):
     """
 
     type: Literal["group_relative"] = "group_relative"  # pyright: ignore[reportIncompatibleVariableOverride]
-    aliases: ClassVar[tuple[str, ...]] = ("uniform", "grpo")
+    aliases = ("uniform", "grpo")
     normalize_std: bool = True
     """Divide by the group's standard deviation."""
 
@@ -88,7 +88,7 @@ class LeaveOneOutCredit(OutcomeRule):
     """
 
     type: Literal["leave_one_out"] = "leave_one_out"  # pyright: ignore[reportIncompatibleVariableOverride]
-    aliases: ClassVar[tuple[str, ...]] = ("rloo", "loop")
+    aliases = ("rloo", "loop")
 
     def advantages(self, group: Group) -> Advantages | None:
         rewards = final_rewards(group)
@@ -108,7 +108,7 @@ class ReinforceCredit(OutcomeRule):
     """
 
     type: Literal["reinforce"] = "reinforce"  # pyright: ignore[reportIncompatibleVariableOverride]
-    min_group: ClassVar[int] = 1
+    min_group = 1
     baseline: float = 0.0
     """A reward that is neither good nor bad."""
 
@@ -160,7 +160,7 @@ class GroupStepCredit(CreditRule):
     """
 
     type: Literal["group_step"] = "group_step"  # pyright: ignore[reportIncompatibleVariableOverride]
-    aliases: ClassVar[tuple[str, ...]] = ("gigpo",)
+    aliases = ("gigpo",)
     omega: Weight = 1.0
     """The weight of the comparison within states."""
     gamma: Share = 0.95
@@ -230,7 +230,7 @@ class GraphCredit(OutcomeRule):
     """
 
     type: Literal["graph"] = "graph"  # pyright: ignore[reportIncompatibleVariableOverride]
-    aliases: ClassVar[tuple[str, ...]] = ("graphgpo",)
+    aliases = ("graphgpo",)
     gamma: OpenShare = 0.1
     """What a state is worth that is one call further from the goal."""
     scale: float = Field(default=10.0, gt=0, allow_inf_nan=False)
@@ -440,8 +440,8 @@ class InformationGainCredit(OutcomeRule):
     """
 
     type: Literal["information_gain"] = "information_gain"  # pyright: ignore[reportIncompatibleVariableOverride]
-    aliases: ClassVar[tuple[str, ...]] = ("igpo",)
-    needs: ClassVar[frozenset[str]] = frozenset({ANSWER_LOGPROBS})
+    aliases = ("igpo",)
+    needs = frozenset({ANSWER_LOGPROBS})
     answer: str = "answer"
     """The field of the task that holds the answer."""
     answer_format: str = "{answer}"
@@ -525,8 +525,8 @@ class StateValueCredit(CreditRule):
     """
 
     type: Literal["state_value"] = "state_value"  # pyright: ignore[reportIncompatibleVariableOverride]
-    uses: ClassVar[frozenset[str]] = frozenset({VALUES})
-    gives_returns: ClassVar[bool] = True
+    uses = frozenset({VALUES})
+    gives_returns = True
     similarity: PositiveShare = 1.0
     """States are the same from this similarity of their observations on; 1: only equal ones."""
     history: int = Field(default=0, ge=0, le=8)
@@ -675,10 +675,10 @@ class ValueCredit(CreditRule):
     """
 
     type: Literal["value"] = "value"  # pyright: ignore[reportIncompatibleVariableOverride]
-    aliases: ClassVar[tuple[str, ...]] = ("gae",)
-    min_group: ClassVar[int] = 1
-    needs: ClassVar[frozenset[str]] = frozenset({VALUES})
-    gives_returns: ClassVar[bool] = True
+    aliases = ("gae",)
+    min_group = 1
+    needs = frozenset({VALUES})
+    gives_returns = True
     gamma: Share = 1.0
     """What a reward one call later is worth."""
     lam: Share = 0.95
@@ -749,8 +749,8 @@ class HierarchicalCredit(CreditRule):
     """
 
     type: Literal["hierarchical"] = "hierarchical"  # pyright: ignore[reportIncompatibleVariableOverride]
-    uses: ClassVar[frozenset[str]] = frozenset({VALUES})
-    gives_returns: ClassVar[bool] = True
+    uses = frozenset({VALUES})
+    gives_returns = True
     repeated: PositiveShare = 0.25
     """Without a value head: the share of repeated states from which on they decide."""
     margin: ShareBelowOne = 0.1

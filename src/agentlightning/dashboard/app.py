@@ -15,6 +15,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from functools import cache
 from importlib.resources import files
+from types import MappingProxyType
 from typing import Any, Final
 
 import orjson
@@ -38,7 +39,7 @@ from agentlightning.dashboard.views import (
 )
 from agentlightning.errors import AgentLightningError, NotFoundError
 from agentlightning.store.http.encoding import encode
-from agentlightning.store.http.endpoint import authorize
+from agentlightning.store.http.endpoint import authorize, read_body
 from agentlightning.store.http.errors import RequestError, error_response, status_of
 
 PATH: Final = "/dashboard"
@@ -104,16 +105,20 @@ def page_routes() -> list[Route]:
 # -- the JSON ----------------------------------------------------------------------------------------------------------
 
 
-def json_response(request: Request, content: Any, status: int = 200) -> Response:
+def json_response(request: Request, content: Any) -> Response:
     """A JSON response with an ETag, so that a page that asks again and again is sent what has changed."""
     body = orjson.dumps(content, default=_plain, option=orjson.OPT_NON_STR_KEYS)
-    headers = {**HEADERS, "cache-control": "no-store"}
-    if status == 200 and request.method == "GET":
-        tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
-        headers |= {"etag": tag, "cache-control": "private, no-cache"}
-        if request.headers.get("if-none-match") == tag:
-            return Response(status_code=304, headers=headers)
-    return Response(body, status, headers, media_type="application/json")
+    if request.method == "GET":
+        return tagged(request, body, "application/json", {"cache-control": "private, no-cache"})
+    return Response(body, 200, {**HEADERS, "cache-control": "no-store"}, media_type="application/json")
+
+
+def tagged(request: Request, body: bytes, media_type: str, own: Mapping[str, str] = MappingProxyType({})) -> Response:
+    """A response with an ETag, or 304 where the client has it already. `own` are headers beside `HEADERS`."""
+    headers = {**HEADERS, **own, "etag": f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'}
+    if request.headers.get("if-none-match") == headers["etag"]:
+        return Response(status_code=304, headers=headers)
+    return Response(body, headers=headers, media_type=media_type)
 
 
 def _plain(value: Any) -> Any:
@@ -172,17 +177,9 @@ async def unknown(request: Request) -> Response:
 
 async def _body(request: Request) -> Any:
     """The JSON of a request. A page of another site cannot send this content type without being asked first."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise RequestError("send application/json", 415)
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY:
-            raise RequestError(f"the request is larger than {MAX_BODY} bytes; name fewer rollouts", 413)
-        parts.append(part)
+    data = await read_body(dict(request.headers), request.receive, MAX_BODY)
     try:
-        return orjson.loads(b"".join(parts))
+        return orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise RequestError(f"the request is not JSON ({error})") from None
 
@@ -196,27 +193,18 @@ async def _page(request: Request) -> Response:
 
 async def _static(request: Request) -> Response:
     name = request.path_params["name"]
-    if STATIC_NAME.fullmatch(name) is None:
-        return Response("there is no such file", 404, HEADERS, media_type="text/plain")
-    return _file(request, name)
+    return _file(request, name if STATIC_NAME.fullmatch(name) else "")
 
 
 def _file(request: Request, name: str) -> Response:
-    found = read_static(name)
-    if found is None:
+    body = read_static(name)
+    if body is None:
         return Response("there is no such file", 404, HEADERS, media_type="text/plain")
-    body, tag = found
-    headers = {**HEADERS, "etag": tag}
-    if request.headers.get("if-none-match") == tag:
-        return Response(status_code=304, headers=headers)
-    return Response(body, headers=headers, media_type=TYPES[name.rpartition(".")[2]])
+    return tagged(request, body, TYPES[name.rpartition(".")[2]])
 
 
 @cache
-def read_static(name: str) -> tuple[bytes, str] | None:
-    """A file of the page, and its ETag; None if there is none."""
+def read_static(name: str) -> bytes | None:
+    """A file of the page; None if there is none."""
     path = files("agentlightning.dashboard").joinpath("static", *name.split("/"))
-    if not path.is_file():
-        return None
-    body = path.read_bytes()
-    return body, f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
+    return path.read_bytes() if path.is_file() else None

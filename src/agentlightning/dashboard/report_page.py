@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from agentlightning.dashboard.data.run_files import RunFiles, open_run
+from jinja2 import Environment, PackageLoader
+
+from agentlightning.dashboard.data.run_files import open_run
 from agentlightning.dashboard.views.curves import charts_of
 from agentlightning.dashboard.views.runs import held_out, warnings_of
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.report.result import as_html, markdown_report
+from agentlightning.util.json_values import Json
 
-WIDTH, HEIGHT, LEFT, BOTTOM = 420, 190, 52, 22
+WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM = 420, 190, 52, 412, 168
+"""Of a drawing, and of its axes."""
 COLORS: Final = ("#1d4ed8", "#c2410c", "#0f766e", "#7e22ce", "#a16207", "#be185d", "#475569", "#15803d")
 STYLE: Final = (
     "figure{display:inline-block;margin:.5rem;max-width:100%}figcaption{font-weight:600}svg{max-width:100%;height:auto}"
@@ -30,68 +33,46 @@ async def report_page(run_dir: Path, examples: int, store: LightningStoreBase | 
         text = as_html(f"# Report of {run_dir.name}\n\nThe run is not finished: there is no result yet.\n")
     else:
         text = as_html(await markdown_report(run_dir, examples, store))
-    charts = [_figure(chart, files) for chart in charts_of(files.metrics())["charts"] if not chart["constant"]]
-    parts = [_intervals(files), _warnings(files), "<h2>Curves</h2>", *charts]
-    page = text.replace("</style>", f"{STYLE}</style>", 1)
-    return page.replace("</body>", "\n".join(part for part in parts if part) + "\n</body>", 1)
+    state, lines = files.state(), files.metrics()
+    template = Environment(
+        loader=PackageLoader("agentlightning.dashboard", ""), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    ).get_template("report.html.jinja")
+    content = template.render(
+        held_out=held_out(files, state),
+        warnings=warnings_of(files, state),
+        charts=[_drawing(chart, lines) for chart in charts_of(lines)["charts"] if not chart["constant"]],
+        width=WIDTH,
+        height=HEIGHT,
+        left=LEFT,
+        right=RIGHT,
+        bottom=BOTTOM,
+    )
+    return text.replace("</style>", f"{STYLE}</style>", 1).replace("</body>", f"{content}</body>", 1)
 
 
-def _warnings(files: RunFiles) -> str:
-    items: list[str] = []
-    for each in warnings_of(files, files.state()):
-        since = f", since step {each['since']}" if each["since"] else ""
-        name = html.escape(each["name"].replace("_", " "))
-        items.append(f"<li><b>{name}</b>{since}: {html.escape(each['what'])}</li>")
-    return f"<h2>Signs of trouble</h2><ul>{''.join(items)}</ul>" if items else ""
-
-
-def _intervals(files: RunFiles) -> str:
-    """Held-out reward before and after, each with its interval."""
-    rows: list[str] = []
-    for mode, found in held_out(files, files.state()).items():
-        for when in ("before", "after"):
-            if (measured := found[when]) is not None:
-                numbers = f"{measured['mean']:.3f}</td><td>{measured['low']:.3f} to {measured['high']:.3f}"
-                rows.append(f"<tr><td>{html.escape(mode)}, {when}</td><td>{numbers}</td></tr>")
-    head = "<tr><td>held out</td><td>mean</td><td>95% interval</td></tr>"
-    return f"<h2>Held-out reward</h2><table>{head}{''.join(rows)}</table>" if rows else ""
-
-
-# -- drawings ----------------------------------------------------------------------------------------------------------
-
-
-def _figure(chart: dict[str, Any], files: RunFiles) -> str:
-    steps = [float(row.get("step") or 0) for row in files.metrics()][-len(chart["series"][0]["values"]) :]
-    band = chart["band"] or {"low": [], "high": []}
-    lines = [each["values"] for each in chart["series"]]
-    known = [value for values in (*lines, band["low"], band["high"]) for value in values if value is not None]
+def _drawing(chart: Json, lines: Sequence[Json]) -> Json:
+    """A chart in the coordinates of the page."""
+    series, band = chart["series"], chart["band"] or {"low": [], "high": []}
+    steps = [float(row.get("step") or 0) for row in lines][-len(series[0]["values"]) :]
+    rows = (*(each["values"] for each in series), band["low"], band["high"])
+    known = [value for values in rows for value in values if value is not None]
     first, width, low, height = steps[0], steps[-1] - steps[0] or 1, min(known), max(known) - min(known) or 1
-    bottom = HEIGHT - BOTTOM
 
-    def place(step: float, value: float) -> str:
-        x, y = (step - first) / width, (low + height - value) / height
-        return f"{LEFT + (WIDTH - LEFT - 8) * x:.1f},{8 + (bottom - 8) * y:.1f}"
+    def y_of(value: float) -> str:
+        return f"{8 + (BOTTOM - 8) * (low + height - value) / height:.1f}"
 
     def points(values: Sequence[float | None]) -> list[str]:
-        return [place(step, value) for step, value in zip(steps, values, strict=False) if value is not None]
+        pairs = zip(steps, values, strict=False)
+        return [f"{LEFT + (RIGHT - LEFT) * (x - first) / width:.1f},{y_of(y)}" for x, y in pairs if y is not None]
 
-    drawn = [f'<polygon points="{" ".join(points(band["high"]) + points(band["low"])[::-1])}" class="band"/>']
-    drawn.append(f'<path d="M{LEFT} 8V{bottom}H{WIDTH - 8}" fill="none" stroke="#94a3b8"/>')
-    for value in (low, low + height / 2, low + height):
-        y = place(first, value).partition(",")[2]
-        drawn.append(f'<text x="{LEFT - 5}" y="{y}" dy="4" text-anchor="end">{value:.3g}</text>')
-    for x, step, anchor in ((LEFT, first, "start"), (WIDTH - 8, steps[-1], "end")):
-        drawn.append(f'<text x="{x}" y="{HEIGHT - 6}" text-anchor="{anchor}">step {step:g}</text>')
-    keys: list[str] = []
-    for values, each, color in zip(lines, chart["series"], cycle(COLORS), strict=False):
-        own = points(values)
-        dots = " ".join(own * 2 if len(own) == 1 else own)  # one point is a line of no length
-        drawn.append(f'<polyline points="{dots}" stroke="{color}"/>')
-        box = f'<svg width="14" height="6"><rect width="14" height="4" fill="{color}"/></svg>'
-        keys.append(f'<span class="key">{box} {html.escape(each["label"])}</span>')
-    unit = f" ({chart['unit']})" if chart["unit"] else ""
-    return (
-        f"<figure><figcaption>{html.escape(chart['title'] + unit)}</figcaption>"
-        f'<svg width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(drawn)}</svg>'
-        f"<div>{''.join(keys)}</div></figure>"
-    )
+    return {
+        "title": f"{chart['title']} ({chart['unit']})" if chart["unit"] else chart["title"],
+        "band": points(band["high"]) + points(band["low"])[::-1],
+        "heights": [(value, y_of(value)) for value in (low, low + height / 2, low + height)],
+        "first": first,
+        "last": steps[-1],
+        "series": [
+            {"label": each["label"], "color": color, "points": points(each["values"])}
+            for each, color in zip(series, cycle(COLORS), strict=False)
+        ],
+    }

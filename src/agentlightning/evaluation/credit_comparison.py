@@ -136,6 +136,7 @@ def _contexts(call: Transition) -> Iterator[tuple[int, tuple[Hashable, Hashable]
 
 SPLITS = 4
 """Random halvings of the groups."""
+BOOTSTRAPS = 400
 BATCH = 16
 """Groups whose credit a rule assigns together, as in a step of training."""
 REFERENCE = {"type": "group_relative", "intermediate": "ignore"}
@@ -190,8 +191,6 @@ def compare_credit(
     target_agent: str | None = None,
     reward_weights: RewardWeights = None,
     left_out: Mapping[str, int] = NOTHING,
-    bootstraps: int = 400,
-    seed: int = 0,
 ) -> CreditComparison:
     """Compare rules on groups of rollouts of one task each.
 
@@ -211,7 +210,7 @@ def compare_credit(
     if not features.shares:
         agents = sorted({call.agent or "" for group in usable for each in group for call in each.transitions})
         raise DatasetError(f"no call of an agent called {target_agent!r} has known tokens; there are {agents}")
-    sampler = _Sampler(len(usable), bootstraps, seed)
+    sampler = _Sampler(len(usable))
     reference = _halves(credit_rule(REFERENCE), usable, features, sampler)
     found: list[RuleSignal] = []
     unusable: dict[str, str] = {}
@@ -278,15 +277,15 @@ def _scalar(trajectory: Trajectory, weights: RewardWeights) -> Trajectory:
 class _Sampler:
     """The random halves and bootstrap samples, the same for every rule."""
 
-    def __init__(self, groups: int, bootstraps: int, seed: int) -> None:
+    def __init__(self, groups: int) -> None:
         import numpy as np
 
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(0)
         self.sides = [rng.permutation(groups) < groups // 2 for _ in range(SPLITS)]
         self.across = np.zeros((groups, groups))
         for side in self.sides:
             self.across += side[:, None] != side[None, :]
-        self.counts = rng.multinomial(groups, [1 / groups] * groups, bootstraps).astype(float)
+        self.counts = rng.multinomial(groups, [1 / groups] * groups, BOOTSTRAPS).astype(float)
         self.whole = np.ones((1, groups))
 
     def products(self, left: Sequence[FloatMatrix], right: Sequence[FloatMatrix]) -> FloatMatrix:

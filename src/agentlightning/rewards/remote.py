@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -24,16 +25,17 @@ from agentlightning.trajectory import Reward
 from agentlightning.util.json_values import dumps, loads
 from agentlightning.util.printable import shown_url
 
-Waiting = tuple[dict[str, Any], "asyncio.Future[Any]"]
+
+@dataclass(slots=True)
+class _Batch:
+    """Items that travel in one request."""
+
+    items: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    full: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-@dataclass
-class _Queue:
-    """Items of one event loop that wait for their batch."""
-
-    waiting: list[Waiting] = field(default_factory=list[Waiting])
-    timer: asyncio.TimerHandle | None = None
-    sending: set[asyncio.Task[list[Any]]] = field(default_factory=set["asyncio.Task[list[Any]]"])
+Waiting = list[tuple[_Batch, "asyncio.Task[list[Any]]"]]
+"""The batch that items join, and its rewards; empty where there is none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +67,7 @@ class RemoteReward(Portable):
     """The number of rewards remembered by task and output, in each process. 0: none; for rewards that are random."""
     token_variable: str | None = None
     """The environment variable whose value is sent as a bearer token. None: no token is sent."""
-    _queues: PerLoop[_Queue] = field(default_factory=lambda: PerLoop(_Queue), init=False, repr=False)
+    _waiting: PerLoop[Waiting] = field(default_factory=lambda: PerLoop(Waiting), init=False, repr=False)
     _cache: OrderedDict[bytes, Any] = field(default_factory=OrderedDict[bytes, Any], init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -91,43 +93,31 @@ class RemoteReward(Portable):
         return reward
 
     async def _ask(self, item: dict[str, Any]) -> Any:
-        loop, queue = asyncio.get_running_loop(), self._queues.get()
-        answer: asyncio.Future[Any] = loop.create_future()
-        queue.waiting.append((item, answer))
-        if len(queue.waiting) >= self.batch_size:
-            self._send(queue)
-        elif queue.timer is None:
-            queue.timer = loop.call_later(self.batch_seconds, self._send, queue)
-        return await answer
+        waiting = self._waiting.get()
+        if not waiting:
+            batch = _Batch()
+            waiting.append((batch, asyncio.create_task(self._send(batch, waiting))))
+        batch, rewards = waiting[0]
+        batch.items.append(item)
+        place = len(batch.items) - 1
+        if len(batch.items) >= self.batch_size:
+            batch.full.set()
+            waiting.clear()
+        return (await asyncio.shield(rewards))[place]  # Others wait for it, too.
 
-    def _send(self, queue: _Queue) -> None:
-        if queue.timer is not None:
-            queue.timer.cancel()
-            queue.timer = None
-        batch = [(item, answer) for item, answer in queue.waiting if not answer.done()]
-        queue.waiting.clear()
-        if batch:
-            sending = asyncio.get_running_loop().create_task(self._rewards([item for item, _ in batch]))
-            queue.sending.add(sending)
-
-            def finish(task: asyncio.Task[list[Any]]) -> None:
-                """Whatever ended the request, nobody waits for it any longer."""
-                queue.sending.discard(task)
-                error = None if task.cancelled() else task.exception()
-                if task.cancelled() or not isinstance(error, MissingRewardError | RewardServiceError | None):
-                    reason = "it was cancelled" if error is None else repr(error)
-                    error = RewardServiceError(
-                        f"the request to the reward service at {shown_url(self.url)} failed: {reason}"
-                    )
-                for place, (_, answer) in enumerate(batch):
-                    if answer.done():
-                        continue
-                    if error is None:
-                        answer.set_result(task.result()[place])
-                    else:
-                        answer.set_exception(type(error)(str(error)))
-
-            sending.add_done_callback(finish)
+    async def _send(self, batch: _Batch, waiting: Waiting) -> list[Any]:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(batch.full.wait(), self.batch_seconds)
+        if not batch.full.is_set():
+            waiting.clear()
+        try:
+            return await self._rewards(batch.items)
+        except (MissingRewardError, RewardServiceError):
+            raise
+        except Exception as error:
+            raise RewardServiceError(
+                f"the request to the reward service at {shown_url(self.url)} failed: {error!r}"
+            ) from error
 
     async def _rewards(self, items: list[dict[str, Any]]) -> list[Any]:
         body = loads(dumps({"items": items}, default=repr, option=_ANY))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from typing import Any, ClassVar, Final, Self
+from typing import Any, Final, Self
 
 from agentlightning.algorithms.apo.beam import BeamSearch
 from agentlightning.algorithms.apo.config import (
@@ -67,7 +67,7 @@ class APO(Algorithm[APOConfig]):
         'beam'
     """
 
-    name: ClassVar[str] = "apo"
+    name = "apo"
     config_class = APOConfig
     learns_weights = False
     selects_result = True

@@ -237,10 +237,10 @@ def price(read: float, written: float, input_price: float, output_price: float) 
     return (read * input_price + written * output_price) / 1e6
 
 
-def detectable_gain(pairs: int, spread: float = 0.5) -> float:
+def detectable_gain(pairs: int) -> float:
     """The smallest mean paired difference that `pairs` pairs show in 80% of cases at a two-sided level of 5%: 2.8
-    standard errors, for differences with a standard deviation of `spread` times sqrt(2)."""
-    return 2.8 * spread * math.sqrt(2 / max(1, pairs))
+    standard errors, for rewards with a standard deviation of 0.5."""
+    return 1.4 * math.sqrt(2 / max(1, pairs))
 
 
 def check_budget(budget: SearchBudget, smallest: int, search: str) -> None:

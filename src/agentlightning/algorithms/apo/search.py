@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, NamedTuple, cast
 
-import orjson
 from pydantic import TypeAdapter
 
 from agentlightning import span as names
@@ -46,7 +45,7 @@ from agentlightning.errors import (
 from agentlightning.resources import PromptTemplate
 from agentlightning.rewards.base import post_json
 from agentlightning.span import Span
-from agentlightning.util.json_values import dumps, recorded_objects
+from agentlightning.util.json_values import as_text, recorded_objects
 
 # -- models ------------------------------------------------------------------------------------------------------------
 
@@ -200,11 +199,11 @@ class Outcome(NamedTuple):
 
 def transcript(task: Any, report: RolloutReport) -> str:
     """What happened in a rollout. A message that several calls share is shown once."""
-    parts = [f"Task: {_text(task)}", *_events(report.spans)]
+    parts = [f"Task: {as_text(task)}", *_events(report.spans)]
     if report.output is not None:
-        parts.append(f"Output: {_text(report.output)}")
+        parts.append(f"Output: {as_text(report.output)}")
     if isinstance(report.reward, dict):
-        parts.append(f"Rewards: {_text(report.reward)}")
+        parts.append(f"Rewards: {as_text(report.reward)}")
     if report.failure is not None:
         parts.append(f"Failure: {report.failure}")
     return "\n".join(parts)
@@ -229,7 +228,9 @@ def _number(span: Span, name: str) -> float:
 def _events(spans: Sequence[Span]) -> Iterator[str]:
     events: list[tuple[int, Span | str]] = [(span.sequence_id, span) for span in calls(spans)]
     for step in steps(spans):
-        shown = f"Tool {step.name}({_text(step.arguments)}): {_text(step.result)}" if step.kind == "tool" else "Error"
+        shown = (
+            f"Tool {step.name}({as_text(step.arguments)}): {as_text(step.result)}" if step.kind == "tool" else "Error"
+        )
         events.append((step.sequence_id, shown + (f": {step.error}" if step.error else "")))
     seen: set[str] = set()
     for _, event in sorted(events, key=lambda each: each[0]):
@@ -254,17 +255,8 @@ def _part(part: Any) -> str:
         return str(part)
     fields = cast("dict[str, Any]", part)
     if fields.get("type") == "tool_call":
-        return f"calls {fields.get('name')}({_text(fields.get('arguments'))})"
-    return _text(fields.get("content", fields.get("response", "")))
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    try:
-        return dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode()
-    except TypeError:
-        return str(value)
+        return f"calls {fields.get('name')}({as_text(fields.get('arguments'))})"
+    return as_text(fields.get("content", fields.get("response", "")))
 
 
 @dataclass(frozen=True, slots=True)

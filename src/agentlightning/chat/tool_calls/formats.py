@@ -505,10 +505,8 @@ class TaggedCalls(MarkedFormat):
             value = text[position : end.start()].removeprefix(self.padding).removesuffix(self.padding)
             values[key] = _typed(value, schemas.get(key), root)
             position = end.end()
-        position = skip_space(text, position + len(self.function_end))
-        if not _has_marker(text, position, self.closing):
-            raise MalformedCall("the call is not closed")
-        return (ParsedToolCall(name, _object(values.items())),), position + len(self.closing)
+        end = expect(text, position + len(self.function_end), self.closing)
+        return (ParsedToolCall(name, _object(values.items())),), end
 
     def _value(self, lark: LarkGrammar, schema: Mapping[str, Any], after: str) -> str:
         """Expression for a valid value and the text after it. Raises NoGrammar if neither JSON nor fixed strings can

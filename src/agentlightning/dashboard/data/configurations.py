@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ from agentlightning.dashboard.data.run_files import RunFiles
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.evaluation.intervals import UNBOUNDED, Interval, mean_of_seeds, seed_difference
 from agentlightning.training.persistence.run_changes import changed_settings, leaves, settings_of_run, shown
-from agentlightning.training.persistence.run_dir import read_state
+from agentlightning.training.persistence.run_dir import RunState, read_state
 from agentlightning.util.json_values import Json, loads
 
 NO_SETTINGS: Final = ("run.seed", "run.host", "run.port", "run.public_url", "tracking.")
@@ -30,8 +30,14 @@ class Configuration:
     """By seed."""
     reports: dict[int, Mapping[str, Any]] = field(default_factory=dict[int, Mapping[str, Any]])
     """Of those that are finished."""
-    rewards: list[float | None] = field(default_factory=list[float | None])
+    rewards: list[float] = field(default_factory=list[float])
     """Of held-out tasks, in all measurements of its runs."""
+
+    def add(self, run: Path, seed: int, state: RunState, report: Mapping[str, Any] | None) -> None:
+        self.runs[seed] = run
+        self.rewards += (reward for each in state.evaluations.values() for reward in each if reward is not None)
+        if report is not None:
+            self.reports[seed] = report
 
     @property
     def modes(self) -> list[str]:
@@ -62,10 +68,7 @@ def configurations(runs: Sequence[Path]) -> list[Configuration]:
         seed = settings.run.seed
         if seed in own.runs:
             raise ConfigError(f"{own.runs[seed]} and {run} are one configuration with one seed ({seed}); leave one out")
-        own.runs[seed] = run
-        own.rewards += chain.from_iterable(state.evaluations.values())
-        if path.exists():
-            own.reports[seed] = loads(path.read_bytes())
+        own.add(run, seed, state, loads(path.read_bytes()) if path.exists() else None)
     return found
 
 
@@ -87,19 +90,16 @@ def joined_runs(runs: Mapping[str, RunFiles]) -> list[Json]:
         own, names = found.setdefault(repr((settings, extensions)), (Configuration(config, extensions), []))
         if config.run.seed not in own.runs:
             names.append(name)
-            own.runs[config.run.seed] = files.path
-            own.rewards += chain.from_iterable(state.evaluations.values())
-            own.reports |= {} if report is None else {config.run.seed: report}
+            own.add(files.path, config.run.seed, state, report)
     return [
-        {"runs": names, "gain": _means(own, "gain", own.modes, bounds_of([own])[1])}
+        {"runs": names, "gain": _means(own, "gain", own.modes, bounds_of(own.rewards)[1])}
         for own, names in found.values()
         if len(names) > 1
     ]
 
 
-def bounds_of(found: Sequence[Configuration]) -> tuple[Interval, Interval]:
+def bounds_of(rewards: Sequence[float]) -> tuple[Interval, Interval]:
     """Those of a mean reward, and of a difference: 0 and 1 where all rewards lie in between, else none."""
-    rewards = [reward for each in found for reward in each.rewards if reward is not None]
     known = bool(rewards) and min(rewards) >= 0 and max(rewards) <= 1
     return ((0.0, 1.0), (-1.0, 1.0)) if known else (UNBOUNDED, UNBOUNDED)
 
@@ -129,7 +129,7 @@ def record_of(found: Sequence[Configuration]) -> list[Json]:
     JSON values. Raises ConfigError where runs of one seed were measured on different tasks."""
     first, names = found[0], short_names(run for each in found for run in each.runs.values())
     modes = dict.fromkeys(mode for each in found for mode in each.modes)
-    means, differences = bounds_of(found)
+    means, differences = bounds_of([reward for each in found for reward in each.rewards])
     rows: list[Json] = []
     for each in found:
         label = names[next(iter(each.runs.values()))]

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Final
 
 from agentlightning import span as names
-from agentlightning.assemble.model_calls import has_failed, is_call
+from agentlightning.assemble.model_calls import is_call
 from agentlightning.dashboard.data.conversation import message_json, messages_of
-from agentlightning.dashboard.data.summary import Summaries, Updates, token_count, version_of
+from agentlightning.dashboard.data.summary import Summaries, Updates, call_facts
 from agentlightning.dashboard.data.text import shortened
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
@@ -75,18 +75,10 @@ class Live:
 
 def call_line(span: Span, updates: Updates) -> Json:
     """A model call as a line of a table."""
-    attributes = span.attributes
     answer = [part for message in messages_of(span, names.OUTPUT_MESSAGES) for part in message_json(message)["parts"]]
     return {
+        **call_facts(span, updates),
         "rollout_id": span.rollout_id,
-        "span_id": span.span_id,
-        "agent": attributes.get(names.AGENT_NAME),
-        "model": attributes.get(names.RESPONSE_MODEL) or attributes.get(names.REQUEST_MODEL),
-        "version": version_of(span, updates),
         "end_time": span.end_time,
-        "seconds": None if span.end_time is None else span.end_time - span.start_time,
-        "sampled_tokens": token_count(span, names.OUTPUT_TOKENS, names.RESPONSE_TOKEN_IDS),
-        "prompt_tokens": token_count(span, names.INPUT_TOKENS, names.PROMPT_TOKEN_IDS),
         "answer": shortened(" ".join(str(part.get("text") or part.get("name") or "") for part in answer)),
-        "failed": has_failed(span),
     }

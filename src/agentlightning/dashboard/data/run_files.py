@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import msgspec
 import orjson
 
 from agentlightning.config import TrainConfig
@@ -57,15 +56,16 @@ class RunFiles:
 
     def config(self) -> TrainConfig | None:
         """The settings; None where there are none, or this version cannot read them (`config_error`)."""
-        return self._read("config", "config.toml", lambda: self._load_config()[0])
+        return self._config()[0]
 
     def config_error(self) -> str:
         """Why there are no settings."""
-        return self._read("config_error", "config.toml", lambda: self._load_config()[1])
+        return self._config()[1]
 
     def settings(self) -> Json:
         """The settings by their full names in order, without secrets."""
-        return self._read("settings", "config.toml", self._load_settings)
+        config = self.config()
+        return {} if config is None else dict(sorted(flat_settings(config).items()))
 
     def audit(self) -> list[AuditRecord]:
         return self._read("audit", AUDIT_FILE, lambda: read_audit(self.path))
@@ -81,32 +81,22 @@ class RunFiles:
 
     def learned_at(self, rollout_id: str) -> int | None:
         """The step that was given a rollout to learn from; None: none was, or the audit log does not say."""
-        needle = f'"{rollout_id}"'.encode()
-        found = None
-        for line in self._audit_lines():
-            if needle in line and (record := _learned(line)) is not None and rollout_id in record.rollouts:
-                found = record.step
-        return found
+        return next((each.step for each in self._learned() if rollout_id in each.rollouts), None)
 
     def learned_by(self, step: int) -> tuple[str, ...] | None:
         """The rollouts that a step was given to learn from; None where the audit log does not say."""
-        found = None
-        for line in self._audit_lines():
-            if f'"step":{step},'.encode() in line and (record := _learned(line)) is not None and record.step == step:
-                found = record.rollouts
-        return found
+        return next((each.rollouts for each in self._learned() if each.step == step), None)
 
-    def _audit_lines(self) -> list[bytes]:
-        path = self.path / AUDIT_FILE
-        return self._read("audit lines", AUDIT_FILE, lambda: path.read_bytes().splitlines() if path.exists() else [])
+    def _learned(self) -> Iterator[AuditRecord]:
+        """The updates, the last one first."""
+        return (each for each in reversed(self.audit()) if each.action == "learned")
 
     def signature(self) -> str:
         """Changes whenever the metrics, the state or the report do."""
         return repr([self._signature(name) for name in ("metrics.jsonl", "state.json", "report.json")])
 
-    def _load_settings(self) -> Json:
-        config = self.config()
-        return {} if config is None else dict(sorted(flat_settings(config).items()))
+    def _config(self) -> tuple[TrainConfig | None, str]:
+        return self._read("config", "config.toml", self._load_config)
 
     def _load_config(self) -> tuple[TrainConfig | None, str]:
         try:
@@ -135,14 +125,6 @@ def open_run(path: Path) -> RunFiles:
     """Raises ConfigError where there is no run."""
     check_run(path)
     return RunFiles(path)
-
-
-def _learned(line: bytes) -> AuditRecord | None:
-    try:
-        record = msgspec.json.decode(line, type=AuditRecord)
-    except msgspec.MsgspecError:
-        return None  # the last line, which is being written
-    return record if record.action == "learned" else None
 
 
 def _json_lines(path: Path) -> list[Any]:

@@ -157,17 +157,13 @@ async def _scan(
     run: RunData, filters: Filters, sort: str | None, descending: bool, cursor: str | None, limit: int
 ) -> Page:
     rows: list[RolloutSummary] = []
-    scanned, after, offset = 0, None, 0
-    if cursor is not None and sort is None:
-        after = cursor
-    elif cursor is not None:
-        offset = _offset(cursor)
-    wanted = _wanted(run, filters)
+    scanned, wanted = 0, _wanted(run, filters)
     total = await _total(run, filters, wanted) if cursor is None and filters.by_store else None
     size = limit if filters.by_store else CHUNK
     while True:
+        offset = 0 if sort is None else _offset(cursor)
         order: dict[str, Any] = (
-            {"newest_first": descending, "after": after}
+            {"newest_first": descending, "after": cursor}
             if sort is None
             else {"sort_by": sort, "sort_order": "desc" if descending else "asc", "offset": offset}
         )
@@ -175,19 +171,17 @@ async def _scan(
         usable = [each for each in chunk if filters.admit_rollout(each)]
         found = {each.rollout_id: each for each in await run.summaries.of(usable)}
         for place, rollout in enumerate(chunk, 1):
-            after = rollout.rollout_id
+            scanned, cursor = scanned + 1, rollout.rollout_id if sort is None else str(offset + place)
             summary = found.get(rollout.rollout_id)
             if summary is not None and filters.admit(summary):
                 rows.append(summary)
             if len(rows) == limit:
                 more = place < len(chunk) or len(chunk) == size
-                at = str(offset + place) if sort is not None else after
-                return Page(rows, at if more else None, scanned + place, total)
-        scanned, offset = scanned + len(chunk), offset + len(chunk)
+                return Page(rows, cursor if more else None, scanned, total)
         if len(chunk) < size:
             return Page(rows, None, scanned, total)
         if scanned >= MOST_SCANNED:
-            return Page(rows, str(offset) if sort is not None else after, scanned, total)
+            return Page(rows, cursor, scanned, total)
 
 
 async def newer_than(run: RunData, filters: Filters, newest: str | None) -> tuple[int, bool]:
@@ -236,7 +230,7 @@ async def _from_set(
         known = [each for each in rows if getattr(each, field) is not None]
         unknown = [each for each in rows if getattr(each, field) is None]
         rows = [*sorted(known, key=lambda each: getattr(each, field), reverse=descending), *unknown]
-    offset = 0 if cursor is None else _offset(cursor)
+    offset = _offset(cursor)
     page = rows[offset : offset + limit]
     more = offset + limit < len(rows)
     return Page(page, str(offset + limit) if more else None, len(rollouts), len(rows), whole=True)
@@ -247,7 +241,9 @@ def _stem(group: str) -> str:
     return group.rstrip("0123456789")
 
 
-def _offset(cursor: str) -> int:
+def _offset(cursor: str | None) -> int:
+    if cursor is None:
+        return 0
     if not cursor.isdecimal():
         raise ConfigError(f"after={cursor!r} is no position in a sorted list; use the `next` of the page before")
     return int(cursor)

@@ -11,6 +11,7 @@ from typing import Any
 from agentlightning.training.health.examination import Examination, examine, read_records
 from agentlightning.training.health.step_record import StepRecord
 from agentlightning.training.persistence.checkpoints import prompts_of
+from agentlightning.training.persistence.run_dir import RunState
 
 
 def status_record(run_dir: Path) -> tuple[dict[str, Any], list[float | None]]:
@@ -27,8 +28,7 @@ def record_of(found: Examination, records: Sequence[StepRecord]) -> dict[str, An
     validated = next((each for each in reversed(records) if each.validation), None)
     # The settings say nothing of the steps of an algorithm object, nor of one of `Trainer.train`.
     total = None if state.algorithm or state.recorded else _total_steps(found.run_dir)
-    per_step = state.seconds / state.step if state.step else None
-    left = per_step * (total - state.step) if per_step and total and found.status != "finished" else None
+    left = None if found.status == "finished" else seconds_left(state, total)
     start = {
         name.removeprefix("before-"): (known, len(each))
         for name, each in state.evaluations.items()
@@ -55,6 +55,11 @@ def record_of(found: Examination, records: Sequence[StepRecord]) -> dict[str, An
         "warnings": dict(state.warnings),
         **prompts_of(found.run_dir, "checkpoint" if found.status == "finished" else state.checkpoint),
     }
+
+
+def seconds_left(state: RunState, total: int | None) -> float | None:
+    """By the mean time of the steps so far; None where it cannot be known."""
+    return state.seconds / state.step * max(0, total - state.step) if total and state.step else None
 
 
 def _total_steps(run_dir: Path) -> int | None:

@@ -12,10 +12,9 @@ from typing import Any, Final, cast
 
 from agentlightning import span as names
 from agentlightning.assemble import calls, link_rewards, steps
-from agentlightning.assemble.model_calls import has_failed
 from agentlightning.dashboard.data.conversation import Turn, message_json, tool_results, turns_of
 from agentlightning.dashboard.data.credit import BatchCredit
-from agentlightning.dashboard.data.summary import Updates, token_count, version_of
+from agentlightning.dashboard.data.summary import Updates, call_facts, version_of
 from agentlightning.dashboard.data.text import as_text, limited, tells_failure
 from agentlightning.dashboard.data.token_text import TokenTexts
 from agentlightning.engine.likeliest_tokens import likeliest_from_text
@@ -55,14 +54,12 @@ def stream_of(
         known = common_prefix_length(before, prompt)
         found.append(
             {
+                **call_facts(span, updates),
                 **call_json(turn),
-                "version": version_of(span, updates),
                 "counts": span.span_id in counted,
                 "reward": rewards.get(span.span_id),
                 "known_tokens": known,
-                "prompt_tokens": token_count(span, names.INPUT_TOKENS, names.PROMPT_TOKEN_IDS),
                 "prompt": _prompt(prompt[known:], texts) if shown else None,
-                "sampled_tokens": token_count(span, names.OUTPUT_TOKENS, names.RESPONSE_TOKEN_IDS),
                 "tokens": _sampled(span, sampled, credit, texts, ratios or {}, updates) if shown and sampled else None,
                 "left_out": not shown,
             }
@@ -74,23 +71,18 @@ def stream_of(
 
 
 def call_json(turn: Turn) -> Json:
-    """A model call without its tokens."""
+    """What was said in a model call, and how it ended."""
     span, attributes = turn.span, turn.span.attributes
     reasons = attributes.get(names.FINISH_REASONS)
     failed = span.status_code == "ERROR" or names.ERROR_TYPE in attributes
     return {
-        "span_id": span.span_id,
         "name": span.name,
-        "agent": attributes.get(names.AGENT_NAME),
-        "model": attributes.get(names.RESPONSE_MODEL) or attributes.get(names.REQUEST_MODEL),
-        "seconds": None if span.end_time is None else span.end_time - span.start_time,
         "finish": as_text(reasons[0]) if isinstance(reasons, list) and reasons else None,
         "error": _error(span) if failed else None,
         "drift": attributes.get(names.DRIFT_REASON) if attributes.get(names.DRIFT) else None,
         "starts": turn.starts,
         "messages": [message_json(each) for each in turn.new],
         "answer": [message_json(each) for each in turn.answer],
-        "failed": has_failed(span),
         "tool_results": [],
     }
 

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeAlias, cast
 
 from agentlightning import span as names
 from agentlightning.assemble import calls, link_rewards, scalar_reward, steps
+from agentlightning.assemble.model_calls import has_failed
 from agentlightning.dashboard.data.conversation import messages_of, tool_results
 from agentlightning.dashboard.data.text import shortened, tells_failure
 from agentlightning.errors import RewardError
@@ -17,6 +18,7 @@ from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
 from agentlightning.trajectory import Reward, RewardWeights
+from agentlightning.util.json_values import Json
 
 REMEMBERED: Final = 20_000
 """Finished rollouts whose summaries are remembered."""
@@ -80,23 +82,15 @@ class Summaries:
     ) -> list[RolloutSummary]:
         """In the given order. `fresh`: what was remembered is read again, for rollouts that may have been annotated.
         Without `open_spans`, no spans are read of rollouts that are not finished."""
-        missing = [each for each in rollouts if fresh or _key(each) not in self._known]
-        found: dict[str, RolloutSummary] = {}
-        if missing:
-            ids = [each.rollout_id for each in missing]
-            attempts = {each.rollout_id: each for each in await self._store.get_latest_attempts(ids)}
-            by_id = {each.rollout_id: each for each in missing}
-            wanted = [each for each in ids if each in attempts and (open_spans or by_id[each].finished)]
-            async for rollout_id, spans in self._store.iter_spans(wanted, tokens=False):
-                found[rollout_id] = summarize(by_id[rollout_id], attempts[rollout_id], spans, self._weights)
-            for each in missing:
-                if each.rollout_id not in found:
-                    attempt = attempts.get(each.rollout_id)
-                    unread = summarize(each, attempt, [])
-                    found[each.rollout_id] = unread if attempt is None else replace(unread, spans_read=False)
-                summary = found[each.rollout_id]
-                if each.finished:
-                    self._known[_key(each)] = summary
+        missing = {each.rollout_id: each for each in rollouts if fresh or _key(each) not in self._known}
+        latest = await self._store.get_latest_attempts([*missing]) if missing else []
+        attempts = {each.rollout_id: each for each in latest}
+        found = {name: summarize(each, attempts.get(name), None) for name, each in missing.items()}
+        wanted = [name for name, each in missing.items() if name in attempts and (open_spans or each.finished)]
+        if wanted:
+            async for name, spans in self._store.iter_spans(wanted, tokens=False):
+                found[name] = summarize(missing[name], attempts[name], spans, self._weights)
+        self._known |= {_key(each): found[name] for name, each in missing.items() if each.finished}
         result = [found.get(each.rollout_id) or self._known[_key(each)] for each in rollouts]
         while len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
@@ -112,9 +106,10 @@ def _key(rollout: Rollout) -> tuple[str, float | None, str]:
 
 
 def summarize(
-    rollout: Rollout, attempt: Attempt | None, spans: Sequence[Span], weights: RewardWeights = None
+    rollout: Rollout, attempt: Attempt | None, spans: Sequence[Span] | None, weights: RewardWeights = None
 ) -> RolloutSummary:
-    """The summary of a rollout, from the spans of its latest attempt."""
+    """The summary of a rollout, from the spans of its latest attempt. None: they were not read."""
+    spans_read, spans = attempt is None or spans is not None, spans or ()
     answered = calls(spans)
     reward, problem = reward_of(spans)
     kind, message = _failure(attempt) if rollout.status == "failed" or problem is None else (None, problem)
@@ -135,7 +130,7 @@ def summarize(
         worker=None if attempt is None else attempt.worker_id,
         reward=reward,
         reward_number=number_of(reward, weights),
-        spans_read=True,
+        spans_read=spans_read,
         calls=len(answered),
         prompt_tokens=sum(token_count(span, names.INPUT_TOKENS, names.PROMPT_TOKEN_IDS) for span in answered),
         sampled_tokens=sum(token_count(span, names.OUTPUT_TOKENS, names.RESPONSE_TOKEN_IDS) for span in answered),
@@ -177,6 +172,21 @@ def number_of(reward: Reward | None, weights: RewardWeights) -> float | None:
 def version_of(span: Span, updates: Updates = int) -> int | None:
     version = span.attributes.get(names.POLICY_VERSION)
     return updates(version) if isinstance(version, int) else None
+
+
+def call_facts(span: Span, updates: Updates) -> Json:
+    """Who made a model call, what answered it, and what it cost."""
+    attributes = span.attributes
+    return {
+        "span_id": span.span_id,
+        "agent": attributes.get(names.AGENT_NAME),
+        "model": attributes.get(names.RESPONSE_MODEL) or attributes.get(names.REQUEST_MODEL),
+        "version": version_of(span, updates),
+        "seconds": None if span.end_time is None else span.end_time - span.start_time,
+        "prompt_tokens": token_count(span, names.INPUT_TOKENS, names.PROMPT_TOKEN_IDS),
+        "sampled_tokens": token_count(span, names.OUTPUT_TOKENS, names.RESPONSE_TOKEN_IDS),
+        "failed": has_failed(span),
+    }
 
 
 def _digest(task: Any) -> str:

@@ -16,10 +16,10 @@ LONG: Final = 100_000
 FAILED: Final = re.compile(r"\s*[\[({\"']*\s*(error|exception|traceback|failed)\b", re.IGNORECASE)
 
 
-def shortened(value: Any, limit: int = SHORT) -> str:
+def shortened(value: Any) -> str:
     """The value on one line."""
-    line = " ".join(as_text(value)[: 4 * limit].split())
-    return line if len(line) <= limit else f"{line[: limit - 1]}…"
+    line = " ".join(as_text(value)[: 4 * SHORT].split())
+    return line if len(line) <= SHORT else f"{line[: SHORT - 1]}…"
 
 
 def limited(text: str, limit: int = LONG) -> str:

@@ -38,7 +38,7 @@ class TokenTexts:
         )
         pieces = {int(number): str(piece) for piece, number in entries}
         added = {int(each["id"]): str(each["content"]) for each in document.get("added_tokens") or ()}
-        return cls({**pieces, **added}, frozenset(added), "ByteLevel" in _types(document.get("decoder")))
+        return cls({**pieces, **added}, frozenset(added), b'"ByteLevel"' in orjson.dumps(document.get("decoder")))
 
     def of(self, token_ids: Iterable[int]) -> list[str]:
         return [self._text(each) for each in token_ids]
@@ -74,15 +74,6 @@ def _folders(run: Path, model: str | None) -> Iterator[Path]:
     yield from sorted((run / "checkpoints").glob("step-*"), reverse=True)
     if model is not None and (run / model).is_dir():
         yield run / model
-
-
-def _types(decoder: Any) -> set[str]:
-    if not isinstance(decoder, dict):
-        return set()
-    found = {str(decoder.get("type"))}
-    for each in decoder.get("decoders") or ():
-        found |= _types(each)
-    return found
 
 
 @cache

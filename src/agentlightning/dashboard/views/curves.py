@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -22,9 +23,8 @@ class Chart:
     title: str
     metrics: Mapping[str, str] = field(default_factory=dict[str, str])
     """Name of a metric -> its label."""
-    prefixes: tuple[str, ...] = ()
-    """All metrics whose names begin so belong to it, too."""
-    suffixes: tuple[str, ...] = ()
+    others: str = ""
+    """All metrics whose whole names match this pattern belong to it, too; the group is the label."""
     unit: str = ""
     band: tuple[str, str] | None = None
     """(metric, its spread): a band of metric - spread to metric + spread."""
@@ -33,8 +33,8 @@ class Chart:
 
 CHARTS: Final = (
     Chart("reward", "Reward of the step", {"reward": "mean"}, band=("reward", "reward_std")),
-    Chart("validation", "Validation reward", {}, prefixes=("validation_",)),
-    Chart("dimensions", "Reward by dimension", {}, prefixes=("reward_of_", "air_")),
+    Chart("validation", "Validation reward", {}, others="validation_(.+)"),
+    Chart("dimensions", "Reward by dimension", {}, others="(?:reward_of|air)_(.+)"),
     Chart("entropy", "Entropy", {"entropy": "of the trained tokens", "sampling_entropy": "as sampled"}, unit="nats"),
     Chart(
         "kl",
@@ -64,14 +64,14 @@ CHARTS: Final = (
         "failures",
         "Rollouts not learned from",
         {"failed": "failed", "timeouts": "timed out"},
-        prefixes=("rejected_",),
+        others="rejected_(.+)",
         unit="rollouts",
     ),
-    Chart("seconds", "Seconds by phase", {}, suffixes=("_seconds",), unit="s"),
+    Chart("seconds", "Seconds by phase", {}, others="(.+)_seconds", unit="s"),
     Chart("speed", "Sampling speed", {"tokens_per_second": "tokens a second"}, unit="tokens/s"),
     Chart("loss", "Loss", {"loss": "loss"}),
     Chart("lr", "Learning rate", {"lr": "learning rate"}),
-    Chart("guard", "Reward guard", {}, prefixes=("guard_",)),
+    Chart("guard", "Reward guard", {}, others="guard_(.+)"),
 )
 HIDDEN: Final = frozenset({"step", "revision"})
 
@@ -125,12 +125,8 @@ def _chart(chart: Chart, series: list[Json], rows: Sequence[Mapping[str, Any]]) 
 def _metrics_of(chart: Chart, names: Iterable[str]) -> dict[str, str]:
     found = {name: label for name, label in chart.metrics.items() if name in names}
     for name in names:
-        for prefix in chart.prefixes:
-            if name.startswith(prefix):
-                found[name] = name.removeprefix(prefix).replace("_", " ")
-        for suffix in chart.suffixes:
-            if name.endswith(suffix):
-                found[name] = name.removesuffix(suffix).replace("_", " ")
+        if (matched := re.fullmatch(chart.others, name)) is not None:
+            found[name] = matched[1].replace("_", " ")
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Final, cast
 
 from agentlightning import span as names
@@ -142,7 +142,7 @@ async def _totals(
     """Those of an attempt, and whether they are up to date; where its spans are still being read, without what they
     say."""
     if index is None:
-        return replace(summarize(rollout, attempt, []), spans_read=False), None, False
+        return summarize(rollout, attempt, None), None, False
     summary, density, is_current = await index.totals(rollout, attempt, run.weights)
     return run.summaries.counted(summary), density, is_current
 

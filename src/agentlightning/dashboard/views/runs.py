@@ -10,14 +10,14 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from agentlightning.dashboard.data.catalog import Catalog
-from agentlightning.dashboard.data.configurations import joined_runs
+from agentlightning.dashboard.data.configurations import bounds_of, joined_runs
 from agentlightning.dashboard.data.run_data import Source
 from agentlightning.dashboard.data.run_files import RunFiles
-from agentlightning.dashboard.data.status import status_record
+from agentlightning.dashboard.data.status import seconds_left, status_record
 from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views.curves import charts_of
 from agentlightning.errors import AgentLightningError
-from agentlightning.evaluation.intervals import mean_interval, student_quantile
+from agentlightning.evaluation.intervals import mean_interval, mean_of_seeds
 from agentlightning.training.persistence.checkpoints import prompts_of
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.report.result import cost_of_steps
@@ -25,8 +25,6 @@ from agentlightning.util.json_values import Json
 
 WINDOW: Final = 5
 """Steps that the reward at the start and the reward now are means of."""
-LAST_STEPS: Final = 20
-"""Steps that the time of a step is the mean of."""
 
 
 async def list_runs(data: Catalog, query: Query) -> Json:
@@ -99,7 +97,7 @@ def _summary(name: str, files: RunFiles) -> Json:
         "step": len(metrics) if state.step == 0 else max(state.step, len(metrics)),
         "steps": total,
         "seconds": state.seconds,
-        "time_left": _time_left(files, total) if status == "running" else None,
+        "time_left": seconds_left(state, total) if status == "running" else None,
         "reward_start": window(rewards[:WINDOW]),
         "reward_now": window(rewards[-WINDOW:]),
         "rewards": rewards[-200:],
@@ -128,29 +126,16 @@ def window(values: Sequence[float]) -> Json | None:
     values. One step has no interval."""
     if not values:
         return None
-    mean, count = statistics.fmean(values), len(values)
-    if count < 2:
-        return {"mean": mean, "low": None, "high": None, "steps": count}
-    half = student_quantile(0.975, count - 1) * statistics.stdev(values) / math.sqrt(count)
-    low, high = (0.0, 1.0) if min(values) >= 0 and max(values) <= 1 else (-math.inf, math.inf)
-    return {"mean": mean, "low": max(low, mean - half), "high": min(high, mean + half), "steps": count}
-
-
-def _time_left(files: RunFiles, total: int | None) -> float | None:
-    """Seconds, by the time of the last steps. None where it cannot be known."""
-    times = [each.time for each in files.audit() if each.action == "learned"][-LAST_STEPS - 1 :]
-    if total is None or len(times) < 2:
-        return None
-    return max(0, total - files.state().step) * (times[-1] - times[0]) / (len(times) - 1)
+    found = mean_of_seeds(dict(enumerate(values)), bounds_of(values)[0])
+    low, high = found.interval or (None, None)
+    return {"mean": found.mean, "low": low, "high": high, "steps": found.seeds}
 
 
 def held_out(files: RunFiles, state: RunState) -> Json:
     """Held-out reward before and after by mode: the means with their intervals, and the paired gain of the report."""
     report = files.report() or {}
     gains: Mapping[str, Any] = report.get("held_out") or {}
-    modes = dict.fromkeys(
-        [*gains, *(n.partition("-")[2] for n in state.evaluations if n.startswith(("before-", "after-")))]
-    )
+    modes = dict.fromkeys([*gains, *held_out_modes(state)])
     return {
         mode: {
             "before": measured(state.evaluations.get(f"before-{mode}")),
@@ -159,6 +144,11 @@ def held_out(files: RunFiles, state: RunState) -> Json:
         }
         for mode in modes
     }
+
+
+def held_out_modes(state: RunState) -> list[str]:
+    """The modes that the held-out tasks were measured in."""
+    return [name.partition("-")[2] for name in state.evaluations if name.startswith(("before-", "after-"))]
 
 
 def measured(rewards: Sequence[float | None] | None) -> Json | None:

@@ -14,7 +14,7 @@ from agentlightning.dashboard.data.run_data import RunData
 from agentlightning.dashboard.data.run_files import RunFiles
 from agentlightning.dashboard.data.summary import RolloutSummary
 from agentlightning.dashboard.query import Query
-from agentlightning.dashboard.views.runs import measured
+from agentlightning.dashboard.views.runs import held_out_modes, measured
 from agentlightning.errors import RewardError
 from agentlightning.evaluation.intervals import paired_gain
 from agentlightning.util.json_values import Json
@@ -40,7 +40,7 @@ async def list_tasks(data: Catalog, query: Query) -> Json:
     chosen = query.choice("set", SETS)
     if chosen is None:
         return {"modes": {mode: found for mode, own in steps.items() if (found := await _means(run, own))}}
-    names = [*dict.fromkeys([*_held_out_modes(files), *steps])]
+    names = [*dict.fromkeys([*held_out_modes(files.state()), *steps])]
     mode = query.choice("mode", names, names[0] if names else None)
     points: Points = {}
     if mode is not None:
@@ -64,11 +64,6 @@ def _steps(files: RunFiles) -> dict[str, dict[str, str]]:
                 suffix = f"-changed{revision}" if revision else ""
                 found.setdefault(mode, {})[str(step)] = f"validation-{step:06d}-{mode}{suffix}"
     return found
-
-
-def _held_out_modes(files: RunFiles) -> list[str]:
-    names = files.state().evaluations
-    return [name.partition("-")[2] for name in names if name.startswith(("before-", "after-"))]
 
 
 def _held_out(files: RunFiles, mode: str) -> dict[str, str]:
