@@ -75,7 +75,6 @@ def pull(
 
 
 def _once(puller: WeightPuller, show: Callable[[Pulled], None]) -> None:
-
     if (pulled := puller.pull()) is None:
         raise ConfigError(f"nothing is published at {puller.bucket.url} yet; wait for the run, or use --follow")
     show(pulled)
