@@ -76,7 +76,10 @@ TEXT = '{"time": 1700000000, "a": "%20000000"}'
         ("{{ '%s' % text }}", TEXT),
         ("{{ '%s'|format(text) }}", TEXT),
         ("{{ '{}'.format(text) }}", TEXT),
-        ("{{ '*%d*' % 1700000000 }} {{ '{}'.format(1700000000) }} {{ 1700000000|center(9) }}", "*1700000000* 1700000000 1700000000"),
+        (
+            "{{ '*%d*' % 1700000000 }} {{ '{}'.format(1700000000) }} {{ 1700000000|center(9) }}",
+            "*1700000000* 1700000000 1700000000",
+        ),
     ],
 )
 def test_large_numbers_in_what_is_written_are_no_matter(template: str, made: str) -> None:

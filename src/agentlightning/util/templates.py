@@ -25,11 +25,10 @@ LARGEST: Final = 1_000_000
 """The largest number that an operation on texts, or a power, is given."""
 SIZED: Final = ("batch", "center", "indent", "slice", "truncate", "wordwrap")
 """Filters whose arguments are sizes."""
-WIDTHS: Final = {
-    "%": r"%(?:\([^)%]*+\))?[-+ #0]*+(?:\d*+\.)?(\d{7,})|%[^%a-zA-Z]*\*",
-    "{": r"\{[^{}:]*+:(?:[^{}]|\{[^{}]*\})*?(\d{7,})|:[^{}]*\{",
-}
-"""In a text that is a format, by how it is written: a large width or precision, or one that is a value (no group)."""
+WIDTHS: Final = re.compile(
+    r"(?:%(?:\([^)%]*+\))?[-+ #0]*+(?:\d*+\.)?|\{[^{}:]*+:(?:[^{}]|\{[^{}]*\})*?)(\d{7,})|%[^%a-zA-Z]*\*|:[^{}]*\{"
+)
+"""In a text that is a format: a large width or precision, or (no group) one that is a value."""
 TEMPLATE_FILE: Final = "<template>"
 """What Jinja calls the code of a template that is not in a file."""
 
@@ -94,14 +93,14 @@ def sandbox() -> Any:
             if isinstance(each, tuple):
                 check(*each)
 
-    def check_format(kind: str, text: str, *values: Any) -> None:
-        widths = re.findall(WIDTHS[kind], text)
+    def check_format(text: str, *values: Any) -> None:
+        widths = WIDTHS.findall(text)
         check(*map(int, filter(None, widths)), *(values if "" in widths else ()))
 
     def checked(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)  # with what the function says of its own first argument
         def call(*args: Any, **kwargs: Any) -> Any:
-            check(*args[1 + hasattr(function, "jinja_pass_arg") :], *kwargs.values())
+            check(*args[1:], *kwargs.values())
             return function(*args, **kwargs)
 
         return call
@@ -111,7 +110,7 @@ def sandbox() -> Any:
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             if operator == "%" and isinstance(left, str):
-                check_format(operator, left, right)
+                check_format(left, right)
             elif operator == "**" or not (isinstance(left, int | float) and isinstance(right, int | float)):
                 check(left, right)
             return super().call_binop(context, operator, left, right)
@@ -120,7 +119,7 @@ def sandbox() -> Any:
             method = getattr(obj, "__wrapped__", obj)  # Jinja wraps those that format.
             if isinstance(text := getattr(method, "__self__", None), str):
                 given = *args, *kwargs.values()
-                check_format("{", text, *given) if method.__name__.startswith("format") else check(*given)
+                check_format(text, *given) if method.__name__.startswith("format") else check(*given)
             return super().call(context, obj, *args, **kwargs)
 
     made = Sandbox(undefined=StrictUndefined)

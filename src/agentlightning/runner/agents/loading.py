@@ -14,7 +14,6 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -97,10 +96,9 @@ def resolve_method(module: ModuleType, name: str, role: str) -> Any:
 
     Raises AttributeError, and AgentError if the constructor of the class requires arguments.
     """
-    found = resolve(module, name)
     parent, _, last = name.rpartition(".")
-    owner = resolve(module, parent) if parent else None
-    return on_new_instance(owner, last, role) if isinstance(owner, type) else found
+    owner = resolve(module, parent) if parent else module
+    return on_new_instance(owner, last, role) if isinstance(owner, type) else resolve(module, name)
 
 
 def _is_method(found: Any) -> bool:
@@ -134,7 +132,7 @@ def on_new_instance(kind: type[Any], name: str, role: str) -> Any:
 
     function = functools.wraps(method)(call_async if inspect.iscoroutinefunction(method) else call)
     signature = inspect.signature(method)
-    parameters = [*signature.parameters.values()][1:]  # without self
+    _, *parameters = signature.parameters.values()  # without self
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return function
 
