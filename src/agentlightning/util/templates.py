@@ -124,6 +124,6 @@ def sandbox() -> Any:
 
     made = Sandbox(undefined=StrictUndefined)
     made.filters |= {name: checked(made.filters[name]) for name in SIZED}
-    made.filters["format"] = lambda text, *args, **named: made.call_binop(None, "%", str(text), named or args)
+    made.filters["format"] = lambda text, *args, **named: made.call_binop(None, "%", str(text), named or args)  # pyright: ignore[reportUnknownLambdaType]
     del made.globals["lipsum"]  # as much text as is asked for
     return made
