@@ -198,6 +198,8 @@ def test_a_run_whose_agent_was_an_object_asks_for_the_agent_and_not_for_the_run(
     seen = CliRunner().invoke(build(), ["eval", "--run", "run", "--agent", "agent.py:better", "--data", "tasks.jsonl"])
     assert "evaluation tasks are training tasks, too: rows " in seen.stderr
     assert "run has learned from them, so the result promises too much" in seen.stderr
+    Path("run/data/train.jsonl").unlink()
+    assert run("--run", "run", "--agent", "agent.py:better", "--data", "tasks.jsonl")["reward"] == 1.0
 
 
 def test_a_prompt_is_a_setting(job: list[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from jinja2.exceptions import SecurityError
 
 from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate
@@ -42,6 +43,7 @@ def test_a_template_that_loops_is_ended(monkeypatch: pytest.MonkeyPatch) -> None
         "{{ '%100000000d'|format(3) }}",
         "{{ '{:100000000d}'.format(3) }}",
         "{{ '{a:>100000000}'.format(a=3) }}",
+        "{{ '{:{w}}'.format(3, w=10**8) }}",
         "{{ 'x'|center(10**8) }}",
         "{{ 'x'|indent(width=10**8, first=true) }}",
         "{{ [1]|batch(10**8, 0)|list }}",
@@ -59,3 +61,31 @@ def test_numbers_that_are_no_sizes_are_no_matter() -> None:
     assert PromptTemplate(template=template, engine="jinja").format() == (
         "user a of 12345678: %d 12345678: 5% 98765432 2  ab "
     )
+
+
+TEXT = '{"time": 1700000000, "a": "%20000000"}'
+
+
+@pytest.mark.parametrize(
+    ("template", "made"),
+    [
+        ("{{ text.strip() }}", TEXT),
+        ("{{ text.replace('b', 'c') }}", TEXT),
+        ("{{ text|indent(2) }}", TEXT),
+        ("{{ text|truncate(99) }}", TEXT),
+        ("{{ '%s' % text }}", TEXT),
+        ("{{ '%s'|format(text) }}", TEXT),
+        ("{{ '{}'.format(text) }}", TEXT),
+        (
+            "{{ '*%d*' % 1700000000 }} {{ '{}'.format(1700000000) }} {{ 1700000000|center(9) }}",
+            "*1700000000* 1700000000 1700000000",
+        ),
+    ],
+)
+def test_large_numbers_in_what_is_written_are_no_matter(template: str, made: str) -> None:
+    assert PromptTemplate(template=template, engine="jinja").format(text=TEXT).startswith(made)
+
+
+def test_a_width_of_a_format_is_refused_before_it_is_a_text() -> None:
+    with pytest.raises(SecurityError, match="100000000"):
+        templates.sandbox().from_string("{{ '{:100000000d}'.format(3) }}").render()

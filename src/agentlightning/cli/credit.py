@@ -83,7 +83,6 @@ async def _read(store: str | None, groups: int, mode: Mode) -> tuple[list[list[T
 
 
 def _rule(text: str) -> Any:
-
     if not text.lstrip().startswith("{"):
         return text
     try:

@@ -156,8 +156,8 @@ def _subject(
             typer.echo(f"evaluating {known.agent} on {data}, model: {model or 'its own'}{unlearned}", err=True)
         return known, data, model, known.prompts
     known, found = settings_of_run(run, changes), checkpoint_of(run)
-    data = data or str(run / "data" / "held_out.jsonl")
-    learned = [loads(line) for line in (run / "data" / "train.jsonl").read_bytes().splitlines()]
+    data, train = data or str(run / "data" / "held_out.jsonl"), run / "data" / "train.jsonl"
+    learned = [loads(line) for line in train.read_bytes().splitlines()] if train.exists() else []
     for each in overlaps({"training": learned, "evaluation": load_dataset(data)}):
         typer.echo(f"{each}: {run} has learned from them, so the result promises too much", err=True)
     if known.agent is None:

@@ -81,7 +81,6 @@ async def rescore(
 
 
 def _task(text: str | None) -> Any:
-
     try:
         return None if text is None else loads(text)
     except orjson.JSONDecodeError as error:

@@ -189,7 +189,6 @@ def _job_template(path: Path, agent: str | None, api: str | None, start_seconds:
 
 
 def _fields(texts: Sequence[str]) -> dict[str, str]:
-
     fields = dict[str, str]()
     for text in texts:
         name, equals, key = text.partition("=")

@@ -6,8 +6,8 @@ import asyncio
 import errno
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -315,25 +315,18 @@ async def export_(
 
     from agentlightning.store.export import export_store
 
-    filters: dict[str, Any] = {"status_in": checked(statuses, "status"), "mode_in": checked(modes, "mode")}
-    with Progress(ctx.obj.console) as progress, _write_errors(file):
+    options: dict[str, Any] = {"status_in": checked(statuses, "status"), "mode_in": checked(modes, "mode")}
+    with Progress(ctx.obj.console) as progress:
         async with open_named(store_to_read(run, store, server), token) as opened:
-            report = _report(progress, "exporting")
-            exported = await export_store(
-                opened, file, **filters, queue_in=queues or None, overwrite=force, report=report
-            )
+            options |= {"queue_in": queues or None, "overwrite": force, "report": _report(progress, "exporting")}
+            try:
+                exported = await export_store(opened, file, **options)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                raise ConfigError(f"{file} cannot be written: {error}") from error
     record, after = {"file": str(file), **asdict(exported)}, [agl("store", "import", file, store="copy.db")]
     return Result(record, lambda console: _show_exported(file, exported, console), after)
-
-
-@contextmanager
-def _write_errors(file: Path) -> Generator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise ConfigError(f"{file} cannot be written: {error}") from error
 
 
 def checked(values: list[str] | None, name: str) -> list[Any] | None:

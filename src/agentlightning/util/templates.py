@@ -23,10 +23,12 @@ SECONDS: Final = 2.0
 CHARACTERS: Final = 10_000_000
 LARGEST: Final = 1_000_000
 """The largest number that an operation on texts, or a power, is given."""
-SIZED: Final = ("batch", "center", "format", "indent", "slice", "truncate", "wordwrap")
+SIZED: Final = ("batch", "center", "indent", "slice", "truncate", "wordwrap")
 """Filters whose arguments are sizes."""
-_WIDTH: Final = re.compile(r"%(?:\([^)%]*+\))?[-+ #0]*+(?:\d*+\.)?(\d{7,})|\{[^{}:]*+:[^{}]*?(\d{7,})")
-"""A large width or precision in a text that is a format."""
+WIDTHS: Final = re.compile(
+    r"(?:%(?:\([^)%]*+\))?[-+ #0]*+(?:\d*+\.)?|\{[^{}:]*+:(?:[^{}]|\{[^{}]*\})*?)(\d{7,})|%[^%a-zA-Z]*\*|:[^{}]*\{"
+)
+"""In a text that is a format: a large width or precision, or (no group) one that is a value."""
 TEMPLATE_FILE: Final = "<template>"
 """What Jinja calls the code of a template that is not in a file."""
 
@@ -88,15 +90,17 @@ def sandbox() -> Any:
         for each in numbers:
             if isinstance(each, int) and abs(each) > LARGEST:
                 raise SecurityError(f"an operation is given {each}, and {LARGEST} is the most")
-            if isinstance(each, str):
-                check(*(int(width) for found in _WIDTH.findall(each) for width in found if width))
-            elif isinstance(each, tuple):
+            if isinstance(each, tuple):
                 check(*each)
+
+    def check_format(text: str, *values: Any) -> None:
+        widths = WIDTHS.findall(text)
+        check(*map(int, filter(None, widths)), *(values if "" in widths else ()))
 
     def checked(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)  # with what the function says of its own first argument
         def call(*args: Any, **kwargs: Any) -> Any:
-            check(*args, *kwargs.values())
+            check(*args[1:], *kwargs.values())
             return function(*args, **kwargs)
 
         return call
@@ -105,16 +109,21 @@ def sandbox() -> Any:
         intercepted_binops = frozenset({"*", "**", "%"})
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if operator == "**" or not (isinstance(left, int | float) and isinstance(right, int | float)):
+            if operator == "%" and isinstance(left, str):
+                check_format(left, right)
+            elif operator == "**" or not (isinstance(left, int | float) and isinstance(right, int | float)):
                 check(left, right)
             return super().call_binop(context, operator, left, right)
 
         def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-            if isinstance(getattr(obj, "__self__", None), str):
-                check(obj.__self__, *args, *kwargs.values())
+            method = getattr(obj, "__wrapped__", obj)  # Jinja wraps those that format.
+            if isinstance(text := getattr(method, "__self__", None), str):
+                given = *args, *kwargs.values()
+                check_format(text, *given) if method.__name__.startswith("format") else check(*given)
             return super().call(context, obj, *args, **kwargs)
 
     made = Sandbox(undefined=StrictUndefined)
     made.filters |= {name: checked(made.filters[name]) for name in SIZED}
+    made.filters["format"] = lambda text, *args, **named: made.call_binop(None, "%", str(text), named or args)  # pyright: ignore[reportUnknownLambdaType]
     del made.globals["lipsum"]  # as much text as is asked for
     return made

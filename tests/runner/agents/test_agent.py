@@ -205,3 +205,37 @@ def test_a_reward_must_be_a_function() -> None:
         function_spec("score it")
     with pytest.raises(AgentError, match="which cannot be called"):
         RewardFunction.of(3)
+
+
+class Still:
+    @staticmethod
+    def run() -> float:
+        return 0.25
+
+
+class Shared:
+    @classmethod
+    def run(cls) -> float:
+        return 0.5
+
+
+class Own:
+    async def run(self) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize(("kind", "blocks"), [(Still, True), (Shared, True), (Own, False)])
+async def test_a_class_runs_by_any_kind_of_method(kind: type[Any], blocks: bool, make_call: Any) -> None:
+    agent, call = load_agent(kind), make_call(task=1)
+    found = agent.start(call)
+    assert agent.blocks(call) is blocks
+    assert (found if blocks else await found) == {Still: 0.25, Shared: 0.5, Own: 1.0}[kind]
+
+
+def test_a_class_that_yields_is_no_agent() -> None:
+    class Streams:
+        def run(self) -> Any:
+            yield 1
+
+    with pytest.raises(AgentError, match="is a generator"):
+        load_agent(Streams)

@@ -64,6 +64,10 @@ def test_arrays_and_scalars_of_other_kinds_do_not(value: Any) -> None:
     assert not looks_like_reward(value)
 
 
+def test_what_has_the_shape_of_a_scalar_and_no_number_is_no_reward() -> None:
+    assert not looks_like_reward(type("Dataset", (), {"shape": ()})())
+
+
 def test_a_reward_function_is_called_by_the_names_of_its_parameters(make_call: Any) -> None:
     def score(answer: int, output: str, task: Any, rollout: Any, scale: float = 2.0) -> Any:
         return answer, output, task, rollout.rollout_id, scale

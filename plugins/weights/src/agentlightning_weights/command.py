@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -17,7 +16,7 @@ from agentlightning.cli.output import Output, Result
 from agentlightning.errors import ConfigError, PolicyError
 
 if TYPE_CHECKING:
-    from agentlightning_weights.pull import Pulled, WeightPuller
+    from agentlightning_weights.pull import Pulled
 
 Url = Annotated[str, typer.Argument(help="Where the run publishes (policy.weights.url).")]
 Directory = Annotated[Path, typer.Argument(help="The directory for the two newest versions on this host.")]
@@ -68,23 +67,7 @@ def pull(
         record = {**asdict(pulled), "directory": str(pulled.directory)}
         output.show(Result(record, lambda console: console.print(_line(pulled))))
 
-    if follow:
-        _follow(puller, every, show)
-    else:
-        _once(puller, show)
-
-
-def _once(puller: WeightPuller, show: Callable[[Pulled], None]) -> None:
-
-    if (pulled := puller.pull()) is None:
-        raise ConfigError(f"nothing is published at {puller.bucket.url} yet; wait for the run, or use --follow")
-    show(pulled)
-
-
-def _follow(puller: WeightPuller, every: float, show: Callable[[Pulled], None]) -> None:
-    """A version that cannot be had is named, and the next one tried."""
-
-    while True:
+    while follow:  # A version that cannot be had is named, and the next one tried.
         try:
             pulled = puller.pull()
         except PolicyError as error:
@@ -93,6 +76,9 @@ def _follow(puller: WeightPuller, every: float, show: Callable[[Pulled], None]) 
             if pulled is not None and pulled.steps:
                 show(pulled)
         time.sleep(every)
+    if (pulled := puller.pull()) is None:
+        raise ConfigError(f"nothing is published at {puller.bucket.url} yet; wait for the run, or use --follow")
+    show(pulled)
 
 
 async def _load(url: str, engine: str, pulled: Pulled) -> None:

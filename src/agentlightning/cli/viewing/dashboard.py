@@ -74,18 +74,14 @@ async def _serve(
     with listener:
         async with _routes(target, demo, server_token, token, output) as routes:
             link = f"{url_of(host, listener.getsockname()[1])}{PATH}#token={token}"
-            _announce(link, browser, output)
+            record = {"url": link.partition("#")[0], "link": link}
+            output.show(Result(record, lambda console: console.print(f"dashboard  {link}")))
+            sys.stdout.flush()
+            if browser and not output.as_json and sys.stdout.isatty():
+                import webbrowser
+
+                webbrowser.open(link)
             await serve_dashboard(dashboard_app(routes, host, has_token=True), listener)
-
-
-def _announce(link: str, browser: bool, output: Output) -> None:
-    record = {"url": link.partition("#")[0], "link": link}
-    output.show(Result(record, lambda console: console.print(f"dashboard  {link}")))
-    sys.stdout.flush()
-    if browser and not output.as_json and sys.stdout.isatty():
-        import webbrowser
-
-        webbrowser.open(link)
 
 
 @asynccontextmanager

@@ -129,4 +129,4 @@ def _class(kind: type[Any]) -> Agent:
         return _methods(kind())
     if not callable(getattr(kind, "run", None)):
         raise AgentError(f"the class {kind.__qualname__} has no run method; define `async def run(self)`")
-    return _function(on_new_instance(kind, kind.run))
+    return _function(on_new_instance(kind, "run", "agent"))

@@ -14,7 +14,6 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -97,13 +96,9 @@ def resolve_method(module: ModuleType, name: str, role: str) -> Any:
 
     Raises AttributeError, and AgentError if the constructor of the class requires arguments.
     """
-    found = resolve(module, name)
     parent, _, last = name.rpartition(".")
-    owner = resolve(module, parent) if parent else None
-    if not isinstance(owner, type) or not _is_method(inspect.getattr_static(owner, last, None)):
-        return found
-    check_constructor(owner, role)
-    return on_new_instance(owner, found)
+    owner = resolve(module, parent) if parent else module
+    return on_new_instance(owner, last, role) if isinstance(owner, type) else resolve(module, name)
 
 
 def _is_method(found: Any) -> bool:
@@ -121,8 +116,13 @@ def check_constructor(kind: type[Any], role: str) -> None:
         )
 
 
-def on_new_instance(kind: type[Any], method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method as a function that makes the instance."""
+def on_new_instance(kind: type[Any], name: str, role: str) -> Any:
+    """A method as a function that makes the instance; what else has that name, such as a static method, as it is.
+    Raises AgentError if the constructor requires arguments."""
+    method = getattr(kind, name)
+    if not _is_method(inspect.getattr_static(kind, name, None)):
+        return method
+    check_constructor(kind, role)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return method(kind(), *args, **kwargs)
@@ -132,8 +132,8 @@ def on_new_instance(kind: type[Any], method: Callable[..., Any]) -> Callable[...
 
     function = functools.wraps(method)(call_async if inspect.iscoroutinefunction(method) else call)
     signature = inspect.signature(method)
-    without_self = list(signature.parameters.values())[1:]
-    function.__signature__ = signature.replace(parameters=without_self)  # type: ignore[attr-defined]
+    _, *parameters = signature.parameters.values()  # without self
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return function
 
 

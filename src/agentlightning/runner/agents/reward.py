@@ -31,7 +31,9 @@ def looks_like_reward(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     """Scalars of NumPy (`(a == b).all()`) and torch are numbers, as they are to `emit_reward`."""
-    return isinstance(value, Real) or (getattr(value, "shape", None) == () and isinstance(value.item(), Real))
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    return isinstance(value, Real)
 
 
 def check_reward(value: Any, source: str) -> Reward:
