@@ -384,6 +384,7 @@ class Wiring(Struct):
         """The run, with the resources of its last checkpoint unless the starting policy is still to be measured. Its
         calls go to `url`: the gateway of `server`, or one that was joined."""
         config, algorithm, state, store = self.config, self.algorithm, self.state, account.collector.store
+        callbacks = make_callbacks(config.run.callbacks, self.callbacks)  # before a tracker begins a run
         publisher = ResourcePublisher(store, url, policy, self.resources, config.runner.max_calls)
         if not state.measures_start(config.evaluation.modes):
             publisher.publish(read_resources(self.run_dir.path, state.checkpoint))
@@ -422,7 +423,7 @@ class Wiring(Struct):
         account.add(health := Health(config.run, account, checkpoints, judges=self.recorded is None))
         if config.gate is not None:
             account.add(Gate(config.gate, account, checkpoints, audit, health, measurements))
-        for callback in make_callbacks(config.run.callbacks, self.callbacks):
+        for callback in callbacks:
             callback.run = run
             account.add(callback)
         return run

@@ -77,8 +77,6 @@ def request_bytes(method: str, target: bytes, host: bytes, headers: Headers, bod
 
 # -- responses that ask to wait ----------------------------------------------------------------------------------------
 
-MAX_RETRY_AFTER: Final = 86_400.0
-
 
 def retry_after(headers: Headers) -> float | None:
     """The pause that a server asks for, in seconds, from OpenAI's `retry-after-ms` or HTTP's `retry-after`."""
@@ -95,7 +93,7 @@ def retry_after(headers: Headers) -> float | None:
             seconds = parsedate_to_datetime(text).timestamp() - time.time()
     except (ValueError, OverflowError):
         return None
-    return None if math.isnan(seconds) else min(max(0.0, seconds), MAX_RETRY_AFTER)
+    return None if math.isnan(seconds) else min(max(0.0, seconds), 86_400.0)
 
 
 # -- error responses ---------------------------------------------------------------------------------------------------

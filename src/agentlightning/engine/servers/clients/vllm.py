@@ -234,10 +234,10 @@ class VllmServer(HttpModelServer):
         try:
             try:
                 await asyncio.to_thread(sender.connect)
-            except TransferError:
+            except TransferError as error:
                 if joining.done():
                     await joining
-                raise
+                raise TransferError(f"{self.url}: {error}") from error
             await joining
         except ModelServerError as error:
             if error.status not in (404, 500):
