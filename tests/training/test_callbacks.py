@@ -25,6 +25,7 @@ import os, signal
 from dataclasses import dataclass, field
 
 import agentlightning as agl
+from agentlightning.training.tracking import Tracker
 
 class MeasureConfig(agl.config.AlgorithmConfig):
     steps: int = 4
@@ -89,6 +90,17 @@ class Infinite(agl.Callback[Seen]):
 
 class Count2(Count):
     name = "Count"
+
+class Refuses(agl.Callback):
+    def __init__(self):
+        raise LookupError("no board")
+
+class Board(Tracker):
+    def start(self, run):
+        with open("began", "w"):
+            return "board"
+    def log(self, step, metrics):
+        pass
 
 class Closes(agl.Callback):
     async def close(self):
@@ -164,10 +176,10 @@ def test_one_that_raises_is_named_with_its_file_and_the_run_goes_on_once_it_is_m
     assert [line["seen"] for line in lines(folder)] == [2, 4, 6, 8]
 
 
-def fit(folder: Path, callbacks: Sequence[Any], steps: int = 1, **run: Any) -> agl.TrainingResult:
+def fit(folder: Path, callbacks: Sequence[Any], steps: int = 1, sections: Any = None, **run: Any) -> agl.TrainingResult:
     from lab_callbacks import Measure, agent  # type: ignore[import-not-found]
 
-    config = agl.TrainConfig(evaluation={"every": 0}, run=run)
+    config = agl.TrainConfig(evaluation={"every": 0}, run=run, **(sections or {}))
     made: Any = Measure(steps=steps)
     trainer = agl.Trainer(
         config, algorithm=made, run_dir=folder / "run", callbacks=callbacks, progress=Progress(enabled=False)
@@ -185,6 +197,15 @@ def fit(folder: Path, callbacks: Sequence[Any], steps: int = 1, **run: Any) -> a
 def test_what_cannot_be_kept_is_refused_by_name(folder: Path, name: str, said: str) -> None:
     with pytest.raises(ExtensionError, match=said):
         fit(folder, [f"lab_callbacks:{name}"])
+
+
+def test_one_that_cannot_be_made_leaves_no_run_at_a_tracker(folder: Path) -> None:
+    tracked = {"tracking": {"trackers": ["lab_callbacks:Board"]}}
+    with pytest.raises(ExtensionError, match="lab_callbacks:Refuses .* failed with LookupError: no board"):
+        fit(folder, ["lab_callbacks:Refuses"], sections=tracked)
+    assert not (folder / "began").exists()
+    fit(folder, [], sections=tracked)
+    assert (folder / "began").exists()
 
 
 def test_an_object_is_given_again_to_resume_and_two_have_two_names(folder: Path) -> None:
