@@ -201,7 +201,7 @@ def test_what_cannot_be_kept_is_refused_by_name(folder: Path, name: str, said: s
 
 def test_one_that_cannot_be_made_leaves_no_run_at_a_tracker(folder: Path) -> None:
     tracked = {"tracking": {"trackers": ["lab_callbacks:Board"]}}
-    with pytest.raises(ExtensionError, match="lab_callbacks:Refuses .* failed with LookupError: no board"):
+    with pytest.raises(ExtensionError, match=r"lab_callbacks:Refuses .* failed with LookupError: no board"):
         fit(folder, ["lab_callbacks:Refuses"], sections=tracked)
     assert not (folder / "began").exists()
     fit(folder, [], sections=tracked)
