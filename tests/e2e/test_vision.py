@@ -133,7 +133,7 @@ def test_the_whole_vision_runs_as_one_script(desk: Path) -> None:
             agl.emit_reward(reward)
     assert agl.flush_recording()
     run(TRAIN, names)
-    assert names["trainer"].run_dir.joinpath("result.json").exists()
+    assert names["trainer"].run_dir.joinpath("report.json").exists()
     names["MODEL"] = AutoModelForCausalLM.from_pretrained(
         make_tiny(desk / "tiny", demonstrations(20), hidden_size=32, heads=2)
     )

@@ -168,3 +168,14 @@ def test_a_saved_head_is_read_by_a_head_of_the_same_shape_only(tmp_path: Path) -
     with pytest.raises(PolicyError, match="cannot be read"):
         same.read(tmp_path)
     assert same.read(tmp_path / "elsewhere") is None
+
+
+@pytest.mark.parametrize("what", [("logprobs", "entropy", "values"), ("values", "entropy", "logprobs")])
+def test_processes_join_columns_in_one_order(what: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a set differs from process to process."""
+    made, joined = updater(), list[float]()
+    monkeypatch.setattr(made.forward, "joint", lambda found: joined.append(float(found.sum())) or found)
+    made.forward.score([sample().tree], dict.fromkeys(what).keys(), value_head=with_a_view(made))
+    entropy, logprobs, values = joined
+    assert entropy > 0 > logprobs
+    assert values not in (entropy, logprobs)

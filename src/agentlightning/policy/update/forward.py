@@ -277,7 +277,8 @@ class Forward:
         """`logprobs` and `entropy` of every sampled token at its temperature, and its `values` by a head: for each tree
         a column, as `TrainingSample` has them."""
         table = token_table(map(TrainingSample, trees))
-        found = {name: np.zeros(len(table.call), np.float32) for name in what}
+        # In one order: processes join them one after the other, and the order of a set differs from process to process.
+        found = {name: np.zeros(len(table.call), np.float32) for name in sorted(what)}
         self.model.eval()
         batches = self.plan(table, token_budget=token_budget)
         with self.aligned(batches):
