@@ -118,10 +118,11 @@ def test_a_run_without_rewards_goes_on_once_there_are_some(job, agl):
             "    return", "    if rollout.mode == 'train':\n        return {'a': 1.0}\n    return"
         )
     )
-    stopped = agl("train", "--resume", "run")
+    again = f"reward={job.arguments[job.arguments.index('--reward') + 1]}"  # its file has changed
+    stopped = agl("train", "--resume", "run", again)
     assert stopped.exit_code == 1
     assert "16 of 16 rollouts cannot be used (16 bad reward)" in stopped.stderr
     (job.directory / "reward.py").write_text(working)
-    done = agl("train", "--resume", "run", "--json")
+    done = agl("train", "--resume", "run", again, "--json")
     assert done.exit_code == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["steps"] == 2
