@@ -278,7 +278,7 @@ class Forward:
         a column, as `TrainingSample` has them."""
         table = token_table(map(TrainingSample, trees))
         # In one order: processes join them one after the other, and the order of a set differs from process to process.
-        found = {name: np.zeros(len(table.call), np.float32) for name in sorted(what)}
+        found = {name: np.zeros_like(table.call, np.float32) for name in sorted(what)}
         self.model.eval()
         batches = self.plan(table, token_budget=token_budget)
         with self.aligned(batches):
