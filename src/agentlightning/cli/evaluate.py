@@ -131,7 +131,7 @@ def _source(run: Path | None, data: str | None, *, named: bool) -> tuple[Path | 
 
 def _subject(
     run: Path | None, config: Path | None, changes: list[str], data: str | None, model: str | None
-) -> tuple[TrainConfig, str, str | None, Any]:
+) -> tuple[TrainConfig, Any, str | None, Any]:
     """The settings that say what is measured, its tasks, its model, and its prompts: those of a finished run, or of a
     settings file, where others are not named. Raises ConfigError where an agent or tasks are missing."""
     from agentlightning.algorithms.base import make_algorithm
@@ -156,16 +156,16 @@ def _subject(
             typer.echo(f"evaluating {known.agent} on {data}, model: {model or 'its own'}{unlearned}", err=True)
         return known, data, model, known.prompts
     known, found = settings_of_run(run, changes), checkpoint_of(run)
-    data, train = data or str(run / "data" / "held_out.jsonl"), run / "data" / "train.jsonl"
+    tasks, train = load_dataset(data or str(run / "data" / "held_out.jsonl")), run / "data" / "train.jsonl"
     learned = [loads(line) for line in train.read_bytes().splitlines()] if train.exists() else []
-    for each in overlaps({"training": learned, "evaluation": load_dataset(data)}):
+    for each in overlaps({"training": learned, "evaluation": tasks}):
         typer.echo(f"{each}: {run} has learned from them, so the result promises too much", err=True)
     if known.agent is None:
         raise ConfigError(f"the agent of {run} was given as an object, which no file holds; name it: --agent")
     model = model or (str(found) if holds_weights(found) else None)
     named = {each.partition("=")[0].split(".")[1] for each in changes if each.startswith("prompts.")}
     given = {name: prompt for name, prompt in known.prompts.items() if name in named}
-    return known, data, model, read_resources(run, found.name) | given
+    return known, tasks, model, read_resources(run, found.name) | given
 
 
 def _failed(text: str) -> Any:

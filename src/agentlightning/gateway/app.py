@@ -42,13 +42,7 @@ from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.errors import STORE_UNAVAILABLE, ApiError, to_api_error
 from agentlightning.gateway.forwarding.call import ForwardingService
 from agentlightning.gateway.forwarding.other_paths import MAX_UPLOAD_BYTES, forward_as_is, request_stored_response
-from agentlightning.gateway.http import (
-    ResponseWriter,
-    Slot,
-    headers_by_name,
-    offload,
-    read_body,
-)
+from agentlightning.gateway.http import ResponseWriter, Slot, headers_by_name, offload, read_body
 from agentlightning.gateway.local.conversation import Conversations
 from agentlightning.gateway.local.service import LocalService, LocalSettings
 from agentlightning.gateway.local.update_gate import UpdateGates

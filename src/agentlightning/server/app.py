@@ -169,11 +169,13 @@ class Server:
         self._tracker.close()
         listening, self._listening = self._listening, None
         listening.close()
-        await self._end_connections()
-        await self.traces.__aexit__()
-        if self.gateway is not None:
-            await self.gateway.close()
-        self._stopped.set()
+        try:
+            await self._end_connections()
+            await self.traces.__aexit__()
+            if self.gateway is not None:
+                await self.gateway.close()
+        finally:
+            self._stopped.set()
 
     async def _end_connections(self) -> None:
         tasks, connections = self._connections.tasks, self._connections.connections

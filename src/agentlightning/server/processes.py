@@ -29,6 +29,7 @@ from typing import Final
 from agentlightning.errors import ConfigError
 from agentlightning.observability.metrics import Metrics, counters
 from agentlightning.server.app import listen
+from agentlightning.util.event_loop import in_background
 
 logger = logging.getLogger(__name__)
 
@@ -88,10 +89,8 @@ class ServerProcess:
 
         metrics.add_source(lambda: counters("process", "The process of the server", {"restarts": self.restarts}))
         metrics.process, metrics.others = self.number, self._ask_others
-        beating = asyncio.create_task(beat())
-        async with await asyncio.start_unix_server(give, self._socket_of(self.number)):
+        async with await asyncio.start_unix_server(give, self._socket_of(self.number)), in_background(beat()):
             yield
-        beating.cancel()
 
     async def _ask_others(self) -> dict[int, bytes]:
         """The metrics of the other processes; one that does not answer in time is left out."""

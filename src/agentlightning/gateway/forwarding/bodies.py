@@ -551,11 +551,9 @@ _MAX_USER_ID: Final = 64
 """OpenAI's limit for a user id, in characters."""
 
 
-# What writes them takes out those that its API can express.
-
-
 def _settings(raw: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """(value, field of the request that has it), by their names in chat completions."""
+    """(value, field of the request that has it), by their names in chat completions. What writes the body takes out
+    those that its API can express; the others are dropped, and said."""
     given = [(name, raw.get(name), name) for name in (*_SAME, *_INSIDE)]
     given += [(name, object_of(raw, outer).get(inner), outer) for name, (outer, inner) in _INSIDE.items()]
     if "messages" in raw:

@@ -23,12 +23,7 @@ from agentlightning.engine.base import Engine, Sample, SamplingParams
 from agentlightning.engine.likeliest_tokens import likeliest_to_text
 from agentlightning.errors import AgentLightningError, ConfigError, ContextLengthError, PolicyError
 from agentlightning.gateway.answer import Answer, Event, Usage
-from agentlightning.gateway.callers.attempts import (
-    AttemptContext,
-    AttemptIds,
-    AttemptTable,
-    RecordedAnswer,
-)
+from agentlightning.gateway.callers.attempts import AttemptContext, AttemptIds, AttemptTable, RecordedAnswer
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import ReplyMetadata, ReplyWriter, Request
