@@ -368,7 +368,7 @@ def post(url, body):
     return urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()
 
 for name in ("OPENAI", "ANTHROPIC"):
-    assert os.environ[f"{name}_API_KEY"] == os.environ["AGL_KEY"] and os.environ[f"{name}_BASE_URL"]
+    assert os.environ[f"{name}_API_KEY"] and os.environ["AGL_KEY"] in os.environ[f"{name}_BASE_URL"]
 body = {"model": "policy", "messages": [{"role": "user", "content": "6 x 7?"}], "max_tokens": 4}
 reply = json.loads(post(os.environ["AGL_OPENAI_BASE_URL"] + "/chat/completions", body))
 assert reply["choices"][0]["message"]["role"] == "assistant"

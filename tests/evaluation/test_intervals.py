@@ -178,6 +178,16 @@ def test_interval_and_verdict_never_disagree(draw: Draw) -> None:
     assert sum(compared(draw, rng) for _ in range(12)) <= 4
 
 
+@pytest.mark.parametrize("seed", [13, 43, 61, 382])
+def test_a_p_value_of_exactly_alpha_shows_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    before, after = ([(rng.random(),) for _ in range(24)] for _ in range(2))
+    alpha = compare_tasks(before, after).p_value
+    found = compare_tasks(before, after, alpha=alpha)
+    assert not found.significant
+    assert found.interval[0] <= 0 <= found.interval[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("draw", SCALES.values(), ids=SCALES)
 def test_an_agent_beats_itself_or_loses_one_time_in_twenty(draw: Draw) -> None:

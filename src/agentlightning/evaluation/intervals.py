@@ -183,7 +183,7 @@ def paired_gain(
     if not pairs:
         raise RewardError("no task has a reward both before and after; nothing can be compared")
     first, second = ([[value] for value in rewards] for rewards in (before, after))
-    found = compare_tasks(first, second, alpha=1 - confidence, bounds=bounds, null=null)
+    found = compare_tasks(first, second, alpha=round(1 - confidence, DIGITS), bounds=bounds, null=null)
     return Gain(
         before=mean([b for b, _ in pairs]),
         after=mean([a for _, a in pairs]),
@@ -196,33 +196,31 @@ def paired_gain(
 
 
 def paired_test(
-    least: Sequence[float], most: Sequence[float], span: float, confidence: float, null: float = 0.0
+    least: Sequence[float], most: Sequence[float], span: float, alpha: float, null: float = 0.0
 ) -> tuple[Interval, float]:
     """The interval of the mean of differences that lie between `least` and `most`, and within -span and span; and the
     two-sided p-value of a mean of `null`, the largest that such differences can have.
 
-    The interval excludes `null` exactly where the p-value is below 1 - confidence.
+    The interval excludes `null` exactly where the p-value is below alpha.
     """
-    (low, high), p_value, above = _paired_test(least, span, confidence, null)
+    (low, high), p_value, above = _paired_test(least, span, alpha, null)
     if most != least:
-        (_, high), other, rises = _paired_test(most, span, confidence, null)
+        (_, high), other, rises = _paired_test(most, span, alpha, null)
         p_value = p_value if above else 1.0 if rises else other
     return (low, high), p_value
 
 
-def _paired_test(
-    differences: Sequence[float], span: float, confidence: float, null: float
-) -> tuple[Interval, float, bool]:
+def _paired_test(differences: Sequence[float], span: float, alpha: float, null: float) -> tuple[Interval, float, bool]:
     """The interval, the p-value, and whether the mean is above `null`."""
     largest = max(map(abs, differences)) or span
     if len({round(value / largest, DIGITS) for value in differences}) <= len(differences) / 2:
-        center, half = _center_and_half([*differences, -largest, largest], len(differences), confidence)
+        center, half = _center_and_half([*differences, -largest, largest], len(differences), 1 - alpha)
         low, high = center - half, center + half
     else:
-        low, high = sign_flip_limits(differences, 1 - confidence)
+        low, high = sign_flip_limits(differences, alpha)
     shifted = [value - null for value in differences]
     p_value, above = sign_flip_p_value(shifted), math.fsum(shifted) > 0
-    if p_value >= 1 - confidence:
+    if p_value >= alpha:
         low, high = min(low, null), max(high, null)
     elif above:
         low = max(low, null + EDGE * largest)
@@ -398,7 +396,7 @@ def compare_tasks(
     if failed_as == "lowest":
         least = [task_mean(a, low) - task_mean(b, high) for b, a in pairs]
         most = [task_mean(a, high) - task_mean(b, low) for b, a in pairs]
-    interval, p_value = paired_test(least, most, high - low, 1 - alpha, null)
+    interval, p_value = paired_test(least, most, high - low, alpha, null)
     return Comparison(
         before=mean([b for b, _ in scored]),
         after=mean([a for _, a in scored]),
