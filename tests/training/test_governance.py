@@ -27,7 +27,6 @@ class Parts:
     version: None = None
     returned: list[str] = field(default_factory=list[str])
     records: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-    algorithm: str = "test"
     reward_weights: None = None
     tasks: Any = field(default_factory=lambda: Tasks([], validation=["a task"], held_out=[]))
     collector: Any = field(default_factory=lambda: SimpleNamespace(store=None))
@@ -45,10 +44,14 @@ class Parts:
 
     def write_state(self) -> None: ...
 
+    @property
+    def checkpoints(self) -> Parts:
+        return self
+
 
 async def decided(start: Any, later: Any, **config: Any) -> tuple[bool, Parts, GateState]:
     parts: Any = Parts(RunState("run"))
-    gate = Gate(GateConfig(**config), parts, parts, parts, parts, parts)
+    gate = Gate(parts, GateConfig(**config), parts, parts)
     measured: Any = AsyncMock(side_effect=[list(start), list(later)])
     gate.state, gate.measure = GateState(), measured
     await gate.on_start()

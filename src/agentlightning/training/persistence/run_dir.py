@@ -185,6 +185,14 @@ class RunState(Struct):
         """The finished steps of the present stage; of the run, where it has one algorithm."""
         return self.step - self.first_step
 
+    @property
+    def may_have_learned(self) -> bool:
+        """Whether the weights may have been updated: a step was done by something that learns them."""
+        if not self.stages:
+            return self.stage_step > 0
+        learning = next((each for each in self.stages if each["learns_weights"]), None)
+        return learning is not None and self.step > learning["first_step"]
+
     def begin_stage(self, record: StageRecord) -> None:
         """Begin a stage: its best checkpoint is chosen among its own steps."""
         self.stages.append(record)

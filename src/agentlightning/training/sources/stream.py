@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -29,12 +30,14 @@ from agentlightning.assemble import REPLAY_MISMATCHES, REPLAYED_CALLS, TURN_LIMI
 from agentlightning.config import Branching, CurriculumConfig, TurnLimit
 from agentlightning.credit import group_trajectories
 from agentlightning.credit.agent_rewards import team_score
+from agentlightning.credit.rejection import Check
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.policy.learner import age, updates_of
 from agentlightning.rollouts import BRANCH, Rollout
 from agentlightning.task import tasks_of_step
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan
+from agentlightning.training.sources.group_rewards import GroupReward, judged
 from agentlightning.trajectory import RewardWeights, Trajectory, Transition
 from agentlightning.util.event_loop import in_background
 
@@ -405,6 +408,8 @@ class RolloutStream(Struct):
     """The policy's answers that a rollout may have. It follows the turn that the rollout belongs to."""
     branching: Branching | None = None
     """Which rollouts of a group branch off others, and where. None: none do."""
+    group_reward: GroupReward | None = None
+    """A function of a group, whose rewards replace those of its rollouts."""
     limit: InFlightLimit = field(default_factory=InFlightLimit)
     on_progress: OnProgress = lambda done, total: None
     note: Callable[[str], None] = lambda text: None
@@ -430,9 +435,19 @@ class RolloutStream(Struct):
         """What is wanted: the first wants of a step for the run's next tasks are the groups of that step, in the order
         of their turns. Named tasks, branches and further requests within the step run at once, with the present
         weights."""
-        if self.branching is None:
-            return await self._collect(request)
-        return await collect_branched(self._collect, request, self.branching)
+        branching, collect = self.branching, self._collect
+        if branching is not None:
+            collect = partial(collect_branched, collect, config=branching)
+        if self.group_reward is None:
+            return await collect(request)
+        return await judged(collect, request, self.group_reward, self.collector.store)
+
+    async def recall(
+        self, groups: Mapping[str, str], check: Check | None, tasks: Mapping[str, Any], max_age: int
+    ) -> tuple[Trajectory, ...]:
+        """See `Training.recall`."""
+        found = await self.collector.reader.read_remaining(groups, check, tasks)
+        return tuple(each for each in found if self._age(each) <= max_age)
 
     async def _collect(self, request: RolloutRequest) -> Collected:
         step = self.state.step
