@@ -258,8 +258,6 @@ class TrainingRun(Struct):
     async def recall(
         self, groups: Mapping[str, str], *, tasks: Mapping[str, Any], max_age: int, check: Check | None = None
     ) -> tuple[Trajectory, ...]:
-        if isinstance(self.source, RecordedSource):  # Every session comes again by itself.
-            return ()
         self._learner()
         return await self.source.recall(groups, check, tasks, max_age)
 
