@@ -298,10 +298,20 @@ class Guard(RunCallback[GuardState]):
         groups, found = group_trajectories(trajectories), list[Pairs]()
         if self.guard.agree is not None:
             first, second = self.guard.agree
-            named = [[reward for each in group if isinstance(reward := team_reward(each), dict)] for group in groups]
-            found.append(
-                [[(each[first], each[second]) for each in group if first in each and second in each] for group in named]
-            )
+            given = [[reward for each in group if (reward := team_reward(each)) is not None] for group in groups]
+            named = [[reward for reward in group if isinstance(reward, dict)] for group in given]
+            pairs = [
+                [(each[first], each[second]) for each in group if first in each and second in each] for group in named
+            ]
+            if any(given) and not any(pairs):
+                dimensions = sorted({name for group in named for each in group for name in each})
+                self.run.warn(
+                    "guard_agree",
+                    f"guard.agree compares the dimensions {first!r} and {second!r}, and no reward of the batch has both"
+                    f" ({', '.join(dimensions) or 'they are plain numbers'}), so that nothing is compared; give others,"
+                    " or leave it out",
+                )
+            found.append(pairs)
         if self.second:
             chosen: list[Sequence[Trajectory]] = []
             for group in groups:
