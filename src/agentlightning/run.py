@@ -419,7 +419,7 @@ class Wiring(Struct):
         if config.guard is not None:
             run.add(Guard(run, config.guard))
         if config.run.token_ratios and run.learner is not None:
-            run.add(TokenRatios(run))
+            run.add(TokenRatios(run.directory, run.state, run.learner))
         run.add(audit := Audit(run))
         run.add(health := Health(run))
         if config.gate is not None:

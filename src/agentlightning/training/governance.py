@@ -24,15 +24,14 @@ lowest reward. A version that loses is replaced by the promoted one. The result 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 import orjson
@@ -48,15 +47,13 @@ from agentlightning.errors import ConfigError, ConflictError, RewardError, Train
 from agentlightning.evaluation.intervals import Gain, paired_gain
 from agentlightning.policy.base import Metrics, UpdateOptions
 from agentlightning.resources import named_resources
-from agentlightning.rollouts import Attempt, AttemptedRollout, Rollout
-from agentlightning.runner.agents.arguments import Invocation
+from agentlightning.rollouts import Rollout
 from agentlightning.runner.agents.loading import load_object
-from agentlightning.runner.agents.reward import RewardFunction, check_reward
+from agentlightning.runner.agents.reward import RewardFunction
 from agentlightning.runner.agents.spec import function_spec
-from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import load_dataset, task_key
-from agentlightning.training.callbacks import FinishedStep, NoState
+from agentlightning.training.callbacks import Callback, FinishedStep, NoState
 from agentlightning.training.health.signs import beyond_limits, signs_of
 from agentlightning.training.health.step_record import (
     DIMENSION,
@@ -69,9 +66,21 @@ from agentlightning.training.health.step_record import (
 )
 from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import KeptCheckpoint, check_run, whole_lines
-from agentlightning.training.run import RunCallback, TrainingRun
-from agentlightning.training.sources.collector import read_recordings
-from agentlightning.trajectory import Reward, RewardWeights, Trajectory
+from agentlightning.training.sources.collector import Scores, apply_reward, read_recordings
+from agentlightning.trajectory import RewardWeights, Trajectory
+
+if TYPE_CHECKING:
+    from agentlightning.training.run import TrainingRun
+
+S = TypeVar("S")
+
+
+class RunCallback(Callback[S]):
+    """A callback of ours, which acts on all of a run."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        self.run: TrainingRun = run  # pyright: ignore[reportIncompatibleVariableOverride]
+
 
 # -- health ----------------------------------------------------------------------------------------------------------
 
@@ -163,57 +172,40 @@ CONCURRENCY: Final = 8
 logger = logging.getLogger(__name__)
 
 
-async def apply_reward(
-    store: LightningStoreBase, function: RewardFunction, rollout: Rollout, attempt: Attempt, spans: Sequence[Span]
-) -> Reward:
-    """What a reward function gives a stored rollout. Raises RewardError, and whatever the function raises."""
-    resources = None if rollout.resources_id is None else await store.get_resources_by_id(rollout.resources_id)
-    fields = {name: getattr(rollout, name) for name in rollout.__struct_fields__}
-    attempted = AttemptedRollout(**fields, attempt=attempt)
-    invocation = Invocation(attempted, {} if resources is None else resources.resources, task=rollout.input)
-    value = await asyncio.to_thread(function.start, invocation, attempt.metadata.get("output"), spans=spans)
-    return check_reward(await value if inspect.isawaitable(value) else value, function.source)
-
-
-@dataclass(frozen=True, slots=True)
-class SecondReward:
-    """A reward function that is applied to finished rollouts, in this process."""
-
-    store: LightningStoreBase
-    function: RewardFunction
-    weights: RewardWeights
-
-    async def scores(self, rollout_ids: Sequence[str]) -> dict[str, float]:
-        """By rollout id. One that the function raises for, or gives no number, is left out; the first is logged."""
-        limit, recorded = asyncio.Semaphore(CONCURRENCY), await read_recordings(self.store, rollout_ids)
-        rollouts = await self.store.query_rollouts(rollout_id_in=rollout_ids)
-
-        async def score(rollout: Rollout) -> float | None:
-            own = recorded[rollout.rollout_id]
-            if own.attempt is None:
-                return None
-            async with limit:
-                reward = await apply_reward(self.store, self.function, rollout, own.attempt, own.spans)
-            return scalar_reward(reward, self.weights)
-
-        # The boundary of the user's function: what it raises is counted as missing.
-        results = await asyncio.gather(*map(score, rollouts), return_exceptions=True)
-        found = {rollout.rollout_id: each for rollout, each in zip(rollouts, results, strict=True)}
-        failures = [
-            f"{key}: {type(each).__name__}: {each}" for key, each in found.items() if isinstance(each, BaseException)
-        ]
-        if failures:
-            source = self.function.source
-            logger.warning("%s gave %d rollouts no score. rollout %s", source, len(failures), failures[0])
-        return {key: value for key, value in found.items() if isinstance(value, int | float)}
-
-
-def second_reward(run: TrainingRun, name: str | None) -> SecondReward | None:
-    """The function of that name, for the rollouts of a run. Raises AgentError where it cannot be loaded."""
+def second_reward(run: TrainingRun, name: str | None) -> Scores | None:
+    """Gives finished rollouts of a run the rewards of the function of that name. Raises AgentError where it cannot be
+    loaded."""
     if not name:
         return None
     function = RewardFunction.of(load_object(function_spec(name, "reward"), "reward"))
-    return SecondReward(run.collector.store, function, run.reward_weights)
+    return partial(score_rollouts, run.collector.store, function, run.reward_weights)
+
+
+async def score_rollouts(
+    store: LightningStoreBase, function: RewardFunction, weights: RewardWeights, rollout_ids: Sequence[str]
+) -> dict[str, float]:
+    """By rollout id, in this process. One that the function raises for, or gives no number, is left out; the first is
+    logged."""
+    limit, recorded = asyncio.Semaphore(CONCURRENCY), await read_recordings(store, rollout_ids)
+    rollouts = await store.query_rollouts(rollout_id_in=rollout_ids)
+
+    async def score(rollout: Rollout) -> float | None:
+        own = recorded[rollout.rollout_id]
+        if own.attempt is None:
+            return None
+        async with limit:
+            reward = await apply_reward(store, function, rollout, own.attempt, own.spans)
+        return scalar_reward(reward, weights)
+
+    # The boundary of the user's function: what it raises is counted as missing.
+    results = await asyncio.gather(*map(score, rollouts), return_exceptions=True)
+    found = {rollout.rollout_id: each for rollout, each in zip(rollouts, results, strict=True)}
+    failures = [
+        f"{key}: {type(each).__name__}: {each}" for key, each in found.items() if isinstance(each, BaseException)
+    ]
+    if failures:
+        logger.warning("%s gave %d rollouts no score. rollout %s", function.source, len(failures), failures[0])
+    return {key: value for key, value in found.items() if isinstance(value, int | float)}
 
 
 # -- guard -----------------------------------------------------------------------------------------------------------
@@ -317,7 +309,7 @@ class Guard(RunCallback[GuardState]):
             for group in groups:
                 if sum(map(len, chosen)) + len(group) <= self.guard.sample:
                     chosen.append(group)
-            scores = await self.second.scores([each.rollout_id for group in chosen for each in group])
+            scores = await self.second([each.rollout_id for group in chosen for each in group])
             both = {
                 key: (reward, scores[key]) for key, reward in rewards.items() if key in scores and reward is not None
             }
@@ -569,8 +561,7 @@ class Gate(RunCallback[GateState]):
 
     async def measure(self) -> list[float | None]:
         """The reward of each task of the guard set. A repeated call continues an interrupted one."""
-        scores = self.second.scores if self.second else None
-        found = await self.run.measure(self._name, self.config.mode, self.tasks, scores=scores)
+        found = await self.run.measure(self._name, self.config.mode, self.tasks, scores=self.second)
         return list(found.rewards)
 
 

@@ -10,7 +10,6 @@ import asyncio
 import math
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from msgspec import Struct, field
 from agentlightning.algorithms.agents import without_calls
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.training import Collected, RolloutReport, RolloutRequest, Stage, Training
-from agentlightning.assemble import AUTOMATIC_REWARDS
 from agentlightning.config import TrainConfig
 from agentlightning.credit.rejection import NO_POLICY_CALLS, Check, count_reasons
 from agentlightning.errors import ConfigError, ResumeError, TrainingStopped
@@ -32,7 +30,7 @@ from agentlightning.policy.learner import Learner
 from agentlightning.resources import NamedResources, prompts_in
 from agentlightning.training.callbacks import Callback, FinishedStep, restore, saved
 from agentlightning.training.health.examination import closing_warnings
-from agentlightning.training.health.step_record import VALIDATION, StepRecord, batch_metrics
+from agentlightning.training.health.step_record import VALIDATION, StepRecord, step_line
 from agentlightning.training.joined_gateways import JoinedGateways
 from agentlightning.training.persistence.checkpoints import Checkpoints, load_weights, read_resources
 from agentlightning.training.persistence.run_changes import Tasks
@@ -52,7 +50,6 @@ from agentlightning.util.plugins import calls_of
 from agentlightning.util.progress import Progress
 
 R = TypeVar("R")
-S = TypeVar("S")
 
 
 class TrainingRun(Struct):
@@ -318,8 +315,7 @@ class TrainingRun(Struct):
         state.step += 1
         line: dict[str, Any] = {"step": state.step, **metrics}
         if state.recorded is None:
-            found = await asyncio.to_thread(batch_metrics, collected.trajectories, self.reward_weights)
-            line = step_line(state, collected, found | dict(metrics))
+            line = await asyncio.to_thread(step_line, state, collected, metrics, self.reward_weights)
         if self.validation_is_due():
             results = await self.validate()
             if self.is_best(results):
@@ -588,41 +584,3 @@ class TrainingRun(Struct):
                 f"the settings of stage {stage.number} ({stage.name}) were changed after it had ended, which changes"
                 " nothing; start a new run for them",
             )
-
-
-def step_line(state: RunState, collected: Collected, metrics: Metrics) -> dict[str, Any]:
-    """A line of `metrics.jsonl`: the algorithm's metrics, and what the run knows of the step's rollouts."""
-    reasons, tokens = count_reasons(collected.rejected), collected.sampled_tokens
-    return {
-        "step": state.step,
-        **({"revision": state.revision} if state.revision else {}),
-        **({"stage": len(state.stages)} if state.stages else {}),
-        **metrics,
-        "rollouts": state.rollouts,
-        "failed": len(collected.failed),
-        "timeouts": collected.timeouts,
-        "rejected": len(collected.rejected),
-        **{f"rejected_{reason}": count for reason, count in reasons.items()},
-        **collected.metrics,
-        **_automatic_rewards(collected),
-        "sampled_tokens": tokens,
-        "tokens_per_second": (tokens - collected.sampled_before) / max(collected.seconds, 1e-9),
-        "collect_seconds": collected.seconds,
-    }
-
-
-def _automatic_rewards(collected: Collected) -> dict[str, float]:
-    """`air_RULE` for each rule that gave rewards, and `air_reward` for all: the mean sum of a rollout."""
-    sums = defaultdict[str, float](float)
-    for trajectory in collected.trajectories:
-        for rule, value in trajectory.metadata.get(AUTOMATIC_REWARDS, {}).items():
-            sums[f"air_{rule}"] += value
-            sums["air_reward"] += value
-    return {name: value / len(collected.trajectories) for name, value in sums.items()}
-
-
-class RunCallback(Callback[S]):
-    """A callback of ours, which acts on all of a run."""
-
-    def __init__(self, run: TrainingRun) -> None:
-        self.run: TrainingRun = run  # pyright: ignore[reportIncompatibleVariableOverride]

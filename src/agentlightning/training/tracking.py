@@ -31,13 +31,14 @@ from agentlightning.evaluation.evaluation import Evaluation
 from agentlightning.policy.base import Metrics
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.callbacks import FinishedStep, NoState
+from agentlightning.training.governance import RunCallback
 from agentlightning.training.persistence.run_changes import flat_settings
 from agentlightning.training.persistence.run_dir import forget_after, write_atomically
-from agentlightning.training.run import RunCallback, TrainingRun
 from agentlightning.training.sources.collector import MOST_TEXT, conversation_of, read_recordings, text_of
 
 if TYPE_CHECKING:
     from agentlightning.training.report.result import TrainingResult
+    from agentlightning.training.run import TrainingRun
 
 # -- trackers ----------------------------------------------------------------------------------------------------------
 

@@ -20,8 +20,9 @@ from typing import Any, Final
 import orjson
 
 from agentlightning.policy.base import Metrics
-from agentlightning.training.callbacks import NoState
-from agentlightning.training.run import RunCallback
+from agentlightning.policy.learner import Learner
+from agentlightning.training.callbacks import Callback, NoState
+from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.trajectory import CallId, FloatArray, TrainingSample
 
 FOLDER: Final = "ratios"
@@ -35,22 +36,24 @@ def ratios_file(run_dir: Path, step: int) -> Path:
     return run_dir / FOLDER / f"step-{step:06d}.jsonl"
 
 
-class TokenRatios(RunCallback[NoState]):
+class TokenRatios(Callback[NoState]):
     """Scores the tokens of each update once more, and writes their ratios (`run.token_ratios`)."""
 
     name = "token_ratios"
 
+    def __init__(self, directory: Path, state: RunState, learner: Learner) -> None:
+        self.directory, self.run_state, self.learner = directory, state, learner
+
     async def on_update(self, samples: Sequence[TrainingSample]) -> Metrics:
         """Returns what that cost. Raises PolicyError for a policy that cannot score tokens."""
-        began, learner = time.monotonic(), self.run.learner
-        assert learner is not None
+        began = time.monotonic()
         found: CallRatios = {}
         for adapter in dict.fromkeys(sample.adapter for sample in samples):
             own = [sample for sample in samples if sample.adapter == adapter]
-            columns = await learner.score([sample.tree for sample in own], {"logprobs"}, adapter=adapter)
+            columns = await self.learner.score([sample.tree for sample in own], {"logprobs"}, adapter=adapter)
             for sample, logprobs in zip(own, columns["logprobs"], strict=True):
                 _add(found, sample, logprobs)
-        await asyncio.to_thread(write_ratios, self.run.directory, self.run.state.step + 1, found)
+        await asyncio.to_thread(write_ratios, self.directory, self.run_state.step + 1, found)
         return {"ratio_seconds": time.monotonic() - began}
 
 

@@ -10,6 +10,7 @@ its task again under a new id. The collector never runs an agent and never calls
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -40,12 +41,15 @@ from agentlightning.evaluation.evaluation import WITHOUT_REWARD, Evaluation
 from agentlightning.resources import ProxyLLM
 from agentlightning.rollouts import (
     Attempt,
+    AttemptedRollout,
     EnqueueRolloutRequest,
     Rollout,
     RolloutConfig,
     RolloutMode,
     RolloutStatus,
 )
+from agentlightning.runner.agents.arguments import Invocation
+from agentlightning.runner.agents.reward import RewardFunction, check_reward
 from agentlightning.span import AIR_RULE, Span
 from agentlightning.store.base import ROLLOUTS_PER_READ, LightningStoreBase
 from agentlightning.tracing.air import AutomaticRewards
@@ -186,6 +190,18 @@ async def read_recordings(store: LightningStoreBase, rollout_ids: Sequence[str])
     attempts = {each.rollout_id: each for each in await store.get_latest_attempts(rollout_ids)}
     spans = {rollout_id: tuple(found) async for rollout_id, found in store.iter_spans(rollout_ids)}
     return {each: Recording(attempts.get(each), spans.get(each, ())) for each in rollout_ids}
+
+
+async def apply_reward(
+    store: LightningStoreBase, function: RewardFunction, rollout: Rollout, attempt: Attempt, spans: Sequence[Span]
+) -> Reward:
+    """What a reward function gives a stored rollout. Raises RewardError, and whatever the function raises."""
+    resources = None if rollout.resources_id is None else await store.get_resources_by_id(rollout.resources_id)
+    fields = {name: getattr(rollout, name) for name in rollout.__struct_fields__}
+    attempted = AttemptedRollout(**fields, attempt=attempt)
+    invocation = Invocation(attempted, {} if resources is None else resources.resources, task=rollout.input)
+    value = await asyncio.to_thread(function.start, invocation, attempt.metadata.get("output"), spans=spans)
+    return check_reward(await value if inspect.isawaitable(value) else value, function.source)
 
 
 def conversation_of(spans: Sequence[Span]) -> list[str]:
