@@ -87,6 +87,9 @@ class TrainingRun(Struct):
     _evaluations: int = 0
     """Evaluations that the algorithm requested within the step."""
 
+    def __repr__(self) -> str:  # Settings may hold the key of a provider.
+        return f"TrainingRun({str(self.directory)!r}, step={self.state.step})"
+
     @property
     def step(self) -> int:
         return self.state.stage_step
