@@ -448,16 +448,18 @@ async def test_a_run_that_crashes_in_either_stage_ends_like_an_undisturbed_one(
 
 
 async def test_a_crash_between_two_stages_costs_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from agentlightning.training.measurements import Measurements
+    from agentlightning.training.run import TrainingRun
 
-    measure = Measurements.measure_stage
+    measure = TrainingRun.measure_held_out
 
-    async def crashing(self: Measurements, place: int) -> Any:
-        await measure(self, place)
-        monkeypatch.setattr(Measurements, "measure_stage", measure)
-        raise Crash
+    async def crashing(self: TrainingRun, phase: str, label: str, purpose: str, **options: Any) -> Any:
+        found = await measure(self, phase, label, purpose, **options)
+        if label.startswith("stage-"):
+            monkeypatch.setattr(TrainingRun, "measure_held_out", measure)
+            raise Crash
+        return found
 
-    monkeypatch.setattr(Measurements, "measure_stage", crashing)
+    monkeypatch.setattr(TrainingRun, "measure_held_out", crashing)
     with pytest.raises(Crash):
         await run.fit(agl.Sequential([run.apo(), learn()]), gate=agl.config.GateConfig(every=3))
     measured = len(run.seen)

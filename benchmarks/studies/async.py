@@ -90,7 +90,7 @@ class UntilTarget(agl.LightningRL):
         started = time.perf_counter()
         while training.step < self.total_steps and self.seconds is None:
             await self._step(training)
-            rewards = [record.reward for record in training.account.records[-WINDOW:]]
+            rewards = [record.reward for record in training.records[-WINDOW:]]
             if len(rewards) == WINDOW and statistics.fmean(rewards) >= self.target:
                 self.seconds = time.perf_counter() - started
 

@@ -39,8 +39,13 @@ from agentlightning.store import InMemoryLightningStore, LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import load_dataset, overlaps, task_key
 from agentlightning.training.agent_runner import credentials, load_agent, make_runner, rollout_config, run_beside
-from agentlightning.training.measurements import TEMPERATURES, evaluate_tasks
-from agentlightning.training.sources.collector import EVALUATION_ADVICE, RolloutCollector, TrajectoryReader
+from agentlightning.training.sources.collector import (
+    EVALUATION_ADVICE,
+    TEMPERATURES,
+    RolloutCollector,
+    TrajectoryReader,
+    evaluate_tasks,
+)
 from agentlightning.trajectory import RewardWeights
 from agentlightning.util.event_loop import run_sync
 from agentlightning.util.file_lock import lock_file

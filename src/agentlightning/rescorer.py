@@ -24,7 +24,7 @@ from agentlightning.span import Span, counts
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
 from agentlightning.tracing.rewards import find_final_reward
-from agentlightning.training.governance import apply_reward
+from agentlightning.training.sources.collector import apply_reward
 from agentlightning.trajectory import Reward
 from agentlightning.util.event_loop import run_sync
 

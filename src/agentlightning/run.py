@@ -37,7 +37,7 @@ from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.base import Policy, capabilities_of
 from agentlightning.policy.learner import Learner
 from agentlightning.policy.open import follow_trainer, open_models, require_training
-from agentlightning.resources import NamedResources, prompts_in
+from agentlightning.resources import NamedResources
 from agentlightning.runner import Runner
 from agentlightning.runner.agents.loading import load_object
 from agentlightning.runner.agents.spec import function_spec
@@ -61,13 +61,12 @@ from agentlightning.training.agent_runner import (
     routes_models,
     run_beside,
 )
-from agentlightning.training.callbacks import Callback, RunAccount, make_callbacks
+from agentlightning.training.callbacks import Callback, make_callbacks
 from agentlightning.training.dry_run import DryRun
 from agentlightning.training.environment_providers import with_own_providers
 from agentlightning.training.governance import Audit, Gate, Guard, Health
 from agentlightning.training.health.examination import starting_warnings
 from agentlightning.training.joined_gateways import JoinedGateways, check_free, check_gateways, joined_url
-from agentlightning.training.measurements import Measurements
 from agentlightning.training.persistence.checkpoints import Checkpoints, ResourcePublisher, read_resources
 from agentlightning.training.persistence.run_changes import (
     Tasks,
@@ -98,7 +97,6 @@ from agentlightning.training.report.result import TrainingResult
 from agentlightning.training.report.reward_curve import Curve
 from agentlightning.training.run import TrainingRun
 from agentlightning.training.sources.collector import RolloutCollector, TrajectoryReader
-from agentlightning.training.sources.group_rewards import GroupRewardSource
 from agentlightning.training.sources.stream import InFlightLimit, RolloutStream, check_staleness, task_order
 from agentlightning.training.starting_policy import has_random_weights, make_starting_policy, open_for_training
 from agentlightning.training.tracking import Tracking
@@ -163,10 +161,10 @@ class Run(Struct):
                         runner, run = await stack.enter_async_context(wiring.open())
                         run_dir.write_state(state)
                         if changed_rewards:
-                            await run.account.begin_revision()
+                            await run.begin_revision()
                     random = algorithm.learns_weights and algorithm.objective == "reinforcement"
                     random = random and has_random_weights(self.config)
-                    run.account.warn(starting_warnings(random_weights=random, shared=tasks.shared()))
+                    run.warn_of(starting_warnings(random_weights=random, shared=tasks.shared()))
                     return await run_beside(runner, run.fit())
             except Exception as error:
                 run_dir.write_error(error)
@@ -349,21 +347,21 @@ class Wiring(Struct):
             own = None if joined else policy
             server = await serve_run(config, store, own, self.run_dir, stack, secret, token, listener)
             note(f"dashboard: {server.url}{DASHBOARD}#token={token}")
-            account = RunAccount(self.run_dir, state, self._collector(store, policy, queue), self.progress, since=since)
-            stack.push_async_callback(account.close)
+            called = url or config.run.public_url or server.url
+            run = self._run(self._collector(store, policy, queue), policy, server, called, joined, since)
+            stack.push_async_callback(run.close)
             if self.progress.enabled:
                 timeout, own_store = config.runner.timeout_seconds, self.run_dir.store_path.exists()
                 watching = watch_rollouts(store, run_id, self.progress, timeout, own_store=own_store)
                 await stack.enter_async_context(in_background(watching))
-            called = url or config.run.public_url or server.url
-            await account.collector.move(run_id, called)
+            await run.collector.move(run_id, called)
             if runner is not None:
-                await account.collector.recover(run_id, "the process that ran it ended")
+                await run.collector.recover(run_id, "the process that ran it ended")
                 await runner.start(url or server.url)
                 stack.push_async_callback(runner.stop)
             elif runs_agent:
                 await stack.enter_async_context(in_background(report_missing_runners(given or store, run_id, note)))
-            run = await self._run(account, policy, server, called, joined)
+            await self._add_callbacks(run)
             with calls_of(type(algorithm), "algorithm"):
                 run.prepared = await algorithm.prepare(run)
             yield runner, run
@@ -378,55 +376,56 @@ class Wiring(Struct):
         share = config.runner.max_failed_share
         return RolloutCollector(reader, rollout_config(config.runner), queue=queue, max_failed_share=share)
 
-    async def _run(
-        self, account: RunAccount, policy: Policy | None, server: Server, url: str, joined: JoinedGateways | None
+    def _run(
+        self,
+        collector: RolloutCollector,
+        policy: Policy | None,
+        server: Server,
+        url: str,
+        joined: JoinedGateways | None,
+        since: float,
     ) -> TrainingRun:
         """The run, with the resources of its last checkpoint unless the starting policy is still to be measured. Its
         calls go to `url`: the gateway of `server`, or one that was joined."""
-        config, algorithm, state, store = self.config, self.algorithm, self.state, account.collector.store
-        callbacks = make_callbacks(config.run.callbacks, self.callbacks)  # before a tracker begins a run
-        publisher = ResourcePublisher(store, url, policy, self.resources, config.runner.max_calls)
+        config, algorithm, run_dir, state = self.config, self.algorithm, self.run_dir, self.state
+        publisher = ResourcePublisher(collector.store, url, policy, self.resources, config.runner.max_calls)
         if not state.measures_start(config.evaluation.modes):
-            publisher.publish(read_resources(self.run_dir.path, state.checkpoint))
+            publisher.publish(read_resources(run_dir.path, state.checkpoint))
         learner = None if policy is None else self._learner(policy, server, joined)
-        checkpoints = Checkpoints(account, config.run, learner, publisher, algorithm)
+        checkpoints = Checkpoints(run_dir, state, config.run, learner, publisher, algorithm, self.progress.note)
         checkpoints.restore_algorithm(state.checkpoint)
-        weights, validates = algorithm.reward_weights, not algorithm.selects_result
-        measurements = Measurements(account, publisher, self.tasks, config.evaluation, weights, validates)
-        stream = None if self.recorded else self._stream(account, publisher, learner)
-        source: Any = self.recorded or stream
-        if config.group_reward is not None:
-            judge = load_object(function_spec(config.group_reward, "group reward"), "group reward")
-            source = GroupRewardSource(source, judge, store)
-        run = TrainingRun(
-            account,
-            source,
-            learner,
-            measurements,
+        return TrainingRun(
+            config,
+            algorithm,
+            run_dir,
+            state,
+            self.tasks,
+            collector,
+            self.recorded or self._stream(collector, publisher, learner),
             checkpoints,
-            total_steps=algorithm.total_steps + (state.first_step if self.recorded else 0),
-            target_agent=trained_agents(self.agent),
-            seed=config.run.seed,
-            recorded=self.recorded,
-            start_prompts=prompts_in(self.resources),
-            stream=stream,
-            uses_providers=bool(config.gateway.providers),
-            joined=joined,
+            self.progress,
+            algorithm.total_steps + (state.first_step if self.recorded else 0),
+            since,
+            trained_agents(self.agent),
+            joined,
+            validates=not algorithm.selects_result,
         )
-        account.add(Curve(self.run_dir, required=learner is not None))
-        account.add(await asyncio.to_thread(Tracking, config, account, measurements))
+
+    async def _add_callbacks(self, run: TrainingRun) -> None:
+        config = self.config
+        callbacks = make_callbacks(config.run.callbacks, self.callbacks)  # before a tracker begins a run
+        run.add(Curve(self.run_dir, required=run.learner is not None))
+        run.add(await asyncio.to_thread(Tracking, run))
         if config.guard is not None:
-            account.add(Guard(config.guard, account, weights))
-        if config.run.token_ratios and learner is not None:
-            account.add(TokenRatios(account, learner))
-        account.add(audit := Audit(account, checkpoints, algorithm.name))
-        account.add(health := Health(config.run, account, checkpoints, judges=self.recorded is None))
+            run.add(Guard(run, config.guard))
+        if config.run.token_ratios and run.learner is not None:
+            run.add(TokenRatios(run.directory, run.state, run.learner))
+        run.add(audit := Audit(run))
+        run.add(health := Health(run))
         if config.gate is not None:
-            account.add(Gate(config.gate, account, checkpoints, audit, health, measurements))
+            run.add(Gate(run, config.gate, audit, health))
         for callback in callbacks:
-            callback.run = run
-            account.add(callback)
-        return run
+            run.add(callback)
 
     def _learner(self, policy: Policy, server: Server, joined: JoinedGateways | None) -> Learner:
         config, updating, publish = self.config.policy, joined and joined.updating, None
@@ -442,16 +441,19 @@ class Wiring(Struct):
             publish = publisher(policy, config.weights, self.run_dir.path / "weights").publish
         return Learner(policy, updating, config.token_budget, self.state.resumes, publish)
 
-    def _stream(self, account: RunAccount, publisher: ResourcePublisher, learner: Learner | None) -> RolloutStream:
+    def _stream(
+        self, collector: RolloutCollector, publisher: ResourcePublisher, learner: Learner | None
+    ) -> RolloutStream:
         """The stream of rollouts; with `max_staleness` 0, each step waits for its own. Raises ConfigError for a
         `max_staleness` or a curriculum that cannot be."""
         config, algorithm, state, tasks = self.config, self.algorithm, self.state, self.tasks.train
+        judge = config.group_reward
         check_staleness(config.run.max_staleness, algorithm.total_steps)
         algorithm.check_staleness(config.run.max_staleness)
         if learner is None:
             check_calls_of_policy(config)
         return RolloutStream(
-            account.collector,
+            collector,
             tasks,
             state,
             publisher.write,
@@ -467,8 +469,9 @@ class Wiring(Struct):
             limit=InFlightLimit(learner.policy.kv_cache_usage)
             if learner is not None and config.runner.limit_by_load
             else InFlightLimit(),
-            on_progress=lambda done, total: account.progress.update(state.stage_step, rollouts=f"{done}/{total}"),
-            note=account.progress.note,
+            on_progress=lambda done, total: self.progress.update(state.stage_step, rollouts=f"{done}/{total}"),
+            note=self.progress.note,
+            group_reward=None if judge is None else load_object(function_spec(judge, "group reward"), "group reward"),
         )
 
 

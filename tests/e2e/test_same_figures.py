@@ -22,13 +22,11 @@ SETTINGS = (
     "runner.max_failed_share=1.0",
 )
 FAILS = """
-import random
-
 from agent import say as well
 
 
 def say(word: str) -> str:
-    if random.random() < 0.15:
+    if word in ("gold", "pink"):  # a training task and a held-out one
         raise LookupError(f"no page {word}")
     return well(word)
 """
@@ -87,7 +85,11 @@ def test_every_figure_of_a_run_is_the_same_wherever_it_is_shown(trained: tuple[A
         assert numbers(line, terminal) == shown
         assert numbers(rf"^\| {mode} \| (\S+) \| (\S+) \| (\S+) \| (\S+) to (\S+) \| (\d+) \|$", text) == shown
         assert state["start"][mode] == pytest.approx(gain["before"])
-        assert numbers(rf"^start +{mode} (\S+), on held-out tasks$", status) == shown[:1]
+        measured, of = state["start_tasks"][mode]
+        assert numbers(rf"^start +{mode} (\S+), on (\d+) of (\d+) held-out tasks$", status) == [
+            shown[0], str(measured), str(of)
+        ]  # fmt: skip
+        assert (measured, of) == (gain["tasks"], gain["tasks"] + gain["missing_before"])
 
     left_out = sum(report["rejected_rollouts"].values())
     rows = {"steps": report["steps"], "training rollouts": report["rollouts"], "rejected rollouts": left_out}

@@ -85,8 +85,7 @@ async def test_with_adapters_the_model_below_is_what_a_run_started_from(
     policy = LocalPolicy.open(config)
     learner = Learner(policy, nullcontext, 100)  # type: ignore[arg-type]
     directory = SimpleNamespace(start=tmp_path / "start", reference=tmp_path / "reference")
-    account = SimpleNamespace(run_dir=directory)
-    run: Any = SimpleNamespace(account=account, state=RunState("r"), _learner=lambda: learner)
+    run: Any = SimpleNamespace(run_dir=directory, state=RunState("r"), _learner=lambda: learner)
     reference = await TrainingRun.starting_weights(run)
     assert (policy.capabilities.starts_at_base, reference) == (expected, None if expected else directory.reference)
     assert directory.reference.exists() == (not expected), "no copy of the weights is written"

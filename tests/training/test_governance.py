@@ -10,11 +10,46 @@ from unittest.mock import AsyncMock
 import pytest
 
 from agentlightning.algorithms.training import Collected
-from agentlightning.config import GateConfig
+from agentlightning.config import GateConfig, RewardGuard
 from agentlightning.training.callbacks import FinishedStep
-from agentlightning.training.governance import Gate, GateState
+from agentlightning.training.governance import Gate, GateState, Guard, GuardState
 from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import KeptCheckpoint, RunState
+from agentlightning.trajectory import Trajectory
+
+
+class Warned:
+    """A run as the guard sees it."""
+
+    def __init__(self) -> None:
+        self.state, self.reward_weights = RunState("run"), {"correct": 1.0}
+        self.warnings: dict[str, str] = {}
+
+    def warn(self, name: str, text: str) -> None:
+        self.warnings[name] = text
+
+
+def batch(*rewards: Any) -> Collected:
+    return Collected(tuple(Trajectory(f"ro-{i}", "at", (), reward=each, group="g") for i, each in enumerate(rewards)))
+
+
+async def test_dimensions_that_are_to_agree_are_compared_and_those_that_no_reward_has_are_named() -> None:
+    run: Any = Warned()
+    opposed = batch(*({"correct": share / 8, "short": 1 - share / 8} for share in range(8)))
+    for agree, found, warning in (
+        (("correct", "short"), 1.0, None),
+        (("correct", "shrt"), None, "'correct' and 'shrt', and no reward of the batch has both (correct, short), so"),
+    ):
+        guard = Guard(run, RewardGuard(agree=agree))
+        guard.state = GuardState()
+        await guard.on_batch(opposed)
+        assert (await guard.on_step(FinishedStep(opposed, {}))).get("reward_disagreement") == found
+        assert warning is None or warning in run.warnings["guard_agree"]
+        assert bool(run.warnings) == bool(warning)
+    run.reward_weights = None
+    await guard.on_batch(batch(0.5, 1.0))
+    assert "has both (they are plain numbers)" in run.warnings["guard_agree"]
+
 
 START = [0.4 + 0.03 * place for place in range(16)]
 
@@ -27,7 +62,6 @@ class Parts:
     version: None = None
     returned: list[str] = field(default_factory=list[str])
     records: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-    algorithm: str = "test"
     reward_weights: None = None
     tasks: Any = field(default_factory=lambda: Tasks([], validation=["a task"], held_out=[]))
     collector: Any = field(default_factory=lambda: SimpleNamespace(store=None))
@@ -45,10 +79,14 @@ class Parts:
 
     def write_state(self) -> None: ...
 
+    @property
+    def checkpoints(self) -> Parts:
+        return self
+
 
 async def decided(start: Any, later: Any, **config: Any) -> tuple[bool, Parts, GateState]:
     parts: Any = Parts(RunState("run"))
-    gate = Gate(GateConfig(**config), parts, parts, parts, parts, parts)
+    gate = Gate(parts, GateConfig(**config), parts, parts)
     measured: Any = AsyncMock(side_effect=[list(start), list(later)])
     gate.state, gate.measure = GateState(), measured
     await gate.on_start()

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from agentlightning.config import EvaluationConfig
 from agentlightning.evaluation.evaluation import Evaluation
-from agentlightning.training import measurements
-from agentlightning.training.measurements import Measurements
+from agentlightning.training import run as training_run
 from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import RunState
+from agentlightning.training.run import TrainingRun
 
 
 class Publisher:
@@ -31,22 +32,16 @@ class Measured:
         self.writes = 0
         self.state = RunState(run_id="r", revision=1)
         tasks = Tasks(train=[], validation=["v1", "v2", "v3"], held_out=["h1", "h2"])
-        self.measurements = Measurements(
-            account=cast(
-                "Any",
-                SimpleNamespace(
-                    collector="collector",
-                    state=self.state,
-                    progress=SimpleNamespace(update=self.progress.append),
-                    name_evaluated="on_collected",
-                    write_state=self._write,
-                ),
-            ),
-            publisher=cast("Any", Publisher()),
-            tasks=tasks,
-            config=EvaluationConfig(**config),
-            reward_weights={"right": 1.0},
-        )
+        parts: dict[str, Any] = {
+            "config": SimpleNamespace(evaluation=EvaluationConfig(**config)),
+            "algorithm": SimpleNamespace(reward_weights={"right": 1.0}),
+            "run_dir": SimpleNamespace(write_state=self._write),
+            "collector": "collector",
+            "source": None,
+            "checkpoints": SimpleNamespace(publisher=Publisher()),
+            "progress": SimpleNamespace(update=self.progress.append, phase=lambda *_: None),
+        }
+        self.run = TrainingRun(state=self.state, tasks=tasks, total_steps=9, **parts)
 
         async def evaluate_tasks(collector: Any, tasks: Sequence[Any], **options: Any) -> Evaluation:
             self.requests.append({"collector": collector, "tasks": tasks, **options})
@@ -55,9 +50,9 @@ class Measured:
                 on_progress(len(tasks))
             return self.result
 
-        monkeypatch.setattr(measurements, "evaluate_tasks", evaluate_tasks)
+        monkeypatch.setattr(training_run, "evaluate_tasks", evaluate_tasks)
 
-    def _write(self) -> None:
+    def _write(self, state: RunState) -> None:
         self.writes += 1
 
     @property
@@ -66,15 +61,15 @@ class Measured:
 
 
 def is_best(measured: Measured, *rewards: float | None) -> bool:
-    return measured.measurements.is_best({"greedy": Evaluation(rewards)})
+    return measured.run.is_best({"greedy": Evaluation(rewards)})
 
 
 def test_validation_is_due_every_so_many_steps_and_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     def due(measured: Measured, total: int) -> list[int]:
         found: list[int] = []
         for step in range(1, total + 1):
-            measured.state.step = step
-            if measured.measurements.validation_is_due(total):
+            measured.state.step, measured.run.total_steps = step, total
+            if measured.run.validation_is_due():
                 found.append(step)
         return found
 
@@ -82,7 +77,7 @@ def test_validation_is_due_every_so_many_steps_and_after_the_last(monkeypatch: p
     assert due(Measured(monkeypatch, every=1), 2) == [1, 2]
     assert due(Measured(monkeypatch, every=0), 5) == []
     without = Measured(monkeypatch, every=1)
-    without.measurements.tasks = Tasks(train=[], validation=[], held_out=[])
+    without.run.tasks = Tasks(train=[], validation=[], held_out=[])
     assert due(without, 3) == []
 
 
@@ -107,7 +102,7 @@ def test_a_missing_reward_counts_as_the_lowest_of_both(monkeypatch: pytest.Monke
 
 
 def test_all_modes_count_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = Measured(monkeypatch).measurements
+    measured = Measured(monkeypatch).run
     assert measured.is_best({"greedy": Evaluation((1.0,)), "sampled": Evaluation((0.0,))})
     assert not measured.is_best({"greedy": Evaluation((0.9,)), "sampled": Evaluation((0.0,))})
     assert measured.is_best({"greedy": Evaluation((0.5,)), "sampled": Evaluation((0.75,))})
@@ -124,7 +119,7 @@ def test_a_run_that_knows_its_best_score_alone_is_compared_with_it(monkeypatch: 
 async def test_validation_is_named_by_its_step_and_takes_the_first_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = Measured(monkeypatch, tasks=2)
     measured.state.step = 7
-    results = await measured.measurements.validate()
+    results = await measured.run.validate()
     assert results == {"greedy": measured.result, "sampled": measured.result}
     assert measured.requests[0] == {
         "collector": "collector",
@@ -137,21 +132,21 @@ async def test_validation_is_named_by_its_step_and_takes_the_first_tasks(monkeyp
         "require_reward": False,
         "scores": None,
         "on_progress": None,
-        "on_collected": "on_collected",
+        "on_collected": measured.run.name_evaluated,
     }
     assert measured.requests[1]["resources_id"].endswith("-sampled-changed1 at 1.0")
 
 
 async def test_the_start_is_measured_once_and_must_have_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = Measured(monkeypatch)
-    assert measured.measurements.rollouts == 4
-    first = await measured.measurements.measure_start()
+    start = partial(measured.run.measure_held_out, "measuring the starting policy", "before", "before", strict=True)
+    first = await start()
     assert measured.names == ["r-before-greedy-changed1", "r-before-sampled-changed1"]
     assert [(each["max_failed_share"], each["require_reward"]) for each in measured.requests] == [(None, True)] * 2
     assert {(request["mode"], *request["tasks"]) for request in measured.requests} == {("test", "h1", "h2")}
     assert (measured.progress, measured.writes) == ([2, 4], 2)
     assert list(measured.state.evaluations) == ["before-greedy", "before-sampled"]
-    again = await measured.measurements.measure_start()
+    again = await start()
     assert len(measured.requests) == 2
     for results in (first, again):
         assert [(each.rewards, each.reasons) for each in results.values()] == [((1.0, None), {"failed": 1})] * 2
@@ -162,14 +157,14 @@ async def test_the_trained_weights_are_measured_again_where_a_run_has_continued(
 ) -> None:
     measured = Measured(monkeypatch, modes=("greedy",), held_out_tasks=1)
     measured.state.step = 4
-    await measured.measurements.measure_trained()
-    await measured.measurements.measure_trained()
+    await measured.run.measure_trained()
+    await measured.run.measure_trained()
     assert measured.names == ["r-after-000004-greedy-changed1"]
     assert (measured.state.measured_step, measured.requests[0]["tasks"]) == (4, ["h1"])
     assert (measured.requests[0]["max_failed_share"], measured.requests[0]["require_reward"]) == (1.0, False)
     measured.state.step, measured.state.best_step = 9, 6
     measured.result = Evaluation((0.5,))
-    found = await measured.measurements.measure_trained()
+    found = await measured.run.measure_trained()
     assert measured.names[1:] == ["r-after-000006-greedy-changed1"], "the best weights, and not the last"
     assert found["greedy"].rewards == (0.5,)
     assert (found["greedy"].reasons, measured.state.measured_step) == ({}, 6)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any, cast
 
 from agentlightning.algorithms.training import Check, Collected, RolloutRequest, Want
-from agentlightning.config import RunConfig
 from agentlightning.policy.base import UpdateOptions
 from agentlightning.training.governance import Health, HealthState
+from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.run import TrainingRun
+from agentlightning.training.sources.stream import RolloutStream
 from agentlightning.trajectory import Trajectory, Transition
 
 
@@ -25,16 +25,16 @@ class Source:
         return Collected(())
 
 
-class Account:
-    async def count(self, collected: Collected) -> None: ...
-
-    async def each(self, call: Callable[[Any], Any]) -> list[Any]:
-        return []
+def run_of(source: Any = None, learner: Any = None, **config: Any) -> TrainingRun:
+    """A run of these parts alone."""
+    parts: dict[str, Any] = dict.fromkeys(("algorithm", "run_dir", "tasks", "collector", "progress"))
+    parts |= {"config": SimpleNamespace(**config), "checkpoints": SimpleNamespace(learner=learner)}
+    return TrainingRun(state=RunState("r"), source=source, total_steps=1, **parts)
 
 
 async def test_every_setting_of_collect_reaches_the_source_of_rollouts() -> None:
-    source, nothing = Source(), cast("Any", None)
-    run = TrainingRun(cast("Any", Account()), cast("Any", source), None, nothing, nothing, total_steps=1)
+    source = Source()
+    run = run_of(source)
     check = cast("Check", lambda trajectories: [])
     named = Want(task=3, n=2)
     await run.collect(
@@ -55,11 +55,10 @@ async def test_rollouts_are_recalled_until_they_are_older_than_the_given_number_
         return [sampled_by(version) for version in (2, 3, 4, 5)]
 
     reader = SimpleNamespace(read_remaining=read_remaining)
-    account = SimpleNamespace(state=SimpleNamespace(resumes=()), collector=SimpleNamespace(reader=reader))
-    learner = SimpleNamespace(policy_version=5, versions={"policy": 5})
-    nothing = cast("Any", None)
-    run = TrainingRun(cast("Any", account), nothing, cast("Any", learner), nothing, nothing, total_steps=1)
-    found = await run.recall({}, tasks={}, max_age=2)
+    collector: Any = SimpleNamespace(reader=reader)
+    versions: dict[str, Any] = {"policy_version": lambda: 5, "versions": lambda: {"policy": 5}}
+    stream = RolloutStream(collector, [], RunState("r"), cast("Any", None), **versions)
+    found = await run_of(stream, learner=object()).recall({}, tasks={}, max_age=2)
     assert [each.rollout_id for each in found] == ["ro-3", "ro-4", "ro-5"]
 
 
@@ -70,10 +69,8 @@ async def test_the_learning_rate_that_a_rollback_has_lowered_reaches_the_update(
         given.append(options)
         return {}
 
-    nothing = cast("Any", None)
-    health = Health(RunConfig(), nothing, nothing)
+    run = run_of(learner=SimpleNamespace(update=update))
+    run.add(health := Health(run))
     health.state = HealthState(lr_factor=0.3)
-    account, learner = SimpleNamespace(callbacks=[health], each=Account().each), SimpleNamespace(update=update)
-    run = TrainingRun(cast("Any", account), nothing, cast("Any", learner), nothing, nothing, total_steps=1)
     await run.update([], UpdateOptions(minibatches=2, lr_factor=0.5))
     assert given == [UpdateOptions(minibatches=2, lr_factor=0.15)]

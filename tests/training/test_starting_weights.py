@@ -25,9 +25,9 @@ class FakeLearner:
 
 
 def run_in(run_dir: RunDir, step: int = 0) -> TrainingRun:
-    account = SimpleNamespace(run_dir=run_dir, state=RunState("r", step=step))
-    parts: dict[str, Any] = dict.fromkeys(("rollouts", "measurements", "checkpoints"))
-    return TrainingRun(account=account, learner=FakeLearner(), total_steps=9, **parts)  # type: ignore[arg-type]
+    parts: dict[str, Any] = dict.fromkeys(("config", "algorithm", "tasks", "collector", "source", "progress"))
+    parts["checkpoints"] = SimpleNamespace(learner=FakeLearner())
+    return TrainingRun(run_dir=run_dir, state=RunState("r", step=step), total_steps=9, **parts)
 
 
 async def test_a_copy_is_written_once_before_the_first_update(tmp_path: Path) -> None:

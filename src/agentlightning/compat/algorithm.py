@@ -64,7 +64,7 @@ class FunctionalAlgorithm(Algorithm[Any]):
         if training.step:
             return
         run: Any = training  # A function of 0.x is given parts of the run that algorithms do not see.
-        collector, tasks = run.account.collector, run.measurements.tasks
+        collector, tasks = run.collector, run.tasks
         values: dict[str, Any] = {
             "store": _RunStore(collector.store, collector.queue),
             "train_dataset": tasks.train,

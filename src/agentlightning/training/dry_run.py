@@ -26,10 +26,9 @@ from agentlightning.span import Span
 from agentlightning.task import load_dataset
 from agentlightning.training.agent_runner import run_beside
 from agentlightning.training.health.step_record import LEAK_SHARE, answers_in_prompts
-from agentlightning.training.measurements import run_trials
 from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.run import TrainingRun
-from agentlightning.training.sources.collector import transcript_of
+from agentlightning.training.sources.collector import run_trials, transcript_of
 from agentlightning.training.starting_policy import has_random_weights
 from agentlightning.training.tracking import check_installed
 from agentlightning.util.json_values import recorded_objects
@@ -460,7 +459,7 @@ def check_tasks(config: TrainConfig, tasks: Tasks) -> DryRunCheck:
 
 async def rehearse(run: TrainingRun, algorithm: Algorithm[Any]) -> tuple[DryRunRollout, ...]:
     """Run the rollouts. None of them stops it."""
-    collector, progress, label = run.account.collector, run.account.progress, f"{run.state.run_id}-dry-run"
+    collector, progress, label = run.collector, run.progress, f"{run.state.run_id}-dry-run"
     temperature = float(getattr(algorithm.config, "temperature", 1.0)) if hasattr(algorithm, "config") else 1.0
     resources_id = await run.checkpoints.publisher.write(label, {"temperature": temperature})
     tasks = {f"{i}-{j}": task for i, task in enumerate(run.train_tasks[:TASKS]) for j in range(REPEATS)}

@@ -24,15 +24,14 @@ lowest reward. A version that loses is replaced by the promoted one. The result 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 import orjson
@@ -40,7 +39,7 @@ from msgspec import Struct
 
 from agentlightning.algorithms.training import Collected
 from agentlightning.assemble import scalar_reward
-from agentlightning.config import GateConfig, RewardGuard, RunConfig
+from agentlightning.config import GateConfig, RewardGuard
 from agentlightning.credit import group_trajectories
 from agentlightning.credit.agent_rewards import team_reward
 from agentlightning.credit.rejection import CALL_LIMIT, MISSING_REWARD
@@ -48,15 +47,13 @@ from agentlightning.errors import ConfigError, ConflictError, RewardError, Train
 from agentlightning.evaluation.intervals import Gain, paired_gain
 from agentlightning.policy.base import Metrics, UpdateOptions
 from agentlightning.resources import named_resources
-from agentlightning.rollouts import Attempt, AttemptedRollout, Rollout
-from agentlightning.runner.agents.arguments import Invocation
+from agentlightning.rollouts import Rollout
 from agentlightning.runner.agents.loading import load_object
-from agentlightning.runner.agents.reward import RewardFunction, check_reward
+from agentlightning.runner.agents.reward import RewardFunction
 from agentlightning.runner.agents.spec import function_spec
-from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import load_dataset, task_key
-from agentlightning.training.callbacks import Callback, FinishedStep, NoState, RunAccount
+from agentlightning.training.callbacks import Callback, FinishedStep, NoState
 from agentlightning.training.health.signs import beyond_limits, signs_of
 from agentlightning.training.health.step_record import (
     DIMENSION,
@@ -67,12 +64,23 @@ from agentlightning.training.health.step_record import (
     distance,
     score_of,
 )
-from agentlightning.training.measurements import Measurements
-from agentlightning.training.persistence.checkpoints import Checkpoints
 from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import KeptCheckpoint, check_run, whole_lines
-from agentlightning.training.sources.collector import read_recordings
-from agentlightning.trajectory import Reward, RewardWeights, Trajectory
+from agentlightning.training.sources.collector import Scores, apply_reward, read_recordings
+from agentlightning.trajectory import RewardWeights, Trajectory
+
+if TYPE_CHECKING:
+    from agentlightning.training.run import TrainingRun
+
+S = TypeVar("S")
+
+
+class RunCallback(Callback[S]):
+    """A callback of ours, which acts on all of a run."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        self.run: TrainingRun = run  # pyright: ignore[reportIncompatibleVariableOverride]
+
 
 # -- health ----------------------------------------------------------------------------------------------------------
 
@@ -91,60 +99,54 @@ class HealthState(Struct):
     """The factor of the learning rate after these."""
 
 
-class Health(Callback[HealthState]):
+class Health(RunCallback[HealthState]):
     """Judges each step together with those before it, and acts on a collapse as `run.on_collapse` says."""
 
     name = "health"
     state_class = HealthState
 
-    def __init__(
-        self, config: RunConfig, account: RunAccount, checkpoints: Checkpoints, *, judges: bool = True
-    ) -> None:
-        """`judges`: whether the run has rollouts of the present weights, which is what signs assume."""
-        self.config, self.account, self.checkpoints, self.judges = config, account, checkpoints, judges
-
     async def on_start(self) -> None:
         """There is always a checkpoint to return to."""
-        if self.config.on_collapse != "warn" and self.state.healthy is None:
-            self.state.healthy = self.state.candidate = await self.checkpoints.keep()
+        if self.run.config.run.on_collapse != "warn" and self.state.healthy is None:
+            self.state.healthy = self.state.candidate = await self.run.checkpoints.keep()
 
     def before_update(self, options: UpdateOptions) -> UpdateOptions:
         return replace(options, lr_factor=options.lr_factor * self.state.lr_factor)
 
     async def on_step(self, step: FinishedStep) -> Metrics | None:
-        if not self.judges:
+        run, state, config = self.run, self.state, self.run.config.run
+        if run.state.recorded is not None:  # Signs are for rollouts of the present weights.
             return None
-        state, run = self.state, self.account.state
-        signs = signs_of([*self.account.records, StepRecord.read(step.line)])
-        self.account.warn({sign.name: str(sign) for sign in signs})
+        signs = signs_of([*run.records, StepRecord.read(step.line)])
+        run.warn_of({sign.name: str(sign) for sign in signs})
         sign, healthy = next((sign for sign in signs if sign.is_collapse), None), state.healthy
-        if sign is None or healthy is None or self.config.on_collapse == "warn":
+        if sign is None or healthy is None or config.on_collapse == "warn":
             return None
-        await self.checkpoints.rollback(healthy["directory"], healthy["version"])
+        await run.checkpoints.rollback(healthy["directory"], healthy["version"])
         state.candidate, step.saves = healthy, True
         back = f"returned to the weights of step {healthy['step']}"
-        stops = self.config.on_collapse == "stop" or state.rollbacks >= self.config.max_rollbacks
+        stops = config.on_collapse == "stop" or state.rollbacks >= config.max_rollbacks
         if stops:
-            why = f'run.on_collapse = "{self.config.on_collapse}"'
-            if self.config.on_collapse == "rollback":
+            why = f'run.on_collapse = "{config.on_collapse}"'
+            if config.on_collapse == "rollback":
                 why += f", after {state.rollbacks} rollbacks (run.max_rollbacks)"
             step.stop = (
-                f"step {run.step}: {sign}.\nThe run has {back} and stopped: {why}. Continue with a lower learning rate:"
-                f" agl train --resume {self.account.run_dir.path} algorithm.optimizer.lr=..."
+                f"step {run.state.step}: {sign}.\nThe run has {back} and stopped: {why}. Continue with a lower learning"
+                f" rate: agl train --resume {run.directory} algorithm.optimizer.lr=..."
             )
         else:
             state.rollbacks += 1
-            state.lr_factor *= self.config.rollback_lr_factor
+            state.lr_factor *= config.rollback_lr_factor
             step.notes.append(
-                f"step {run.step}: {back}, with {state.lr_factor:.3g} of the learning rate (rollback"
-                f" {state.rollbacks} of {self.config.max_rollbacks}), because {sign.what}"
+                f"step {run.state.step}: {back}, with {state.lr_factor:.3g} of the learning rate (rollback"
+                f" {state.rollbacks} of {config.max_rollbacks}), because {sign.what}"
             )
         did = "stopped" if stops else "rolled_back"
         return {did: 1.0, "returned_to_step": float(healthy["step"]), "lr_factor": state.lr_factor}
 
     async def on_checkpoint(self) -> None:
         """That of a step without collapse is the next candidate when due."""
-        state, written = self.state, self.checkpoints.written
+        state, written = self.state, self.run.checkpoints.written
         if written is None or state.candidate is None:
             return
         if written["step"] - state.candidate["step"] >= HEALTHY_STEPS:
@@ -152,7 +154,7 @@ class Health(Callback[HealthState]):
 
     async def on_stage(self) -> None:
         """Return to no checkpoint before the one with which a stage begins."""
-        if (written := self.checkpoints.written) is not None:
+        if (written := self.run.checkpoints.written) is not None:
             self.return_to(written)
 
     def return_to(self, kept: KeptCheckpoint) -> None:
@@ -170,54 +172,40 @@ CONCURRENCY: Final = 8
 logger = logging.getLogger(__name__)
 
 
-async def apply_reward(
-    store: LightningStoreBase, function: RewardFunction, rollout: Rollout, attempt: Attempt, spans: Sequence[Span]
-) -> Reward:
-    """What a reward function gives a stored rollout. Raises RewardError, and whatever the function raises."""
-    resources = None if rollout.resources_id is None else await store.get_resources_by_id(rollout.resources_id)
-    fields = {name: getattr(rollout, name) for name in rollout.__struct_fields__}
-    attempted = AttemptedRollout(**fields, attempt=attempt)
-    invocation = Invocation(attempted, {} if resources is None else resources.resources, task=rollout.input)
-    value = await asyncio.to_thread(function.start, invocation, attempt.metadata.get("output"), spans=spans)
-    return check_reward(await value if inspect.isawaitable(value) else value, function.source)
+def second_reward(run: TrainingRun, name: str | None) -> Scores | None:
+    """Gives finished rollouts of a run the rewards of the function of that name. Raises AgentError where it cannot be
+    loaded."""
+    if not name:
+        return None
+    function = RewardFunction.of(load_object(function_spec(name, "reward"), "reward"))
+    return partial(score_rollouts, run.collector.store, function, run.reward_weights)
 
 
-@dataclass(frozen=True, slots=True)
-class SecondReward:
-    """A reward function that is applied to finished rollouts, in this process."""
+async def score_rollouts(
+    store: LightningStoreBase, function: RewardFunction, weights: RewardWeights, rollout_ids: Sequence[str]
+) -> dict[str, float]:
+    """By rollout id, in this process. One that the function raises for, or gives no number, is left out; the first is
+    logged."""
+    limit, recorded = asyncio.Semaphore(CONCURRENCY), await read_recordings(store, rollout_ids)
+    rollouts = await store.query_rollouts(rollout_id_in=rollout_ids)
 
-    store: LightningStoreBase
-    function: RewardFunction
-    weights: RewardWeights
+    async def score(rollout: Rollout) -> float | None:
+        own = recorded[rollout.rollout_id]
+        if own.attempt is None:
+            return None
+        async with limit:
+            reward = await apply_reward(store, function, rollout, own.attempt, own.spans)
+        return scalar_reward(reward, weights)
 
-    @classmethod
-    def load(cls, store: LightningStoreBase, name: str, weights: RewardWeights) -> SecondReward:
-        """The function of that name. Raises AgentError where it cannot be loaded."""
-        return cls(store, RewardFunction.of(load_object(function_spec(name, "reward"), "reward")), weights)
-
-    async def scores(self, rollout_ids: Sequence[str]) -> dict[str, float]:
-        """By rollout id. One that the function raises for, or gives no number, is left out; the first is logged."""
-        limit, recorded = asyncio.Semaphore(CONCURRENCY), await read_recordings(self.store, rollout_ids)
-        rollouts = await self.store.query_rollouts(rollout_id_in=rollout_ids)
-
-        async def score(rollout: Rollout) -> float | None:
-            own = recorded[rollout.rollout_id]
-            if own.attempt is None:
-                return None
-            async with limit:
-                reward = await apply_reward(self.store, self.function, rollout, own.attempt, own.spans)
-            return scalar_reward(reward, self.weights)
-
-        # The boundary of the user's function: what it raises is counted as missing.
-        results = await asyncio.gather(*map(score, rollouts), return_exceptions=True)
-        found = {rollout.rollout_id: each for rollout, each in zip(rollouts, results, strict=True)}
-        failures = [
-            f"{key}: {type(each).__name__}: {each}" for key, each in found.items() if isinstance(each, BaseException)
-        ]
-        if failures:
-            source = self.function.source
-            logger.warning("%s gave %d rollouts no score. rollout %s", source, len(failures), failures[0])
-        return {key: value for key, value in found.items() if isinstance(value, int | float)}
+    # The boundary of the user's function: what it raises is counted as missing.
+    results = await asyncio.gather(*map(score, rollouts), return_exceptions=True)
+    found = {rollout.rollout_id: each for rollout, each in zip(rollouts, results, strict=True)}
+    failures = [
+        f"{key}: {type(each).__name__}: {each}" for key, each in found.items() if isinstance(each, BaseException)
+    ]
+    if failures:
+        logger.warning("%s gave %d rollouts no score. rollout %s", function.source, len(failures), failures[0])
+    return {key: value for key, value in found.items() if isinstance(value, int | float)}
 
 
 # -- guard -----------------------------------------------------------------------------------------------------------
@@ -235,24 +223,23 @@ class GuardState(Struct):
     """Those of the last steps."""
 
 
-class Guard(Callback[GuardState]):
+class Guard(RunCallback[GuardState]):
     """Checks the rewards of a run."""
 
     name = "guard"
     state_class = GuardState
 
-    def __init__(self, guard: RewardGuard, account: RunAccount, weights: RewardWeights = None) -> None:
+    def __init__(self, run: TrainingRun, guard: RewardGuard) -> None:
         """Raises AgentError where the second reward cannot be loaded."""
-        self.guard, self.account, self.weights = guard, account, weights
-        store = account.collector.store
-        self.second = SecondReward.load(store, guard.reward, weights) if guard.reward else None
+        super().__init__(run)
+        self.guard, self.second = guard, second_reward(run, guard.reward)
         self._metrics = dict[str, float]()
         """Of the batches of the present step."""
         self._rewards: list[float] = []
 
     async def on_batch(self, collected: Collected) -> None:
         """Measure a batch. Raises TrainingStopped where it violates a limit and the guard is to stop the run."""
-        rewards = {each.rollout_id: score_of(each, self.weights) for each in collected.trajectories}
+        rewards = {each.rollout_id: score_of(each, self.run.reward_weights) for each in collected.trajectories}
         known = [reward for reward in rewards.values() if reward is not None]
         guard = self.guard
         low, high = -math.inf if guard.low is None else guard.low, math.inf if guard.high is None else guard.high
@@ -282,7 +269,7 @@ class Guard(Callback[GuardState]):
         violated = list(beyond_limits([StepRecord.read(found)]))
         if violated and guard.on_violation == "stop":
             raise TrainingStopped(
-                f"step {self.account.state.step + 1}: {'; '.join(map(str, violated))}.\nThe run has not learned from"
+                f"step {self.run.state.step + 1}: {'; '.join(map(str, violated))}.\nThe run has not learned from"
                 ' it: guard.on_violation = "stop". Continue it with --resume once the cause is mended'
             )
 
@@ -303,16 +290,26 @@ class Guard(Callback[GuardState]):
         groups, found = group_trajectories(trajectories), list[Pairs]()
         if self.guard.agree is not None:
             first, second = self.guard.agree
-            named = [[reward for each in group if isinstance(reward := team_reward(each), dict)] for group in groups]
-            found.append(
-                [[(each[first], each[second]) for each in group if first in each and second in each] for group in named]
-            )
+            given = [[reward for each in group if (reward := team_reward(each)) is not None] for group in groups]
+            named = [[reward for reward in group if isinstance(reward, dict)] for group in given]
+            pairs = [
+                [(each[first], each[second]) for each in group if first in each and second in each] for group in named
+            ]
+            if any(given) and not any(pairs):
+                dimensions = sorted({name for group in named for each in group for name in each})
+                self.run.warn(
+                    "guard_agree",
+                    f"guard.agree compares the dimensions {first!r} and {second!r}, and no reward of the batch has both"
+                    f" ({', '.join(dimensions) or 'they are plain numbers'}), so that nothing is compared; give others,"
+                    " or leave it out",
+                )
+            found.append(pairs)
         if self.second:
             chosen: list[Sequence[Trajectory]] = []
             for group in groups:
                 if sum(map(len, chosen)) + len(group) <= self.guard.sample:
                     chosen.append(group)
-            scores = await self.second.scores([each.rollout_id for group in chosen for each in group])
+            scores = await self.second([each.rollout_id for group in chosen for each in group])
             both = {
                 key: (reward, scores[key]) for key, reward in rewards.items() if key in scores and reward is not None
             }
@@ -357,17 +354,13 @@ class AuditRecord(Struct, frozen=True):
     """The step of the version that a rejected one was replaced by."""
 
 
-@dataclass
-class Audit(Callback[NoState]):
+class Audit(RunCallback[NoState]):
     """Writes the audit log of a run."""
 
-    account: RunAccount
-    checkpoints: Checkpoints
-    algorithm: str
     name = "audit"
 
     async def on_step(self, step: FinishedStep) -> None:
-        publisher = self.checkpoints.publisher
+        publisher = self.run.checkpoints.publisher
         self._write(
             "learned",
             rollouts=tuple(each.rollout_id for each in step.collected.trajectories),
@@ -381,15 +374,16 @@ class Audit(Callback[NoState]):
         )
 
     def _write(self, action: Action, **fields: Any) -> AuditRecord:
-        given: Any = {"version": self.checkpoints.version, "algorithm": self.algorithm, "time": time.time()} | fields
-        record = AuditRecord(action, self.account.state.step, **given)
-        with (self.account.run_dir.path / AUDIT_FILE).open("ab") as file:
+        run = self.run
+        given: Any = {"version": run.checkpoints.version, "algorithm": run.algorithm.name, "time": time.time()} | fields
+        record = AuditRecord(action, run.state.step, **given)
+        with (run.directory / AUDIT_FILE).open("ab") as file:
             file.write(orjson.dumps(msgspec.to_builtins(record)) + b"\n")
         return record
 
     async def decided(self, action: Action, **fields: Any) -> None:
         """The promotion gate has decided. `fields`: those of the record."""
-        state, store = self.account.state, self.account.collector.store
+        state, store = self.run.state, self.run.collector.store
         record = self._write(action, **fields)
         name = f"{state.run_id}-audit-{record.step:06d}{state.suffix}"
         try:
@@ -470,27 +464,17 @@ class GateState(Struct):
     """The number of versions that were refused."""
 
 
-class Gate(Callback[GateState]):
+class Gate(RunCallback[GateState]):
     """Promotes versions, and returns to the promoted one."""
 
     name = "gate"
     state_class = GateState
 
-    def __init__(
-        self,
-        config: GateConfig,
-        account: RunAccount,
-        checkpoints: Checkpoints,
-        audit: Audit,
-        health: Health,
-        measurements: Measurements,
-    ) -> None:
+    def __init__(self, run: TrainingRun, config: GateConfig, audit: Audit, health: Health) -> None:
         """Raises AgentError where the reward of the gate cannot be loaded, and ConfigError for its tasks."""
-        self.config, self.account, self.checkpoints, self.audit = config, account, checkpoints, audit
-        self.health, self.measurements = health, measurements
-        self.tasks = guard_tasks(config, measurements.tasks)
-        weights, store = measurements.reward_weights, account.collector.store
-        self.second = SecondReward.load(store, config.reward, weights) if config.reward else None
+        super().__init__(run)
+        self.config, self.audit, self.health = config, audit, health
+        self.tasks, self.second = guard_tasks(config, run.tasks), second_reward(run, config.reward)
 
     async def on_start(self) -> None:
         """The version that the run starts from is the promoted one."""
@@ -504,14 +488,14 @@ class Gate(Callback[GateState]):
                 " gate.reward, or the reward of the run"
             )
         self.state.guard_scores = {"start": scores, "promoted": scores}
-        self.state.promoted, self.state.judged_step = await self.checkpoints.keep(), self.account.state.step
+        self.state.promoted, self.state.judged_step = await self.run.checkpoints.keep(), self.run.state.step
         numbers = {"guard": sum(known) / len(known)}
         why = "the run starts from it"
         await self.audit.decided("promoted", resources_id=self._name, reason=why, scores=numbers)
-        self.account.write_state()
+        self.run.write_state()
 
     async def on_step(self, step: FinishedStep) -> Metrics | None:
-        if step.returned or not (step.is_last or self.account.state.step % self.config.every == 0):
+        if step.returned or not (step.is_last or self.run.state.step % self.config.every == 0):
             return None
         step.saves = True
         return await self.decide(step)
@@ -519,12 +503,12 @@ class Gate(Callback[GateState]):
     async def on_trained(self) -> None:
         """Judge the present version, unless that is done. The result of the run, or of its stage, is the promoted
         one."""
-        run = self.account.state
+        run = self.run.state
         if self.state.judged_step != run.step:
             step = FinishedStep(Collected(()), {}, is_last=True)
             await self.decide(step)
-            await self.checkpoints.save()
-            self.account.conclude(step)
+            await self.run.save()
+            self.run.conclude(step)
         if (promoted := self.state.promoted) is not None:
             run.best_step, run.best_checkpoint = promoted["step"], promoted["directory"]
             run.best_version = promoted["version"]
@@ -535,7 +519,7 @@ class Gate(Callback[GateState]):
 
     async def decide(self, step: FinishedStep) -> dict[str, float]:
         """Promote the present version, or return to the promoted one. Returns the metrics of that."""
-        state, number = self.state, self.account.state.step
+        state, checkpoints, number = self.state, self.run.checkpoints, self.run.state.step
         assert state.promoted is not None
         scores = await self.measure()
         state.judged_step = number
@@ -550,13 +534,13 @@ class Gate(Callback[GateState]):
         decided = partial(self.audit.decided, resources_id=self._name, reason=reason, scores=numbers)
         found = {"gate_gain": gain.gain, "gate_promoted": float(not lost)}
         if not lost:
-            state.promoted, state.guard_scores["promoted"] = await self.checkpoints.keep(), scores
+            state.promoted, state.guard_scores["promoted"] = await checkpoints.keep(), scores
             await decided("promoted")
             step.notes.append(f"step {number}: promoted, {reason}")
             return found
-        version, back = self.checkpoints.version, state.promoted["step"]
+        version, back = checkpoints.version, state.promoted["step"]
         state.gate_rejections += 1
-        await self.checkpoints.rollback(state.promoted["directory"], state.promoted["version"])
+        await checkpoints.rollback(state.promoted["directory"], state.promoted["version"])
         self.health.return_to(state.promoted)
         await decided("rejected", version=version, returned_to=back)
         said = f"step {number}: not promoted, and back to step {back}: {reason}"
@@ -572,13 +556,12 @@ class Gate(Callback[GateState]):
     @property
     def _name(self) -> str:
         """Of the present version, and the beginning of the ids of its rollouts."""
-        run = self.account.state
+        run = self.run.state
         return f"{run.run_id}-guard-{run.step:06d}{run.suffix}"
 
     async def measure(self) -> list[float | None]:
         """The reward of each task of the guard set. A repeated call continues an interrupted one."""
-        scores = self.second.scores if self.second else None
-        found = await self.measurements.evaluate(self._name, self.config.mode, self.tasks, scores=scores)
+        found = await self.run.measure(self._name, self.config.mode, self.tasks, scores=self.second)
         return list(found.rewards)
 
 

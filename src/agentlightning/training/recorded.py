@@ -100,6 +100,10 @@ class RecordedSource:
         self.reject(rejected)
         return Collected(usable, rejected=rejected, seconds=time.monotonic() - started)
 
+    async def recall(self, *_: object) -> tuple[Trajectory, ...]:
+        """None: every session comes again by itself."""
+        return ()
+
     def _of_epoch(self, request: RolloutRequest) -> list[Trajectory]:
         """The next `tasks` groups of at most `group_size` sessions. Each epoch has every session once, and no batch is
         of two epochs."""

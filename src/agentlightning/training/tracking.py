@@ -25,19 +25,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 import orjson
 
-from agentlightning.config import TRACKERS, TrackingConfig, TrainConfig
+from agentlightning.config import TRACKERS, TrackingConfig
 from agentlightning.errors import MissingExtraError, StoreError
 from agentlightning.evaluation.evaluation import Evaluation
 from agentlightning.policy.base import Metrics
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.training.callbacks import Callback, FinishedStep, NoState, RunAccount
-from agentlightning.training.measurements import Measurements
+from agentlightning.training.callbacks import FinishedStep, NoState
+from agentlightning.training.governance import RunCallback
 from agentlightning.training.persistence.run_changes import flat_settings
 from agentlightning.training.persistence.run_dir import forget_after, write_atomically
 from agentlightning.training.sources.collector import MOST_TEXT, conversation_of, read_recordings, text_of
 
 if TYPE_CHECKING:
     from agentlightning.training.report.result import TrainingResult
+    from agentlightning.training.run import TrainingRun
 
 # -- trackers ----------------------------------------------------------------------------------------------------------
 
@@ -424,7 +425,7 @@ class _Channel:
         logger.info("tracker %s failed to %s: %s", self.name, what, why)
 
 
-class Tracking(Callback[NoState]):
+class Tracking(RunCallback[NoState]):
     """The trackers of one run.
 
     Making it starts them: a resumed run continues the runs of its trackers.
@@ -432,17 +433,16 @@ class Tracking(Callback[NoState]):
 
     name = "tracking"
 
-    def __init__(self, config: TrainConfig, account: RunAccount, measurements: Measurements) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         """Raises MissingExtraError."""
-        check_installed(config.tracking)
-        self.config, self.account, self.measurements = config.tracking, account, measurements
-        self.run_dir, step = account.run_dir.path, account.state.step
+        super().__init__(run)
+        self.config, self.run_dir, step = run.config.tracking, run.directory, run.state.step
+        check_installed(self.config)
         self._ended = False
-        known = _read(self.run_dir / FILE)
-        settings = flat_settings(config)
+        known, settings = _read(self.run_dir / FILE), flat_settings(run.config)
         self._channels: list[_Channel] = []
         for name in dict.fromkeys(self.config.trackers):
-            run = TrackedRun(
+            tracked = TrackedRun(
                 run_dir=self.run_dir,
                 project=self.config.project,
                 name=self.config.name or self.run_dir.absolute().name,
@@ -451,37 +451,37 @@ class Tracking(Callback[NoState]):
                 tracker_run=known.get(name),
                 options=self.config.model_dump(),
             )
-            self._channels.append(channel := _Channel(name, run))
+            self._channels.append(channel := _Channel(name, tracked))
             known |= {name: channel.begun} if channel.begun else {}
         if self._channels:
             write_atomically(self.run_dir / FILE, orjson.dumps(known, option=orjson.OPT_INDENT_2))
         if (transcripts := self.run_dir / TRANSCRIPTS).exists():
             forget_after(transcripts, step)
-        account.warn(self._warnings())
+        run.warn_of(self._warnings())
 
     def _warnings(self) -> dict[str, str]:
         """What went wrong first with each tracker that failed, by the kind of the warning; only what is new."""
         found = {f"tracker_{each.name}": each.warning for each in self._channels if each.warning}
-        return {kind: text for kind, text in found.items() if kind not in self.account.state.warnings}
+        return {kind: text for kind, text in found.items() if kind not in self.run.state.warnings}
 
     async def on_step_end(self, step: FinishedStep) -> None:
         """The finite numbers of its line in metrics.jsonl."""
-        number = self.account.state.step
+        number = self.run.state.step
         values = {name: each for name, each in step.line.items() if name != "step" and isinstance(each, int | float)}
         metrics = {name: float(value) for name, value in values.items() if math.isfinite(value)}
         self._send("log metrics", lambda tracker: tracker.log(number, metrics))
-        self.account.warn(self._warnings())
+        self.run.warn_of(self._warnings())
 
     async def on_validation(self, results: Mapping[str, Evaluation]) -> None:
         """Sample rollouts: those of the first tasks."""
-        tasks = list(self.measurements.validation[: self.config.transcripts])
-        names = {mode: self.measurements.validation_name(mode) for mode in results}
+        tasks = list(self.run.validation_tasks[: self.config.transcripts])
+        names = {mode: self.run.validation_name(mode) for mode in results}
         try:
-            rows = await validation_transcripts(self.account.collector.store, names, results, tasks)
+            rows = await validation_transcripts(self.run.collector.store, names, results, tasks)
         except StoreError as error:  # somebody has pruned them meanwhile
-            self.account.warn({"transcripts": f"the transcripts of a validation were not kept: {error}"})
+            self.run.warn("transcripts", f"the transcripts of a validation were not kept: {error}")
             return
-        step = self.account.state.step
+        step = self.run.state.step
         if rows:
             with (self.run_dir / TRANSCRIPTS).open("ab") as file:
                 file.writelines(orjson.dumps({"step": step, **asdict(row)}) + b"\n" for row in rows)
@@ -489,7 +489,7 @@ class Tracking(Callback[NoState]):
 
     async def on_end(self, result: TrainingResult) -> TrainingResult:
         """What came of the run. Waits for the trackers, and counts the calls that failed."""
-        step, table = self.account.state.step, result.as_json()
+        step, table = self.run.state.step, result.as_json()
         self._send("log the result", lambda tracker: tracker.result(step, table, result.curve))
         self._send("finish", lambda tracker: tracker.close(finished=True))
         await self._end()

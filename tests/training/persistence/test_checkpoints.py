@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,8 +45,8 @@ def run_dir(tmp_path: Any) -> Any:
 
 
 def checkpoints(run_dir: RunDir, algorithm: Any, revision: int = 0) -> Checkpoints:
-    account = SimpleNamespace(run_dir=run_dir, state=RunState(run_id="r", revision=revision))
-    return Checkpoints(account, RunConfig(), None, Publisher(), algorithm)  # type: ignore[arg-type]
+    state = RunState(run_id="r", revision=revision)
+    return Checkpoints(run_dir, state, RunConfig(), None, Publisher(), algorithm)  # type: ignore[arg-type]
 
 
 async def test_what_an_algorithm_learned_comes_back_from_its_checkpoint(run_dir: RunDir) -> None:

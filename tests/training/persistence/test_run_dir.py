@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,25 @@ def test_metrics_of_steps_that_are_done_again_are_forgotten(run_dir):
         run_dir.append_metrics({"step": step})
     forget_after(run_dir.path / "metrics.jsonl", 2)
     assert [record["step"] for record in run_dir.read_metrics()] == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["metrics", "changes", "audit", "transcripts"])
+def test_what_is_added_after_a_resume_is_no_part_of_a_line_that_a_full_disk_cut_off(run_dir, name):
+    run_dir.write_state(RunState(run_id="r1"))
+    lines, own = run_dir.path / f"{name}.jsonl", run_dir.path / "tasks.jsonl"
+    for file in (lines, own):
+        file.write_bytes(b'{"step": 1}\n{"step": 2, "rew')
+    run_dir.close()
+    with closing(RunDir.open(run_dir.path)):
+        assert lines.read_bytes() == b'{"step": 1}\n'
+        assert own.read_bytes() == b'{"step": 1}\n{"step": 2, "rew', "a file of the user's"
+
+
+def test_a_line_of_metrics_that_cannot_be_read_is_named(run_dir):
+    (run_dir.path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 2, "rew{"step": 3}\n')
+    for read in (run_dir.read_metrics, partial(forget_after, run_dir.path / "metrics.jsonl", 1)):
+        with pytest.raises(ResumeError, match=r"line 2 of \S+metrics\.jsonl cannot be read: .*; remove that line"):
+            read()
 
 
 def test_only_old_checkpoints_that_nobody_needs_are_removed(run_dir):

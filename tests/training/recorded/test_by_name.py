@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import agentlightning as agl
 from agentlightning.cli.main import build
 from agentlightning.errors import ConfigError, DatasetError
-from agentlightning.training.run import RunAccount
+from agentlightning.training.run import TrainingRun
 
 pytestmark = pytest.mark.integration
 
@@ -37,16 +37,16 @@ def kill(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Ends the run between the metrics of the step after this many and its checkpoint."""
 
     def after(steps: int) -> None:
-        add_step = RunAccount.add_step
+        add_step = TrainingRun.add_step
 
-        def added(account: RunAccount, line: Any) -> Any:
-            record = add_step(account, line)
-            if account.state.step > steps:
-                monkeypatch.setattr(RunAccount, "add_step", add_step)
+        def added(run: TrainingRun, line: Any) -> Any:
+            record = add_step(run, line)
+            if run.state.step > steps:
+                monkeypatch.setattr(TrainingRun, "add_step", add_step)
                 raise Killed
             return record
 
-        monkeypatch.setattr(RunAccount, "add_step", added)
+        monkeypatch.setattr(TrainingRun, "add_step", added)
 
     return after
 

@@ -17,8 +17,8 @@ import agentlightning as agl
 from agentlightning.cli.main import build
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.config import OptimizerConfig
-from agentlightning.training.callbacks import RunAccount
 from agentlightning.training.persistence.run_changes import settings_of_run
+from agentlightning.training.run import TrainingRun
 from agentlightning.util.settings import dump_toml
 
 pytestmark = pytest.mark.integration
@@ -36,16 +36,16 @@ def kill(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Ends the run within the next step after this many, when its metrics are written and its checkpoint is not."""
 
     def after(steps: int) -> None:
-        add_step = RunAccount.add_step
+        add_step = TrainingRun.add_step
 
-        def added(account: RunAccount, line: Any) -> Any:
-            record = add_step(account, line)
-            if account.state.step > steps:
-                monkeypatch.setattr(RunAccount, "add_step", add_step)
+        def added(run: TrainingRun, line: Any) -> Any:
+            record = add_step(run, line)
+            if run.state.step > steps:
+                monkeypatch.setattr(TrainingRun, "add_step", add_step)
                 raise Killed
             return record
 
-        monkeypatch.setattr(RunAccount, "add_step", added)
+        monkeypatch.setattr(TrainingRun, "add_step", added)
 
     return after
 

@@ -27,8 +27,8 @@ from agentlightning.span import (
 )
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.tracing.air import AutomaticRewards, weighted_rules
+from agentlightning.training.health.step_record import step_line
 from agentlightning.training.persistence.run_dir import RunState
-from agentlightning.training.run import step_line
 from agentlightning.training.sources import collector as reader
 from agentlightning.training.sources.collector import TrajectoryReader
 from agentlightning.trajectory import Trajectory

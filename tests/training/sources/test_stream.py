@@ -24,8 +24,8 @@ from agentlightning.span import (
     new_span_id,
 )
 from agentlightning.store import InMemoryLightningStore
+from agentlightning.training.health.step_record import step_line
 from agentlightning.training.persistence.run_dir import RunState
-from agentlightning.training.run import step_line
 from agentlightning.training.sources.collector import RolloutCollector, TrajectoryReader
 from agentlightning.training.sources.stream import InFlightLimit, RolloutStream, check_staleness
 

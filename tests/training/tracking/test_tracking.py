@@ -56,14 +56,16 @@ class Reported:
     def __init__(self, settings: TrainConfig, run_dir: Path, step: int) -> None:
         self.warnings: dict[str, str] = {}
         self.state = RunState("r", step=step)
-        self.account: Any = SimpleNamespace(
-            run_dir=SimpleNamespace(path=run_dir),
+        run: Any = SimpleNamespace(
+            config=settings,
+            directory=run_dir,
             state=self.state,
-            warn=self.warnings.update,
+            warn_of=self.warnings.update,
             collector=SimpleNamespace(store=None),
+            validation_tasks=[],
+            validation_name=str,
         )
-        measurements: Any = SimpleNamespace(validation=[], validation_name=str)
-        self.tracking = Tracking(settings, self.account, measurements)
+        self.tracking = Tracking(run)
 
     async def log(self, step: int, line: dict[str, Any]) -> None:
         self.state.step = step

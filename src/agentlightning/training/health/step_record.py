@@ -18,11 +18,15 @@ from typing import Any, Final, cast
 
 from msgspec import Struct
 
-from agentlightning.assemble import SEEDED_CALLS
+from agentlightning.algorithms.training import Collected
+from agentlightning.assemble import AUTOMATIC_REWARDS, SEEDED_CALLS
 from agentlightning.credit import group_trajectories
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.base import SMALLEST_SPREAD, spread
+from agentlightning.credit.rejection import count_reasons
 from agentlightning.errors import RewardError
+from agentlightning.policy.base import Metrics
+from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.trajectory import RewardWeights, Trajectory
 from agentlightning.util.json_values import dumps
 
@@ -312,6 +316,43 @@ def repeated_ngrams(tokens: Sequence[int]) -> float:
     tokens = tokens[-MOST_TOKENS:]
     ngrams = [tuple(tokens[i : i + NGRAM]) for i in range(len(tokens) - NGRAM + 1)]
     return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
+
+
+# -- step -----------------------------------------------------------------------------------------------------------
+
+
+def step_line(
+    state: RunState, collected: Collected, metrics: Metrics, reward_weights: RewardWeights = None
+) -> dict[str, Any]:
+    """A line of `metrics.jsonl`: the algorithm's metrics, and what the run knows of the step's rollouts."""
+    reasons, tokens = count_reasons(collected.rejected), collected.sampled_tokens
+    return {
+        "step": state.step,
+        **({"revision": state.revision} if state.revision else {}),
+        **({"stage": len(state.stages)} if state.stages else {}),
+        **batch_metrics(collected.trajectories, reward_weights),
+        **metrics,
+        "rollouts": state.rollouts,
+        "failed": len(collected.failed),
+        "timeouts": collected.timeouts,
+        "rejected": len(collected.rejected),
+        **{f"rejected_{reason}": count for reason, count in reasons.items()},
+        **collected.metrics,
+        **_automatic_rewards(collected),
+        "sampled_tokens": tokens,
+        "tokens_per_second": (tokens - collected.sampled_before) / max(collected.seconds, 1e-9),
+        "collect_seconds": collected.seconds,
+    }
+
+
+def _automatic_rewards(collected: Collected) -> dict[str, float]:
+    """`air_RULE` for each rule that gave rewards, and `air_reward` for all: the mean sum of a rollout."""
+    sums = defaultdict[str, float](float)
+    for trajectory in collected.trajectories:
+        for rule, value in trajectory.metadata.get(AUTOMATIC_REWARDS, {}).items():
+            sums[f"air_{rule}"] += value
+            sums["air_reward"] += value
+    return {name: value / len(collected.trajectories) for name, value in sums.items()}
 
 
 # -- guard -----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +25,6 @@ from agentlightning.policy.base import Policy
 from agentlightning.policy.learner import Learner
 from agentlightning.resources import LLM, NamedResources, ProxyLLM, named_resources, prompts_in
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.training.callbacks import RunAccount
 from agentlightning.training.persistence.run_changes import settings_of_run
 from agentlightning.training.persistence.run_dir import (
     ALGORITHM_FILE,
@@ -111,11 +110,14 @@ CHECKPOINT_SHARE: Final = 9
 class Checkpoints:
     """Writes and restores what the run has learned."""
 
-    account: RunAccount
+    run_dir: RunDir
+    state: RunState
     config: RunConfig
     learner: Learner | None
     publisher: ResourcePublisher
     algorithm: Algorithm[Any]
+    note: Callable[[str], None] = lambda text: None
+    """Shows a message to the user."""
     _saved: int | None = None
     """The version of the weights that were saved last ..."""
     _places: set[Path] = field(default_factory=set[Path])
@@ -133,14 +135,13 @@ class Checkpoints:
     @property
     def written(self) -> KeptCheckpoint | None:
         """The last one that was saved; None before the first."""
-        state = self.account.state
-        if state.checkpoint is None:
+        if self.state.checkpoint is None:
             return None
-        return {"directory": state.checkpoint, "step": state.step, "version": self.version}
+        return {"directory": self.state.checkpoint, "step": self.state.step, "version": self.version}
 
     async def write(self, step: int) -> str:
         """A checkpoint of the present weights and resources. Returns its directory, relative to the run's."""
-        directory = self.account.run_dir.checkpoint(step)
+        directory = self.run_dir.checkpoint(step)
         if self.learner is not None:
             version = self.learner.policy_version
             known = {each for each in self._places if version == self._saved and each.exists()}
@@ -150,35 +151,32 @@ class Checkpoints:
             self._saved, self._places = version, {*known, directory}
         await self._write_resources(directory)
         await self._write_algorithm(directory)
-        return str(directory.relative_to(self.account.run_dir.path))
+        return str(directory.relative_to(self.run_dir.path))
 
     async def keep(self) -> KeptCheckpoint:
         """Write one to return to."""
-        step = self.account.state.step
+        step = self.state.step
         return {"directory": await self.write(step), "step": step, "version": self.version}
 
     async def save(self) -> None:
-        """Write a checkpoint, then name it in state.json: only then does the step count."""
-        state, started = self.account.state, time.monotonic()
-        state.checkpoint = await self.write(state.step)
+        """Write one, and name it in the state."""
+        started = time.monotonic()
+        self.state.checkpoint = await self.write(self.state.step)
         self._finished = time.monotonic()
         took = self._finished - started
         if self._slowest < SLOW_CHECKPOINT <= took and self.config.checkpoint_every is None:
-            self.account.progress.note(
+            self.note(
                 f"a checkpoint takes {took:.1f} s to write, so that one is written about every"
                 f" {CHECKPOINT_SHARE * took:.0f} s (run.checkpoint_every)"
             )
         self._slowest = max(self._slowest, took)
-        state.checkpoint_version = self.version
-        await self.account.each(lambda callback: callback.on_checkpoint())
-        self.account.write_state()
-        self.account.run_dir.prune_checkpoints(state, self.config.keep_checkpoints)
+        self.state.checkpoint_version = self.version
 
     def is_due(self, *, is_last: bool) -> bool:
         """Whether the step, perhaps the last one, is one to save."""
         every = self.config.checkpoint_every
         if is_last or every is not None:
-            return is_last or self.account.state.step % (every or 1) == 0
+            return is_last or self.state.step % (every or 1) == 0
         return self._slowest < SLOW_CHECKPOINT or time.monotonic() - self._finished >= CHECKPOINT_SHARE * self._slowest
 
     async def export(self, directory: Path) -> None:
@@ -191,10 +189,10 @@ class Checkpoints:
         """Return to the weights and resources of a checkpoint. `version`: that of its weights, to count updates from;
         they have a new one from now on."""
         if self.learner is not None:
-            await self.learner.rollback(self.account.run_dir.path / checkpoint)
+            await self.learner.rollback(self.run_dir.path / checkpoint)
             if version is not None:
-                self.account.state.resumes.append([version, self.learner.policy_version])
-        self.publisher.publish(read_resources(self.account.run_dir.path, checkpoint))
+                self.state.resumes.append([version, self.learner.policy_version])
+        self.publisher.publish(read_resources(self.run_dir.path, checkpoint))
         self.restore_algorithm(checkpoint)
 
     def restore_algorithm(self, checkpoint: str | None) -> None:
@@ -202,13 +200,13 @@ class Checkpoints:
         Raises ResumeError where it cannot be read."""
         if checkpoint is None:
             return
-        path = self.account.run_dir.path / checkpoint / ALGORITHM_FILE
+        path = self.run_dir.path / checkpoint / ALGORITHM_FILE
         if not path.exists():
             return
         with readable(path):
             record = orjson.loads(path.read_bytes())
             revision, learned = record["revision"], record["state"]
-        if revision == self.account.state.revision:
+        if revision == self.state.revision:
             self.algorithm.load_state_dict(learned)
 
     async def _write_algorithm(self, directory: Path) -> None:
@@ -216,7 +214,7 @@ class Checkpoints:
         if not learned:
             (directory / ALGORITHM_FILE).unlink(missing_ok=True)
         else:
-            content = orjson.dumps({"revision": self.account.state.revision, "state": learned})
+            content = orjson.dumps({"revision": self.state.revision, "state": learned})
             await asyncio.to_thread(_write, directory / ALGORITHM_FILE, content)
 
     async def _write_resources(self, directory: Path) -> None:

@@ -185,6 +185,14 @@ class RunState(Struct):
         """The finished steps of the present stage; of the run, where it has one algorithm."""
         return self.step - self.first_step
 
+    @property
+    def may_have_learned(self) -> bool:
+        """Whether the weights may have been updated: a step was done by something that learns them."""
+        if not self.stages:
+            return self.stage_step > 0
+        learning = next((each for each in self.stages if each["learns_weights"]), None)
+        return learning is not None and self.step > learning["first_step"]
+
     def begin_stage(self, record: StageRecord) -> None:
         """Begin a stage: its best checkpoint is chosen among its own steps."""
         self.stages.append(record)
@@ -339,6 +347,8 @@ class RunDir(Struct):
             run_dir = cls(path, _lock(path))
             for folder in (path, path / "checkpoints"):
                 _remove_unfinished(folder)
+            for name in GROWING:
+                _cut_unfinished_line(path / name)
             (path / ERROR_FILE).unlink(missing_ok=True)
             return run_dir
 
@@ -402,7 +412,7 @@ class RunDir(Struct):
     # -- metrics ---------------------------------------------------------------------------------------------------
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        return [orjson.loads(line) for line in whole_lines(self.path / "metrics.jsonl")]
+        return records_in(self.path / "metrics.jsonl")
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
         with (self.path / "metrics.jsonl").open("ab") as file:
@@ -414,10 +424,21 @@ def whole_lines(path: Path) -> list[bytes]:
     return path.read_bytes().rpartition(b"\n")[0].splitlines() if path.exists() else []
 
 
+def records_in(path: Path) -> list[dict[str, Any]]:
+    """Those in the whole lines of a file. Raises ResumeError, which names a line that cannot be read."""
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(whole_lines(path), 1):
+        try:
+            found.append(orjson.loads(line))
+        except orjson.JSONDecodeError as error:
+            raise ResumeError(f"line {number} of {path} cannot be read: {error}; remove that line") from error
+    return found
+
+
 def forget_after(path: Path, step: int) -> None:
-    """Drop the lines of steps that will be repeated, and a last one that was cut off."""
-    kept = [line for line in whole_lines(path) if orjson.loads(line)["step"] <= step]
-    write_atomically(path, b"".join(line + b"\n" for line in kept))
+    """Drop the lines of steps that will be repeated, and a last one that was cut off. Raises as `records_in`."""
+    kept = [each for each in records_in(path) if each["step"] <= step]
+    write_atomically(path, b"".join(orjson.dumps(each) + b"\n" for each in kept))
 
 
 @contextmanager
@@ -457,6 +478,17 @@ def _remove_unfinished(folder: Path) -> None:
             shutil.rmtree(entry)
         elif _UNFINISHED_FILE.fullmatch(entry.name) and entry.is_file():
             entry.unlink()
+
+
+GROWING: Final = ("metrics.jsonl", "changes.jsonl", "audit.jsonl", "transcripts.jsonl")
+"""Files to which lines are added."""
+
+
+def _cut_unfinished_line(path: Path) -> None:
+    """Remove a last line that was not written to its end, so that the next one does not follow in the same line."""
+    content = path.read_bytes() if path.exists() else b""
+    if not content.endswith(b"\n") and content:
+        os.truncate(path, content.rfind(b"\n") + 1)
 
 
 def write_atomically(path: Path, content: bytes, *, private: bool = False) -> None:

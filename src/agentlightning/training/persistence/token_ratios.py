@@ -21,7 +21,8 @@ import orjson
 
 from agentlightning.policy.base import Metrics
 from agentlightning.policy.learner import Learner
-from agentlightning.training.callbacks import Callback, NoState, RunAccount
+from agentlightning.training.callbacks import Callback, NoState
+from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.trajectory import CallId, FloatArray, TrainingSample
 
 FOLDER: Final = "ratios"
@@ -40,8 +41,8 @@ class TokenRatios(Callback[NoState]):
 
     name = "token_ratios"
 
-    def __init__(self, account: RunAccount, learner: Learner) -> None:
-        self.account, self.learner = account, learner
+    def __init__(self, directory: Path, state: RunState, learner: Learner) -> None:
+        self.directory, self.run_state, self.learner = directory, state, learner
 
     async def on_update(self, samples: Sequence[TrainingSample]) -> Metrics:
         """Returns what that cost. Raises PolicyError for a policy that cannot score tokens."""
@@ -52,8 +53,7 @@ class TokenRatios(Callback[NoState]):
             columns = await self.learner.score([sample.tree for sample in own], {"logprobs"}, adapter=adapter)
             for sample, logprobs in zip(own, columns["logprobs"], strict=True):
                 _add(found, sample, logprobs)
-        step = self.account.state.step + 1
-        await asyncio.to_thread(write_ratios, self.account.run_dir.path, step, found)
+        await asyncio.to_thread(write_ratios, self.directory, self.run_state.step + 1, found)
         return {"ratio_seconds": time.monotonic() - began}
 
 

@@ -10,18 +10,21 @@ its task again under a new id. The collector never runs an agent and never calls
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 from agentlightning import span as names
 from agentlightning.algorithms.recorded.sessions import group_of, succeeded
-from agentlightning.algorithms.training import Collected
+from agentlightning.algorithms.training import Collected, RolloutReport
 from agentlightning.assemble import TURN_LIMIT_REACHED, calls, trajectory
 from agentlightning.assemble.model_calls import NO_LIMITS, TokenLimits
+from agentlightning.credit.agent_rewards import team_reward, team_score
+from agentlightning.credit.assignment import unrewarded
 from agentlightning.credit.rejection import (
     FAILED,
     REJECTING,
@@ -33,20 +36,24 @@ from agentlightning.credit.rejection import (
     describe_reasons,
     rejection,
 )
-from agentlightning.errors import NotFoundError, TrainingStopped, UnknownTokensError
+from agentlightning.errors import NotFoundError, RewardError, TrainingStopped, UnknownTokensError
+from agentlightning.evaluation.evaluation import WITHOUT_REWARD, Evaluation
 from agentlightning.resources import ProxyLLM
 from agentlightning.rollouts import (
     Attempt,
+    AttemptedRollout,
     EnqueueRolloutRequest,
     Rollout,
     RolloutConfig,
     RolloutMode,
     RolloutStatus,
 )
+from agentlightning.runner.agents.arguments import Invocation
+from agentlightning.runner.agents.reward import RewardFunction, check_reward
 from agentlightning.span import AIR_RULE, Span
 from agentlightning.store.base import ROLLOUTS_PER_READ, LightningStoreBase
 from agentlightning.tracing.air import AutomaticRewards
-from agentlightning.trajectory import Reward, Trajectory
+from agentlightning.trajectory import Reward, RewardWeights, Trajectory
 from agentlightning.util.json_values import dumps, recorded_objects
 
 # -- trajectories -----------------------------------------------------------------------------------------------------
@@ -183,6 +190,18 @@ async def read_recordings(store: LightningStoreBase, rollout_ids: Sequence[str])
     attempts = {each.rollout_id: each for each in await store.get_latest_attempts(rollout_ids)}
     spans = {rollout_id: tuple(found) async for rollout_id, found in store.iter_spans(rollout_ids)}
     return {each: Recording(attempts.get(each), spans.get(each, ())) for each in rollout_ids}
+
+
+async def apply_reward(
+    store: LightningStoreBase, function: RewardFunction, rollout: Rollout, attempt: Attempt, spans: Sequence[Span]
+) -> Reward:
+    """What a reward function gives a stored rollout. Raises RewardError, and whatever the function raises."""
+    resources = None if rollout.resources_id is None else await store.get_resources_by_id(rollout.resources_id)
+    fields = {name: getattr(rollout, name) for name in rollout.__struct_fields__}
+    attempted = AttemptedRollout(**fields, attempt=attempt)
+    invocation = Invocation(attempted, {} if resources is None else resources.resources, task=rollout.input)
+    value = await asyncio.to_thread(function.start, invocation, attempt.metadata.get("output"), spans=spans)
+    return check_reward(await value if inspect.isawaitable(value) else value, function.source)
 
 
 def conversation_of(spans: Sequence[Span]) -> list[str]:
@@ -516,3 +535,112 @@ def _chunks(items: Sequence[T], size: int | None = None) -> Iterator[Sequence[T]
     size = size or CHUNK
     for start in range(0, len(items), size):
         yield items[start : start + size]
+
+
+# -- evaluations -----------------------------------------------------------------------------------------------------
+
+# Evaluates an agent on tasks: one rollout or several for each, collected through the store.
+
+TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
+"""Sampling temperature of each evaluation mode."""
+Scores: TypeAlias = Callable[[Sequence[str]], Awaitable[Mapping[str, float]]]
+"""Gives rollouts their rewards, by id."""
+
+
+async def evaluate_tasks(
+    collector: RolloutCollector,
+    tasks: Sequence[Any],
+    *,
+    name: str,
+    resources_id: str,
+    mode: RolloutMode = "val",
+    repeats: int = 1,
+    rollout_ids: Sequence[str] | None = None,
+    reward_weights: RewardWeights = None,
+    max_failed_share: float | None = None,
+    require_reward: bool = False,
+    scores: Scores | None = None,
+    on_progress: Callable[[int], None] | None = None,
+    on_collected: Callable[[Collected], Awaitable[None]] | None = None,
+) -> Evaluation:
+    """The rewards of each task's rollouts, `repeats` of them. Rollout ids begin with `name`, unless they are given,
+    task by task: a repeated call continues an interrupted evaluation. `scores`: rewards by rollout id, in place of
+    those that the rollouts have.
+
+    Raises TrainingStopped as `RolloutCollector.collect` does where too many rollouts fail, and with `require_reward`
+    RewardError where rollouts succeed and none has a usable reward.
+    """
+    ends = [""] if repeats == 1 else [f"-{repeat}" for repeat in range(repeats)]
+    plans = [
+        RolloutPlan(f"{name}-{index:05d}{end}", task, f"{name}-{index}{end}")
+        for index, task in enumerate(tasks)
+        for end in ends
+    ]
+    if rollout_ids is not None:
+        plans = [replace(plan, rollout_id=each) for plan, each in zip(plans, rollout_ids, strict=True)]
+    collected = await collector.collect(
+        plans,
+        resources_id=resources_id,
+        mode=mode,
+        check=None if scores is not None else lambda trajectories: unrewarded(trajectories, reward_weights, NO_REWARD),
+        max_failed_share=max_failed_share,
+        max_rejected_share=1.0,
+        on_progress=on_progress,
+    )
+    if require_reward and collected.rejected and not collected.trajectories:
+        first = collected.rejected[0]
+        raise RewardError(
+            f"none of {len(tasks)} tasks has a reward ({describe_reasons(collected.left_out)}). The first rollout,"
+            f" {first.rollout_id}: {first.message}"
+        )
+    if on_collected is not None:
+        await on_collected(collected)
+    if scores is not None:
+        known = await scores([each.rollout_id for each in collected.trajectories])
+    else:
+        known = {each.rollout_id: team_score(each, reward_weights) for each in collected.trajectories}
+    rewards = {each.group: known.get(each.rollout_id) for each in collected.trajectories}
+    found = [rewards.get(plan.group) for plan in plans]
+    return Evaluation.of_rollouts(
+        [found[start : start + repeats] for start in range(0, len(found), repeats)],
+        seconds=collected.seconds,
+        reasons=collected.left_out,
+    )
+
+
+NO_REWARD: Final = f"it has no reward: {WITHOUT_REWARD}"
+
+
+# -- trials ----------------------------------------------------------------------------------------------------------
+
+# Trials: single rollouts with resources that are being tried, reported with what the agent said and did.
+
+
+async def run_trials(
+    collector: RolloutCollector,
+    label: str,
+    tasks: Mapping[str, Any],
+    resources_id: str,
+    reward_weights: RewardWeights,
+    metadata: Mapping[str, Any] | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> tuple[Collected, list[RolloutReport]]:
+    """One rollout of each task; ids begin with `label` and the key of the task. However many fail, the rest counts."""
+    plans = [RolloutPlan(f"{label}-{name}", task, name, metadata or {}) for name, task in tasks.items()]
+    collected = await collector.collect(
+        plans,
+        resources_id=resources_id,
+        check=lambda trajectories: unrewarded(trajectories, reward_weights, NO_REWARD),
+        max_failed_share=1.0,
+        on_progress=on_progress,
+    )
+    outcomes: dict[str, dict[str, Any]] = {each.rollout_id: {"failure": each.message} for each in collected.rejected}
+    for each in collected.trajectories:
+        outcomes[each.rollout_id] = {"score": team_score(each, reward_weights), "reward": team_reward(each)}
+    ids = [*outcomes, *(each.rollout_id for each in collected.failed)]
+    reports: dict[str, RolloutReport] = {}
+    for rollout_id, found in (await read_recordings(collector.store, ids)).items():
+        name = rollout_id.removeprefix(f"{label}-").partition("-again")[0]
+        outcome = outcomes.get(rollout_id) or {"failure": describe_failure(found.attempt)}
+        reports[name] = RolloutReport(rollout_id, output=found.output, spans=found.spans, **outcome)
+    return collected, [reports[name] for name in tasks]

@@ -12,6 +12,7 @@ records which groups were learned from, so a resumed run takes each of the other
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import random
 import statistics
@@ -19,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -29,13 +31,23 @@ from agentlightning.assemble import REPLAY_MISMATCHES, REPLAYED_CALLS, TURN_LIMI
 from agentlightning.config import Branching, CurriculumConfig, TurnLimit
 from agentlightning.credit import group_trajectories
 from agentlightning.credit.agent_rewards import team_score
-from agentlightning.errors import ConfigError, DatasetError
+from agentlightning.credit.rejection import MISSING_REWARD, Check, Rejection, rejection
+from agentlightning.errors import ConfigError, DatasetError, MissingRewardError, RewardError
 from agentlightning.policy.learner import age, updates_of
+from agentlightning.rewards.judges import JudgedRollout
 from agentlightning.rollouts import BRANCH, Rollout
+from agentlightning.runner.agents.reward import check_reward
+from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import tasks_of_step
 from agentlightning.training.persistence.run_dir import RunState
-from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan
-from agentlightning.trajectory import RewardWeights, Trajectory, Transition
+from agentlightning.training.sources.collector import (
+    RolloutCollector,
+    RolloutPlan,
+    checked,
+    read_recordings,
+    transcript_of,
+)
+from agentlightning.trajectory import Reward, RewardWeights, Trajectory, Transition
 from agentlightning.util.event_loop import in_background
 
 # -- branching -------------------------------------------------------------------------------------------------------
@@ -51,9 +63,10 @@ from agentlightning.util.event_loop import in_background
 # The rollouts that a group has left branch at the points where it rises most, in turn.
 
 
-async def collect_branched(
-    collect: Callable[[RolloutRequest], Awaitable[Collected]], request: RolloutRequest, config: Branching
-) -> Collected:
+Collect = Callable[[RolloutRequest], Awaitable[Collected]]
+
+
+async def collect_branched(collect: Collect, request: RolloutRequest, config: Branching) -> Collected:
     """What is requested, a share of each group branching off the rest of it. A request that names branches itself, or
     whose wants differ in size, is carried out as it is."""
     size = request.group_size
@@ -90,6 +103,79 @@ def _uncertainty(call: Transition, tokens: int) -> float:
 
 def _follows_tool(call: Transition) -> bool:
     return any(message.get("role") == "tool" for message in call.observation)
+
+
+# -- group rewards ---------------------------------------------------------------------------------------------------
+
+# Rewards that come from a function of each group, such as a judge that ranks its rollouts.
+#
+# The function gets the rollouts of a group (`JudgedRollout`) and returns one reward for each, None for none; it may be
+# async. Where it raises, the rollouts of the group have no reward: they are rejected, counted and named like others.
+
+JUDGED_AT_ONCE: Final = 4
+"""Groups that are judged at the same time."""
+GroupReward = Callable[[Sequence[JudgedRollout]], Any]
+
+
+async def judged(
+    collect: Collect,
+    request: RolloutRequest,
+    function: GroupReward,
+    store: LightningStoreBase,
+) -> Collected:
+    """What is requested, with the rewards that a function of each group gives."""
+    collected = await collect(replace(request, check=None))
+    limit = asyncio.Semaphore(JUDGED_AT_ONCE)
+
+    async def judge(group: Sequence[Trajectory]) -> tuple[list[Trajectory], list[Rejection]]:
+        async with limit:
+            return await _judge(group, function, store)
+
+    groups = await asyncio.gather(*map(judge, group_trajectories(collected.trajectories)))
+    rejected = [each for _, own in groups for each in own]
+    usable, unusable = await checked([each for kept, _ in groups for each in kept], request.check)
+    return replace(
+        collected,
+        trajectories=usable,
+        rejected=(*collected.rejected, *rejected, *unusable),
+        metrics={**collected.metrics, "group_rewards_missing": float(len(rejected))},
+    )
+
+
+async def _judge(
+    group: Sequence[Trajectory], function: GroupReward, store: LightningStoreBase
+) -> tuple[list[Trajectory], list[Rejection]]:
+    try:
+        rewards = await _rewards(group, function, store)
+    except Exception as error:  # noqa: BLE001  The boundary of the user's function, which may raise anything.
+        reason = str(error) if isinstance(error, MissingRewardError) else f"{type(error).__name__}: {error}"
+        message = f"the group reward gave its group none: {reason}"
+        return [], [Rejection(each.rollout_id, MISSING_REWARD, message) for each in group]
+    kept: list[Trajectory] = []
+    rejected: list[Rejection] = []
+    for each, reward in zip(group, rewards, strict=True):
+        try:
+            if reward is None:
+                raise MissingRewardError(f"the group reward gave rollout {each.rollout_id} none")
+            kept.append(replace(each, reward=check_reward(reward, "the group reward"), agent_rewards={}))
+        except RewardError as error:
+            rejected.append(rejection(each.rollout_id, error))
+    return kept, rejected
+
+
+async def _rewards(
+    group: Sequence[Trajectory], function: GroupReward, store: LightningStoreBase
+) -> Sequence[Reward | None]:
+    recorded = await read_recordings(store, [each.rollout_id for each in group])
+    rollouts = [
+        JudgedRollout(each.rollout_id, each.task, found.output, transcript_of(found.spans))
+        for each, found in zip(group, recorded.values(), strict=True)
+    ]
+    found = await asyncio.to_thread(function, rollouts)
+    rewards = list(await found if inspect.isawaitable(found) else found)
+    if len(rewards) != len(group):
+        raise RewardError(f"the group reward gave {len(rewards)} rewards for {len(group)} rollouts; give one for each")
+    return rewards
 
 
 # -- task order ------------------------------------------------------------------------------------------------------
@@ -405,6 +491,8 @@ class RolloutStream(Struct):
     """The policy's answers that a rollout may have. It follows the turn that the rollout belongs to."""
     branching: Branching | None = None
     """Which rollouts of a group branch off others, and where. None: none do."""
+    group_reward: GroupReward | None = None
+    """A function of a group, whose rewards replace those of its rollouts."""
     limit: InFlightLimit = field(default_factory=InFlightLimit)
     on_progress: OnProgress = lambda done, total: None
     note: Callable[[str], None] = lambda text: None
@@ -430,9 +518,19 @@ class RolloutStream(Struct):
         """What is wanted: the first wants of a step for the run's next tasks are the groups of that step, in the order
         of their turns. Named tasks, branches and further requests within the step run at once, with the present
         weights."""
-        if self.branching is None:
-            return await self._collect(request)
-        return await collect_branched(self._collect, request, self.branching)
+        branching, collect = self.branching, self._collect
+        if branching is not None:
+            collect = partial(collect_branched, collect, config=branching)
+        if self.group_reward is None:
+            return await collect(request)
+        return await judged(collect, request, self.group_reward, self.collector.store)
+
+    async def recall(
+        self, groups: Mapping[str, str], check: Check | None, tasks: Mapping[str, Any], max_age: int
+    ) -> tuple[Trajectory, ...]:
+        """See `Training.recall`."""
+        found = await self.collector.reader.read_remaining(groups, check, tasks)
+        return tuple(each for each in found if self._age(each) <= max_age)
 
     async def _collect(self, request: RolloutRequest) -> Collected:
         step = self.state.step
