@@ -47,8 +47,7 @@ from agentlightning.credit import training_samples
 from agentlightning.models.lora import Adapters
 from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.config import OptimizerConfig, ValueHeadConfig
-from agentlightning.policy.update.forward import Forward
-from agentlightning.policy.update.output_head import CHUNK_LOGITS
+from agentlightning.policy.update.forward import CHUNK_LOGITS, Forward
 from agentlightning.policy.update.packing import MicroBatch
 from agentlightning.policy.update.updater import Updater
 from agentlightning.policy.update.value_head import ValueHead

@@ -23,6 +23,7 @@ from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.tiny import make_tiny
 from agentlightning.policy.base import Capabilities, UpdateOptions
 from agentlightning.policy.config import PolicyConfig
+from agentlightning.policy.open import with_servers
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.run import with_absolute_paths
 from agentlightning.testing.scripted_engine import ByteChatFormat
@@ -102,6 +103,16 @@ async def test_servers_begin_with_the_learners_weights_and_get_them_after_each_u
     assert len(list((tmp_path / "weights").iterdir())) == 2
     await policy.load(tmp_path, above=39)
     assert (policy.policy_version, server.weights) == (40, str(tmp_path / "weights" / "version-000040"))
+
+
+async def test_servers_sample_from_a_backend_of_ones_own(server: ScriptedModelServer, tmp_path: Path):
+    learner: Any = Learner(server)
+    settings = PolicyConfig(engine="vllm", servers=ServersConfig(urls=(server.url,)))
+    policy = await with_servers(learner, settings, tmp_path, "bfloat16")
+    try:
+        assert (await policy.sample([50], SamplingParams(max_tokens=3))).policy_version == 0
+    finally:
+        await policy.close()
 
 
 async def test_answers_are_sampled_while_the_learner_trains(policy: ServedPolicy):

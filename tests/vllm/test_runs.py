@@ -20,7 +20,7 @@ from agentlightning import span as names
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.config import EvaluationConfig, RunnerConfig, TrainConfig
 from agentlightning.engine.servers.config import ServersConfig
-from agentlightning.engine.servers.replica import WeightSource
+from agentlightning.engine.servers.pool import WeightSource
 from agentlightning.policy.config import OptimizerConfig, PolicyConfig
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.span import Span

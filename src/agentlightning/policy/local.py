@@ -144,17 +144,7 @@ class LocalPolicy(AgentEngines):
         affinity: str = "",
     ) -> Sample:
         """See `AgentEngines.sample_adapter`. Raises ConfigError for invalid params, PolicyError if the model failed."""
-        request = await self._engine.sample(prompt_token_ids, params, on_tokens, adapter)
-        assert request.finish_reason is not None
-        return Sample(
-            token_ids=tuple(request.sampled),
-            logprobs=tuple(request.logprobs),
-            finish_reason=request.finish_reason,
-            policy_version=request.policy_version,
-            versions=request.versions,
-            top_logprobs=tuple(request.top_logprobs),
-            kept_sets=request.kept_sets,
-        )
+        return await self._engine.sample(prompt_token_ids, params, on_tokens, adapter)
 
     async def kv_cache_usage(self) -> float | None:
         """See `Policy.kv_cache_usage`."""

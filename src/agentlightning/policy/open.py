@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.config import ServedModel
@@ -29,9 +29,6 @@ from agentlightning.policy.config import (
 )
 from agentlightning.util.plugins import calls_of
 from agentlightning.util.settings import settings_from
-
-if TYPE_CHECKING:
-    from agentlightning.policy.local import LocalPolicy
 
 TINY_CONTEXT: Final = 4096
 """Tokens that a model named `tiny` has room for. Its tokens are bytes, and few answers end by themselves."""
@@ -144,14 +141,13 @@ async def open_trained(settings: PolicyConfig, config: LocalPolicyConfig) -> Pol
         return await backend.open(config, settings.tinker if settings.kind == "tinker" else settings.backend)
 
 
-async def with_servers(policy: Policy, settings: PolicyConfig, folder: Path) -> Policy:
-    """The policy, sampled from as the settings say; it owns `policy`. Servers started here write to `folder`. Raises as
-    `ServedPolicy.open`."""
+async def with_servers(policy: Policy, settings: PolicyConfig, folder: Path, dtype: str) -> Policy:
+    """The policy, whose weights have this dtype, sampled from as the settings say; it owns `policy`. Servers started
+    here write to `folder`. Raises as `ServedPolicy.open`."""
     if settings.engine == "local":
         return policy
     from agentlightning.policy.served import ServedPolicy
 
-    dtype = cast("LocalPolicy", policy).config.dtype
     try:
         return await ServedPolicy.open(policy, settings.servers, folder, kind=settings.engine, dtype=dtype)
     except BaseException:

@@ -82,18 +82,16 @@ async def open_for_training(
     """The policy of a run and its servers: with the starting weights if these are still to be measured, else with those
     of its last checkpoint. `check` sees the policy before any server gets its weights. Raises ConfigError, PolicyError,
     and ResumeError for a checkpoint that does not fit."""
-    policy = await opening.open_trained(
+    settings = opening.policy_config(
         config.policy,
-        opening.policy_config(
-            config.policy,
-            str(run_dir.start) if _is_made(config) else config.policy.model,
-            optimizer=algorithm.optimizer or getattr(config.algorithm, "optimizer", None),
-            steps=algorithm.optimizer_steps,
-            objective=algorithm.objective,
-            seed=config.run.seed,
-            agents=algorithm.agents,
-        ),
+        str(run_dir.start) if _is_made(config) else config.policy.model,
+        optimizer=algorithm.optimizer or getattr(config.algorithm, "optimizer", None),
+        steps=algorithm.optimizer_steps,
+        objective=algorithm.objective,
+        seed=config.run.seed,
+        agents=algorithm.agents,
     )
+    policy = await opening.open_trained(config.policy, settings)
     try:
         if config.policy.in_flight and not capabilities_of(policy).in_flight:
             raise ConfigError(
@@ -108,4 +106,4 @@ async def open_for_training(
         raise
     if config.policy.engine != "local":
         progress.phase("starting model servers", 1)
-    return await opening.with_servers(policy, config.policy, run_dir.path.absolute() / "servers")
+    return await opening.with_servers(policy, config.policy, run_dir.path.absolute() / "servers", settings.dtype)

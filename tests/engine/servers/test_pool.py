@@ -16,8 +16,7 @@ from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.servers.clients.vllm import VllmServer
 from agentlightning.engine.servers.config import RetryPolicy, ServersConfig
 from agentlightning.engine.servers.open import open_servers
-from agentlightning.engine.servers.pool import ReplicaPool
-from agentlightning.engine.servers.replica import Replica
+from agentlightning.engine.servers.pool import Replica, ReplicaPool
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 from agentlightning.testing.scripted_engine import ByteChatFormat
 from agentlightning.transport import Transport

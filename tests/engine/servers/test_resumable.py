@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.engine.servers.clients.http import Completion, TokenChunk
-from agentlightning.engine.servers.resumable import ResumableSample, StopStringFound, UnknownWeightsError
+from agentlightning.engine.servers.pool import ResumableSample, StopStringFound, UnknownWeightsError
 
 PROMPT = (1, 2, 3)
 

@@ -32,8 +32,7 @@ from agentlightning.policy.config import LocalPolicyConfig, Lora
 from agentlightning.policy.fsdp.learner import RankLearner, Ranks, ShardedUpdater
 from agentlightning.policy.losses import COUNT, FACTOR, LOSSES, MARGIN, token_losses
 from agentlightning.policy.mismatch import corrections
-from agentlightning.policy.update import streams
-from agentlightning.policy.update.updater import LocalLearner
+from agentlightning.policy.update.updater import LocalLearner, corrected, for_losses, normalized
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 
 COLUMNS = ("ref_logprobs", "teacher_logprobs", "proximal_logprobs", "returns", "values", MARGIN, FACTOR, COUNT)
@@ -115,13 +114,13 @@ def learner(case: Case, make: Any = LocalLearner) -> LocalLearner:
 def gradient(trained: LocalLearner, case: Case) -> torch.Tensor:
     """Of all trained weights, the critic's included."""
     losses = token_losses(case.loss)
-    prepared, _ = streams.corrected(streams.for_losses(batch(case), losses), corrections("truncate"))
+    prepared, _ = corrected(for_losses(batch(case), losses), corrections("truncate"))
     (updater,) = trained.updaters.values()
     updater.zero_grad()
     budget = 20 + case.seed % 60
     with trained.use(trained.own):
-        normalized = streams.normalized(prepared, losses)
-        updater._gradient(normalized, UpdateOptions(loss=losses, token_budget=budget, sharing=case.sharing))
+        table = normalized(prepared, losses)
+        updater._gradient(table, UpdateOptions(loss=losses, token_budget=budget, sharing=case.sharing))
     optimizers = [each for each in (updater.optimizer, updater.value_optimizer) if each is not None]
     found = [p.grad for each in optimizers for p in each.masters if p.grad is not None]
     return torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in found])

@@ -8,7 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 import agentlightning as agl
-from agentlightning.policy.config import PolicyConfig
+from agentlightning.errors import ConfigError
+from agentlightning.policy.config import LocalPolicyConfig, PolicyConfig
+from agentlightning.policy.fsdp.group import Rank
 from agentlightning.policy.open import policy_config
 
 
@@ -45,3 +47,8 @@ def test_settings_of_an_earlier_run_are_read_though_they_name_no_address() -> No
     assert agl.config.PolicyConfig.model_validate({"kind": "fsdp", "processes": 2, "address": "none"}).processes == 2
     with pytest.raises(ValidationError, match="address"):
         agl.config.PolicyConfig.model_validate({"address": "0.0.0.0:29400"})
+
+
+def test_a_device_that_torch_does_not_know_is_refused_before_ranks_meet() -> None:
+    with pytest.raises(ConfigError, match=r'device="gpu" cannot be used'):
+        Rank(LocalPolicyConfig(model="none", device="gpu"), "env://", 0, 2)

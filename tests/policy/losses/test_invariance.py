@@ -18,8 +18,7 @@ from tests.support.models import tiny_model
 from agentlightning.credit import training_samples
 from agentlightning.policy.losses import COUNT, FACTOR, LOSSES, MARGIN, token_losses
 from agentlightning.policy.mismatch import corrections
-from agentlightning.policy.update import streams
-from agentlightning.policy.update.updater import Updater
+from agentlightning.policy.update.updater import Updater, corrected, for_losses, normalized
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 
 torch.set_num_threads(1)  # more threads cost more than they bring at this size
@@ -98,13 +97,13 @@ def reorder(trajectory: Trajectory, draw: random.Random) -> Trajectory:
 
 def gradient(updater: Updater, batch: Sequence[TrainingSample], loss: Any, mismatch: Any, **plan: Any) -> torch.Tensor:
     losses = token_losses(loss)
-    prepared, within = streams.for_losses(batch, losses), corrections(mismatch)
+    prepared, within = for_losses(batch, losses), corrections(mismatch)
     if "interpolation" not in batch[0].columns:
-        prepared, _ = streams.corrected(prepared, within)
+        prepared, _ = corrected(prepared, within)
     else:
         prepared = replace(prepared, corrections=within)
     updater.optimizer.zero_grad()
-    updater.accumulate(updater.forward.plan(streams.normalized(prepared, losses), **plan), losses)
+    updater.accumulate(updater.forward.plan(normalized(prepared, losses), **plan), losses)
     return torch.cat([p.grad.flatten() for p in updater.optimizer.parameters if p.grad is not None])
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from agentlightning.policy.update import output_head
-from agentlightning.policy.update.output_head import Chosen, logprobs_from_linear, logprobs_from_logits
+from agentlightning.policy.update import forward
+from agentlightning.policy.update.forward import Chosen, logprobs_from_linear, logprobs_from_logits
 
 torch.set_num_threads(1)  # more threads cost more than they bring at this size
 
@@ -43,7 +43,7 @@ def total(found: tuple[Tensor, Tensor], entropy: bool) -> Tensor:
 
 @pytest.fixture(params=[1, 10**6], ids=["rows one by one", "one block"], autouse=True)
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_head, "BLOCK_CPU", request.param)
+    monkeypatch.setattr(forward, "BLOCK_CPU", request.param)
 
 
 @pytest.mark.parametrize("size", [1, 5, N, 100])

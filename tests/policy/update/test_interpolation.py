@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from agentlightning.policy.losses import TokenBatch, token_losses
 from agentlightning.policy.mismatch import corrections
-from agentlightning.policy.update.streams import corrected_tokens, interpolated
-from agentlightning.policy.update.updater import sum_of_losses
+from agentlightning.policy.update.updater import corrected_tokens, interpolated, sum_of_losses
 
 
 def literal(now: float, sampled: float, behind: int, advantage: float, mismatch: str) -> tuple[float, float]:

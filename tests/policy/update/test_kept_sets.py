@@ -17,8 +17,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from agentlightning.assemble import token_tree
 from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.losses import LossSetting
-from agentlightning.policy.update import output_head
-from agentlightning.policy.update.output_head import Chosen, Kept, logprobs_from_linear, logprobs_from_logits
+from agentlightning.policy.update import forward
+from agentlightning.policy.update.forward import Chosen, Kept, logprobs_from_linear, logprobs_from_logits
 from agentlightning.policy.update.packing import KeptTokens
 from agentlightning.policy.update.updater import Updater
 from agentlightning.trajectory import TokenTree, TrainingSample, Trajectory, Transition
@@ -50,7 +50,7 @@ def literal(logits: Tensor, token: int, temperature: float, own: Sequence[int]) 
 def test_values_and_gradients_are_those_over_the_sets_to_1e_9(
     entropy: bool, size: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output_head, "BLOCK_CPU", rows * V)
+    monkeypatch.setattr(forward, "BLOCK_CPU", rows * V)
     torch.manual_seed(0)
     hidden, weight = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((N, H), (V, H)))
     tokens = torch.tensor([own[row % len(own)] if own else row for row, own in enumerate(SETS)])

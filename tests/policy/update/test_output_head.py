@@ -31,8 +31,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from agentlightning.policy.update import output_head
-from agentlightning.policy.update.output_head import Chosen, OutputHead, logprobs_from_logits, token_logprobs
+from agentlightning.policy.update import forward
+from agentlightning.policy.update.forward import Chosen, OutputHead, logprobs_from_logits, token_logprobs
 
 torch.set_num_threads(1)  # more threads cost more than they bring at this size
 
@@ -112,13 +112,13 @@ def test_chunks_give_the_same_probabilities_and_gradients_as_all_at_once(
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     model.zero_grad()
-    monkeypatch.setattr(output_head, "CHUNK_LOGITS", 5 * head.vocabulary)
+    monkeypatch.setattr(forward, "CHUNK_LOGITS", 5 * head.vocabulary)
     assert (head.linear is not None) == (name in LINEAR)
     widths: list[int] = []
     hidden = head.decoder(input_ids=ids)[0][:, :-1].flatten(0, 1)
-    measure = output_head._measure
+    measure = forward._measure
     record = lambda logits, *rest: (widths.append(len(logits)), measure(logits, *rest))[1]  # noqa: E731
-    monkeypatch.setattr(output_head, "_measure", record)
+    monkeypatch.setattr(forward, "_measure", record)
     found, found_entropy = token_logprobs(head, hidden, Chosen(chosen, temperatures))
     found.sum().backward()
     assert widths[:3] == [5, 5, 2]
@@ -144,8 +144,8 @@ def test_a_hook_on_the_head_is_not_passed_over() -> None:
 PROGRAM = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from agentlightning.policy.update.output_head import Chosen, logprobs_from_logits
-from agentlightning.policy.update.output_head import OutputHead, token_logprobs
+from agentlightning.policy.update.forward import Chosen, logprobs_from_logits
+from agentlightning.policy.update.forward import OutputHead, token_logprobs
 torch.set_num_threads(1)
 config = LlamaConfig(vocab_size=32768, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                      num_attention_heads=2, num_key_value_heads=2)
@@ -172,6 +172,6 @@ def test_memory_is_that_of_a_chunk_and_not_of_all_positions() -> None:
         program = PROGRAM.replace("{call}", call)
         return int(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout) * 1024
 
-    all_logits, chunk = 4096 * 32768 * 4, output_head.CHUNK_LOGITS * 4
+    all_logits, chunk = 4096 * 32768 * 4, forward.CHUNK_LOGITS * 4
     assert peak("logprobs_from_logits(head(hidden), Chosen(chosen, temperatures, True))") > all_logits
     assert peak("token_logprobs(head, hidden, Chosen(chosen, temperatures, True))") < 1.25 * chunk

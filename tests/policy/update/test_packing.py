@@ -14,7 +14,7 @@ from agentlightning.errors import PolicyError
 from agentlightning.policy.base import Sharing
 from agentlightning.policy.losses import NLLLoss, PPOLoss
 from agentlightning.policy.update.packing import CostModel, MicroBatch, plan
-from agentlightning.policy.update.streams import for_losses
+from agentlightning.policy.update.updater import for_losses
 from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
 
 MODES = get_args(Sharing)

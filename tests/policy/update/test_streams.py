@@ -17,8 +17,7 @@ from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.config import OptimizerConfig
 from agentlightning.policy.losses import token_losses
 from agentlightning.policy.mismatch import corrections
-from agentlightning.policy.update import streams
-from agentlightning.policy.update.updater import Updater
+from agentlightning.policy.update.updater import Updater, corrected, for_losses, normalized
 from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
 
 torch.set_num_threads(1)  # more threads cost more than they bring at this size
@@ -52,7 +51,7 @@ def column(sample: TrainingSample, value: float) -> list[Any]:
 
 def gradient(updater: Updater, samples: Sequence[TrainingSample], loss: Any) -> torch.Tensor:
     losses = token_losses(loss)
-    prepared = streams.normalized(streams.for_losses(samples, losses), losses)
+    prepared = normalized(for_losses(samples, losses), losses)
     updater.optimizer.zero_grad()
     updater.accumulate(updater.forward.plan(prepared, token_budget=64), losses)
     return torch.cat([p.grad.flatten() for p in updater.optimizer.parameters if p.grad is not None])
@@ -107,7 +106,7 @@ def test_a_correction_changes_the_weights_of_decoupled_losses_and_is_reported(up
                 for n, ratios in zip(sample.tree.nodes, ([], [4.0, 1.0, 0.5], [1.0, 1.0]), strict=True)]  # fmt: skip
     sample = replace(sample, columns={**sample.columns, "proximal_logprobs": proximal})
     losses = token_losses(["ppo"])
-    found, metrics = streams.corrected(streams.for_losses([sample], losses), corrections("truncate"))
+    found, metrics = corrected(for_losses([sample], losses), corrections("truncate"))
     factors = found.columns["corrected_weights"] / found.columns["weights"]
     assert factors.tolist() == pytest.approx([2.0, 1.0, 0.5, 1.0, 1.0])
     assert metrics == pytest.approx(

@@ -133,7 +133,7 @@ def test_chunked_logits_change_no_gradient_of_policy_critic_and_entropy(
     learner = Updater(model, OptimizerConfig(lr=1e-3), value_head=head, gradient_checkpointing=recomputes)
     with_a_view(learner)
     whole = gradient(learner, losses)
-    monkeypatch.setattr("agentlightning.policy.update.output_head.CHUNK_LOGITS", 2 * learner.forward.head.vocabulary)
+    monkeypatch.setattr("agentlightning.policy.update.forward.CHUNK_LOGITS", 2 * learner.forward.head.vocabulary)
     torch.testing.assert_close(gradient(learner, losses), whole, atol=1e-6, rtol=1e-4)
 
 

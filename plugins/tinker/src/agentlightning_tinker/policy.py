@@ -121,7 +121,7 @@ class TinkerPolicy:
             raise PolicyError(
                 f"the server gave {len(logprobs)} log-probabilities for {len(tokens)} tokens; training needs one each"
             )
-        top = tuple(tuple((int(t), float(p)) for t, p in row) for row in found.topk_logprobs or ())
+        top = tuple(tuple((int(t), float(p)) for t, p in row or ()) for row in found.topk_logprobs or ())
         if on_tokens is not None:
             on_tokens(tokens, *((logprobs, top) if params.stream_logprobs else ()))
         return Sample(tokens, logprobs, "stop" if found.stop_reason == "stop" else "length", version, top_logprobs=top)

@@ -34,13 +34,15 @@ from agentlightning.policy.losses import (
     TokenLoss,
     token_losses,
 )
-from agentlightning.policy.update import streams
 from agentlightning.policy.update.packing import MicroBatch, TokenTable, plan, token_table
 from agentlightning.policy.update.updater import (
     EntropyHistory,
     Updater,
+    not_finite_in_data,
     sum_of_losses,
     tokens_of,
+    weights_name,
+    without,
 )
 from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
 from agentlightning_tinker.session import LossRow, TinkerSession
@@ -156,8 +158,8 @@ class RemoteUpdater(Updater):
     def _step(self, part: TokenTable, options: UpdateOptions) -> dict[str, float]:
         """Rollouts whose data is not finite are left out before anything is sent."""
         needs = {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in token_losses(options.loss)))
-        broken = streams.not_finite_in_data(part, needs)
-        sums = self._gradient(streams.without(part, np.isin(part.rollout, broken)), options)
+        broken = not_finite_in_data(part, needs)
+        sums = self._gradient(without(part, np.isin(part.rollout, broken)), options)
         if not sums:
             return {}
         return {**sums, **self.optimizer.step(sums["loss"]), "rollouts_not_finite": float(len(broken))}
@@ -226,7 +228,7 @@ class RemoteUpdater(Updater):
 
 def _tokens_with_all(tokens: TokenBatch, loss: TokenLoss) -> TokenBatch:
     """All tokens, with the weights of the loss's stream: those that have none keep a weight of 0."""
-    name = streams.weights_name(loss, tokens.columns)
+    name = weights_name(loss, tokens.columns)
     chosen = tokens_of(tokens, loss)
     weights_N = torch.zeros(len(tokens.trained_logprobs))
     weights_N[tokens.columns[name] != 0] = chosen.weights

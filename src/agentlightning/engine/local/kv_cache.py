@@ -71,6 +71,11 @@ def probe_layout(model: PreTrainedModel) -> Layout:
         return list(counts).index(shape), counts[shape] - 1
 
     layers = cast(list[Any], cache.layers)
+    if any(layer.keys is None for layer in layers):
+        raise PolicyError(
+            f"{type(model).__name__} does not fill the cache of keys and values that it is given, so the local policy"
+            " cannot sample from it; use another model, or serve this one with vLLM"
+        )
     return Layout(
         locations=tuple((locate(layer.keys), locate(layer.values)) for layer in layers),
         pools=tuple((count, *shape) for shape, count in counts.items()),

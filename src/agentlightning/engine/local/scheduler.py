@@ -33,6 +33,7 @@ from agentlightning.engine.base import (
     TERMINATION_PARAMS,
     FinishReason,
     PromptTokensError,
+    Sample,
     SamplingParams,
     TopLogprobs,
     room_for_answer,
@@ -101,11 +102,6 @@ class Request:
         return self.finish_reason is not None or self.error is not None
 
     @property
-    def kept_sets(self) -> KeptSets | None:
-        """See `Sample.kept_sets`."""
-        return None if self.kept is None else KeptSets.joined(self.kept)
-
-    @property
     def below_min_tokens(self) -> bool:
         """Whether `min_tokens` forbids the answer to end yet. A constrained answer ends where its grammar says."""
         return self.matcher is None and len(self.logprobs) < self.params.min_tokens
@@ -124,6 +120,19 @@ class Request:
     def prefill_remaining(self) -> int:
         """Number of tokens left to prefill. The last token is computed by the step that samples the next one."""
         return len(self.tokens) - 1 - self.cached
+
+    def to_sample(self) -> Sample:
+        """The answer, once it is finished."""
+        assert self.finish_reason is not None
+        return Sample(
+            token_ids=tuple(self.sampled),
+            logprobs=tuple(self.logprobs),
+            finish_reason=self.finish_reason,
+            policy_version=self.policy_version,
+            versions=self.versions,
+            top_logprobs=tuple(self.top_logprobs),
+            kept_sets=None if self.kept is None else KeptSets.joined(self.kept),
+        )
 
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from agentlightning.engine.base import OnTokens, SamplingParams
+from agentlightning.engine.base import OnTokens, Sample, SamplingParams
 from agentlightning.engine.local.scheduler import ContinuousBatcher, Request
 from agentlightning.errors import AgentLightningError, PolicyError
 
@@ -120,16 +120,17 @@ class EngineWorker:
         params: SamplingParams,
         on_tokens: OnTokens | None = None,
         adapter: str | None = None,
-    ) -> Request:
-        """The finished request. Raises as `ContinuousBatcher.validate` does; PolicyError if sampling failed."""
+    ) -> Sample:
+        """The answer. Raises as `ContinuousBatcher.validate` does; PolicyError if sampling failed."""
         self._batcher.validate(prompt, params)
         waiter = self._new_waiter(on_tokens)
         self._inbox.put(partial(self._submit, waiter, prompt, params, adapter))
         try:
-            return await waiter.future
+            request: Request = await waiter.future
         except BaseException:  # Of its own too: of `on_tokens`, or because it was cancelled.
             self._inbox.put(partial(self._cancel, waiter))
             raise
+        return request.to_sample()
 
     async def run(self, job: Callable[[], T]) -> T:
         """Run `job` in the thread, between two steps. Raises PolicyError in place of foreign exceptions of `job`."""

@@ -14,8 +14,7 @@ from agentlightning.chat.hf import load_chat_format
 from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.clients.vllm import LaunchOptions, VllmProcess, VllmServer
 from agentlightning.engine.servers.config import ENGINES, ServedModel, ServersConfig
-from agentlightning.engine.servers.pool import ReplicaPool
-from agentlightning.engine.servers.replica import Replica, WeightChannel
+from agentlightning.engine.servers.pool import Replica, ReplicaPool, WeightChannel
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.resolve import resolve_model
 from agentlightning.transport import Transport

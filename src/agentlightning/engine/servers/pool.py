@@ -1,9 +1,10 @@
 """An engine over model servers: one, or several replicas of the same model.
 
-Decides which server samples an answer, and what happens when one fails. Calls of one affinity go to one server, whose
-cache holds their history. A server that fails is evicted, and returns once it is healthy and has the newest weights;
-its running answers continue on another server, from the last token that arrived. The pool never trains, and never
-decides when weights change: `policy.served` does.
+Decides which server samples an answer, which are up, and what weights and adapters each is to have. Calls of one
+affinity go to one server, whose cache holds their history. A server that fails is evicted, and samples nothing until it
+is healthy and has what it has missed; its running answers continue on another server, from the last token that arrived.
+The pool never trains, and never decides when weights change: `policy.served` does, or a trainer in another process,
+which says what it has given the servers.
 """
 
 from __future__ import annotations
@@ -12,36 +13,287 @@ import asyncio
 import logging
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentlightning.chat.base import ChatFormat
 from agentlightning.engine.adapter_view import AdapterView, AgentEngines, EngineWrapper
-from agentlightning.engine.base import ConstraintKind, OnTokens, Sample, SamplingParams, room_for_answer
-from agentlightning.engine.servers.clients.http import Completion, ModelServerError, TokenChunk
-from agentlightning.engine.servers.config import RetryPolicy
-from agentlightning.engine.servers.replica import (
-    Adapter,
-    Replica,
-    ReplicaSet,
-    WeightSource,
+from agentlightning.engine.base import (
+    ConstraintKind,
+    FinishReason,
+    OnTokens,
+    Sample,
+    SamplingParams,
+    TopLogprobs,
+    room_for_answer,
+    version_runs,
 )
-from agentlightning.engine.servers.resumable import ResumableSample, StopStringFound, UnknownWeightsError
-from agentlightning.errors import AgentLightningError, ConfigError
+from agentlightning.engine.servers.clients.http import (
+    Completion,
+    HttpModelServer,
+    ModelServerError,
+    SampleRequest,
+    TokenChunk,
+)
+from agentlightning.engine.servers.clients.vllm import VllmProcess, VllmServer
+from agentlightning.engine.servers.config import RetryPolicy
+from agentlightning.engine.stop_strings import StopScanner
+from agentlightning.errors import AgentLightningError, ConfigError, PolicyError
 from agentlightning.transport import Transport
+from agentlightning.transport.servers import Server, ServerSet
+from agentlightning.weight_sync.transfer import LendWeights, WeightSender
 
 log = logging.getLogger(__name__)
 
+MAX_TRANSFER_FAILURES = 1
+"""A server whose transfers failed more often gets its weights from the disk for the rest of the run."""
+STALL_SECONDS = 30.0
+"""Requests of a server that shows no sign of life for this long continue elsewhere."""
+MAX_LABELS = 64
+"""Labels that are remembered of weights that a trainer elsewhere has replaced: answers may still be under way."""
 MAX_CACHED_CONSTRAINTS = 1000
 """Number of schemas and grammars for which the pool remembers whether servers can enforce them."""
 CLOSE_SECONDS = 10.0
 """How long servers that we joined have to unload the adapters at the end."""
 
+# -- answer ------------------------------------------------------------------------------------------------------------
 
-class ReplicaPool(ReplicaSet, AgentEngines):
+# One answer sampled by servers, possibly one after another: a server continues from the tokens of the one before.
+
+
+class UnknownWeightsError(Exception):
+    """A server sampled with weights that it was never given."""
+
+
+class StopStringFound(Exception):
+    """The answer contains a stop string that spans two servers, so that neither could see it."""
+
+
+class ResumableSample:
+    """The tokens of one answer so far. `decode` turns tokens into text, for stop strings across servers."""
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        max_tokens: int,
+        end_tokens: frozenset[int],
+        decode: Callable[[Sequence[int]], str],
+        on_tokens: OnTokens | None,
+    ) -> None:
+        self.prompt = list(prompt)
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.top_logprobs: list[TopLogprobs] = []
+        self.versions: list[int] = []
+        """One for each token."""
+        self._params = params
+        self._max_tokens = max_tokens
+        self._end_tokens = end_tokens
+        self._decode = decode
+        self._on_tokens = on_tokens
+        self._start = 0
+        """Number of tokens from earlier servers."""
+        self._scanner: StopScanner | None = None
+
+    @property
+    def streamed(self) -> bool:
+        """Whether tokens are passed on as they arrive."""
+        return self._on_tokens is not None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Set when the answer is complete, whatever a server reports."""
+        if self.token_ids and self.token_ids[-1] in self._end_tokens:
+            return "stop"
+        return "length" if len(self.token_ids) >= self._max_tokens else None
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether another server would sample the rest from the same distribution. Penalties count sampled tokens, and
+        a schema or grammar begins with the first of them, but the other server sees them as its prompt."""
+        params = self._params
+        stateful = params.presence_penalty or params.frequency_penalty or params.constraint is not None
+        return not self.token_ids or not stateful
+
+    def request(self, model: str, adapter: bool) -> SampleRequest:
+        """A request for the rest of the answer."""
+        self._start = count = len(self.token_ids)
+        params = self._params
+        if count:
+            # The same seed would repeat the random numbers of the first tokens.
+            params = params if params.seed is None else replace(params, seed=params.seed + count)
+            params = replace(params, min_tokens=max(0, params.min_tokens - count))
+            self._scanner = self._new_scanner() if params.stop else None
+        prompt = [*self.prompt, *self.token_ids]
+        return SampleRequest(model, prompt, params, self._max_tokens - count, self._end_tokens, adapter)
+
+    def append(self, chunk: TokenChunk, version: int) -> None:
+        """Raises StopStringFound if the answer is complete."""
+        chunk, stopped = self._cut_at_stop_string(chunk)
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self.top_logprobs += chunk.top_logprobs
+        self.versions += [version] * len(chunk.token_ids)
+        if self._on_tokens is not None and chunk.token_ids:
+            logprobs = (chunk.logprobs, chunk.top_logprobs) if self._params.stream_logprobs else ()
+            self._on_tokens(chunk.token_ids, *logprobs)
+        if stopped:
+            raise StopStringFound
+
+    def set_versions(self, completion: Completion, versions: Mapping[str, int]) -> None:
+        """Apply the server's report of which weights sampled which tokens; `versions` maps labels. Raises
+        UnknownWeightsError."""
+        if not completion.weights:
+            return
+        count = len(self.token_ids) - self._start
+        labels = [label for label, tokens in completion.weights for _ in range(tokens)][:count]
+        if unknown := [label for label in labels if label not in versions]:
+            raise UnknownWeightsError(unknown[0])
+        self.versions[self._start : self._start + len(labels)] = [versions[label] for label in labels]
+
+    def rollback(self) -> bool:
+        """Drop the tokens of the current server; False if they have been streamed already."""
+        if self.streamed and len(self.token_ids) > self._start:
+            return False
+        for values in (self.token_ids, self.logprobs, self.top_logprobs, self.versions):
+            del values[self._start :]
+        return True
+
+    def sample(self, finish_reason: FinishReason, version: int) -> Sample:
+        return Sample(
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            finish_reason=finish_reason,
+            policy_version=self.versions[-1] if self.versions else version,
+            versions=version_runs(self.versions),
+            top_logprobs=tuple(self.top_logprobs),
+        )
+
+    def _new_scanner(self) -> StopScanner:
+        scanner = StopScanner(self._params.stop, self._decode)
+        for token in self.token_ids:
+            scanner.push(token)
+        return scanner
+
+    def _cut_at_stop_string(self, chunk: TokenChunk) -> tuple[TokenChunk, bool]:
+        if self._scanner is None:
+            return chunk, False
+        for end, token in enumerate(chunk.token_ids, start=1):
+            if self._scanner.push(token):
+                return TokenChunk(chunk.token_ids[:end], chunk.logprobs[:end], chunk.top_logprobs[:end]), True
+        return chunk, False
+
+
+# -- replicas ----------------------------------------------------------------------------------------------------------
+
+
+class WeightSource:
+    """One version of the weights, as servers can get it."""
+
+    def __init__(self, place: Path | Callable[[], Awaitable[Path]], lend: LendWeights | None = None) -> None:
+        """`place`: where they are on disk, or what writes them there. `lend`: access to them in memory, for servers
+        that receive them without the disk."""
+        self.place, self.lend = place, lend
+        self._writing = asyncio.Lock()
+
+    async def directory(self) -> Path:
+        """The weights on disk, written now unless they are there. Raises PolicyError if they no longer exist."""
+        async with self._writing:
+            if not isinstance(self.place, Path):
+                self.place = await self.place()
+            return self.place
+
+
+@dataclass(frozen=True, slots=True)
+class LabeledWeights:
+    """One version of the weights, with the label under which servers report it."""
+
+    source: WeightSource | None
+    """None: another process gives them to the servers."""
+    version: int
+    label: str
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    """One version of a LoRA adapter."""
+
+    name: str
+    served_name: str
+    """What the servers call this version."""
+    version: int
+    directory: Path | None = None
+    """None: another process loads it on the servers."""
+    calls: int = 0
+    """Number of calls that use it."""
+
+
+@dataclass(slots=True)
+class WeightChannel:
+    """How a server gets weights without the disk."""
+
+    receiver: VllmServer
+    sender: WeightSender
+    failures: int = 0
+
+    @property
+    def usable(self) -> bool:
+        return self.failures <= MAX_TRANSFER_FAILURES
+
+    async def send(self, weights: LabeledWeights, lend: LendWeights, on_loaded: Callable[[], None]) -> None:
+        """Raises PolicyError or ConfigError; the server may then hold a mix of old and new weights."""
+        try:
+            if not self.sender.connected:
+                await self.receiver.connect(self.sender)
+            await self.receiver.receive_weights(self.sender, lend, weights.label, on_loaded)
+        except BaseException as error:
+            self.failures += isinstance(error, PolicyError | ConfigError)
+            self.sender.abort()  # Nobody waits for it any more.
+            raise
+
+
+class Replica(Server):
+    """One of the servers of a pool."""
+
+    pauses = 0.1, 5.0
+
+    def __init__(self, server: HttpModelServer, process: VllmProcess | None = None) -> None:
+        super().__init__(server.url)
+        self.server, self.process = server, process
+        self.version = 0
+        """Version of its weights."""
+        self.label: str | None = None
+        self.failure = ""
+        """Why it is not up, or its last check failed."""
+        self.healthy_at = time.monotonic()
+        self.adapters: dict[str, Adapter] = {}
+        """Those that we have loaded, by served name."""
+        self.channel: WeightChannel | None = None
+        """How it gets weights without the disk; None: it does not."""
+        self.transfer_interrupted = False
+        """Whether a transfer to it was interrupted since it last got complete weights."""
+
+    def cancel_requests(self) -> None:
+        """Let its running requests continue elsewhere."""
+        for task in list(self.requests):
+            task.cancel()
+
+    async def load(self, adapter: Adapter) -> None:
+        """Raises ModelServerError, or ConfigError if it takes no such adapter."""
+        assert adapter.directory is not None
+        await self.server.load_adapter(adapter.served_name, adapter.directory)
+        self.adapters[adapter.served_name] = adapter
+
+
+# -- pool --------------------------------------------------------------------------------------------------------------
+
+
+class ReplicaPool(ServerSet[Replica], AgentEngines):
     """An `Engine` over `replicas`, and over their adapters. Create it with `ReplicaPool.open`, in the event loop that
-    uses it."""
+    uses it. `transport` is closed with it."""
 
     def __init__(
         self,
@@ -54,15 +306,31 @@ class ReplicaPool(ReplicaSet, AgentEngines):
         served_name: str,
         context_length: int,
     ) -> None:
-        super().__init__(replicas, transport, retry_policy)
+        super().__init__(replicas, retry_policy.health_seconds, watches_all=True)
         self.chat, self.model, self.context_length = chat, model, context_length
-        self._served_name = served_name
+        self.lock = asyncio.Lock()
+        """Held while weights or adapters change."""
+        self.weights: LabeledWeights | None = None
+        """What every server is to have; None: what it was started with."""
+        self.weight_version = 0
+        """The version that all healthy servers have."""
+        self.labels = {replica.label: 0 for replica in replicas if replica.label is not None}
+        """Label -> version, of the weights that may sample."""
+        self.served: dict[str, Adapter] = {}
+        """The adapters that every server is to have, by served name: the newest version of each, and older ones that
+        calls may still use."""
         self.is_used_elsewhere: Callable[[str], bool] = lambda served_name: False
         """Whether calls of other processes may use the adapter of this served name."""
+        self._transport, self._policy, self._served_name = transport, retry_policy, served_name
         self._removals: set[asyncio.Task[None]] = set()
-        self._run = secrets.token_hex(3)
+        self._run, self._label_prefix = secrets.token_hex(3), secrets.token_hex(4)
+        self._updates = 0
         self._constraints: dict[str, bool] = {}
         """JSON schema or grammar -> whether the servers can enforce it."""
+        self._closed = False
+        self._recovered = asyncio.Event()
+        for replica in replicas:
+            self.watch(replica)
 
     @classmethod
     async def open(
@@ -237,16 +505,7 @@ class ReplicaPool(ReplicaSet, AgentEngines):
         up = [replica for replica in self.in_order(affinity) if replica.up]
         return next((replica for replica in up if replica not in tried), up[0])
 
-    # -- weights and adapters --------------------------------------------------------------------------------------
-
-    async def set_weights(self, weights: Path | WeightSource, version: int) -> None:
-        """Give all servers these weights: a directory that they read themselves, or a source. Returns when all that are
-        up have them; the others get them from the disk before they sample again. Raises PolicyError if no server
-        accepts them."""
-        async with self.lock:
-            self.set_target(WeightSource(weights) if isinstance(weights, Path) else weights, version)
-            await self.update_replicas()
-        await self.wait_for_up()
+    # -- adapters --------------------------------------------------------------------------------------------------
 
     async def load_adapter(
         self, name: str, directory: Path, version: int | None = None, *, can_fail: bool = False
@@ -342,6 +601,202 @@ class ReplicaPool(ReplicaSet, AgentEngines):
     def adapters_in_use(self) -> tuple[str, ...]:
         """The served names of the adapters that calls in progress use."""
         return tuple(sorted(each.served_name for each in self.served.values() if each.calls))
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    async def set_weights(self, weights: Path | WeightSource, version: int) -> None:
+        """Give all servers these weights: a directory that they read themselves, or a source. Returns when all that are
+        up have them; the others get them from the disk before they sample again. Raises PolicyError if no server
+        accepts them."""
+        source = WeightSource(weights) if isinstance(weights, Path) else weights
+        async with self.lock:
+            # A new label for each update: an earlier version that is restored must not share one with what followed it.
+            self._updates += 1
+            self.weights = LabeledWeights(source, version, f"{self._label_prefix}-{self._updates}")
+            # From now on, weights that we did not set are those of a restarted server.
+            self.labels = {label: known for label, known in self.labels.items() if label.startswith(self._label_prefix)}
+            self.labels[self.weights.label] = version
+            await self.update_replicas()
+        await self.wait_for_up()
+
+    def announce_weights(self, label: str, version: int) -> None:
+        """Let every server have the weights of this label, which a trainer in another process gives them. Tokens that
+        they sample are those of `version`."""
+        if self.weights is None:
+            self.labels.clear()  # What the servers had before is no version of the trainer's.
+        self.weights = LabeledWeights(None, version, label)
+        self.labels[label] = version
+        for old in list(self.labels)[:-MAX_LABELS]:
+            del self.labels[old]
+
+    async def update_replicas(self) -> None:
+        """Give the servers that are up the target weights, while `lock` is held. One that does not take them samples
+        nothing until it has them."""
+        await asyncio.gather(*map(self._update, self.up))
+        if self.weights is not None:
+            self.weight_version = self.weights.version
+
+    async def _update(self, replica: Replica) -> None:
+        channel = replica.channel if replica.channel is not None and replica.channel.usable else None
+        try:
+            await self._load_weights(replica, channel)
+        except Exception as error:  # noqa: BLE001 - whatever one server answers, the others go on
+            # It may hold a mix of old and new weights, so nobody samples there until it has the new ones.
+            self.evict(replica, _reason(error))
+            if channel is not None and not channel.usable:
+                log.warning("model server %s gets its weights from the disk from now on", replica.url)
+
+    async def _load_weights(self, replica: Replica, channel: WeightChannel | None = None) -> None:
+        """Give `replica` the target weights, through `channel` or from the disk. Raises PolicyError or ConfigError."""
+        if (target := self.weights) is None:
+            return
+        server, source, missing = replica.server, target.source, f"not {target.label}"
+
+        def on_loaded() -> None:
+            replica.version = target.version
+
+        if source is None:
+            missing = f"and its trainer has not given it version {target.version} ({target.label}) yet"
+        elif channel is not None and source.lend is not None:
+            replica.transfer_interrupted = True
+            await channel.send(target, source.lend, on_loaded)
+        else:
+            await server.load_weights(await source.directory(), target.label, on_loaded)
+        replica.transfer_interrupted = False
+        replica.label = await server.weight_label()
+        if replica.label != target.label and (source is None or replica.label is not None):
+            raise ModelServerError(f"{server.url} has weights {replica.label}, {missing}", retryable=True)
+        on_loaded()
+
+    async def catch_up(self, replica: Replica) -> None:
+        """Give a recovered server the weights and adapters it lacks, and unload adapters that are no longer wanted."""
+        label = await replica.server.weight_label()
+        if self.weights is None:
+            replica.version, replica.label = 0, label
+            if label is not None:
+                self.labels.setdefault(label, 0)
+        elif replica.version != self.weights.version or label not in (None, self.weights.label):
+            await self._load_weights(replica)
+        if not (self.served or replica.adapters):
+            return
+        present = (await replica.server.model_info()).adapters
+        for name in replica.adapters.keys() - self.served.keys():
+            if name in present:
+                await replica.server.unload_adapter(name)
+            del replica.adapters[name]
+        for name, adapter in [*self.served.items()]:
+            if adapter.directory is None:
+                if name not in present:
+                    message = f"{replica.url} has no adapter {name!r}: its trainer has not loaded it yet"
+                    raise ModelServerError(message, retryable=True)
+            elif replica.adapters.get(name) is not adapter or name not in present:
+                await replica.load(adapter)
+
+    async def missing_adapters(self, replica: Replica) -> list[str]:
+        """The adapters that a healthy server should have and has not. Raises as `HttpModelServer.model_info`."""
+        return sorted(self.served.keys() - (await replica.server.model_info()).adapters) if self.served else []
+
+    # -- health ----------------------------------------------------------------------------------------------------
+
+    @property
+    def up(self) -> list[Replica]:
+        """The servers that may sample."""
+        return [replica for replica in self.replicas if replica.up]
+
+    async def wait_for_up(self) -> None:
+        """Wait for a server that is up. Raises PolicyError if none is in time, or the pool is closed."""
+        try:
+            async with asyncio.timeout(self._policy.wait_seconds):
+                while not self.up:
+                    if self._closed:
+                        raise PolicyError("the pool of model servers was closed")
+                    self._recovered.clear()
+                    await self._recovered.wait()
+        except TimeoutError:
+            reasons = "; ".join(f"{replica.url}: {replica.failure}" for replica in self.replicas)
+            raise PolicyError(f"no model server was up for {self._policy.wait_seconds:g} s ({reasons})") from None
+
+    def mark_unhealthy(self, replica: Replica, reason: str, *, at_once: bool = True) -> None:
+        """Send no new requests to `replica` until it has recovered; its running requests continue. Unless `at_once`, it
+        takes several failures in a row."""
+        was_up = replica.up
+        if self._closed or (at_once and not was_up):
+            return
+        replica.failure = reason
+        replica.record_failure(at_once)
+        if was_up and not replica.up:
+            log.warning("model server %s failed: %s", replica.url, reason)
+
+    def evict(self, replica: Replica, reason: str) -> None:
+        """As `mark_unhealthy`; its running requests continue on other servers."""
+        self.mark_unhealthy(replica, reason)
+        if replica.channel is not None:
+            replica.channel.sender.abort()
+        replica.version, replica.label, replica.failure = -1, None, reason
+        replica.cancel_requests()
+
+    async def check(self, replica: Replica) -> None:
+        """See `ServerSet.check`. A server that is down is up again once it has the current weights and adapters."""
+        try:
+            await (self._verify(replica) if replica.up else self._recover(replica))
+        except Exception as error:  # noqa: BLE001 - whatever the server answers, it is asked again
+            self.mark_unhealthy(replica, _reason(error), at_once=False)
+            if not replica.up and time.monotonic() - replica.healthy_at > STALL_SECONDS:
+                replica.cancel_requests()
+
+    async def _verify(self, replica: Replica) -> None:
+        """Evict a server that was started again. Raises the error of one that does not answer."""
+        if replica.process is not None and replica.process.ended:
+            return self.evict(replica, "its process ended")
+        updating = self.lock.locked
+        await self._ask_health(replica)
+        label = replica.label if updating() else await replica.server.weight_label()
+        missing = [] if updating() else await self.missing_adapters(replica)
+        if not replica.up or updating():
+            return
+        replica.record_success()
+        if label != replica.label:
+            self.evict(replica, f"it has weights {label}, not {replica.label}: it was started again")
+        elif missing:
+            self.evict(replica, f"it has no adapter {missing[0]!r} any more: it was started again")
+
+    async def _recover(self, replica: Replica) -> None:
+        """Raises the error of a server that is not healthy, or does not take the current weights and adapters."""
+        process = replica.process
+        # A process that waits for the rest of a transfer may wait forever, so it is restarted.
+        if process is not None and (process.ended or replica.transfer_interrupted):
+            replica.adapters.clear()
+            replica.version, replica.label = -1, None
+            source = self.weights.source if self.weights else None
+            await process.restart(await source.directory() if source else None)
+            replica.transfer_interrupted = False
+        await self._ask_health(replica)
+        if replica.transfer_interrupted and replica.channel is not None:
+            await replica.channel.receiver.discard_partial_update()
+        async with self.lock:
+            await self.catch_up(replica)
+            replica.record_success()
+        log.info("model server %s is back", replica.url)
+        self._recovered.set()
+
+    async def _ask_health(self, replica: Replica) -> None:
+        await replica.server.health()
+        replica.healthy_at = time.monotonic()
+
+    async def close(self) -> None:
+        """End the health checks and the servers we started, and close the connections. Idempotent."""
+        self._closed = True
+        self._recovered.set()
+        await self.end_watches()
+        for replica in self.replicas:
+            if replica.channel is not None:
+                replica.channel.sender.abort()
+        await asyncio.gather(*(replica.process.close() for replica in self.replicas if replica.process))
+        await self._transport.close()
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, AgentLightningError) else repr(error)
 
 
 class PooledEngine(EngineWrapper, AgentEngines):

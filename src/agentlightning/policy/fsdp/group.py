@@ -125,7 +125,10 @@ def _name(number: int, count: int, pid: int) -> str:
 
 
 def _device(name: str, local_rank: int) -> torch.device:
-    found = torch.accelerator.current_accelerator(check_available=True) if name == "auto" else torch.device(name)
+    try:
+        found = torch.accelerator.current_accelerator(check_available=True) if name == "auto" else torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f'device="{name}" cannot be used: {error}; use "auto" or "cpu"') from error
     if found is None or found.type == "cpu":
         return torch.device("cpu")
     count = torch.accelerator.device_count()

@@ -1,43 +1,43 @@
 """The forward pass of training: log-probabilities of chosen tokens, for an update or to score them.
 
 Works with any `transformers` causal language model through its own forward and `DynamicCache`, on any device. Only
-the hidden states at trained positions reach the output head (`states_at_positions`), a chunk at a time
-(`output_head`), so that no [B, T, V] logits exist and no [N, V] ones of a large vocabulary.
+the hidden states at trained positions reach the output head (`states_at_positions`), a chunk at a time, so that no
+[B, T, V] logits exist and no [N, V] ones of a large vocabulary. Of several chunks, the logits are computed again in the
+backward pass: the output head runs twice. Memory holds one chunk where the head is a linear layer and nothing else, and
+a few where more happens to its logits: a soft cap, a scale, an adapter.
 The model is in evaluation mode: the probabilities that are trained are those that were sampled from.
 
-Shapes: B rows, T tokens of a row, N trained tokens of a micro-batch, V vocabulary, H hidden, G prefix families.
+Shapes: B rows, T tokens of a row, N trained tokens of a micro-batch, C of a chunk, V vocabulary, H hidden, G prefix
+families.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from agentlightning.engine.local.sampler import MIN_TEMPERATURE
 from agentlightning.errors import ConfigError, PolicyError
-from agentlightning.models.checkpoint import FORWARD_ERRORS, cache_argument, configured_window
+from agentlightning.models.checkpoint import FORWARD_ERRORS, cache_argument, configured_window, refusing
 from agentlightning.policy.base import Sharing
-from agentlightning.policy.update.output_head import (
-    Chosen,
-    HeadTraits,
-    Kept,
-    OutputHead,
-    last_mlp,
-    states_at_positions,
-    token_logprobs,
-)
 from agentlightning.policy.update.packing import (
     CostModel,
+    KeptTokens,
     Line,
     MicroBatch,
     TokenTable,
@@ -47,6 +47,510 @@ from agentlightning.policy.update.packing import (
 )
 from agentlightning.policy.update.value_head import ValueHead
 from agentlightning.trajectory import FloatArray, Node, TokenTree, TrainingSample
+
+# -- chunked log-probabilities ----------------------------------------------------------------------------------------
+
+# Log-probabilities and entropies of next tokens with an exact gradient, in the memory of one chunk of logits.
+#
+#     z = logits / T        p = softmax(z)        log p(chosen) = z[chosen] - log sum exp z        H = - sum p log p
+#
+#     d log p(chosen) / dz = onehot(chosen) - p                dH / dz = - p (log p + H)
+#
+# Where only some tokens could be sampled (top-k, top-p), z is -inf for all others: p, its entropy and its gradient are
+# those of the distribution that was sampled from (DeepSeek-V3.2, 2025, arXiv:2512.02556, keep sampling mask).
+#
+# Softmax is computed in blocks of rows. Behind a linear output layer all chunks use one buffer: the backward pass
+# computes their logits again, the last chunk excepted, writes their gradient over them, and adds its product with the
+# hidden states to one gradient of the weights, which is summed in float32 where weights have less precision.
+#
+# Shapes: N positions, C positions of a chunk, B of a block, V vocabulary, H hidden, K ids of all kept sets.
+
+BLOCK_CPU = 1 << 17
+"""Logits of a block, where its float32 copies (two of 512 KiB) should stay in the cache of a core."""
+BLOCK_ACCELERATOR = 1 << 24
+"""Logits of a block, where a kernel should have enough to do."""
+SLICE = 1 << 22
+"""Numbers of a gradient of half precision that are added to its float32 sum at once."""
+
+
+FAR = -1e4
+"""A shifted logit whose exp() is 0 in any precision, and finite, so that 0 times it is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The tokens that N distributions are over."""
+
+    ids: Tensor
+    """[K]"""
+    rows: Tensor
+    """The distribution of each id [K], ascending."""
+    ends: Sequence[int]
+    """Where the ids of each distribution begin, and where the last ones end: N + 1."""
+    limited: Tensor
+    """Whether a distribution is not over the whole vocabulary [N]."""
+
+    @classmethod
+    def of(cls, kept: KeptTokens, vocabulary: int, device: torch.device) -> Kept:
+        """Without ids outside the vocabulary, which another model may lack."""
+        rows, within = np.repeat(np.arange(len(kept.sizes)), kept.sizes), kept.ids < vocabulary
+        rows = rows[within]
+        ends = np.searchsorted(rows, np.arange(len(kept.sizes) + 1))
+        ids_K, rows_K, limited_N = (
+            torch.from_numpy(each).to(device) for each in (kept.ids[within], rows, kept.sizes > 0)
+        )
+        return cls(ids_K, rows_K, ends.tolist(), limited_N)
+
+    def part(self, part: slice) -> Kept:
+        """The same of some distributions."""
+        start, stop = self.ends[part.start], self.ends[part.stop]
+        ends = [end - start for end in self.ends[part.start : part.stop + 1]]
+        return Kept(self.ids[start:stop], self.rows[start:stop] - part.start, ends, self.limited[part])
+
+    def excluded(self, part: slice, vocabulary: int) -> Tensor | None:
+        """Which tokens some distributions are not over [B, V]; None: they are over all."""
+        own = self.part(part)
+        if not len(own.ids):
+            return None
+        excluded_BV = own.limited[:, None].expand(-1, vocabulary).clone()
+        excluded_BV[own.rows, own.ids] = False
+        return excluded_BV
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What is asked of N distributions: each entry [N]."""
+
+    tokens: Tensor
+    temperatures: Tensor | None = None
+    """None: 1."""
+    entropy_gradient: bool = False
+    """Whether entropies have a gradient."""
+    kept: Kept | None = None
+    """None: all distributions are over the whole vocabulary."""
+
+    def split(self, size: int) -> list[Chosen]:
+        """The same of each chunk."""
+        parts = _parts(len(self.tokens), size)
+        return [
+            replace(
+                self,
+                tokens=self.tokens[part],
+                temperatures=None if self.temperatures is None else self.temperatures[part],
+                kept=None if self.kept is None else self.kept.part(part),
+            )
+            for part in parts
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Softmax:
+    """What a forward pass keeps of N distributions: each [N] in float32, or float64 for logits of that precision."""
+
+    entropy: Tensor
+    largest: Tensor
+    """The largest logit."""
+    total: Tensor
+    """sum_v exp((logit_v - max) / T)"""
+
+
+def logprobs_from_logits(logits_NV: Tensor, chosen: Chosen) -> tuple[Tensor, Tensor]:
+    """log p of the chosen tokens and the entropies, [N]."""
+    return _logprobs(logits_NV, None, None, chosen, len(logits_NV) or 1, False)
+
+
+def logprobs_from_linear(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    chosen: Chosen,
+    size: int,
+    *,
+    adds_to_grad: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`logprobs_from_logits` of the logits of a linear layer, `size` positions at a time. With `adds_to_grad`, only for
+    `Tensor.backward`, the gradient of the weight is added to its `grad` in place where there is one already."""
+    return _logprobs(hidden_NH, weight_VH, bias_V, chosen, size, adds_to_grad)
+
+
+class _LogProbs(Function):
+    """Of the logits of a linear layer for hidden_NH; without a weight, these are the logits themselves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor | None,
+        bias_V: Tensor | None,
+        chosen: Chosen,
+        size: int,
+        adds_to_grad: bool,
+    ) -> tuple[Tensor, Tensor]:
+        buffer_CV = None if weight_VH is None else hidden_NH.new_empty(min(size, len(hidden_NH)), len(weight_VH))
+        logprobs_N, found = _empty(hidden_NH)
+        for part in _parts(len(hidden_NH), size):
+            _measure(_logits(hidden_NH[part], weight_VH, bias_V, buffer_CV), chosen, logprobs_N, found, part)
+        ctx.chosen, ctx.size, ctx.adds_to_grad = chosen, size, adds_to_grad
+        ctx.last_chunk = buffer_CV if any(ctx.needs_input_grad) else None
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V)
+        ctx.softmax = replace(found, entropy=found.entropy.clone())  # A context that holds its outputs is never freed.
+        if not chosen.entropy_gradient:
+            ctx.mark_non_differentiable(found.entropy)
+        return logprobs_N, found.entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        if weight_VH is None:
+            gradient_NV = torch.empty_like(hidden_NH)
+            _write_gradient(hidden_NH, ctx.chosen, ctx.softmax, slice(None), gradients, gradient_NV)
+            return gradient_NV, None, None, None, None, None
+        of_hidden = torch.empty_like(hidden_NH) if wanted[0] else None
+        parts = _parts(len(hidden_NH), ctx.size)
+        earlier = _earlier(weight_VH) if ctx.adds_to_grad else None
+        of_weight = (_sum_for(weight_VH, len(parts)) if earlier is None else earlier) if wanted[1] else None
+        of_bias = _sum_for(bias_V, len(parts)) if wanted[2] else None
+        buffer_CV, ctx.last_chunk = ctx.last_chunk, None  # A second backward pass computes every chunk again.
+        known = buffer_CV is not None
+        if buffer_CV is None:
+            buffer_CV = hidden_NH.new_empty(min(ctx.size, len(hidden_NH)), len(weight_VH))
+        for part in reversed(parts):
+            hidden_CH = hidden_NH[part]
+            logits_CV = buffer_CV[: len(hidden_CH)] if known else _logits(hidden_CH, weight_VH, bias_V, buffer_CV)
+            known = False
+            _write_gradient(logits_CV, ctx.chosen, ctx.softmax, part, gradients, logits_CV)
+            if of_hidden is not None:
+                torch.mm(logits_CV, weight_VH, out=of_hidden[part])
+            if of_weight is not None:
+                _add_product(of_weight, logits_CV, hidden_CH)
+            if of_bias is not None:
+                of_bias += logits_CV.sum(0, dtype=of_bias.dtype)
+        returned = _as(of_weight, weight_VH) if earlier is None else None
+        return of_hidden, returned, _as(of_bias, bias_V), None, None, None
+
+
+def _logprobs(*arguments: Any) -> tuple[Tensor, Tensor]:
+    logprobs_N, entropy_N = _LogProbs.apply(*arguments)  # pyright: ignore[reportUnknownVariableType]
+    return logprobs_N, entropy_N
+
+
+def _parts(count: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _blocks(logits_CV: Tensor, part: slice) -> Iterator[tuple[slice, slice]]:
+    """The rows of each block in a chunk, and among the N positions of which the chunk is `part`."""
+    first = part.start or 0
+    numbers = BLOCK_CPU if logits_CV.device.type == "cpu" else BLOCK_ACCELERATOR
+    for rows in _parts(len(logits_CV), max(1, numbers // max(1, logits_CV.shape[1]))):
+        yield rows, slice(first + rows.start, first + rows.stop)
+
+
+def _empty(like: Tensor) -> tuple[Tensor, Softmax]:
+    """logprobs_N and the rest, to be filled in."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    logprobs_N, *others = (torch.empty(len(like), dtype=dtype, device=like.device) for _ in range(4))
+    return logprobs_N, Softmax(*others)
+
+
+def _logits(hidden_CH: Tensor, weight_VH: Tensor | None, bias_V: Tensor | None, buffer_CV: Tensor | None) -> Tensor:
+    """logits_CV, in the first rows of the buffer."""
+    if weight_VH is None or buffer_CV is None:
+        return hidden_CH
+    logits_CV = buffer_CV[: len(hidden_CH)]
+    if bias_V is None:
+        return torch.mm(hidden_CH, weight_VH.T, out=logits_CV)
+    return torch.addmm(bias_V, hidden_CH, weight_VH.T, out=logits_CV)
+
+
+def _temperatures(chosen: Chosen, rows: slice, like: Tensor) -> Tensor | None:
+    if chosen.temperatures is None:
+        return None
+    return chosen.temperatures[rows, None].to(like.dtype).clamp(min=MIN_TEMPERATURE)
+
+
+def _excluded(logits_BV: Tensor, chosen: Chosen, places: slice) -> Tensor | None:
+    return None if chosen.kept is None else chosen.kept.excluded(places, logits_BV.shape[1])
+
+
+def _shifted(
+    logits_BV: Tensor, max_B1: Tensor, temperatures_B1: Tensor | None, excluded_BV: Tensor | None = None
+) -> Tensor:
+    """(logits - max) / T in float32 or more: at most 0, and `FAR` for excluded tokens."""
+    shifted_BV = logits_BV.to(max_B1.dtype) - max_B1
+    shifted_BV = shifted_BV if temperatures_B1 is None else shifted_BV.div_(temperatures_B1)
+    return shifted_BV if excluded_BV is None else shifted_BV.masked_fill_(excluded_BV, FAR)
+
+
+def _measure(logits_CV: Tensor, chosen: Chosen, logprobs_N: Tensor, found: Softmax, part: slice) -> None:
+    """Fill in the entries of a chunk."""
+    for rows, places in _blocks(logits_CV, part):
+        logits_BV = logits_CV[rows]
+        excluded_BV = _excluded(logits_BV, chosen, places)
+        within_BV = logits_BV if excluded_BV is None else logits_BV.masked_fill(excluded_BV, -math.inf)
+        max_B1 = within_BV.amax(-1, keepdim=True).to(found.largest.dtype)
+        shifted_BV = _shifted(logits_BV, max_B1, _temperatures(chosen, places, max_B1), excluded_BV)
+        exp_BV = shifted_BV.exp()
+        sum_B = exp_BV.sum(-1)
+        log_sum_B = sum_B.log()
+        found.largest[places], found.total[places] = max_B1[:, 0], sum_B
+        logprobs_N[places] = shifted_BV.gather(1, chosen.tokens[places, None])[:, 0] - log_sum_B
+        found.entropy[places] = log_sum_B - exp_BV.mul_(shifted_BV).sum(-1) / sum_B
+
+
+def _write_gradient(
+    logits_CV: Tensor, chosen: Chosen, found: Softmax, part: slice, gradients: Sequence[Tensor], out_CV: Tensor
+) -> None:
+    """Write the gradient of a chunk of logits, which may be `out_CV` itself."""
+    of_logprobs_N, of_entropy_N = gradients
+    for rows, places in _blocks(logits_CV, part):
+        max_B1 = found.largest[places, None]
+        temperatures_B1 = _temperatures(chosen, places, max_B1)
+        excluded_BV = _excluded(logits_CV[rows], chosen, places)
+        shifted_BV = _shifted(logits_CV[rows], max_B1, temperatures_B1, excluded_BV)
+        scale_B1 = of_logprobs_N[places, None]
+        factor_B1 = -scale_B1 / found.total[places, None]
+        if temperatures_B1 is not None:
+            scale_B1, factor_B1 = scale_B1 / temperatures_B1, factor_B1 / temperatures_B1
+        if chosen.entropy_gradient:
+            weights_BV = _with_entropy(shifted_BV, found, places, of_entropy_N, temperatures_B1, factor_B1)
+            gradient_BV = shifted_BV.exp_().mul_(weights_BV)
+        else:
+            gradient_BV = shifted_BV.exp_().mul_(factor_B1)
+        gradient_BV.scatter_add_(1, chosen.tokens[places, None], scale_B1)
+        out_CV[rows] = gradient_BV
+
+
+def _with_entropy(
+    shifted_BV: Tensor,
+    found: Softmax,
+    places: slice,
+    of_entropy_N: Tensor,
+    temperatures_B1: Tensor | None,
+    factor_B1: Tensor,
+) -> Tensor:
+    """What exp(shifted) is multiplied by in the gradient of both, the chosen token's own share excepted."""
+    own_B1 = -of_entropy_N[places, None] / found.total[places, None]
+    own_B1 = own_B1 if temperatures_B1 is None else own_B1 / temperatures_B1
+    offset_B1 = (found.entropy - found.total.log())[places, None]
+    return (shifted_BV + offset_B1).mul_(own_B1).add_(factor_B1)
+
+
+def _sum_for(weight: Tensor, products: int) -> Tensor:
+    """Zeros to which that many products are added: of the weight's precision for one, else at least of float32."""
+    dtype = weight.dtype if products == 1 else torch.promote_types(weight.dtype, torch.float32)
+    return torch.zeros_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _earlier(weight: Tensor) -> Tensor | None:
+    """The gradient of earlier backward passes, if products can be added to it without a loss of precision."""
+    grad = weight.grad if weight.is_leaf else None
+    return grad if grad is not None and torch.finfo(grad.dtype).bits >= 32 and grad.dtype == weight.dtype else None
+
+
+def _add_product(sum_VH: Tensor, gradient_CV: Tensor, hidden_CH: Tensor) -> None:
+    """sum += gradient^T hidden."""
+    if sum_VH.dtype == gradient_CV.dtype:
+        sum_VH.addmm_(gradient_CV.T, hidden_CH)
+        return
+    for rows in _parts(len(sum_VH), max(1, SLICE // sum_VH.shape[1])):
+        sum_VH[rows] += gradient_CV[:, rows].T @ hidden_CH
+
+
+def _as(gradient: Tensor | None, weight: Tensor | None) -> Tensor | None:
+    return None if gradient is None or weight is None else gradient.to(weight.dtype)
+
+
+# -- positions -------------------------------------------------------------------------------------------------------
+
+# A forward pass that computes what follows the last attention only at the positions whose logits are needed.
+#
+# After the last attention, tokens no longer depend on one another, so the last layer's feed-forward block and the
+# output head can leave out the other positions. The model is not rewritten: its modules have hooks during a pass.
+#
+# Shapes: B rows, T tokens of a row, N wanted positions, H hidden.
+
+
+@contextmanager
+def states_at_positions(
+    decoder: nn.Module, positions_N: Tensor, block: nn.Module | None, hidden: list[Tensor]
+) -> Generator[None]:
+    """Append what the decoder returns at `positions_N` of the flattened [B, T] input to `hidden`: hidden_NH. `block`
+    (`last_mlp`) computes these alone, and what follows the decoder computes nothing."""
+
+    def at_positions(states_BTH: Tensor) -> Tensor:
+        return states_BTH.flatten(0, 1).index_select(0, positions_N)
+
+    shapes: list[torch.Size] = []
+
+    def narrow(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        shapes.append(args[0].shape)
+        return (at_positions(args[0]).unsqueeze(0), *args[1:])
+
+    def widen(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        shape = shapes.pop()
+        empty = output.new_zeros(shape[0] * shape[1], shape[2])
+        return empty.index_copy(0, positions_N, output[0]).view(shape)
+
+    def take(module: nn.Module, args: tuple[Tensor, ...], output: Any) -> Any:
+        states_BTH = output["last_hidden_state"]
+        hidden.append(at_positions(states_BTH))
+        output["last_hidden_state"] = states_BTH[:, :0]
+        return output
+
+    with ExitStack() as hooks:
+        hooks.callback(decoder.register_forward_hook(take).remove)
+        if block is not None:
+            hooks.callback(block.register_forward_pre_hook(narrow).remove)
+            hooks.callback(block.register_forward_hook(widen).remove)
+        yield
+
+
+def last_mlp(model: PreTrainedModel) -> nn.Module | None:
+    """The feed-forward block of the last layer, by the name that transformers gives it in most models."""
+    layers: Sequence[Any] = list(getattr(model.get_decoder(), "layers", []))
+    block = getattr(layers[-1], "mlp", None) if layers else None
+    return block if isinstance(block, nn.Module) else None
+
+
+# -- head ------------------------------------------------------------------------------------------------------------
+
+CHUNK_LOGITS = 1 << 24
+"""Logits computed at once: 64 MiB in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTraits:
+    """What is found out about a model by running it."""
+
+    output: Callable[..., Any] = BaseModelOutputWithPast
+    """The type that the decoder returns."""
+    linear: bool = False
+    """Whether logits are those of the output layer."""
+    tokenwise_mlp: bool = False
+    """Whether the feed-forward block of the last layer treats every token independently."""
+    shares: bool = False
+    """Whether rows can use the keys and values of a prefix that was computed once."""
+    joins: bool = False
+    """Whether rows can stand behind one another, apart by a mask and by their positions."""
+
+
+class OutputHead:
+    """What a causal language model does after its decoder: the output layer, and whatever is before it (a scale, a
+    transformation) or follows it (a soft cap). It runs the model with the decoder replaced by given hidden states; the
+    first use is compared with a plain forward pass."""
+
+    def __init__(self, model: PreTrainedModel, traits: ModelTraits | None = None) -> None:
+        """`traits`: those of the same model in another process, where this one cannot be run yet. Raises PolicyError
+        for a model without output embeddings, or whose logits are not those of what its decoder returns."""
+        self._model = _causal_model(model)
+        if self._model.get_output_embeddings() is None:
+            raise PolicyError(f"{type(model).__name__} has no output embeddings; train a causal language model")
+        self.vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
+        self.decoder = _decoder(self._model)
+        self.traits = traits or ModelTraits()
+        if traits is None:
+            self._find_traits()
+
+    @property
+    def linear(self) -> nn.Linear | None:
+        """The layer that computes the logits, if nothing else happens to them now."""
+        layer: Any = self._model.get_output_embeddings()
+        hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
+        return layer if self.traits.linear and not hooked else None
+
+    def __call__(self, hidden_CH: Tensor) -> Tensor:
+        """logits_CV."""
+        ids_1C = torch.zeros(1, len(hidden_CH), dtype=torch.long, device=hidden_CH.device)
+        with _with_decoder_output(self.decoder, self.traits.output(last_hidden_state=hidden_CH.unsqueeze(0))):
+            return self._model(input_ids=ids_1C, use_cache=False).logits[0]
+
+    @torch.no_grad()
+    def _find_traits(self) -> None:
+        """Set `traits` to those of the model."""
+        padding = getattr(self._model.config, "pad_token_id", None)  # transformers warns of it without a mask.
+        ids_1C = torch.tensor([[token for token in range(4) if token != padding]], device=self._model.device)
+        outputs: list[Any] = []
+        with refusing(self._model):
+            with self.decoder.register_forward_hook(lambda _module, _args, output: outputs.append(output)):
+                expected = self._model(input_ids=ids_1C, use_cache=False).logits[0]
+            self.traits = ModelTraits(type(outputs[0]))
+            found = self(outputs[0]["last_hidden_state"][0])
+            if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-3, atol=1e-3):
+                raise ValueError("its logits are not those of what its decoder returns")
+            self.traits = replace(self.traits, linear=self._matches_layer())
+
+    @torch.no_grad()
+    def _matches_layer(self) -> bool:
+        """Whether logits are those of the output layer, also large ones, which a soft cap would change."""
+        layer: Any = self._model.get_output_embeddings()
+        if type(layer) is not nn.Linear:
+            return False
+        hidden_CH = torch.linspace(-9, 9, 2 * layer.in_features, device=layer.weight.device).sin().view(2, -1)
+        largest = nn.functional.linear(hidden_CH, layer.weight.float()).abs().max()
+        for scale in (1.0, 1000.0 / largest.clamp(min=1e-6)):
+            scaled_CH = (hidden_CH * scale).to(layer.weight.dtype)
+            expected = nn.functional.linear(scaled_CH, layer.weight, layer.bias)
+            if not torch.allclose(self(scaled_CH), expected, rtol=1e-3, atol=1e-3):
+                return False
+        return True
+
+
+def token_logprobs(head: OutputHead, hidden_NH: Tensor, chosen: Chosen) -> tuple[Tensor, Tensor]:
+    """log p of the chosen tokens at their temperatures, and the entropies there: [N], float32 or more. The gradient is
+    for `Tensor.backward` alone (`logprobs_from_linear`)."""
+    size = max(1, CHUNK_LOGITS // head.vocabulary)
+    if (linear := head.linear) is not None:
+        return logprobs_from_linear(hidden_NH, linear.weight, linear.bias, chosen, size, adds_to_grad=True)
+    if len(hidden_NH) <= size:
+        return _of_chunk(head, hidden_NH, chosen)
+    found: list[Any] = [
+        checkpoint(_of_chunk, head, hidden_CH, part, use_reentrant=False, preserve_rng_state=False)
+        for hidden_CH, part in zip(hidden_NH.split(size), chosen.split(size), strict=True)
+    ]
+    return torch.cat([logprobs_C for logprobs_C, _ in found]), torch.cat([entropy_C for _, entropy_C in found])
+
+
+def _of_chunk(head: OutputHead, hidden_CH: Tensor, chosen: Chosen) -> tuple[Tensor, Tensor]:
+    return logprobs_from_logits(head(hidden_CH), chosen)
+
+
+def _causal_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The model itself, inside the wrapper that adapters put around it."""
+    head = model.get_output_embeddings()
+    found = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.get_output_embeddings() is head]
+    return found[-1] if found else model
+
+
+def _decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """What computes the hidden states of a causal model, and no logits."""
+    found: nn.Module = model.get_decoder()
+    decoder = found if isinstance(found, PreTrainedModel) else cast(PreTrainedModel, model.base_model)
+    inner = (each for each in model.children() if isinstance(each, PreTrainedModel))
+    return next(inner, model) if decoder is model else decoder  # Of some, as Llama 4, transformers names none.
+
+
+@contextmanager
+def _with_decoder_output(decoder: Any, output: Any) -> Generator[None]:
+    """Let the decoder return `output`, whatever its input."""
+    own = decoder.__dict__.get("forward")  # Libraries that offload weights put one there.
+
+    def forward(*_args: Any, **_options: Any) -> Any:
+        return output
+
+    decoder.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del decoder.forward
+        else:
+            decoder.forward = own
+
 
 # -- gradient checkpointing ------------------------------------------------------------------------------------------
 
@@ -127,19 +631,6 @@ COPY = 16.0
 """Multiply-adds that take as long as copying one number of a cache to a row, forward and backward."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelTraits:
-    """What is found out about a model by running it."""
-
-    head: HeadTraits
-    tokenwise_mlp: bool
-    """Whether the feed-forward block of the last layer treats every token independently."""
-    shares: bool
-    """Whether rows can use the keys and values of a prefix that was computed once."""
-    joins: bool
-    """Whether rows can stand behind one another, apart by a mask and by their positions."""
-
-
 class Forward:
     """Computes log-probabilities with one model. Not thread safe: the weights may not change during a pass."""
 
@@ -158,7 +649,7 @@ class Forward:
         """What it computes in."""
         self.recomputed_layers = layers_to_recompute(model) if gradient_checkpointing else []
         self.cost = cost_model(model)
-        self.head = OutputHead(model, traits and traits.head)
+        self.head = OutputHead(model, traits)
         self.last_mlp = last_mlp(model)
         """What is computed at trained positions only; None turns that off."""
         self.traits = traits or self._probe()
@@ -181,7 +672,7 @@ class Forward:
         joins = can_share(self.model) and can_mask(self.model) and self._agree(whole_NH, self._hidden(lines))
         self.last_mlp = block
         tokenwise_mlp = block is not None and self._agree(whole_NH, self._hidden(plain))
-        return ModelTraits(self.head.traits, tokenwise_mlp, shares, joins)
+        return replace(self.head.traits, tokenwise_mlp=tokenwise_mlp, shares=shares, joins=joins)
 
     def _agree(self, expected_NH: Tensor | None, found_NH: Tensor | None) -> bool:
         """Whether hidden states differ by rounding only."""

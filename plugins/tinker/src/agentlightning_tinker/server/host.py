@@ -252,15 +252,7 @@ class AdapterHost:
         """Sample one answer from the model below the adapters, or from a copy. Raises as `Engine.sample`, and
         PolicyError for a copy that is gone."""
         async with self._held(copy) as name:
-            request = await self.worker.sample(prompt, params, None, name)
-        assert request.finish_reason is not None
-        return Sample(
-            token_ids=tuple(request.sampled),
-            logprobs=tuple(request.logprobs),
-            finish_reason=request.finish_reason,
-            policy_version=request.policy_version,
-            top_logprobs=tuple(request.top_logprobs),
-        )
+            return await self.worker.sample(prompt, params, None, name)
 
     async def score(self, copy: Copy | None, tokens: Sequence[int]) -> FloatArray:
         """log p of each token but the first, at temperature 1 [T - 1]."""

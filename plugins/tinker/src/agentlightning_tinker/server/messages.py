@@ -17,6 +17,8 @@ from agentlightning.errors import ConfigError
 
 proto: Final[Any] = tinker_public_pb2
 _DTYPES: Final = {proto.DTYPE_FLOAT32: "<f4", proto.DTYPE_INT64: "<i8", proto.DTYPE_INT32: "<i4"}
+NO_TOKEN: Final = (0, -99999.0)
+"""What the package reads as none, where fewer tokens can be sampled than were asked for."""
 Row = tuple[list[int], Mapping[str, Any]]
 """A sequence: its tokens, and its inputs of the loss by name, as NumPy arrays."""
 
@@ -78,7 +80,8 @@ def sample_output(samples: Sequence[Sample], prompt_logprobs: Sequence[float] | 
 
 
 def _sequence(sample: Sample) -> Any:
-    top = np.asarray(sample.top_logprobs)  # [T, k, 2], or empty
+    k = max(map(len, sample.top_logprobs), default=0)
+    top = np.asarray([[*row, *[NO_TOKEN] * (k - len(row))] for row in sample.top_logprobs])  # [T, k, 2], or empty
     return proto.SampledSequence(
         stop_reason=proto.STOP_REASON_STOP if sample.finish_reason == "stop" else proto.STOP_REASON_LENGTH,
         tokens=np.asarray(sample.token_ids, "<i4").tobytes(),
@@ -86,7 +89,7 @@ def _sequence(sample: Sample) -> Any:
         topk_sampled_logprobs=None
         if not top.size
         else proto.TopkLogprobs(
-            k=top.shape[1],
+            k=k,
             length=len(top),
             token_ids=top[..., 0].astype("<i4").tobytes(),
             logprobs=top[..., 1].astype("<f4").tobytes(),

@@ -1,6 +1,6 @@
 """What the Tinker API does, over models of this machine: sessions, training runs, samplers and saved weights.
 
-A training run is an adapter over one of the models (`policy.adapters.host`). Saved weights are directories in peft's
+A training run is an adapter over one of the models (`host`). Saved weights are directories in peft's
 format below `folder`, and stay when the server stops; sessions, training runs and samplers are forgotten then, and when
 nothing was heard of a session for `session_seconds`. Errors are ConfigError where the client asked for what cannot be.
 """
