@@ -221,11 +221,8 @@ async def test_the_finals_find_the_better_of_two_early_and_buy_each_result_once(
     good, bad = prompt(*world.instructions), prompt()
     finals = Finals([bad, good])
     await finals.decide(search)
-    [duel] = finals.duels
     assert finals.best == good
-    assert duel.verdict == "better"
-    assert duel.pairs < 40
-    assert duel.p_value <= 0.05
+    assert len(search.training.asked) < 2 * 45, "the test of all pairs goes on after it is decided"
     assert max(Counter(search.training.asked).values()) == 1
     search.finals = finals
     again = made(ReflectiveSearch, world)
@@ -237,5 +234,5 @@ async def test_finals_without_the_budget_keep_the_favourite(made):
     search = made(ReflectiveSearch, PromptWorld(0), budget={"calls": 5})
     finals = Finals([prompt(), prompt("more")])
     await finals.decide(search)
-    assert finals.duels[0].verdict == "budget"
+    assert not search.training.asked
     assert finals.best == prompt()

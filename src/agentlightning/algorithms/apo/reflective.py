@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -112,17 +112,6 @@ class Node:
 # favourite are bought once for all challengers.
 
 
-class Duel(NamedTuple):
-    """What a comparison of two finalists found."""
-
-    verdict: str
-    """better or worse: the challenger is; exhausted: no difference could be shown; budget: it was not finished."""
-    pairs: int
-    difference: float
-    """Mean of challenger - favourite."""
-    p_value: float
-
-
 @dataclass
 class Finals:
     """Chooses among the finalists."""
@@ -136,7 +125,6 @@ class Finals:
     """The largest difference of two rewards; a larger one counts as this."""
     scores: dict[str, dict[int, float]] = Field(default={})
     """Digest -> validation task -> score."""
-    duels: list[Duel] = Field(default_factory=list[Duel])
     winner: dict[str, str] | None = None
 
     @property
@@ -147,32 +135,26 @@ class Finals:
         """Spend the validation tasks, and choose."""
         best: Texts = self.finalists[0]
         for challenger in self.finalists[1:] if search.validation_tasks else ():
-            duel = await self._duel(search, best, challenger)
-            self.duels.append(duel)
-            if duel.verdict == "better" or (duel.verdict in ("exhausted", "budget") and duel.difference > 0):
+            if await self._wins(search, challenger, best):
                 best = challenger
         self.winner = dict(best)
 
-    async def _duel(self, search: Search, best: Texts, challenger: Texts) -> Duel:
+    async def _wins(self, search: Search, challenger: Texts, best: Texts) -> bool:
+        """Whether the challenger is better; where the test cannot tell, or the budget ends it, the higher mean is."""
         tasks, alpha = range(search.validation_tasks), search.config.alpha
         test = PairedSequentialTest(alpha, (-self.span, self.span), max_pairs=max(len(tasks), fewest_pairs(alpha)))
         differences: list[float] = []
-        verdict = "continue"
         for start in range(0, len(tasks), WAVE):
             wave = tasks[start : start + WAVE]
             if search.spending.left() < 2 * len(wave) or search.spending.exhausted() is not None:
-                verdict = "budget"
                 break
             theirs, ours = await self._scores(search, best, wave), await self._scores(search, challenger, wave)
             for mine, other in zip(ours, theirs, strict=True):
                 differences.append(mine - other)
                 verdict = test.update(max(-self.span, min(self.span, mine - other)))
-                if verdict != "continue":
-                    break
-            if verdict != "continue":
-                break
-        mean = fmean(differences) if differences else 0.0
-        return Duel("exhausted" if verdict == "continue" else verdict, len(differences), mean, test.p_value)
+                if verdict in ("better", "worse"):
+                    return verdict == "better"
+        return bool(differences) and fmean(differences) > 0
 
     async def _scores(self, search: Search, candidate: Texts, tasks: Sequence[int]) -> list[float]:
         known = self.scores.setdefault(digest(candidate), {})
