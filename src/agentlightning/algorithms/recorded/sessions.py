@@ -217,7 +217,8 @@ def session_of(rollout: Rollout, spans: Sequence[Span]) -> Session | Rejection:
     try:
         found = trajectory(rollout.rollout_id, attempt_id, own, group_of(rollout))
         links = link_rewards(own)
-        recorded = tuple(_call(span, found, links.intermediate.get(span.span_id)) for span in calls(own))
+        known, rewards = {each.span_id: each for each in found.transitions}, links.intermediate
+        recorded = tuple(_call(span, known.get(span.span_id), rewards.get(span.span_id)) for span in calls(own))
     except (*REJECTING, *UNREADABLE) as error:
         return rejection(rollout.rollout_id, error)
     if not recorded:
@@ -225,11 +226,10 @@ def session_of(rollout: Rollout, spans: Sequence[Span]) -> Session | Rejection:
     return Session(rollout, replace(found, task=rollout.input), recorded, links.parts)
 
 
-def _call(span: Span, found: Trajectory, reward: Any) -> RecordedCall:
+def _call(span: Span, transition: Transition | None, reward: Any) -> RecordedCall:
     attributes = span.attributes
     answers = chat_messages(recorded_objects(attributes.get(names.OUTPUT_MESSAGES)), thoughts=True)
     agent = attributes.get(names.AGENT_NAME)
-    transition = next((each for each in found.transitions if each.span_id == span.span_id), None)
     tools = tuple(recorded_objects(attributes.get(names.TOOL_DEFINITIONS)))
     return RecordedCall(
         span.span_id,
