@@ -72,7 +72,7 @@ def classes_in(hint: Any) -> Iterator[type]:
 
 
 def test_every_type_named_in_a_public_signature_is_public() -> None:
-    from agentlightning.algorithms.feedback import Feedback
+    from agentlightning.algorithms.columns import Feedback
     from agentlightning.algorithms.replay import Replay
     from agentlightning.algorithms.reward_shaping import OverlongPenalty
     from agentlightning.credit import ConstantNormalizer, Normalization

@@ -37,13 +37,14 @@ from agentlightning.algorithms.agents import AgentRoles, without_calls, without_
 from agentlightning.algorithms.base import RolloutsAlgorithm, RolloutsConfig
 from agentlightning.algorithms.columns import (
     CreditAssigner,
+    Feedback,
     Models,
     check_critic,
     needed_columns,
     trains_values,
     with_columns,
+    with_feedback,
 )
-from agentlightning.algorithms.feedback import Feedback, with_feedback
 from agentlightning.algorithms.replay import SIZE, Replay, ReplayBuffer, check_losses
 from agentlightning.algorithms.reward_shaping import (
     OverlongPenalty,

@@ -354,7 +354,7 @@ def to_sample(trajectories: Sequence[Trajectory]) -> TrainingSample:
     """A batch as one tree, in which all tokens to imitate have the same weight. The weights sum to 1."""
     tree = token_tree(trajectories)
     share = 1.0 / max(1, tree.num_sampled)
-    return TrainingSample(tree, weights=[(share,) * len(node.token_ids) for node in tree.nodes])
+    return TrainingSample(tree, weights=[share] * len(tree.nodes))
 
 
 # -- rejection sampling ----------------------------------------------------------------------------------------------
