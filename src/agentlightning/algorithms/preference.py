@@ -24,9 +24,8 @@ from pydantic import FiniteFloat, field_validator
 
 from agentlightning.algorithms.agents import of_target, unusable
 from agentlightning.algorithms.base import RolloutsAlgorithm, RolloutsConfig
-from agentlightning.algorithms.columns import Models, learner_of, scores
 from agentlightning.algorithms.recorded.sessions import Tokenizer, renamed, without_probabilities
-from agentlightning.algorithms.reward_shaping import reward_metrics
+from agentlightning.algorithms.step import Models, learner_of, reward_metrics, scores
 from agentlightning.algorithms.training import Training
 from agentlightning.assemble import shared_calls, token_tree
 from agentlightning.chat.base import Message

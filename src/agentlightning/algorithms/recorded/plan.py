@@ -24,7 +24,6 @@ from typing import Any, Final, Literal, TypeAlias
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.preference import DPO, load_preferences, to_preferences
-from agentlightning.algorithms.recorded.filters import successful
 from agentlightning.algorithms.recorded.sessions import (
     NO_LOGPROBS,
     PART,
@@ -32,6 +31,7 @@ from agentlightning.algorithms.recorded.sessions import (
     TokenizedSession,
     Tokenizer,
     describe_notes,
+    successful,
     without_probabilities,
 )
 from agentlightning.algorithms.sft import RejectionSampling, SFTAlgorithm

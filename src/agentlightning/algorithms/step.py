@@ -1,17 +1,24 @@
-"""What a step asks of the policy before it learns: the columns that losses need and samples lack (log-probabilities
-under a reference, a teacher, the policy with feedback, or the weights that an update starts from), and those that a
-credit rule reads."""
+"""What a step does with its rollouts before the policy learns from them: what it asks the policy for, how it shapes
+rewards and groups, which earlier rollouts it replays, and the training samples that it makes of them.
+
+Of the policy it asks the columns that losses need and samples lack (log-probabilities under a reference, a teacher, the
+policy with feedback, or the weights that an update starts from), and those that a credit rule reads.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
-from agentlightning.algorithms.training import Training
-from agentlightning.assemble import shared_calls, token_tree
+from pydantic import FiniteFloat, PositiveFloat, TypeAdapter, ValidationError, model_validator
+
+from agentlightning.algorithms.training import Collected, Training
+from agentlightning.assemble import OVERRIDDEN_CALLS, TURN_LIMIT_REACHED, shared_calls, token_tree
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.credit import (
     Aggregate,
@@ -25,10 +32,11 @@ from agentlightning.credit import (
     training_samples,
 )
 from agentlightning.credit.agent_rewards import team_score
-from agentlightning.credit.base import CallColumns, answering, by_call, by_node
+from agentlightning.credit.base import CallColumns, answering, by_call, by_node, memory_key
+from agentlightning.credit.rejection import Check
 from agentlightning.credit.rules import ANSWER_LOGPROBS, InformationGainCredit
 from agentlightning.credit.training_samples import RETURNS, VALUES, Trains
-from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.errors import ConfigError, PolicyError, ResumeError
 from agentlightning.policy.base import ScoreColumn
 from agentlightning.policy.learner import Learner
 from agentlightning.policy.losses import (
@@ -36,6 +44,7 @@ from agentlightning.policy.losses import (
     INTERPOLATION,
     PROXIMAL_LOGPROBS,
     REF_LOGPROBS,
+    SAMPLED_LOGPROBS,
     STREAM_WEIGHTS,
     TEACHER_LOGPROBS,
     WEIGHTS,
@@ -51,7 +60,7 @@ from agentlightning.trajectory import (
     Trajectory,
     Transition,
 )
-from agentlightning.util.settings import PositiveShare, Section
+from agentlightning.util.settings import AtLeastOne, PositiveShare, Section
 
 COMPUTED: Final = frozenset({REF_LOGPROBS, TEACHER_LOGPROBS, PROXIMAL_LOGPROBS})
 
@@ -417,3 +426,287 @@ def check_critic(rule: CreditRule, losses: Any) -> None:
             f'credit rule "{rule.type}" needs the values of a trained critic: set policy.value_head="linear" and '
             'loss=["ppo", "value"]'
         )
+
+
+# -- rewards and groups ------------------------------------------------------------------------------------------------
+
+# What a step does to its rewards and groups before credit: truncation, penalties, and which groups are learned
+# from.
+
+
+# -- truncation ------------------------------------------------------------------------------------------------------
+
+# Rollouts that were cut off, by the token limit of an answer or by the limit on turns, and what is learned from
+# them.
+
+LENGTH = "length"
+"""The finish reason of an answer that reached its limit."""
+
+
+def truncated_rollouts(trajectories: Sequence[Trajectory], target_agent: str | None = None) -> frozenset[str]:
+    """The ids of rollouts in which an answer of an agent to train was cut off, or a further call was refused."""
+    return frozenset(
+        each.rollout_id
+        for each in trajectories
+        if TURN_LIMIT_REACHED in each.metadata
+        or any(call.finish_reason == LENGTH and is_target(call.agent, target_agent) for call in each.transitions)
+    )
+
+
+def with_reward(trajectories: Sequence[Trajectory], rollouts: Collection[str], reward: float) -> list[Trajectory]:
+    """The trajectories, some rollouts with another reward."""
+    return [replace(each, reward=reward) if each.rollout_id in rollouts else each for each in trajectories]
+
+
+def without_weight(samples: Sequence[TrainingSample], rollouts: Collection[str]) -> list[TrainingSample]:
+    """The samples with weight 0 for some rollouts. The others weigh what they did."""
+    return [
+        replace(
+            sample,
+            weights=[
+                weights * (node.rollout_id not in rollouts)
+                for node, weights in zip(sample.tree.nodes, sample.weights, strict=True)
+            ],
+            share=sample.share,
+        )
+        for sample in samples
+    ]
+
+
+# -- group filter ----------------------------------------------------------------------------------------------------
+
+# Keeps the groups of a batch whose rewards differ most: those that teach, at the price of fewer rollouts in an update.
+#
+# The uncertainty filter of StarPO-S (Wang et al. 2025, RAGEN, arXiv:2504.20073, section 4.2): groups are ordered by the
+# standard deviation of their rewards, and the first share of them is learned from.
+
+
+def most_uncertain(
+    groups: Sequence[list[Trajectory]], share: float, reward_weights: RewardWeights = None
+) -> list[list[Trajectory]]:
+    """That share of the groups, rounded up, in their order. Of equal ones the earlier are kept."""
+    count = math.ceil(share * len(groups))
+    if count >= len(groups):
+        return list(groups)
+    spreads = [_spread(group, reward_weights) for group in groups]
+    kept = sorted(sorted(range(len(groups)), key=lambda index: -spreads[index])[:count])
+    return [groups[index] for index in kept]
+
+
+def _spread(group: Sequence[Trajectory], weights: RewardWeights) -> float:
+    """The standard deviation of the rewards; -1 where none is known."""
+    rewards = [reward for each in group if (reward := team_score(each, weights)) is not None]
+    return statistics.pstdev(rewards) if rewards else -1.0
+
+
+def groups_with_spread(trajectories: Sequence[Trajectory], weights: RewardWeights) -> int:
+    """The number of groups in which rewards differ."""
+    rewards = [{team_score(each, weights) for each in group} for group in group_trajectories(trajectories)]
+    return sum(len(each - {None}) > 1 for each in rewards)
+
+
+class OverlongPenalty(Section):
+    """A penalty for rollouts with too many sampled tokens, which grows from 0 over the last `buffer` tokens."""
+
+    max_tokens: AtLeastOne
+    """Sampled tokens of a rollout from which the whole penalty applies."""
+    buffer: AtLeastOne
+    """The number of tokens before these over which it grows."""
+    penalty: PositiveFloat = 1.0
+    """What is taken from the reward of a rollout that is too long."""
+
+    @model_validator(mode="after")
+    def _check_buffer(self) -> OverlongPenalty:
+        if self.buffer > self.max_tokens:
+            raise ValueError(f"buffer={self.buffer} is longer than max_tokens={self.max_tokens}; make it shorter")
+        return self
+
+    def of_length(self, tokens: int) -> float:
+        """What is added to the reward, 0 or negative."""
+        free = self.max_tokens - self.buffer
+        return self.penalty * max(-1.0, min(0.0, (free - tokens) / self.buffer))
+
+
+def with_overlong_penalty(
+    trajectories: Sequence[Trajectory],
+    setting: OverlongPenalty,
+    target_agent: str | None = None,
+    weights: RewardWeights = None,
+) -> tuple[list[Trajectory], dict[str, float]]:
+    """The trajectories with the penalty in their rewards, and its mean and the number of rollouts it applies to."""
+    penalties = [setting.of_length(sampled_tokens(each, target_agent)) for each in trajectories]
+    shaped = [_add(each, penalty, weights) for each, penalty in zip(trajectories, penalties, strict=True)]
+    return shaped, {
+        "overlong_penalty": _mean(penalties),
+        "overlong_rollouts": float(sum(penalty < 0 for penalty in penalties)),
+    }
+
+
+async def with_kl_penalty(
+    training: Training,
+    trajectories: Sequence[Trajectory],
+    coefficient: float,
+    models: Models,
+    target_agent: str | None = None,
+    weights: RewardWeights = None,
+) -> tuple[list[Trajectory], dict[str, float]]:
+    """The trajectories with `coefficient` times their divergence from the reference taken from their rewards, and the
+    mean divergence of a rollout in nats."""
+    groups = group_trajectories(trajectories)
+    trees = [token_tree(group) for group in groups]
+    columns = await scores(training, trees, REF_LOGPROBS, models)
+    reference = with_shared(by_call(trees, columns), groups)
+    divergence = [
+        sum(
+            sum(call.logprobs) - float(reference[call.call_id].sum(dtype="float64"))
+            for call in each.transitions
+            if call.call_id in reference and is_target(call.agent, target_agent)
+        )
+        for each in trajectories
+    ]
+    shaped = [_add(each, -coefficient * own, weights) for each, own in zip(trajectories, divergence, strict=True)]
+    return shaped, {"reward_kl": _mean(divergence)}
+
+
+def sampled_tokens(trajectory: Trajectory, target_agent: str | None = None) -> int:
+    """The number of tokens that the agents to train sampled."""
+    calls = trajectory.transitions
+    return sum(len(call.response_token_ids) for call in calls if is_target(call.agent, target_agent))
+
+
+def _add(trajectory: Trajectory, change: float, weights: RewardWeights) -> Trajectory:
+    reward = team_score(trajectory, weights)
+    return trajectory if reward is None or not change else replace(trajectory, reward=reward + change)
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / max(1, len(numbers))
+
+
+def reward_metrics(collected: Collected, weights: RewardWeights) -> Mapping[str, float]:
+    """Mean reward of a batch, without missing rewards, and counts of its calls."""
+    known = [reward for trajectory in collected.trajectories if (reward := team_score(trajectory, weights)) is not None]
+    calls = sum(len(trajectory.transitions) for trajectory in collected.trajectories)
+    return {
+        "reward": sum(known) / len(known) if known else float("nan"),
+        "calls_per_rollout": calls / max(1, len(collected.trajectories)),
+        "calls_overridden": sum(each.metadata.get(OVERRIDDEN_CALLS, 0) for each in collected.trajectories),
+    }
+
+
+# -- replay ------------------------------------------------------------------------------------------------------------
+
+# Replay of recent successes: a group in which no rollout succeeded is joined by earlier successes at its task.
+#
+# Such a group has no spread of rewards and teaches nothing; with a success it does. The replayed tokens keep the
+# log-probabilities that they were sampled with, so a loss weighs them by pi / pi_sampled as any tokens of older
+# weights. The buffer holds ids only: rollouts are read from the store again, and those that are too old, removed, or of
+# no use to the algorithm any more are forgotten and counted.
+
+
+REPLAYED: Final = "replayed_rollouts"
+DROPPED: Final = "replay_dropped"
+SIZE: Final = "replay_size"
+
+
+class Replay(Section):
+    """Which successful rollouts are kept, for how long, and how many of them join a group without success."""
+
+    capacity: AtLeastOne = 64
+    """Rollouts that are kept, of all tasks together; the oldest are forgotten first."""
+    max_age: AtLeastOne = 4
+    """Updates by which a replayed token may be older than the weights that learn from it."""
+    success: FiniteFloat = 1.0
+    """The least reward of a rollout that has succeeded."""
+    rollouts: AtLeastOne = 1
+    """Successful rollouts that join a group without any, the newest first; as many are kept of each task."""
+
+
+def check_losses(losses: Sequence[TokenLoss]) -> None:
+    """Raises ConfigError for losses that would train replayed tokens as if the present weights had sampled them."""
+    if not any({ADVANTAGES, SAMPLED_LOGPROBS} <= loss.needs for loss in losses):
+        names = ", ".join(f'"{loss.type}"' for loss in losses)
+        raise ConfigError(
+            f"replay gives the losses {names} tokens of older weights, and none has a ratio that corrects for these; "
+            "leave replay out, or use ppo"
+        )
+    for loss in losses:
+        if loss.type == "nll":
+            raise ConfigError('loss "nll" imitates replayed tokens without a ratio; leave replay or the loss out')
+
+
+@dataclass(slots=True)
+class ReplayBuffer:
+    """The ids of recent successful rollouts by task, the task that succeeded last at the end."""
+
+    config: Replay
+    weights: RewardWeights = None
+    """Of the named dimensions of a reward."""
+    _ids: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    """By task, the oldest first."""
+
+    @property
+    def size(self) -> int:
+        """The number of rollouts that it holds."""
+        return sum(map(len, self._ids.values()))
+
+    def add(self, trajectories: Sequence[Trajectory]) -> None:
+        """Keep those that succeeded, as far as there is room."""
+        for group in group_trajectories(trajectories):
+            new = [each.rollout_id for each in group if each.status == "succeeded" and self._succeeded(each)]
+            if new:
+                task = memory_key(group)
+                kept = [each for each in self._ids.pop(task, []) if each not in new]
+                self._ids[task] = [*kept, *new][-self.config.rollouts :]
+        self._forget_oldest()
+
+    async def for_groups(
+        self, training: Training, trajectories: Sequence[Trajectory], check: Check, joined: Sequence[Trajectory] = ()
+    ) -> tuple[tuple[Trajectory, ...], dict[str, int]]:
+        """The rollouts that join the groups of `trajectories` without success, and the counts for the step's metrics.
+        Each joins one group of a step: not if it is among those that have `joined` one."""
+        groups = group_trajectories(trajectories)
+        own = {each.rollout_id for each in (*trajectories, *joined)}
+        joins: dict[str, Trajectory] = {}
+        for group in groups:
+            if not any(map(self._succeeded, group)):
+                for rollout_id in self._ids.get(memory_key(group), []):
+                    if rollout_id not in own:
+                        joins.setdefault(rollout_id, group[0])
+        found = await training.recall(
+            {rollout_id: first.group for rollout_id, first in joins.items()},
+            tasks={rollout_id: first.task for rollout_id, first in joins.items()},
+            max_age=self.config.max_age,
+            check=check,
+        )
+        usable = tuple(each for each in found if self._succeeded(each))
+        dropped = joins.keys() - {each.rollout_id for each in usable}
+        for rollout_id in dropped:
+            self._forget(memory_key([joins[rollout_id]]), rollout_id)
+        return usable, {REPLAYED: len(usable), DROPPED: len(dropped)}
+
+    def state_dict(self) -> dict[str, list[str]]:
+        """All of it, as JSON can hold it."""
+        return {task: list(ids) for task, ids in self._ids.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace all of it. Raises ResumeError for what `state_dict` cannot have written."""
+        try:
+            self._ids = TypeAdapter(dict[str, list[str]]).validate_python(state)
+        except ValidationError as error:
+            raise ResumeError(f"the rollouts to replay cannot be read: {error!r}; start a new run") from error
+        self._forget_oldest()
+
+    def _succeeded(self, trajectory: Trajectory) -> bool:
+        reward = team_score(trajectory, self.weights)
+        return reward is not None and reward >= self.config.success
+
+    def _forget_oldest(self) -> None:
+        while self.size > self.config.capacity:
+            task = next(iter(self._ids))
+            self._forget(task, self._ids[task][0])
+
+    def _forget(self, task: str, rollout_id: str) -> None:
+        self._ids[task].remove(rollout_id)
+        if not self._ids[task]:
+            del self._ids[task]
