@@ -68,6 +68,13 @@ def test_columns_are_float32_and_empty_where_nothing_was_sampled() -> None:
     assert sorted(again.columns) == ["advantages", "values", "weights"]
 
 
+def test_one_number_stands_for_all_tokens_of_a_node() -> None:
+    sample = TrainingSample(TREE, weights=[7.0, 0.25])
+    assert [values.tolist() for values in sample.weights] == [[], [0.25, 0.25]]
+    assert sample.share == 0.5
+    assert sample.weights[1].dtype == np.float32
+
+
 @pytest.mark.parametrize("column", [[(0.5, 1.0)], [(), (0.5,)]])
 def test_a_column_that_does_not_fit_its_tree_is_refused(column: Any) -> None:
     with pytest.raises(PolicyError, match="column 'advantages' has"):

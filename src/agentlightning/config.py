@@ -25,12 +25,12 @@ from agentlightning.algorithms.apo.config import (
     SearchBudget,
 )
 from agentlightning.algorithms.base import ALGORITHMS, AlgorithmConfig
-from agentlightning.algorithms.columns import check_value_head
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.algorithms.preference import DPOConfig
 from agentlightning.algorithms.recorded.plan import MethodSetting
 from agentlightning.algorithms.sequential import SequentialConfig
 from agentlightning.algorithms.sft import RejectionSamplingConfig, SFTConfig
+from agentlightning.algorithms.step import check_value_head
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.policy.config import Lora, OptimizerConfig, PolicyConfig, TinkerConfig, WeightsConfig, check_fed

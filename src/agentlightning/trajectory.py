@@ -256,7 +256,8 @@ class TokenTree:
 class TrainingSample:
     """A token tree with what a loss needs for each sampled token, as named columns of NumPy float32.
 
-    Pass columns by name, or several in `columns`; values of nodes that are not sampled are ignored.
+    Pass columns by name, or several in `columns`: for each node a number for each of its tokens, or one for them all.
+    Values of nodes that are not sampled are ignored.
 
     >>> from agentlightning.trajectory import Node, TokenTree, TrainingSample
     >>> tree = TokenTree((Node(-1, (5, 6)), Node(0, (7,), sampled=True, logprobs=(-0.1,))))
@@ -287,7 +288,7 @@ class TrainingSample:
         share: float | None = None,
         **named: Sequence[Any],
     ) -> None:
-        """Raises PolicyError for a column that does not have one number for each sampled token."""
+        """Raises PolicyError for a column that does not have one number for each sampled token, or each node."""
         given = {"advantages": advantages, "weights": weights, **named}
         given = {**(columns or {}), **{name: values for name, values in given.items() if values is not None}}
         arrays = {name: _column(tree, name, values) for name, values in given.items()}
@@ -314,7 +315,10 @@ def _column(tree: TokenTree, name: str, values: Sequence[Any]) -> tuple[FloatArr
         raise PolicyError(f"column {name!r} has {len(values)} entries; give one for each of {len(tree.nodes)} nodes")
     empty = np.zeros(0, np.float32)
     column = tuple(
-        np.asarray(given, np.float32) if node.sampled else empty for node, given in zip(tree.nodes, values, strict=True)
+        (own if (own := np.asarray(given, np.float32)).ndim else np.full(len(node.token_ids), own))
+        if node.sampled
+        else empty
+        for node, given in zip(tree.nodes, values, strict=True)
     )
     for index, (node, array) in enumerate(zip(tree.nodes, column, strict=True)):
         if node.sampled and array.shape != (len(node.token_ids),):

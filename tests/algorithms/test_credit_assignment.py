@@ -11,8 +11,8 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from agentlightning.algorithms.columns import CreditAssigner, check_critic
 from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
+from agentlightning.algorithms.step import CreditAssigner, check_critic
 from agentlightning.algorithms.training import Collected
 from agentlightning.config import TrainConfig
 from agentlightning.credit import Assignment

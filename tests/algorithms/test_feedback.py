@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from tests.support.models import model_tokenizer
 
-from agentlightning.algorithms.feedback import Feedback, Reprompt, feedback_of
 from agentlightning.algorithms.lightning_rl import LightningRL
+from agentlightning.algorithms.step import Feedback, Reprompt, feedback_of
 from agentlightning.algorithms.training import Collected
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.errors import ConfigError

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentlightning.algorithms.columns import Models, scores
 from agentlightning.algorithms.lightning_rl import PRESETS, LightningRL, LightningRLConfig
-from agentlightning.algorithms.reward_shaping import OverlongPenalty
+from agentlightning.algorithms.step import Models, OverlongPenalty, scores
 from agentlightning.algorithms.training import Collected
 from agentlightning.assemble import TURN_LIMIT_REACHED, token_tree
 from agentlightning.credit.base import credit_rule

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentlightning.algorithms.recorded.filters import load_demonstrations
-from agentlightning.algorithms.recorded.sessions import Tokenizer
+from agentlightning.algorithms.recorded.sessions import Tokenizer, load_demonstrations
 from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig, batches, to_sample
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.demo.problems import TOOLS, demonstrations

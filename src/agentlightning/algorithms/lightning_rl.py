@@ -35,22 +35,24 @@ from pydantic import (
 
 from agentlightning.algorithms.agents import AgentRoles, without_calls, without_target
 from agentlightning.algorithms.base import RolloutsAlgorithm, RolloutsConfig
-from agentlightning.algorithms.columns import (
+from agentlightning.algorithms.step import (
+    SIZE,
     CreditAssigner,
+    Feedback,
     Models,
-    check_critic,
-    needed_columns,
-    trains_values,
-    with_columns,
-)
-from agentlightning.algorithms.feedback import Feedback, with_feedback
-from agentlightning.algorithms.replay import SIZE, Replay, ReplayBuffer, check_losses
-from agentlightning.algorithms.reward_shaping import (
     OverlongPenalty,
+    Replay,
+    ReplayBuffer,
+    check_critic,
+    check_losses,
     groups_with_spread,
     most_uncertain,
+    needed_columns,
     reward_metrics,
+    trains_values,
     truncated_rollouts,
+    with_columns,
+    with_feedback,
     with_kl_penalty,
     with_overlong_penalty,
     with_reward,
@@ -67,8 +69,7 @@ from agentlightning.credit import (
     is_target,
     rejections,
 )
-from agentlightning.credit.assignment import EqualGroups
-from agentlightning.credit.normalization import normalization as read_normalization
+from agentlightning.credit.assignment import EqualGroups, read_normalization
 from agentlightning.credit.rejection import Rejection
 from agentlightning.credit.rules import ANSWER_LOGPROBS
 from agentlightning.errors import ConfigError

@@ -24,9 +24,8 @@ from pydantic import FiniteFloat, field_validator
 
 from agentlightning.algorithms.agents import of_target, unusable
 from agentlightning.algorithms.base import RolloutsAlgorithm, RolloutsConfig
-from agentlightning.algorithms.columns import Models, learner_of, scores
 from agentlightning.algorithms.recorded.sessions import Tokenizer, renamed, without_probabilities
-from agentlightning.algorithms.reward_shaping import reward_metrics
+from agentlightning.algorithms.step import Models, learner_of, reward_metrics, scores
 from agentlightning.algorithms.training import Training
 from agentlightning.assemble import shared_calls, token_tree
 from agentlightning.chat.base import Message
@@ -36,7 +35,7 @@ from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.rejection import NO_TARGET_CALLS, Rejection
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.policy.base import UpdateOptions
-from agentlightning.policy.losses import COUNT, FACTOR, MARGIN, REF_LOGPROBS, DPOLoss, Loss, PreferenceLoss
+from agentlightning.policy.losses import COUNT, FACTOR, MARGIN, REF_LOGPROBS, WEIGHTS, DPOLoss, Loss, PreferenceLoss
 from agentlightning.task import json_lines, load_dataset
 from agentlightning.trajectory import CallId, TokenTree, TrainingSample, Trajectory, Transition
 from agentlightning.util.settings import AtLeastOne, SettingsSignature
@@ -444,18 +443,12 @@ class Comparison:
 
     def sample(self, factors: Sequence[float], margin: float, share: float) -> TrainingSample:
         """The tree with the columns of preference losses."""
-        import numpy as np
-
         nodes = self.tree.nodes
         count = sum(len(node.token_ids) for node, factor in zip(nodes, factors, strict=True) if factor)
-
-        def column(values: Sequence[float]) -> list[Any]:
-            return [np.full(len(node.token_ids), own, np.float32) for node, own in zip(nodes, values, strict=True)]
-
-        columns = {
-            "weights": column([share if factor else 0.0 for factor in factors]),
-            MARGIN: column([margin] * len(nodes)),
-            FACTOR: column(factors),
-            COUNT: column([count] * len(nodes)),
+        columns: dict[str, Sequence[float]] = {
+            WEIGHTS: [share if factor else 0.0 for factor in factors],
+            MARGIN: [margin] * len(nodes),
+            FACTOR: factors,
+            COUNT: [count] * len(nodes),
         }
         return TrainingSample(self.tree, columns=columns, share=share)

@@ -28,10 +28,8 @@ from pydantic_core import to_jsonable_python
 
 from agentlightning.algorithms.agents import of_target
 from agentlightning.algorithms.base import Algorithm, AlgorithmConfig, RolloutsAlgorithm, RolloutsConfig
-from agentlightning.algorithms.columns import learner_of
-from agentlightning.algorithms.recorded.filters import Demonstrations, load_demonstrations, to_examples
-from agentlightning.algorithms.recorded.sessions import Tokenizer
-from agentlightning.algorithms.reward_shaping import reward_metrics
+from agentlightning.algorithms.recorded.sessions import Demonstrations, Tokenizer, load_demonstrations, to_examples
+from agentlightning.algorithms.step import learner_of, reward_metrics
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.assemble import token_tree
 from agentlightning.credit.agent_rewards import team_score
@@ -354,7 +352,7 @@ def to_sample(trajectories: Sequence[Trajectory]) -> TrainingSample:
     """A batch as one tree, in which all tokens to imitate have the same weight. The weights sum to 1."""
     tree = token_tree(trajectories)
     share = 1.0 / max(1, tree.num_sampled)
-    return TrainingSample(tree, weights=[(share,) * len(node.token_ids) for node in tree.nodes])
+    return TrainingSample(tree, weights=[share] * len(tree.nodes))
 
 
 # -- rejection sampling ----------------------------------------------------------------------------------------------

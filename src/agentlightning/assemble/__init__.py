@@ -4,7 +4,7 @@ Pure functions over spans that were already read; they do no I/O and know no sto
 for every rollout and hand groups of them to `agentlightning.credit`, which calls `token_tree`.
 """
 
-from agentlightning.assemble.model_calls import calls, transitions, untrainable_calls
+from agentlightning.assemble.model_calls import calls
 from agentlightning.assemble.trajectories import (
     AUTOMATIC_REWARDS,
     OTHER_MODELS,
@@ -43,6 +43,4 @@ __all__ = [
     "steps",
     "token_tree",
     "trajectory",
-    "transitions",
-    "untrainable_calls",
 ]

@@ -120,21 +120,6 @@ def calls(spans: Iterable[Span]) -> list[Span]:
     return [span for span in counted if span.span_id not in lost] if lost else counted
 
 
-def transitions(spans: Iterable[Span], limits: TokenLimits = NO_LIMITS) -> tuple[Transition, ...]:
-    """The model calls whose tokens are known, by sequence number.
-
-    Calls without prompt ids, sampled ids and one log-probability for each sampled id are skipped;
-    `untrainable_calls` names them. So are those whose record cannot be true.
-    """
-    known = (span for span in calls(spans) if has_tokens(span.attributes))
-    return tuple(transition(span) for span in known if not find_defect(span.attributes, limits))
-
-
-def untrainable_calls(spans: Iterable[Span]) -> tuple[str, ...]:
-    """span_ids of the calls `transitions` skips because their tokens are unknown (responses of a provider, say)."""
-    return tuple(span.span_id for span in calls(spans) if not has_tokens(span.attributes))
-
-
 def is_call(span: Span) -> bool:
     """Whether a span is a model call of the agent."""
     operation = span.attributes.get(names.OPERATION_NAME)

@@ -20,8 +20,7 @@ from typing import Any, Final, cast
 
 from agentlightning.chat.base import ChatFormat, ThoughtMarkers
 from agentlightning.chat.lark_grammar import ANY, LarkGrammar, beginning, containing, optional
-from agentlightning.chat.tool_calls.format import ID, CallFormat, Layout, MarkedFormat, NoGrammar
-from agentlightning.chat.tool_calls.template_probe import parse_answer, render_calls
+from agentlightning.chat.tool_calls.format import ID, CallFormat, Layout, NoGrammar, parse_answer, render_calls
 
 _GAP_PATTERN: Final = r"\s{1,4}"
 """Whitespace after a thought."""
@@ -116,7 +115,7 @@ def _optional_calls(
 
 def _call_marker(lark: LarkGrammar, format: CallFormat, layout: Layout) -> str:
     """The marker that begins calls, which some models omit."""
-    if isinstance(format, MarkedFormat):
+    if format.opening:
         return format.opening
     for marker in lark.markers:
         if layout.opening.startswith(marker):

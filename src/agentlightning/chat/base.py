@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from agentlightning.chat.tool_calls.format import CallFormat, ParsedMessage, ParsedToolCall, Tools
-from agentlightning.chat.tool_calls.template_probe import parse_answer
+from agentlightning.chat.tool_calls.format import CallFormat, ParsedMessage, ParsedToolCall, Tools, parse_answer
 from agentlightning.errors import ConfigError
 
 __all__ = ["CallFormat", "ChatFormat", "Message", "ParsedMessage", "ParsedToolCall", "ThoughtMarkers"]
@@ -43,7 +42,7 @@ class ChatFormat(Protocol):
     """Variables passed to the chat template."""
     tools_in_messages: bool = False
     """Whether tools, calls and results are written into messages, as the template has no place for them
-    (`tool_calls.in_messages`)."""
+    (`chat.hf`)."""
     takes_thoughts: bool = True
     """Whether the template writes `reasoning_content` anywhere."""
 

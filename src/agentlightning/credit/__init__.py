@@ -1,7 +1,8 @@
 """Credit assignment: how much better than expected each call of a rollout was."""
 
 from agentlightning.credit.agent_rewards import AgentRewards
-from agentlightning.credit.assignment import Assignment
+from agentlightning.credit.assignment import Aggregate, Assignment, ConstantNormalizer, Normalization
+from agentlightning.credit.assignment import read_normalization as normalization
 from agentlightning.credit.base import (
     Credit,
     CreditContext,
@@ -11,7 +12,6 @@ from agentlightning.credit.base import (
     credit_rule,
     register,
 )
-from agentlightning.credit.normalization import Aggregate, ConstantNormalizer, Normalization, normalization
 from agentlightning.credit.rules import (
     DiscountedCredit,
     GroupRelativeCredit,

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from agentlightning.assemble import shared_calls, token_tree
-from agentlightning.credit.assignment import Assignment
+from agentlightning.credit.assignment import Aggregate, Assignment, Totals, normalizer, sample_share, token_share
 from agentlightning.credit.base import Credit, CreditContext, CreditRule, by_node
-from agentlightning.credit.normalization import Aggregate, Totals, normalizer, sample_share, token_share
 from agentlightning.credit.rejection import Rejection, rejection, without_reward
 from agentlightning.errors import RewardError, UnfaithfulSampleError
 from agentlightning.trajectory import CallId, TokenTree, TrainingSample, Trajectory, Transition

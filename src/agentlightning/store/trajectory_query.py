@@ -10,7 +10,7 @@ from typing import Any, Final
 from agentlightning.errors import ConfigError
 from agentlightning.util.event_loop import run_sync
 
-READ_QUERY: Final = "agentlightning.algorithms.recorded.filters:read_query"
+READ_QUERY: Final = "agentlightning.algorithms.recorded.sessions:read_query"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 from agentlightning import span as names
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.training import RolloutReport
-from agentlightning.assemble.model_calls import calls, has_failed, is_call, model_of, untrainable_calls
+from agentlightning.assemble.model_calls import calls, has_failed, has_tokens, is_call, model_of
 from agentlightning.assemble.trajectories import steps
 from agentlightning.chat.base import ChatFormat
 from agentlightning.config import TrackingConfig, TrainConfig
@@ -101,7 +101,7 @@ def observe(
         policy_calls=len(own),
         other_models=tuple(sorted({model_of(span) or "?" for span in answered if span not in own})),
         failed_calls=tuple(_error(span) for span in spans if is_call(span) and has_failed(span)),
-        without_tokens=len(untrainable_calls(own)),
+        without_tokens=sum(not has_tokens(span.attributes) for span in own),
         sampled_tokens=sum(len(span.attributes.get(names.RESPONSE_TOKEN_IDS) or ()) for span in own),
         truncated=sum("length" in (span.attributes.get(names.FINISH_REASONS) or ()) for span in own),
         offered_tools=tuple(sorted({name for span in own for name in _offered(span)})),

@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.prompt_worlds import START, PromptWorld, grade, report_tasks
 
-from agentlightning.algorithms.apo.config import APOConfig, PromptModel, Spending
-from agentlightning.algorithms.apo.search import Completion, Outcome, SearchContext, Trial, Writer
-from agentlightning.algorithms.apo.text import Texts, digest
+from agentlightning.algorithms.apo.config import APOConfig, PromptModel
+from agentlightning.algorithms.apo.search import Completion, Search
+from agentlightning.algorithms.apo.text import PARENT
+from agentlightning.algorithms.training import RolloutReport
 from agentlightning.resources import PromptTemplate
 
 
 class Follower:
-    """Evaluates candidates, and remembers what it was asked."""
+    """A training run whose agent lives in a simulated world; remembers what it was asked."""
 
     def __init__(self, world: PromptWorld) -> None:
         self.world = world
-        self.splits = {"train": report_tasks(100), "validation": report_tasks(60, 1000)}
-        self.asked: list[tuple[str, Trial]] = []
+        self.train_tasks, self.validation_tasks = report_tasks(100), report_tasks(60, 1000)
+        self.directory = Path()
+        self.asked: list[tuple[str, str]] = []
+        """The text of each rollout and its name, of the candidate, the split, the task and the repetition."""
         self.parents: dict[str, str | None] = {}
         """What each candidate was made from, by digest."""
 
-    async def evaluate(self, texts: Texts, trials: Sequence[Trial], parent: str | None) -> list[Outcome]:
-        self.parents.setdefault(digest(texts), parent)
-        self.asked += [(texts["prompt"], trial) for trial in trials]
-        answers = [
-            self.world.answer(texts["prompt"].format(**self.splits[trial.split][trial.task])) for trial in trials
-        ]
-        return [Outcome(trial.task, grade(answer), answer) for trial, answer in zip(trials, answers, strict=True)]
+    async def try_resources(
+        self, resources: Mapping[str, PromptTemplate], tasks: Mapping[str, Any], metadata: Mapping[str, Any]
+    ) -> list[RolloutReport]:
+        text = resources["prompt"].template
+        reports: list[RolloutReport] = []
+        for name, task in tasks.items():
+            self.parents.setdefault(name.split("-")[0], metadata.get(PARENT))
+            self.asked.append((text, name))
+            answer = self.world.answer(text.format(**task))
+            reports.append(RolloutReport(name, score=grade(answer), output=answer))
+        return reports
+
+    @property
+    def splits(self) -> set[str]:
+        """Of which tasks there were rollouts."""
+        return {name.split("-")[1].rstrip("0123456789") for _, name in self.asked}
 
 
 class Model:
@@ -45,17 +58,18 @@ class Model:
         return Completion(self.reply(messages[-1]["content"]), 3, 2)
 
 
-def _context(world: PromptWorld, **settings: Any) -> SearchContext:
-    config = APOConfig.model_validate(settings)
-    spending = Spending(config.budget)
-    writer = Writer(Model(world.critique), Model(world.edits), spending, config.max_edits, config.max_transcript_chars)
-    start = {"prompt": PromptTemplate(template=START)}
-    return SearchContext(config, start, 100, 60, Follower(world), writer, spending)
+def _made(kind: type[Search], world: PromptWorld, **settings: Any) -> Any:
+    config, start = APOConfig.model_validate(settings), {"prompt": PromptTemplate(template=START)}
+    training: Any = Follower(world)
+    critic: Any = Model(world.critique)
+    editor: Any = Model(world.edits)
+    return kind(config, start, training, critic, editor)
 
 
 @pytest.fixture
-def context() -> Callable[..., SearchContext]:
-    return _context
+def made() -> Callable[..., Any]:
+    """Makes a search of a kind."""
+    return _made
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ from tests.support.prompt_worlds import START, PromptWorld
 from tests.support.provider import Reply, ScriptedProvider, Seen
 
 from agentlightning.algorithms.apo import search
-from agentlightning.algorithms.apo.config import PromptModel, SearchBudget, Spending
-from agentlightning.algorithms.apo.search import MAX_CRITIQUE_CHARS, MAX_SKIPS, ModelError, Outcome, Writer, open_model
+from agentlightning.algorithms.apo.beam import BeamSearch
+from agentlightning.algorithms.apo.config import PromptModel
+from agentlightning.algorithms.apo.search import MAX_CRITIQUE_CHARS, MAX_SKIPS, ModelError, Outcome, open_model
 from agentlightning.errors import ConfigError, TrainingStopped
 
 TEXTS = {"prompt": "Say {word}.", "book": "- Be kind."}
@@ -21,15 +22,23 @@ FAILED = [Outcome(0, 0.25, "Task: red\n" + "x" * 500), Outcome(1, None, "Failure
 ADVICE = "The prompt lacks the colour."
 
 
-def writer(model, critic=lambda _: ADVICE, editor=lambda _: "{}"):
-    return Writer(model(critic), model(editor), Spending(SearchBudget()), 2, 100)
+@pytest.fixture
+def writer(made, model):
+    """Makes a search with these models."""
+
+    def make(critic=lambda _: ADVICE, editor=lambda _: "{}", **settings):
+        search = made(BeamSearch, PromptWorld(), max_edits=2, max_transcript_chars=100, **settings)
+        search.critic, search.editor = model(critic), model(editor)
+        return search
+
+    return make
 
 
-async def test_the_critic_sees_numbered_texts_and_rollouts_cut_in_the_middle(model):
-    asked = writer(model)
+async def test_the_critic_sees_numbered_texts_and_rollouts_cut_in_the_middle(writer):
+    asked = writer()
     critique = await asked.critique(TEXTS, FAILED)
     [text] = asked.critic.asked
-    assert critique.text == ADVICE
+    assert critique == ADVICE
     assert "## prompt\n[1] Say {word}." in text
     assert "## Rollout 1, reward 0.25" in text
     assert "## Rollout 2, reward none\nFailure: it broke" in text
@@ -39,16 +48,19 @@ async def test_the_critic_sees_numbered_texts_and_rollouts_cut_in_the_middle(mod
     assert asked.spending.money == pytest.approx(3.0)
 
 
-async def test_the_critic_counts_items_of_playbooks(model):
-    asked = writer(model, lambda _: f"{ADVICE}\nHELPFUL: 1, 3\nHARMFUL: [2]")
-    critique = await asked.critique(TEXTS, FAILED, ["book"])
+async def test_the_critic_counts_items_of_playbooks(writer):
+    asked = writer(lambda _: f"{ADVICE}\nHELPFUL: 1, 3\nHARMFUL: [2]", playbooks=["book"])
+    book = {"prompt": "Say {word}.", "book": "- Be kind.\n- Be brief.\n- Be loud."}
+    assert await asked.critique(book, FAILED) == ADVICE
+    assert "The lines of book are items" in asked.critic.asked[0]
     assert "HELPFUL" in asked.critic.asked[0]
-    assert (critique.text, critique.helpful, critique.harmful) == (ADVICE, (1, 3), (2,))
+    assert asked.playbook.counts == {"be kind.": [1, 0], "be loud.": [1, 0], "be brief.": [0, 1]}
 
 
-async def test_the_editor_sees_the_advice_and_the_edits_that_did_not_help(model):
-    asked = writer(model)
-    await asked.edit(TEXTS, ADVICE, ["add 'Shout.'"], {"book": "Item [1] helped 2 and harmed 0 times."})
+async def test_the_editor_sees_the_advice_and_the_edits_that_did_not_help(writer):
+    asked = writer(playbooks=["book"])
+    asked.playbook.counts = {"be kind.": [2, 0]}
+    await asked.edit(TEXTS, ADVICE, ["add 'Shout.'"])
     [text] = asked.editor.asked
     assert "at most 2 edits" in text
     assert "- add 'Shout.'" in text
@@ -60,23 +72,23 @@ async def test_the_editor_sees_the_advice_and_the_edits_that_did_not_help(model)
     ("reply", "reason"),
     [("", "critic_empty"), ("?!", "critic_nonsense"), ("word " * MAX_CRITIQUE_CHARS, "critic_over_long")],
 )
-async def test_a_critique_that_cannot_be_used_is_skipped_and_counted(model, reply, reason):
-    asked = writer(model, lambda _: reply)
+async def test_a_critique_that_cannot_be_used_is_skipped_and_counted(writer, reply, reason):
+    asked = writer(lambda _: reply)
     assert await asked.critique(TEXTS, FAILED) is None
     assert asked.skips == {reason: 1}
 
 
-async def test_too_many_useless_replies_in_a_row_end_the_search(model):
-    asked = writer(model, lambda _: "")
+async def test_too_many_useless_replies_in_a_row_end_the_search(writer):
+    asked = writer(lambda _: "")
     for _ in range(MAX_SKIPS - 1):
         await asked.critique(TEXTS, FAILED)
     with pytest.raises(TrainingStopped, match=rf"{MAX_SKIPS} critic_empty.*Use another model"):
         await asked.critique(TEXTS, FAILED)
 
 
-async def test_a_useful_reply_starts_the_count_again(model):
+async def test_a_useful_reply_starts_the_count_again(writer):
     replies = iter([*[""] * (MAX_SKIPS - 1), ADVICE, *[""] * (MAX_SKIPS - 1)])
-    asked = writer(model, lambda _: next(replies))
+    asked = writer(lambda _: next(replies))
     for _ in range(2 * MAX_SKIPS - 1):
         await asked.critique(TEXTS, FAILED)
 
@@ -90,20 +102,18 @@ async def test_a_useful_reply_starts_the_count_again(model):
         '[{"op": "fly"}]',
     ],
 )
-async def test_useless_edits_end_the_search_although_the_critic_is_of_use(model, context, reply):
-    search = context(PromptWorld())
-    search.writer.critic, search.writer.editor = model(lambda _: ADVICE), model(lambda _: reply)
-    parent = {"prompt": START}
+async def test_useless_edits_end_the_search_although_the_critic_is_of_use(writer, reply):
+    search, parent = writer(editor=lambda _: reply), {"prompt": START}
 
     async def go_on() -> None:
         for _ in range(57):
-            await search.writer.critique(TEXTS, FAILED)
-            await search.propose(parent, "be clear")
+            await search.critique(TEXTS, FAILED)
+            await search.edit(parent, "be clear")
 
     with pytest.raises(TrainingStopped, match=rf"{MAX_SKIPS} replies of the editor in a row.*the editor said") as ended:
         await go_on()
     assert reply[:20] in str(ended.value)
-    assert sum(search.writer.skips.values()) == MAX_SKIPS
+    assert sum(search.skips.values()) == MAX_SKIPS
 
 
 # -- endpoints -------------------------------------------------------------------------------------------------------
@@ -192,7 +202,7 @@ async def test_a_client_object_is_called_as_openai_is():
     assert (asked["model"], asked["temperature"]) == ("m", 0.5)
 
 
-async def test_errors_of_a_client_are_counted_not_raised(model):
+async def test_errors_of_a_client_are_counted_not_raised(writer):
     async def create(**_):
         raise RuntimeError("quota")
 
@@ -202,7 +212,8 @@ async def test_errors_of_a_client_are_counted_not_raised(model):
     for call, reason in ((create, "failed"), (hang, "timeout")):
         settings = PromptModel(model="m", timeout_seconds=0.01)
         opened = await open_model(settings, Client(call), AsyncExitStack(), "critic")
-        asked = Writer(opened, opened, Spending(SearchBudget()), 3, 100)
+        asked = writer()
+        asked.critic = opened
         assert await asked.critique(TEXTS, FAILED) is None
         assert asked.skips == {f"critic_{reason}": 1}
 

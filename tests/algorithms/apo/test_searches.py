@@ -31,66 +31,66 @@ def quality(world: PromptWorld, candidate: Texts) -> float:
 
 
 @pytest.mark.parametrize(("kind", "calls"), [(PromptWorld, 420), (InteractingWorld, 1100)])
-async def test_reflective_finds_the_hidden_instructions(context, kind, calls):
+async def test_reflective_finds_the_hidden_instructions(made, kind, calls):
     found: list[float] = []
     for seed in range(5):
         world = kind(seed)
-        search = ReflectiveSearch(context(world, budget={"calls": calls}, seed=seed))
+        search = made(ReflectiveSearch, world, budget={"calls": calls}, seed=seed)
         found.append(quality(world, await run(search)))
-        assert search.context.spending.calls <= calls
+        assert search.spending.calls <= calls
     assert statistics.median(found) >= (0.95 if kind is PromptWorld else 0.9)
     assert min(found) > 0.75
 
 
-async def test_a_result_of_a_parent_is_never_bought_twice(context):
-    search = ReflectiveSearch(context(PromptWorld(0), budget={"calls": 300}))
+async def test_a_result_of_a_parent_is_never_bought_twice(made):
+    search = made(ReflectiveSearch, PromptWorld(0), budget={"calls": 300})
     await run(search)
-    bought = Counter(search.context.evaluator.asked)
+    bought = Counter(search.training.asked)
     assert max(bought.values()) == 1
 
 
-async def test_a_bad_edit_costs_only_the_failures_it_was_written_for(context):
-    made = context(PromptWorld(0, insight=0.0, luck=0.0), budget={"calls": 200}, patience=8)
-    search = ReflectiveSearch(made)
+async def test_a_bad_edit_costs_only_the_failures_it_was_written_for(made):
+    search = made(ReflectiveSearch, PromptWorld(0, insight=0.0, luck=0.0), budget={"calls": 200}, patience=8)
     while search.finals is None:
         await search.step()
-    of_children = [text for text, _ in made.evaluator.asked if text != START]
-    assert made.counts["rejected_screen"] == made.counts["proposed"] > 3
-    assert len(of_children) <= made.counts["proposed"] * made.config.reflection_size
+    of_children = [text for text, _ in search.training.asked if text != START]
+    assert search.counts["rejected_screen"] == search.counts["proposed"] > 3
+    assert len(of_children) <= search.counts["proposed"] * search.config.reflection_size
 
 
-async def test_no_validation_task_is_used_before_the_finals(context):
-    search = ReflectiveSearch(context(PromptWorld(0), budget={"calls": 250}))
+async def test_no_validation_task_is_used_before_the_finals(made):
+    search = made(ReflectiveSearch, PromptWorld(0), budget={"calls": 250})
     while search.finals is None:
         await search.step()
-    assert {trial.split for _, trial in search.context.evaluator.asked} == {"train"}
-    assert search.context.spending.calls <= 250 - search.reserved + 5
+    assert search.training.splits == {"train"}
+    assert search.spending.calls <= 250 - search.reserved + 5
     await search.step()
-    assert "validation" in {trial.split for _, trial in search.context.evaluator.asked}
+    assert "validation" in search.training.splits
 
 
-async def test_a_search_that_ends_for_its_budget_says_so(context):
-    search = ReflectiveSearch(context(PromptWorld(0), budget={"calls": 60}))
+async def test_a_search_that_ends_for_its_budget_says_so(made):
+    search = made(ReflectiveSearch, PromptWorld(0), budget={"calls": 60})
     await run(search)
     assert search.ended_for_budget
     assert "60 evaluations" in str(search.ended)
-    patient = ReflectiveSearch(context(PromptWorld(0, insight=0.0), budget={"calls": 500}, patience=3))
+    patient = made(ReflectiveSearch, PromptWorld(0, insight=0.0), budget={"calls": 500}, patience=3)
     await run(patient)
     assert not patient.ended_for_budget
     assert "none of the last 3 proposals" in str(patient.ended)
 
 
 @pytest.mark.parametrize("kind", [ReflectiveSearch, BeamSearch])
-async def test_a_search_goes_on_from_its_state(context, kind):
+async def test_a_search_goes_on_from_its_state(made, kind):
     settings = {"budget": {"calls": 200}, "beam": {"branch_factor": 1, "beam_width": 2, "val_batch_size": 8}}
-    whole = kind(context(PromptWorld(2), **settings))
-    broken = kind(context(PromptWorld(2), **settings))
+    whole = made(kind, PromptWorld(2), **settings)
+    broken = made(kind, PromptWorld(2), **settings)
     for _ in range(2):
         await whole.step()
         await broken.step()
     state = json.loads(json.dumps(broken.state_dict()))
-    resumed = kind(broken.context)
+    resumed = kind(broken.config, broken.start, broken.training, broken.critic, broken.editor)
     resumed.load_state_dict(state)
+    resumed.spending = broken.spending
     for _ in range(6):
         if whole.ended is None:
             await whole.step()
@@ -99,9 +99,9 @@ async def test_a_search_goes_on_from_its_state(context, kind):
     assert resumed.state_dict() == whole.state_dict()
 
 
-async def test_a_line_that_is_not_needed_is_taken_back(context):
+async def test_a_line_that_is_not_needed_is_taken_back(made):
     world = PromptWorld(0, follow=1.0, luck=0.0)
-    search = ReflectiveSearch(context(world, budget={"calls": 2000}))
+    search = made(ReflectiveSearch, world, budget={"calls": 2000})
     node = search.pool[0]
     node.texts = prompt(ADVICE[0], *world.instructions)
     for line in [ADVICE[0], *world.instructions[:3]]:
@@ -118,31 +118,32 @@ async def test_a_line_that_is_not_needed_is_taken_back(context):
     assert world.given(text) == set(range(12))
 
 
-async def test_a_child_that_loses_a_line_is_tried_on_what_that_line_turned(context):
+async def test_a_child_that_loses_a_line_is_tried_on_what_that_line_turned(made):
     world = PromptWorld(0, follow=1.0, luck=0.0)
-    search = ReflectiveSearch(context(world, budget={"calls": 2000}))
+    search = made(ReflectiveSearch, world, budget={"calls": 2000})
     kept, lost = world.instructions[:2]
     parent = search.pool[0]
     parent.texts = prompt(kept, lost)
     child = parent.child(prompt(kept), 1)
     needing = [i for i in range(100) if world.needs(f"{i:04d}") == (1,)]
     search.credits["prompt", f"- {lost}"] = needing[:1]
-    [outcome] = await search.context.evaluate(parent.texts, [Trial(needing[0])])
+    [outcome] = await search.run_trials(parent.texts, [Trial(needing[0])])
     parent.add(outcome)
     assert not await search.guards(child, parent)
 
 
 @pytest.mark.parametrize("kind", [ReflectiveSearch, BeamSearch, GepaSearch])
-async def test_each_candidate_is_tried_with_the_one_that_it_was_made_from(context, model, tmp_path, kind):
+async def test_each_candidate_is_tried_with_the_one_that_it_was_made_from(made, model, tmp_path, kind):
     name = kind.__name__.removesuffix("Search").lower()
-    made = context(PromptWorld(0), search=name, budget={"calls": 200})
-    made.directory = tmp_path
     if kind is GepaSearch:
         pytest.importorskip("gepa")
-        made.writer.critic = model(made.evaluator.world.reflect)
-    await run(kind(made))
-    texts = {digest({"prompt": text}): text for text, _ in made.evaluator.asked}
-    parents = made.evaluator.parents
+    search = made(kind, PromptWorld(0), search=name, budget={"calls": 200})
+    search.training.directory = tmp_path
+    if kind is GepaSearch:
+        search.critic = model(search.training.world.reflect)
+    await run(search)
+    texts = {digest({"prompt": text}): text for text, _ in search.training.asked}
+    parents = search.training.parents
     assert len(parents) > 4
     assert [texts[child] for child, parent in parents.items() if parent is None] == [START]
     order = [*parents]
@@ -151,93 +152,87 @@ async def test_each_candidate_is_tried_with_the_one_that_it_was_made_from(contex
             assert order.index(parent) < order.index(child)
             if kind is not GepaSearch:  # Its editor writes the whole text anew.
                 new = set(texts[child].splitlines()) ^ set(texts[parent].splitlines())
-                assert 0 < len(new) <= 2 * made.config.max_edits
+                assert 0 < len(new) <= 2 * search.config.max_edits
 
 
 # -- the other searches ----------------------------------------------------------------------------------------------
 
 
-async def test_beam_scores_on_validation_and_improves(context):
+async def test_beam_scores_on_validation_and_improves(made):
     world = PromptWorld(0)
     beam = {"beam_width": 2, "branch_factor": 2, "beam_rounds": 4, "gradient_batch_size": 3, "val_batch_size": 10}
-    search = BeamSearch(context(world, search="beam", beam=beam, budget={"calls": 600}))
+    search = made(BeamSearch, world, search="beam", beam=beam, budget={"calls": 600})
     best = await run(search)
     assert search.round == 4
     assert quality(world, best) > quality(world, {"prompt": START})
     assert len(search.beam) <= 2
 
 
-async def test_gepa_searches_with_this_run_and_stops_at_its_budget(context, model, tmp_path):
+async def test_gepa_searches_with_this_run_and_stops_at_its_budget(made, model, tmp_path):
     pytest.importorskip("gepa")
     world = PromptWorld(0)
-    made = context(world, search="gepa", budget={"calls": 300})
-    made.writer.critic = model(world.reflect)
-    made.directory = tmp_path
-    search = GepaSearch(made)
+    search = made(GepaSearch, world, search="gepa", budget={"calls": 300})
+    search.critic = model(world.reflect)
+    search.training.directory = tmp_path
     best = await run(search)
     assert search.ended_for_budget
-    assert made.spending.calls < 300 + 20
-    assert made.counts["accepted"] > 0, "every mutation was skipped"
+    assert search.spending.calls < 300 + 20
+    assert search.counts["accepted"] > 0, "every mutation was skipped"
     assert quality(world, best) > quality(world, {"prompt": START})
 
 
-async def test_a_gepa_search_goes_on_from_its_own_files_with_a_larger_budget(context, model, tmp_path):
+async def test_a_gepa_search_goes_on_from_its_own_files_with_a_larger_budget(made, model, tmp_path):
     pytest.importorskip("gepa")
 
-    def made(calls: int) -> GepaSearch:
-        opened = context(PromptWorld(0), search="gepa", budget={"calls": calls})
-        opened.writer.critic = model(opened.evaluator.world.reflect)
-        opened.directory = tmp_path
-        return GepaSearch(opened)
+    def opened(calls: int) -> GepaSearch:
+        search = made(GepaSearch, PromptWorld(0), search="gepa", budget={"calls": calls})
+        search.critic = model(search.training.world.reflect)
+        search.training.directory = tmp_path
+        return search
 
-    first = made(150)
+    first = opened(150)
     before = await run(first)
-    again = made(300)
+    again = opened(300)
     again.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    again.context.spending.load_state_dict(first.context.spending.state_dict())
+    again.spending.load_state_dict(first.spending.state_dict())
     assert again.favourite == before
     await run(again)
-    assert {text for text, _ in again.context.evaluator.asked} - {START}
-    assert len(again.context.evaluator.asked) <= 300 - 150 + 20, "it began again"
-    assert again.context.counts["accepted"] >= first.context.counts["accepted"]
+    assert {text for text, _ in again.training.asked} - {START}
+    assert len(again.training.asked) <= 300 - 150 + 20, "it began again"
+    assert again.counts["accepted"] >= first.counts["accepted"]
 
 
-async def test_a_gepa_candidate_that_breaks_its_template_is_not_run(context, model, tmp_path):
+async def test_a_gepa_candidate_that_breaks_its_template_is_not_run(made, model, tmp_path):
     pytest.importorskip("gepa")
-    made = context(PromptWorld(0), search="gepa", budget={"calls": 60})
-    made.writer.critic = model(lambda _: "```\nWrite something.\n```")
-    made.directory = tmp_path
-    search = GepaSearch(made)
+    search = made(GepaSearch, PromptWorld(0), search="gepa", budget={"calls": 60})
+    search.critic = model(lambda _: "```\nWrite something.\n```")
+    search.training.directory = tmp_path
     assert (await run(search)) == {"prompt": START}
-    assert made.counts["schema_violations"] > 0
-    assert {text for text, _ in made.evaluator.asked} == {START}
+    assert search.skips["schema_violations"] > 0
+    assert {text for text, _ in search.training.asked} == {START}
 
 
 # -- finals ----------------------------------------------------------------------------------------------------------
 
 
-async def test_the_finals_find_the_better_of_two_early_and_buy_each_result_once(context):
+async def test_the_finals_find_the_better_of_two_early_and_buy_each_result_once(made):
     world = PromptWorld(0)
-    made = context(world, budget={"calls": 500})
+    search = made(ReflectiveSearch, world, budget={"calls": 500})
     good, bad = prompt(*world.instructions), prompt()
     finals = Finals([bad, good])
-    await finals.decide(made)
-    [duel] = finals.duels
+    await finals.decide(search)
     assert finals.best == good
-    assert duel.verdict == "better"
-    assert duel.pairs < 40
-    assert duel.p_value <= 0.05
-    assert max(Counter(made.evaluator.asked).values()) == 1
-    search = ReflectiveSearch(made)
+    assert len(search.training.asked) < 2 * 45, "the test of all pairs goes on after it is decided"
+    assert max(Counter(search.training.asked).values()) == 1
     search.finals = finals
-    again = ReflectiveSearch(made)
+    again = made(ReflectiveSearch, world)
     again.load_state_dict(json.loads(json.dumps(search.state_dict())))
     assert again.favourite == good
 
 
-async def test_finals_without_the_budget_keep_the_favourite(context):
-    made = context(PromptWorld(0), budget={"calls": 5})
+async def test_finals_without_the_budget_keep_the_favourite(made):
+    search = made(ReflectiveSearch, PromptWorld(0), budget={"calls": 5})
     finals = Finals([prompt(), prompt("more")])
-    await finals.decide(made)
-    assert finals.duels[0].verdict == "budget"
+    await finals.decide(search)
+    assert not search.training.asked
     assert finals.best == prompt()

@@ -12,8 +12,7 @@ from tests.support.tokenizer import tiny_tokenizer
 
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.chat.tool_calls import FORMATS, call_format
-from agentlightning.chat.tool_calls.format import ParsedToolCall, is_short_id
-from agentlightning.chat.tool_calls.template_probe import CallReader, parse_answer
+from agentlightning.chat.tool_calls.format import CallReader, ParsedToolCall, is_short_id, parse_answer
 from agentlightning.errors import ConfigError
 
 ASKED = {"role": "user", "content": "?"}

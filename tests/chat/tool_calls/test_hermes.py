@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.chat.tool_calls import HERMES
-from agentlightning.chat.tool_calls.format import ParsedToolCall
-from agentlightning.chat.tool_calls.template_probe import parse_answer
+from agentlightning.chat.tool_calls.format import ParsedToolCall, parse_answer
 
 
 def read_hermes(text):

@@ -13,26 +13,10 @@ from contextlib import AsyncExitStack
 from typing import Any, Final, Self
 
 from agentlightning.algorithms.apo.beam import BeamSearch
-from agentlightning.algorithms.apo.config import (
-    APOConfig,
-    BeamSearchConfig,
-    PromptModel,
-    Spending,
-    announcement,
-    check_budget,
-)
+from agentlightning.algorithms.apo.config import APOConfig, BeamSearchConfig, PromptModel, announcement, check_budget
 from agentlightning.algorithms.apo.gepa import GepaSearch
 from agentlightning.algorithms.apo.reflective import ReflectiveSearch
-from agentlightning.algorithms.apo.search import (
-    ModelError,
-    RunEvaluator,
-    Search,
-    SearchContext,
-    Writer,
-    ask_endpoint,
-    open_model,
-    templates,
-)
+from agentlightning.algorithms.apo.search import ModelError, Search, ask_endpoint, open_model
 from agentlightning.algorithms.apo.text import placeholders
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.training import Collected, Training
@@ -123,13 +107,12 @@ class APO(Algorithm[APOConfig]):
         search = self._search
         if search is None:
             return self._learned
-        context = search.context
         return {
             "search": self.config.search,
             "state": search.state_dict(),
-            "spending": context.spending.state_dict(),
-            "counts": dict(context.counts),
-            "skips": dict(context.writer.skips),
+            "spending": search.spending.state_dict(),
+            "counts": dict(search.counts),
+            "skips": dict(search.skips),
             "ended": search.ended,
             "for_budget": search.ended_for_budget,
         }
@@ -143,8 +126,7 @@ class APO(Algorithm[APOConfig]):
             raise ConfigError(
                 "no prompt was optimised yet; run the algorithm: Trainer(algorithm=...).fit(agent, tasks)"
             )
-        context = self._search.context
-        return next(iter(templates(context.start, self._search.favourite).values()))
+        return next(iter(self._search.templates(self._search.favourite).values()))
 
     async def prepare(self, training: Training) -> Mapping[str, str]:
         """A short call of critic and editor, where they are behind an endpoint, shows that it knows model and key."""
@@ -154,9 +136,8 @@ class APO(Algorithm[APOConfig]):
             search = await self._open(training, start, stack, load=False)
         if not self._learned:
             check_budget(self.config.budget, search.smallest_budget, self.config.search)
-        writer = search.context.writer
-        for part, model in {"critic": writer.critic, "editor": writer.editor}.items():
-            if model.send is not ask_endpoint or (part == "editor" and model is writer.critic):
+        for part, model in {"critic": search.critic, "editor": search.editor}.items():
+            if model.send is not ask_endpoint or (part == "editor" and model is search.critic):
                 continue
             try:
                 await model.complete([{"role": "user", "content": "Reply with the word ready."}])
@@ -179,29 +160,27 @@ class APO(Algorithm[APOConfig]):
                 await search.step()
                 if search.ended is None and training.step + 1 >= self.total_steps:
                     search.end(f"its {self.total_steps} rounds are done")
-                await self._finish_step(training, start, search)
+                await self._finish_step(training, search)
             self._report(training, search)
 
-    async def _finish_step(self, training: Training, start: Mapping[str, PromptTemplate], search: Search) -> None:
-        context = search.context
-        await training.publish(dict(templates(start, search.favourite)))
-        spent = context.spending
-        counts = {f"apo_{name}": float(count) for name, count in {**context.counts, **context.writer.skips}.items()}
+    async def _finish_step(self, training: Training, search: Search) -> None:
+        await training.publish(dict(search.templates(search.favourite)))
+        spent = search.spending
+        counts = {f"apo_{name}": float(count) for name, count in {**search.counts, **search.skips}.items()}
         metrics = {"apo_evaluations": spent.calls, "apo_model_calls": spent.model_calls, "apo_tokens": spent.tokens}
         await training.finish_step(Collected(()), {**metrics, "apo_money": spent.money, **counts})
 
     def _report(self, training: Training, search: Search) -> None:
-        """Say why the search ended, and what was refused or skipped."""
-        context = search.context
+        """Say why the search ended, and what of critic and editor could not be used."""
         text = f"the search ended because {search.ended or 'all rounds are done'}"
         if search.ended_for_budget:
             training.warn("apo_budget", f"{text}; more might be found: resume it with a larger algorithm.budget")
         else:
             training.note(text)
-        for reason, message in context.first.items():
-            training.warn(f"apo_{reason}", f"{context.counts[reason]} edits were rejected; the first: {message}")
-        if context.writer.skips:
-            training.warn("apo_skips", f"replies of critic and editor that could not be used: {context.writer.skipped}")
+        for reason, count in search.skips.items():
+            first = f"; the first: {search.first[reason]}" if reason in search.first else ""
+            shown = reason.replace("_", " ")
+            training.warn(f"apo_{reason}", f"{count} replies of critic and editor could not be used ({shown}){first}")
 
     def _templates(self, training: Training) -> dict[str, PromptTemplate]:
         """The templates to optimise. Raises ConfigError where there are none, or an engine cannot read one."""
@@ -227,37 +206,24 @@ class APO(Algorithm[APOConfig]):
     ) -> Search:
         """`load`: whether models on this machine are opened, which takes time and memory."""
         config = self.config
-        spending = Spending(config.budget)
         critic = await open_model(config.critic, self.client, stack, "critic", load=load)
         editor = critic
         if config.editor is not None and config.search != "gepa":
             editor = await open_model(config.editor, self.client, stack, "editor", load=load)
-        writer = Writer(critic, editor, spending, config.max_edits, config.max_transcript_chars)
-        context = SearchContext(
-            config,
-            start,
-            len(training.train_tasks),
-            len(training.validation_tasks),
-            RunEvaluator(training, start, config.budget),
-            writer,
-            spending,
-            directory=training.directory,
-        )
-        on_favourite = self.on_favourite
-        if on_favourite is not None:
-            context.on_favourite = lambda texts: on_favourite(dict(texts), spending.calls)
-        return SEARCHES[config.search](context)
+        search = SEARCHES[config.search](config, start, training, critic, editor)
+        search.on_favourite = self.on_favourite
+        return search
 
     def _restore(self, search: Search) -> None:
         """Continue a search. One that ended for its budget goes on if the budget has grown since."""
-        learned, context = self._learned, search.context
+        learned = self._learned
         if learned["search"] != self.config.search:
             raise ConfigError(f"the run is a search {learned['search']!r}; resume it with search={learned['search']!r}")
         search.load_state_dict(learned["state"])
-        context.spending.load_state_dict(learned["spending"])
-        context.counts.update(learned["counts"])
-        context.writer.skips.update(learned["skips"])
+        search.spending.load_state_dict(learned["spending"])
+        search.counts.update(learned["counts"])
+        search.skips.update(learned["skips"])
         if learned["ended"] is not None:
             search.end(learned["ended"], budget=learned["for_budget"])
-            if learned["for_budget"] and context.spending.exhausted() is None:
+            if learned["for_budget"] and search.spending.exhausted() is None:
                 search.reopen()

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, ClassVar
 
-from agentlightning.algorithms.apo.search import Outcome, Search, SearchContext, Split, Trial, score_of
+from agentlightning.algorithms.apo.search import Outcome, Search, Split, Trial, score_of
 from agentlightning.algorithms.apo.text import Texts
 
 
@@ -28,10 +28,10 @@ class BeamSearch(Search):
         "runs": int,
     }
 
-    def __init__(self, context: SearchContext) -> None:
-        super().__init__(context)
-        self.settings = context.config.beam
-        self.beam: list[Texts] = [context.seed]
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.settings = self.config.beam
+        self.beam: list[Texts] = [self.best]
         self.best_score: float | None = None
         self.round = 0
         self.runs = 0
@@ -39,10 +39,10 @@ class BeamSearch(Search):
 
     @property
     def smallest_budget(self) -> int:
-        return self.settings.gradient_batch_size + 2 * min(self.settings.val_batch_size, self.context.validation_tasks)
+        return self.settings.gradient_batch_size + 2 * min(self.settings.val_batch_size, self.validation_tasks)
 
     async def step(self) -> None:
-        spending, tasks = self.context.spending, range(self.context.validation_tasks)
+        spending, tasks = self.spending, range(self.validation_tasks)
         if not tasks:
             return self.end("there are no validation tasks to score prompts on; give some")
         if self.round == 0 and self.settings.run_initial_validation and spending.left() >= len(tasks):
@@ -57,39 +57,36 @@ class BeamSearch(Search):
         return None
 
     async def _round(self) -> None:
-        context, children = self.context, list(self.beam)
+        children = list(self.beam)
         for parent in self.beam:
             for _ in range(self.settings.branch_factor):
                 child = await self._child(parent)
                 if child is not None and child not in children:
                     children.append(child)
-        everything = range(context.validation_tasks)
+        everything = range(self.validation_tasks)
         tasks = sorted(self.random.sample(everything, min(self.settings.val_batch_size, len(everything))))
         scores: list[tuple[float, Texts]] = []
         for each in children:
-            if context.spending.left() < len(tasks):
+            if self.spending.left() < len(tasks):
                 break
             scores.append((await self._score(each, tasks), each))
         scores.sort(key=lambda scored: -scored[0])
         self.beam = [each for _, each in scores[: self.settings.beam_width]] or self.beam
         first = self.beam[0]
-        if not scores or first == self.best or context.spending.left() < len(everything):
+        if not scores or first == self.best or self.spending.left() < len(everything):
             return
         score = await self._score(first, everything)
         if self.best_score is None or score > self.best_score:
             self.best, self.best_score = first, score
-            context.counts["accepted"] += 1
-            context.on_favourite(first)
+            self.counts["accepted"] += 1
+            self.show_favourite()
 
     async def _child(self, parent: Texts) -> Texts | None:
-        context = self.context
-        count = min(self.settings.gradient_batch_size, context.train_tasks, context.spending.left())
+        count = min(self.settings.gradient_batch_size, self.train_tasks, self.spending.left())
         if count == 0:
             return None
-        found = await context.write(
-            parent, await self._run(parent, self.random.sample(range(context.train_tasks), count))
-        )
-        context.counts["proposed"] += found is not None
+        found = await self.write(parent, await self._run(parent, self.random.sample(range(self.train_tasks), count)))
+        self.counts["proposed"] += found is not None
         return None if found is None else found[0]
 
     async def _score(self, candidate: Texts, tasks: Sequence[int]) -> float:
@@ -97,4 +94,4 @@ class BeamSearch(Search):
 
     async def _run(self, candidate: Texts, tasks: Sequence[int], split: Split = "train") -> list[Outcome]:
         self.runs += 1
-        return await self.context.evaluate(candidate, [Trial(task, self.runs, split) for task in tasks])
+        return await self.run_trials(candidate, [Trial(task, self.runs, split) for task in tasks])

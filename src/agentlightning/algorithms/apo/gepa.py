@@ -12,7 +12,7 @@ from contextlib import suppress
 from statistics import fmean
 from typing import Any, ClassVar, TypeVar
 
-from agentlightning.algorithms.apo.search import BudgetSpentError, Outcome, Search, SearchContext, Trial, score_of
+from agentlightning.algorithms.apo.search import BudgetSpentError, Outcome, Search, Trial, score_of
 from agentlightning.algorithms.apo.text import ReplyError, Texts
 from agentlightning.errors import MissingExtraError, TrainingStopped
 
@@ -27,15 +27,15 @@ class GepaSearch(Search):
     propose_new_texts = None
     """gepa asks for it, and skips every mutation without a word where the attribute is missing."""
 
-    def __init__(self, context: SearchContext) -> None:
-        super().__init__(context)
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self.runs = 0
         self.failure: BaseException | None = None
         """What ended the search: gepa itself goes on after errors."""
         self.stopping = False
         self.reflected: Texts | None = None
         """The candidate that gepa makes another one from."""
-        limit, tasks = context.config.gepa.validation_tasks, context.validation_tasks
+        limit, tasks = self.config.gepa.validation_tasks, self.validation_tasks
         self.validation = tasks if limit is None else min(limit, tasks)
         """The number of validation tasks that are used."""
         try:
@@ -45,13 +45,13 @@ class GepaSearch(Search):
 
     @property
     def smallest_budget(self) -> int:
-        return 2 * (self.validation + self.context.config.gepa.minibatch)
+        return 2 * (self.validation + self.config.gepa.minibatch)
 
     async def step(self) -> None:
         """The whole search."""
         if self.validation == 0:
             return self.end("there are no validation tasks to score prompts on; give some")
-        self._loop, spending = asyncio.get_running_loop(), self.context.spending
+        self._loop, spending = asyncio.get_running_loop(), self.spending
         self.failure = None
         task = asyncio.create_task(asyncio.to_thread(self._optimize))
         try:
@@ -72,12 +72,12 @@ class GepaSearch(Search):
     def _optimize(self) -> Any:
         import gepa  # pyright: ignore[reportMissingImports]
 
-        config, context = self.context.config, self.context
+        config = self.config
         optimize: Any = vars(gepa)["optimize"]
         with suppress(BudgetSpentError):
             return optimize(
-                dict(context.seed),
-                [Trial(task) for task in range(context.train_tasks)],
+                {name: each.template for name, each in self.start.items()},
+                [Trial(task) for task in range(self.train_tasks)],
                 [Trial(task, split="validation") for task in range(self.validation)],
                 adapter=self,
                 reflection_lm=self.reflect,
@@ -85,7 +85,7 @@ class GepaSearch(Search):
                 perfect_score=config.success,
                 stop_callbacks=self._stops,
                 logger=_Silent(),
-                run_dir=str(context.directory / "gepa"),
+                run_dir=str(self.training.directory / "gepa"),
                 seed=config.seed,
             )
 
@@ -93,13 +93,13 @@ class GepaSearch(Search):
 
     def _stops(self, state: Any) -> bool:
         scores = [fmean(each.values()) if each else 0.0 for each in state.prog_candidate_val_subscores]
-        self.context.counts["accepted"] = max(0, len(scores) - 1)
+        self.counts["accepted"] = max(0, len(scores) - 1)
         if scores:
             best = dict(state.program_candidates[scores.index(max(scores))])
             if best != self.best:
                 self.best = best
-                self.context.on_favourite(best)
-        return self.stopping or self.failure is not None or self.context.spending.exhausted() is not None
+                self.show_favourite()
+        return self.stopping or self.failure is not None or self.spending.exhausted() is not None
 
     # -- what gepa calls -----------------------------------------------------------------------------------------------
 
@@ -116,27 +116,28 @@ class GepaSearch(Search):
 
     async def _evaluate(self, batch: Sequence[Trial], candidate: Texts) -> list[Outcome]:
         try:
-            self.context.check(candidate)
+            self.check(candidate)
         except ReplyError as error:
+            self.count_skip(error.reason, str(error))
             return [Outcome(trial.task, None, str(error)) for trial in batch]
         if self.reflected is not None and candidate != self.reflected:
-            self.context.descend(candidate, self.reflected)
+            self.descend(candidate, self.reflected)
             self.reflected = None
         self.runs += 1
-        return await self.context.evaluate(candidate, [Trial(each.task, self.runs, each.split) for each in batch])
+        return await self.run_trials(candidate, [Trial(each.task, self.runs, each.split) for each in batch])
 
     def make_reflective_dataset(
         self, candidate: dict[str, str], eval_batch: Any, components_to_update: Sequence[str]
     ) -> dict[str, list[dict[str, str]]]:
         self.reflected = dict(candidate)
-        most = self.context.config.max_transcript_chars
+        most = self.config.max_transcript_chars
         shown = [{"Rollout": each.transcript[:most], "Reward": str(each.score)} for each in eval_batch.trajectories]
         return dict.fromkeys(components_to_update, shown)
 
     def reflect(self, prompt: Any) -> str:
         """A reply of the critic, which also writes in this search; empty where there was none."""
-        self.context.counts["proposed"] += 1
-        reply = self._call(self.context.writer.ask("critic", ROLE, str(prompt)))
+        self.counts["proposed"] += 1
+        reply = self._call(self.ask("critic", ROLE, str(prompt)))
         return "" if reply is None else reply.text
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:

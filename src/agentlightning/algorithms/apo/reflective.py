@@ -18,12 +18,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from agentlightning.algorithms.apo.search import BudgetSpentError, Outcome, Search, SearchContext, Trial, score_of
+from agentlightning.algorithms.apo.search import BudgetSpentError, Outcome, Search, Trial, score_of
 from agentlightning.algorithms.apo.text import Texts, digest
 from agentlightning.evaluation.sequential import PairedSequentialTest, fewest_pairs
 
@@ -112,17 +112,6 @@ class Node:
 # favourite are bought once for all challengers.
 
 
-class Duel(NamedTuple):
-    """What a comparison of two finalists found."""
-
-    verdict: str
-    """better or worse: the challenger is; exhausted: no difference could be shown; budget: it was not finished."""
-    pairs: int
-    difference: float
-    """Mean of challenger - favourite."""
-    p_value: float
-
-
 @dataclass
 class Finals:
     """Chooses among the finalists."""
@@ -136,48 +125,41 @@ class Finals:
     """The largest difference of two rewards; a larger one counts as this."""
     scores: dict[str, dict[int, float]] = Field(default={})
     """Digest -> validation task -> score."""
-    duels: list[Duel] = Field(default_factory=list[Duel])
     winner: dict[str, str] | None = None
 
     @property
     def best(self) -> Texts:
         return self.winner or self.finalists[0]
 
-    async def decide(self, context: SearchContext) -> None:
+    async def decide(self, search: Search) -> None:
         """Spend the validation tasks, and choose."""
         best: Texts = self.finalists[0]
-        for challenger in self.finalists[1:] if context.validation_tasks else ():
-            duel = await self._duel(context, best, challenger)
-            self.duels.append(duel)
-            if duel.verdict == "better" or (duel.verdict in ("exhausted", "budget") and duel.difference > 0):
+        for challenger in self.finalists[1:] if search.validation_tasks else ():
+            if await self._wins(search, challenger, best):
                 best = challenger
         self.winner = dict(best)
 
-    async def _duel(self, context: SearchContext, best: Texts, challenger: Texts) -> Duel:
-        tasks, alpha = range(context.validation_tasks), context.config.alpha
+    async def _wins(self, search: Search, challenger: Texts, best: Texts) -> bool:
+        """Whether the challenger is better; where the test cannot tell, or the budget ends it, the higher mean is."""
+        tasks, alpha = range(search.validation_tasks), search.config.alpha
         test = PairedSequentialTest(alpha, (-self.span, self.span), max_pairs=max(len(tasks), fewest_pairs(alpha)))
         differences: list[float] = []
-        verdict = "continue"
         for start in range(0, len(tasks), WAVE):
             wave = tasks[start : start + WAVE]
-            if context.spending.left() < 2 * len(wave) or context.spending.exhausted() is not None:
-                verdict = "budget"
+            if search.spending.left() < 2 * len(wave) or search.spending.exhausted() is not None:
                 break
-            theirs, ours = await self._scores(context, best, wave), await self._scores(context, challenger, wave)
+            theirs, ours = await self._scores(search, best, wave), await self._scores(search, challenger, wave)
             for mine, other in zip(ours, theirs, strict=True):
                 differences.append(mine - other)
                 verdict = test.update(max(-self.span, min(self.span, mine - other)))
-                if verdict != "continue":
-                    break
-            if verdict != "continue":
-                break
-        mean = fmean(differences) if differences else 0.0
-        return Duel("exhausted" if verdict == "continue" else verdict, len(differences), mean, test.p_value)
+                if verdict in ("better", "worse"):
+                    return verdict == "better"
+        return bool(differences) and fmean(differences) > 0
 
-    async def _scores(self, context: SearchContext, candidate: Texts, tasks: Sequence[int]) -> list[float]:
+    async def _scores(self, search: Search, candidate: Texts, tasks: Sequence[int]) -> list[float]:
         known = self.scores.setdefault(digest(candidate), {})
         missing = [Trial(task, split="validation") for task in tasks if task not in known]
-        known |= {outcome.task: score_of(outcome) for outcome in await context.evaluate(candidate, missing)}
+        known |= {outcome.task: score_of(outcome) for outcome in await search.run_trials(candidate, missing)}
         return [known[task] for task in tasks]
 
 
@@ -195,9 +177,9 @@ class ReflectiveSearch(Search):
         "finals": Finals | None,
     }
 
-    def __init__(self, context: SearchContext) -> None:
-        super().__init__(context)
-        self.pool = [Node(dict(context.seed))]
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.pool = [Node(dict(self.best))]
         """The candidates to go on from; the best come first."""
         self.credits: dict[Line, list[int]] = {}
         """Added line -> the tasks whose failures it turned. A child that loses a line is tried on just these."""
@@ -209,7 +191,7 @@ class ReflectiveSearch(Search):
         self.fruitless = 0
         """Proposals in a row of which none was accepted."""
         self.finals: Finals | None = None
-        self.order = list(range(context.train_tasks))
+        self.order = list(range(self.train_tasks))
         self.random.shuffle(self.order)
 
     @property
@@ -219,21 +201,20 @@ class ReflectiveSearch(Search):
     @property
     def reserved(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Half of the budget at most: two finalists on the validation tasks, in pairs."""
-        calls, finalists = self.context.spending.budget.calls, self.context.config.finalists
-        wanted = finalists * self.context.validation_tasks if finalists > 1 else 0
+        calls, finalists = self.spending.budget.calls, self.config.finalists
+        wanted = finalists * self.validation_tasks if finalists > 1 else 0
         return wanted if calls is None else min(wanted, calls // 2)
 
     @property
     def smallest_budget(self) -> int:
-        return 2 * (2 * self.context.config.reflection_size + 1 + self.context.config.guards)
+        return 2 * (2 * self.config.reflection_size + 1 + self.config.guards)
 
     async def step(self) -> None:
-        context = self.context
         if self.finals is not None:
-            await self.finals.decide(context)
+            await self.finals.decide(self)
             return self.end(self.finals.why, budget=self.finals.for_budget)
-        spent = context.spending.exhausted(self.reserved)
-        if spent is not None or self.fruitless >= context.config.patience:
+        spent = self.spending.exhausted(self.reserved)
+        if spent is not None or self.fruitless >= self.config.patience:
             why = spent or f"none of the last {self.fruitless} proposals was accepted"
             return self.end_search(why, budget=spent is not None)
         self.number += 1
@@ -241,15 +222,15 @@ class ReflectiveSearch(Search):
             line = self.prunable
             accepted = await (self._propose() if line is None else self._prune(line))
         except BudgetSpentError:
-            calls = context.spending.budget.calls
+            calls = self.spending.budget.calls
             return self.end_search(f"what is left of its budget of {calls} evaluations is too little", budget=True)
         self.fruitless = 0 if accepted else self.fruitless + 1
-        context.on_favourite(self.favourite)
+        self.show_favourite()
         return None
 
     def end_search(self, why: str, *, budget: bool) -> None:
         """Go on with the finals."""
-        finalists = [node.texts for node in self.pool[: self.context.config.finalists]]
+        finalists = [node.texts for node in self.pool[: self.config.finalists]]
         known = [score_of(each) for node in self.pool for each in node.last.values()]
         self.finals = Finals(finalists, why, budget, span=max([*known, 1.0]) - min([*known, 0.0]))
 
@@ -265,30 +246,30 @@ class ReflectiveSearch(Search):
     def _add(self, node: Node) -> None:
         self.pool.append(node)
         self._sort()
-        del self.pool[self.context.config.pool :]
+        del self.pool[self.config.pool :]
 
     async def _propose(self) -> bool:
-        context, others = self.context, self.pool[1:]
+        others = self.pool[1:]
         # Now and then another than the favourite, so that one unlucky rejection does not end the search.
         parent = self.random.choice(others) if others and self.random.random() > FAVOURITE_SHARE else self.pool[0]
         failures = await self._failures(parent)
         if not failures:
-            context.counts["without_failures"] += 1
+            self.counts["without_failures"] += 1
             return False
         for failure in failures:
             parent.reflections[failure.task] = parent.reflections.get(failure.task, 0) + 1
-        proposed = await context.write(parent.texts, failures, parent.rejected[-8:])
+        proposed = await self.write(parent.texts, failures, parent.rejected[-8:])
         if proposed is None:
             return False
         texts, words = proposed
         if any(node.texts == texts for node in self.pool):
-            context.counts["unchanged"] += 1
+            self.counts["unchanged"] += 1
             return False
         key = f"{digest(parent.texts)}-{digest(texts)}"
         child = self.children.pop(key, None) or parent.child(texts, self.number)
         lost = await self._lost(child, parent, failures)
-        context.counts["proposed"] += 1
-        context.counts[f"rejected_{lost}" if lost else "accepted"] += 1
+        self.counts["proposed"] += 1
+        self.counts[f"rejected_{lost}" if lost else "accepted"] += 1
         if lost is None:
             self._add(child)
             return True
@@ -300,7 +281,7 @@ class ReflectiveSearch(Search):
     async def _failures(self, node: Node) -> list[Outcome]:
         """Failures to reflect on: recorded ones, and those of tasks of which the least is known: untried ones, then
         those that only ancestors ran, then the rest."""
-        config, spending = self.context.config, self.context.spending
+        config, spending = self.config, self.spending
         found, rounds = node.failures(config.success), 0
         while len(found) < (config.reflection_size if rounds == 0 else 1) and rounds < 4:
             known, runs = node.tasks, Counter(each.task for each in node.outcomes)
@@ -315,7 +296,7 @@ class ReflectiveSearch(Search):
 
     async def _run(self, node: Node, tasks: Sequence[int]) -> list[Outcome]:
         trials = [Trial(task, repeat=len(node.own(task))) for task in tasks]
-        outcomes = await self.context.evaluate(node.texts, trials)
+        outcomes = await self.run_trials(node.texts, trials)
         for outcome in outcomes:
             node.add(outcome)
         return outcomes
@@ -339,7 +320,7 @@ class ReflectiveSearch(Search):
     async def guards(self, child: Node, parent: Node, screened: Collection[int] = ()) -> bool:
         """Whether the child keeps the parent's successes, tried one after the other: first those that lines turned
         which it no longer has. Fewer are tried where the parent seldom succeeds: its successes are then mostly luck."""
-        config = self.context.config
+        config = self.config
         solved = {task for task in parent.tasks if parent.score(task) >= config.success} - set(screened)
         missing = added_lines(child.texts, parent.texts)
         endangered = sorted(solved & {task for line in missing for task in self.credits.get(line, ())})
@@ -371,12 +352,12 @@ class ReflectiveSearch(Search):
         lines = node.texts[name].splitlines()
         lines.remove(text)
         shorter = node.child({**node.texts, name: "\n".join(lines)}, self.number)
-        self.context.descend(shorter.texts, node.texts)
+        self.descend(shorter.texts, node.texts)
         for task in (self.credits[line][:2] * 2)[:2]:
             [outcome] = await self._run(shorter, [task])
-            if score_of(outcome) < self.context.config.success:
+            if score_of(outcome) < self.config.success:
                 return False
-        self.context.counts["pruned"] += 1
+        self.counts["pruned"] += 1
         self.pool.remove(node)
         self._add(shorter)
         return True

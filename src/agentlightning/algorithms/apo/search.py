@@ -15,9 +15,8 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, NamedTuple, cast
 
 from pydantic import TypeAdapter
@@ -259,40 +258,6 @@ def _part(part: Any) -> str:
     return as_text(fields.get("content", fields.get("response", "")))
 
 
-@dataclass(frozen=True, slots=True)
-class RunEvaluator:
-    """Runs the agent of a training run with candidates."""
-
-    training: Training
-    start: Mapping[str, PromptTemplate]
-    budget: SearchBudget
-    """With the prices of the agent's calls."""
-
-    async def evaluate(self, texts: Texts, trials: Sequence[Trial], parent: str | None) -> list[Outcome]:
-        """One rollout for each trial, in their order; they run at the same time. `parent`: the digest of the candidate
-        that this one was made from."""
-        splits = {"train": self.training.train_tasks, "validation": self.training.validation_tasks}
-        names = [f"{digest(texts)}-{each.split}{each.task:05d}-{each.repeat}" for each in trials]
-        tasks = dict(zip(names, (splits[each.split][each.task] for each in trials), strict=True))
-        made_from = {} if parent is None else {PARENT: parent}
-        reports = await self.training.try_resources(dict(templates(self.start, texts)), tasks, made_from)
-        found = dict(zip(tasks, reports, strict=True))
-        return [
-            Outcome(
-                trial.task,
-                found[name].score,
-                transcript(tasks[name], found[name]),
-                *usage(found[name].spans, self.budget),
-            )
-            for name, trial in zip(names, trials, strict=True)
-        ]
-
-
-def templates(start: Mapping[str, PromptTemplate], texts: Texts) -> dict[str, PromptTemplate]:
-    """The templates with other texts."""
-    return {name: start[name].model_copy(update={"template": text}) for name, text in texts.items()}
-
-
 # -- critic ----------------------------------------------------------------------------------------------------------
 
 # The critic and the editor: what they are asked, and what their replies mean.
@@ -327,95 +292,6 @@ EDITOR_TASK: Final = (
 _COUNTER = re.compile(r"^\W*(HELPFUL|HARMFUL)\b(.*)$", re.MULTILINE)
 
 
-class Critique(NamedTuple):
-    """What the critic says, and the items of playbooks that it counts as helpful or harmful, by line number."""
-
-    text: str
-    helpful: tuple[int, ...] = ()
-    harmful: tuple[int, ...] = ()
-
-
-@dataclass(slots=True)
-class Writer:
-    """Asks critic and editor, counts what cannot be used, and accounts for what they cost."""
-
-    critic: LanguageModel
-    editor: LanguageModel
-    spending: Spending
-    max_edits: int
-    max_transcript_chars: int
-    skips: Counter[str] = field(default_factory=Counter[str])
-    """Replies that could not be used, by reason."""
-    in_a_row: Counter[str] = field(default_factory=Counter[str])
-    """By part, critic or editor: its unusable replies since the last one that was of use."""
-    _first: dict[str, str] = field(default_factory=dict[str, str])
-
-    async def critique(
-        self, texts: Mapping[str, str], rollouts: Sequence[Outcome], playbooks: Sequence[str] = ()
-    ) -> Critique | None:
-        """What the texts lack, from these rollouts. None: skipped and counted."""
-        counters = [COUNTERS_TASK.format(names=", ".join(playbooks))] if playbooks else []
-        shown = [show_rollout(each, number, self.max_transcript_chars) for number, each in enumerate(rollouts, 1)]
-        parts = ["# Texts", show_texts(texts, {}), "# Rollouts", *shown, "# Your task", CRITIC_TASK, *counters]
-        reply = await self.ask("critic", CRITIC_ROLE, "\n\n".join(parts))
-        if reply is None:
-            return None
-        text = reply.text.strip()
-        if len(text) > MAX_CRITIQUE_CHARS or reply.truncated:
-            return self.skip("critic", "critic_over_long", f"the critic wrote {len(text)} characters, or was cut off")
-        if not re.search(r"\w+\W+\w+", text):
-            return self.skip("critic", "critic_nonsense", f"the critic said {text[:100]!r}, which is no advice")
-        self.in_a_row["critic"] = 0
-        helpful, harmful = (_numbers(text, word) for word in ("HELPFUL", "HARMFUL"))
-        return Critique(_COUNTER.sub("", text).strip(), helpful, harmful)
-
-    async def edit(
-        self,
-        texts: Mapping[str, str],
-        critique: str,
-        rejected: Sequence[str] = (),
-        notes: Mapping[str, str] | None = None,
-    ) -> str | None:
-        """The editor's reply. `rejected` are edits of these texts that did not help; `notes` follow the texts they are
-        named after. None: skipped and counted."""
-        parts = ["# Texts", show_texts(texts, notes or {}), "# Advice", critique]
-        if rejected:
-            parts += ["# Edits tried before that did not help", "\n".join(f"- {each}" for each in rejected)]
-        parts += ["# Your task", EDITOR_TASK.format(max_edits=self.max_edits)]
-        reply = await self.ask("editor", EDITOR_ROLE, "\n\n".join(parts))
-        return None if reply is None else reply.text
-
-    async def ask(self, part: str, role: str, text: str) -> Completion | None:
-        """A reply of the critic or the editor; None: there was none, which is counted."""
-        model = self.critic if part == "critic" else self.editor
-        try:
-            reply = await model.complete([{"role": "system", "content": role}, {"role": "user", "content": text}])
-        except ModelError as error:
-            return self.skip(part, f"{part}_{error.reason}", str(error))
-        self.spending.count_model(model.settings, reply.input_tokens, reply.output_tokens)
-        if not reply.text.strip():
-            return self.skip(part, f"{part}_empty", f"the {part}'s reply is empty")
-        return reply
-
-    @property
-    def skipped(self) -> str:
-        """How many replies could not be used, by reason."""
-        return ", ".join(f"{count} {name}" for name, count in self.skips.items())
-
-    def skip(self, part: str, reason: str, message: str) -> None:
-        """Count a skipped reply. Raises TrainingStopped after too many of critic or editor in a row."""
-        self.skips[reason] += 1
-        if not self.in_a_row[part]:
-            self._first[part] = message
-        self.in_a_row[part] += 1
-        if self.in_a_row[part] >= MAX_SKIPS:
-            raise TrainingStopped(
-                f"{MAX_SKIPS} replies of the {part} in a row could not be used ({self.skipped}). The first: "
-                f"{self._first[part]}. Use another model (algorithm.{part}), or raise its max_tokens or timeout_seconds"
-                "; the run can be resumed"
-            )
-
-
 def show_texts(texts: Mapping[str, str], notes: Mapping[str, str]) -> str:
     """The texts with numbered lines."""
     shown = {name: [f"## {name}", numbered(text), notes.get(name)] for name, text in texts.items()}
@@ -443,115 +319,46 @@ class BudgetSpentError(Exception):
     """The budget does not allow the evaluations that a step needs: the step ends there."""
 
 
-@dataclass(slots=True)
-class SearchContext:
-    """What a search works with."""
-
-    config: APOConfig
-    start: Mapping[str, PromptTemplate]
-    """The templates to begin with."""
-    train_tasks: int
-    validation_tasks: int
-    evaluator: RunEvaluator
-    writer: Writer
-    spending: Spending
-    counts: Counter[str] = field(default_factory=Counter[str])
-    """What was proposed, accepted, rejected and skipped, by reason."""
-    first: dict[str, str] = field(default_factory=dict[str, str])
-    """The first message of each kind of refused edit."""
-    on_favourite: Callable[[Texts], object] = lambda texts: None
-    """Called with the candidate that would be the result if the search ended now."""
-    parents: dict[str, str] = field(default_factory=dict[str, str])
-    """Digest of a candidate -> that of the one it was made from. Rollouts record it, so that no checkpoint has to."""
-    directory: Path = Path()
-    """Where a search may keep files of its own."""
-    playbook: Playbook = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.playbook = Playbook(self.config.playbooks)
-
-    @property
-    def seed(self) -> Texts:
-        return {name: template.template for name, template in self.start.items()}
-
-    async def evaluate(self, texts: Texts, trials: Sequence[Trial]) -> list[Outcome]:
-        """Outcomes, accounted for. Raises BudgetSpentError where the budget does not allow so many."""
-        if self.spending.left() < len(trials):
-            raise BudgetSpentError
-        parent = self.parents.get(digest(texts))
-        outcomes = await self.evaluator.evaluate(texts, trials, parent) if trials else []
-        for outcome in outcomes:
-            self.spending.count_evaluation(outcome.tokens, outcome.money)
-        self.counts["failed_rollouts"] += sum(outcome.score is None for outcome in outcomes)
-        return outcomes
-
-    def descend(self, child: Texts, parent: Texts) -> None:
-        """Remember what a candidate was made from. The first of several counts."""
-        self.parents.setdefault(digest(child), digest(parent))
-
-    def check(self, texts: Texts) -> None:
-        """Raises ReplyError, and counts it, for texts that do not keep the placeholders of their templates."""
-        for name, template in self.start.items():
-            problem = schema_violation(template, texts[name])
-            if problem is not None:
-                raise self.refused(ReplyError("schema_violations", f"an edit of {name!r} {problem}"))
-
-    def refused(self, error: ReplyError) -> ReplyError:
-        """The error of an edit that cannot be used, counted."""
-        self.counts[error.reason] += 1
-        self.first.setdefault(error.reason, str(error))
-        return error
-
-    async def write(
-        self, parent: Texts, rollouts: Sequence[Outcome], rejected: Sequence[str] = ()
-    ) -> tuple[Texts, str] | None:
-        """A child of the critic's and the editor's, after these rollouts, and the edits in words. None: there is none,
-        which is counted. `rejected`: edits that did not help."""
-        critique = await self.writer.critique(parent, rollouts, self.playbook.names)
-        if critique is None:
-            return None
-        self.playbook.count(parent, critique.helpful, critique.harmful)
-        return await self.propose(parent, critique.text, rejected)
-
-    async def propose(self, parent: Texts, critique: str, rejected: Sequence[str] = ()) -> tuple[Texts, str] | None:
-        """A child with the editor's bounded edits, and these in words. None: there was none, which is counted."""
-        reply = await self.writer.edit(parent, critique, rejected, self.playbook.notes(parent))
-        if reply is None:
-            return None
-        try:
-            edits, dropped = read_edits(reply, self.config.max_edits, self.config.max_edit_chars)
-            self.counts["edits_left_out"] += dropped
-            try:
-                child = self.playbook.pruned(apply_edits(parent, edits))
-            except ReplyError as error:
-                raise self.refused(error) from None
-            self.check(child)
-        except ReplyError as error:
-            self.writer.skip("editor", error.reason, f"{error}; the editor said {reply[:200]!r}")
-            return None
-        self.writer.in_a_row["editor"] = 0
-        if child == parent:
-            self.counts["unchanged"] += 1
-            return None
-        self.descend(child, parent)
-        return child, "; ".join(map(str, edits))
-
-
 class Search(ABC):
-    """A way to find better texts."""
+    """A way to find better texts: what its strategies have in common."""
 
     learned: ClassVar[Mapping[str, Any]]
     """The attributes that its state consists of, by name, and their types."""
     reserved = 0
     """Evaluations that are put aside for validation."""
 
-    def __init__(self, context: SearchContext) -> None:
-        self.context = context
-        self.random = random.Random(context.config.seed)
-        self.best: Texts = context.seed
+    def __init__(
+        self,
+        config: APOConfig,
+        start: Mapping[str, PromptTemplate],
+        training: Training,
+        critic: LanguageModel,
+        editor: LanguageModel,
+    ) -> None:
+        """`start`: the templates to begin with; `training` runs the agent, on the tasks that a search may see."""
+        self.config, self.start, self.training = config, start, training
+        self.critic, self.editor = critic, editor
+        self.train_tasks, self.validation_tasks = len(training.train_tasks), len(training.validation_tasks)
+        self.spending = Spending(config.budget)
+        self.playbook = Playbook(config.playbooks)
+        self.random = random.Random(config.seed)
+        self.counts = Counter[str]()
+        """What was proposed, accepted and rejected, by reason."""
+        self.skips = Counter[str]()
+        """Replies of critic and editor that could not be used, by reason."""
+        self.first: dict[str, str] = {}
+        """The first message of each of these reasons."""
+        self.parents: dict[str, str] = {}
+        """Digest of a candidate -> that of the one it was made from. Rollouts record it, so that no checkpoint has
+        to."""
+        self.best: Texts = {name: template.template for name, template in start.items()}
         self.ended: str | None = None
         """Why the search ended, in words; None while it goes on."""
         self.ended_for_budget = False
+        self.on_favourite: Callable[[Mapping[str, str], int], object] | None = None
+        """See `APO.on_favourite`."""
+        self._in_a_row: dict[str, list[str]] = {}
+        """By part, critic or editor: what was wrong with its replies since the last one that was of use."""
 
     @property
     def favourite(self) -> Texts:
@@ -567,13 +374,141 @@ class Search(ABC):
     async def step(self) -> None:
         """One proposal. Sets `ended` where it is the last."""
 
+    # -- candidates ------------------------------------------------------------------------------------------------
+
+    def templates(self, texts: Texts) -> dict[str, PromptTemplate]:
+        """The templates with these texts."""
+        return {name: self.start[name].model_copy(update={"template": text}) for name, text in texts.items()}
+
+    async def run_trials(self, texts: Texts, trials: Sequence[Trial]) -> list[Outcome]:
+        """One rollout for each trial, in their order, accounted for; they run at the same time. Raises BudgetSpentError
+        where the budget does not allow so many."""
+        if self.spending.left() < len(trials):
+            raise BudgetSpentError
+        if not trials:
+            return []
+        splits = {"train": self.training.train_tasks, "validation": self.training.validation_tasks}
+        candidate = digest(texts)
+        keys = [f"{candidate}-{each.split}{each.task:05d}-{each.repeat}" for each in trials]
+        tasks = dict(zip(keys, (splits[each.split][each.task] for each in trials), strict=True))
+        made_from = {PARENT: self.parents[candidate]} if candidate in self.parents else {}
+        reports = await self.training.try_resources(dict(self.templates(texts)), tasks, made_from)
+        found = dict(zip(tasks, reports, strict=True))
+        outcomes: list[Outcome] = []
+        for key, trial in zip(keys, trials, strict=True):
+            report, used = found[key], usage(found[key].spans, self.config.budget)
+            self.spending.count_evaluation(*used)
+            self.counts["failed_rollouts"] += report.score is None
+            outcomes.append(Outcome(trial.task, report.score, transcript(tasks[key], report), *used))
+        return outcomes
+
+    def descend(self, child: Texts, parent: Texts) -> None:
+        """Remember what a candidate was made from. The first of several counts."""
+        self.parents.setdefault(digest(child), digest(parent))
+
+    def check(self, texts: Texts) -> None:
+        """Raises ReplyError for texts that do not keep the placeholders of their templates."""
+        for name, template in self.start.items():
+            problem = schema_violation(template, texts[name])
+            if problem is not None:
+                raise ReplyError("schema_violations", f"an edit of {name!r} {problem}")
+
+    def show_favourite(self) -> None:
+        """Tell who listens that the favourite may have changed."""
+        if self.on_favourite is not None:
+            self.on_favourite(dict(self.favourite), self.spending.calls)
+
+    # -- critic and editor -----------------------------------------------------------------------------------------
+
+    async def write(
+        self, parent: Texts, rollouts: Sequence[Outcome], rejected: Sequence[str] = ()
+    ) -> tuple[Texts, str] | None:
+        """A child of the critic's and the editor's, after these rollouts, and the edits in words. None: there is none,
+        which is counted. `rejected`: edits that did not help."""
+        critique = await self.critique(parent, rollouts)
+        return None if critique is None else await self.edit(parent, critique, rejected)
+
+    async def critique(self, texts: Texts, rollouts: Sequence[Outcome]) -> str | None:
+        """What the texts lack, from these rollouts; what it says of the items of playbooks is counted. None: skipped
+        and counted."""
+        names = ", ".join(self.playbook.names)
+        counters = [COUNTERS_TASK.format(names=names)] if names else []
+        limit = self.config.max_transcript_chars
+        shown = [show_rollout(each, number, limit) for number, each in enumerate(rollouts, 1)]
+        parts = ["# Texts", show_texts(texts, {}), "# Rollouts", *shown, "# Your task", CRITIC_TASK, *counters]
+        reply = await self.ask("critic", CRITIC_ROLE, "\n\n".join(parts))
+        if reply is None:
+            return None
+        text = reply.text.strip()
+        if len(text) > MAX_CRITIQUE_CHARS or reply.truncated:
+            return self.skip("critic", "critic_over_long", f"the critic wrote {len(text)} characters, or was cut off")
+        if not re.search(r"\w+\W+\w+", text):
+            return self.skip("critic", "critic_nonsense", f"the critic said {text[:100]!r}, which is no advice")
+        self._in_a_row.pop("critic", None)
+        self.playbook.count(texts, _numbers(text, "HELPFUL"), _numbers(text, "HARMFUL"))
+        return _COUNTER.sub("", text).strip()
+
+    async def edit(self, parent: Texts, critique: str, rejected: Sequence[str] = ()) -> tuple[Texts, str] | None:
+        """A child with the editor's bounded edits, and these in words. None: there was none, which is counted."""
+        parts = ["# Texts", show_texts(parent, self.playbook.notes(parent)), "# Advice", critique]
+        if rejected:
+            parts += ["# Edits tried before that did not help", "\n".join(f"- {each}" for each in rejected)]
+        parts += ["# Your task", EDITOR_TASK.format(max_edits=self.config.max_edits)]
+        reply = await self.ask("editor", EDITOR_ROLE, "\n\n".join(parts))
+        if reply is None:
+            return None
+        try:
+            edits, dropped = read_edits(reply.text, self.config.max_edits, self.config.max_edit_chars)
+            self.counts["edits_left_out"] += dropped
+            child = self.playbook.pruned(apply_edits(parent, edits))
+            self.check(child)
+        except ReplyError as error:
+            return self.skip("editor", error.reason, f"{error}; the editor said {reply.text[:200]!r}")
+        self._in_a_row.pop("editor", None)
+        if child == parent:
+            self.counts["unchanged"] += 1
+            return None
+        self.descend(child, parent)
+        return child, "; ".join(map(str, edits))
+
+    async def ask(self, part: str, role: str, text: str) -> Completion | None:
+        """A reply of the critic or the editor; None: there was none, which is counted."""
+        model = self.critic if part == "critic" else self.editor
+        try:
+            reply = await model.complete([{"role": "system", "content": role}, {"role": "user", "content": text}])
+        except ModelError as error:
+            return self.skip(part, f"{part}_{error.reason}", str(error))
+        self.spending.count_model(model.settings, reply.input_tokens, reply.output_tokens)
+        if not reply.text.strip():
+            return self.skip(part, f"{part}_empty", f"the {part}'s reply is empty")
+        return reply
+
+    def count_skip(self, reason: str, message: str) -> None:
+        self.skips[reason] += 1
+        self.first.setdefault(reason, message)
+
+    def skip(self, part: str, reason: str, message: str) -> None:
+        """Count a reply that cannot be used. Raises TrainingStopped after too many of critic or editor in a row."""
+        self.count_skip(reason, message)
+        row = self._in_a_row.setdefault(part, [])
+        row.append(message)
+        if len(row) >= MAX_SKIPS:
+            counted = ", ".join(f"{count} {name}" for name, count in self.skips.items())
+            raise TrainingStopped(
+                f"{MAX_SKIPS} replies of the {part} in a row could not be used ({counted}). The first: {row[0]}."
+                f" Use another model (algorithm.{part}), or raise its max_tokens or timeout_seconds; the run can be"
+                " resumed"
+            )
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
         """All that the search has learned, as JSON holds it."""
         own = {
             name: TypeAdapter(kind).dump_python(getattr(self, name), mode="json") for name, kind in self.learned.items()
         }
         version, internal, gauss = self.random.getstate()
-        playbook = {"counts": self.context.playbook.counts}
+        playbook = {"counts": self.playbook.counts}
         return {**own, "playbook": playbook, "random": [version, list(internal), gauss]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -582,7 +517,7 @@ class Search(ABC):
             setattr(self, name, TypeAdapter(kind).validate_python(state[name]))
         version, internal, gauss = state["random"]
         self.random.setstate((version, tuple(internal), gauss))
-        self.context.playbook.counts = {item: list(counts) for item, counts in state["playbook"]["counts"].items()}
+        self.playbook.counts = {item: list(counts) for item, counts in state["playbook"]["counts"].items()}
 
     def reopen(self) -> None:
         """Go on with a search that ended, because its budget has grown."""

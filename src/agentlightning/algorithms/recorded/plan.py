@@ -15,6 +15,7 @@ another policy would soon teach nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import singledispatch
@@ -23,7 +24,6 @@ from typing import Any, Final, Literal, TypeAlias
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.preference import DPO, load_preferences, to_preferences
-from agentlightning.algorithms.recorded.filters import successful
 from agentlightning.algorithms.recorded.sessions import (
     NO_LOGPROBS,
     PART,
@@ -31,6 +31,7 @@ from agentlightning.algorithms.recorded.sessions import (
     TokenizedSession,
     Tokenizer,
     describe_notes,
+    successful,
     without_probabilities,
 )
 from agentlightning.algorithms.sft import RejectionSampling, SFTAlgorithm
@@ -100,6 +101,7 @@ class RecordedSessions:
 
     def plan(self, algorithm: Algorithm[Any], form: Form, refused: Sequence[Rejection] = ()) -> Plan:
         """An algorithm learns from the sessions in a form, but not from those that it has `refused`."""
+        before = Counter(self.tokenizer.counts)  # Of an earlier look at the same sessions.
         found, rejected = self.prepare(form, algorithm.reward_weights)
         left_out = {each.rollout_id for each in refused}
         found = [each for each in found if each.trajectory.rollout_id not in left_out]
@@ -109,7 +111,7 @@ class RecordedSessions:
             notes.append(f"{several} sessions hold several rewards; each belongs to the calls since the one before it")
         if foreign := sum(each.foreign for each in found):
             notes.append(f"{foreign} calls have tokens of another tokenizer; their text is rendered anew")
-        return Plan(algorithm, found, rejected, [*notes, *describe_notes(self.tokenizer.counts)], len(found))
+        return Plan(algorithm, found, rejected, [*notes, *describe_notes(self.tokenizer.counts - before)], len(found))
 
     def choose(self, found: Sequence[TokenizedSession], known: int, weights: Any) -> tuple[Method, list[str]]:
         """The method that the data has what it needs for, and why: of the sessions that were `found`, `known` have

@@ -3,7 +3,8 @@
 A format parses the beginning of a text into content followed by tool calls. It is stateless and called again whenever
 more text has arrived, and it reports only what is certain: text that may still become a call is withheld, text that no
 longer can is content. A call that is malformed or never completed stays text.
-A new format is an entry in the package's `FORMATS`: of a class in `formats`, or of its own.
+A new format is an entry in the package's `FORMATS`: of a class in `formats`, or of its own. `CallReader` reads answers
+as they are written, and `probe_layout` finds how a model's template writes calls.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import json
 import re
 import secrets
 import string
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
+from itertools import chain
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from agentlightning.chat.lark_grammar import LarkGrammar
@@ -71,7 +72,7 @@ class Layout:
     between: str | None
     """None: the template cannot write a second call."""
     probed: str
-    """The arguments of the probe call as the template wrote them (`template_probe`)."""
+    """The arguments of the probe call as the template wrote them (`probe_layout`)."""
 
 
 ID: Final = "\0"
@@ -94,10 +95,12 @@ class IncompleteCall(MalformedCall):
 
 
 @dataclass(frozen=True, slots=True)
-class CallFormat(ABC):
+class CallFormat:
     """One model family's tool-call format."""
 
     name: str
+    opening: str = ""
+    """A marker that begins calls and is rare in content. Empty: the format has others."""
     closing: str | None = None
     """Text that ends a call and occurs nowhere else, so that an engine can stop there. None: there is no such text."""
     end: str = ""
@@ -110,10 +113,39 @@ class CallFormat(ABC):
     layout: Layout | None = None
     """How the model's template writes calls; None: unknown, so no answer can be constrained to be a call."""
 
-    @abstractmethod
     def parse(self, text: str, preceding: Preceding, final: bool, tools: Tools = None) -> Parsed:
         """Parse the beginning of `text`. `final`: no more text follows, so nothing is withheld. Never raises."""
-        ...
+        for start, body in chain([(0, None)], self.starts(text)):
+            try:
+                calls, end = (
+                    self.parse_unmarked(text, preceding) if body is None else self.parse_call(text, body, tools)
+                )
+            except IncompleteCall:
+                if not final:
+                    return Parsed(start)
+            except MalformedCall:
+                pass
+            else:
+                return Parsed(start, calls, end)
+        withheld = 0 if final else max(partial_marker_length(text, marker) for marker in self.markers)
+        return Parsed(len(text) - withheld)
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The texts at which calls may begin."""
+        return (self.opening,)
+
+    def starts(self, text: str) -> Iterator[tuple[int, int]]:
+        """Where calls may begin in a text, and where `parse_call` reads them from."""
+        return ((found.start(), found.end()) for found in re.finditer(re.escape(self.opening), text))
+
+    def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
+        """The calls from `start` on, and their end. Raises MalformedCall or IncompleteCall."""
+        raise NotImplementedError(f"{type(self).__name__} reads no calls")
+
+    def parse_unmarked(self, text: str, preceding: Preceding) -> Calls:
+        """Calls without a marker at the start of the text, in formats that allow them. Raises as `parse_call` does."""
+        raise MalformedCall("a call begins with its marker")
 
     def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str:
         """A grammar expression for arguments that match the JSON schema of an object. Raises NoGrammar if such
@@ -136,47 +168,6 @@ class CallFormat(ABC):
             number, digit = divmod(number, len(_ALPHANUMERIC))
             digits += _ALPHANUMERIC[digit]
         return digits
-
-
-@dataclass(frozen=True, slots=True)
-class MarkedFormat(CallFormat):
-    """A format whose calls begin with a marker that is rare in content."""
-
-    opening: str = ""
-
-    @abstractmethod
-    def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
-        """The calls after the marker that ends at `start`, and their end. Raises MalformedCall or IncompleteCall."""
-        ...
-
-    def parse_unmarked(self, text: str, preceding: Preceding) -> Parsed:
-        """Calls without a marker at the start of the text, in formats that allow them. Raises as `parse_call` does."""
-        raise MalformedCall("a call begins with its marker")
-
-    def parse(self, text: str, preceding: Preceding, final: bool, tools: Tools = None) -> Parsed:
-        try:
-            return self.parse_unmarked(text, preceding)
-        except IncompleteCall:
-            if not final:
-                return Parsed(0)
-        except MalformedCall:
-            pass
-        return self._parse_marked(text, final, tools)
-
-    def _parse_marked(self, text: str, final: bool, tools: Tools) -> Parsed:
-        position, opening = 0, self.opening
-        while (marker := text.find(opening, position)) >= 0:
-            position = marker + len(opening)
-            try:
-                calls, end = self.parse_call(text, position, tools)
-            except IncompleteCall:
-                if not final:
-                    return Parsed(marker)
-            except MalformedCall:
-                pass
-            else:
-                return Parsed(marker, calls, end)
-        return Parsed(len(text) if final else len(text) - partial_marker_length(text[position:], opening))
 
 
 def is_short_id(call_id: str) -> bool:
@@ -299,3 +290,133 @@ def raw_elements(body: str) -> Iterator[str]:
         start = position
         _, position = _decoder.raw_decode(body, start)
         yield body[start:position]
+
+
+# -- reader ----------------------------------------------------------------------------------------------------------
+
+# Incremental parsing of an answer into content and tool calls, for any tool-call format.
+
+
+class CallReader:
+    """Incremental parser of content and tool calls; whitespace next to a call is dropped."""
+
+    def __init__(self, format: CallFormat, tools: Tools = None) -> None:
+        self._format = format
+        self._tools = tools
+        self._pending = ""
+        self._preceding: Preceding = "start"
+        self._ended = False
+        """No further call is parsed."""
+
+    def feed(self, text: str) -> list[str | ParsedToolCall]:
+        """The content and calls that have become certain."""
+        self._pending += text
+        return self._take(final=False)
+
+    def finish(self) -> list[str | ParsedToolCall]:
+        """The rest."""
+        return self._take(final=True)
+
+    def _take(self, final: bool) -> list[str | ParsedToolCall]:
+        pieces: list[str | ParsedToolCall] = []
+        while (parsed := self._parse(final)).end:
+            pieces += [*self._content(self._pending[: parsed.content].rstrip()), *parsed.calls]
+            self._pending = self._pending[parsed.end :]
+            self._preceding = "call"
+            self._ended |= bool(parsed.calls) and not self._format.parallel
+        certain = self._pending[: parsed.content]
+        certain = certain if final else certain.rstrip()
+        self._pending = self._pending[len(certain) :]
+        return pieces + self._content(certain)
+
+    def _parse(self, final: bool) -> Parsed:
+        if self._preceding == "call":
+            self._pending, end = self._pending.lstrip(), self._format.end
+            if end and self._pending.startswith(end):
+                return Parsed(0, (), len(end))
+            if end.startswith(self._pending) and not final:
+                return Parsed(0)
+        if self._ended:
+            return Parsed(len(self._pending))
+        return self._format.parse(self._pending, self._preceding, final, self._tools)
+
+    def _content(self, text: str) -> list[str | ParsedToolCall]:
+        if text:
+            self._preceding = "content"
+        return [text] if text else []
+
+
+def parse_answer(format: CallFormat, text: str, tools: Tools = None) -> ParsedMessage:
+    """Content and tool calls of a complete answer."""
+    reader = CallReader(format, tools)
+    pieces = reader.feed(text) + reader.finish()
+    content = "".join(piece for piece in pieces if isinstance(piece, str))
+    calls = tuple(piece for piece in pieces if isinstance(piece, ParsedToolCall))
+    return ParsedMessage(content or None if calls else content, calls)
+
+
+# -- probes ------------------------------------------------------------------------------------------------------------
+
+# Detection of a template's tool-call layout from probes: a rendered turn with one call, and one with two. The chat
+# format renders them. A layout counts only if the format parses calls written with it.
+
+NAME: Final = "probe"
+"""Name of the probe tool."""
+KEY: Final = "agentlightning_probe"
+ARGUMENTS: Final[dict[str, Any]] = {KEY: NAME}
+"""Arguments of the probe calls."""
+IDS: Final = ("callprobe", "callother")
+
+_ARGUMENTS: Final = (
+    re.compile(rf'\{{\s*"{KEY}"\s*:\s*"{NAME}"\s*\}}'),
+    re.compile(
+        rf'\s*<(?:parameter=|parameter name="|arg_key>){KEY}(?:"?>|</arg_key>\s*<arg_value>)'
+        rf"\n?{NAME}\n?</(?:parameter|arg_value)>"
+    ),
+    re.compile(rf"""{KEY}=(["']){NAME}\1"""),
+)
+
+
+def probe_layout(format: CallFormat, one: str, two: str, ends: Iterable[str]) -> Layout | None:
+    """The layout, from what the template writes for one and for two calls ("" if it refuses) and the texts that may end
+    a turn."""
+    ends = [*ends]
+    layout = _first_call(_call_text(format, one, ends))
+    if layout is None or not _parses(format, layout, 1):
+        return None
+    first = _first_call(_call_text(format, two, ends)) if format.parallel else None
+    second = _first_call(first.closing) if first else None
+    if first is None or second is None or replace(layout, closing=first.closing) != first:
+        return layout
+    several = replace(layout, between=second.opening)
+    return several if replace(layout, opening=second.opening) == second and _parses(format, several, 2) else layout
+
+
+def _call_text(format: CallFormat, text: str, ends: list[str]) -> str:
+    """The calls of a turn, without the text around them."""
+    for end in ends:
+        text = text.partition(end)[0]
+    text = text.strip()
+    parsed = format.parse(text, "start", True)
+    return text[parsed.content :] if parsed.calls else ""
+
+
+def _first_call(text: str) -> Layout | None:
+    """The texts around the first call; what follows it is the closing."""
+    for name in IDS:
+        text = text.replace(name, ID)
+    found = next(filter(None, (pattern.search(text) for pattern in _ARGUMENTS)), None)
+    if found is None or (place := text.find(NAME, 0, found.start())) < 0:
+        return None
+    return Layout(text[:place], text[place + len(NAME) : found.start()], text[found.end() :], None, found[0])
+
+
+def _parses(format: CallFormat, layout: Layout, count: int) -> bool:
+    message = parse_answer(format, render_calls(layout, [NAME] * count, layout.probed))
+    return not message.content and [call.name for call in message.tool_calls] == [NAME] * count
+
+
+def render_calls(layout: Layout, names: Iterable[str], arguments: str) -> str:
+    """The text of calls of these tools, each with these arguments."""
+    calls = (layout.between or "").join(f"{name}{layout.middle}{arguments}" for name in names)
+    return f"{layout.opening}{calls}{layout.closing}".replace(ID, IDS[0])

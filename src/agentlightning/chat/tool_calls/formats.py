@@ -12,12 +12,13 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from agentlightning.chat.lark_grammar import ANY, LarkGrammar, escaped, optional
 from agentlightning.chat.tool_calls.format import (
+    KEY,
+    NAME,
     CallFormat,
     Calls,
     IncompleteCall,
     Layout,
     MalformedCall,
-    MarkedFormat,
     NoGrammar,
     Parsed,
     ParsedToolCall,
@@ -27,12 +28,10 @@ from agentlightning.chat.tool_calls.format import (
     is_short_id,
     is_utf8,
     object_call,
-    partial_marker_length,
     raw_elements,
     skip_space,
     value_end,
 )
-from agentlightning.chat.tool_calls.template_probe import KEY, NAME
 
 # -- parameters ------------------------------------------------------------------------------------------------------
 
@@ -76,7 +75,7 @@ _PLAUSIBLE: Final = re.compile(r"[^\n{}\"]{0,200}\n?(?:```\w*\n?)?\Z")
 
 
 @dataclass(frozen=True, slots=True)
-class JsonCalls(MarkedFormat):
+class JsonCalls(CallFormat):
     """A JSON object, or a list of them, with a name and arguments, after `opening`; `closing` must follow."""
 
     name_key: str = "name"
@@ -103,18 +102,18 @@ class JsonCalls(MarkedFormat):
 
 
 @dataclass(frozen=True, slots=True)
-class Llama3(MarkedFormat):
+class Llama3(CallFormat):
     """An answer that is `{"name": ..., "parameters": {...}}`, bare or after `<|python_tag|>`, several separated by a
     semicolon or whitespace. A bare object is a call only at the start of the answer and with the keys of a call. After
     the tag a call may also be `name.call(key="value")`, as for built-in tools."""
 
-    def parse_unmarked(self, text: str, preceding: Preceding) -> Parsed:
+    def parse_unmarked(self, text: str, preceding: Preceding) -> Calls:
         if preceding == "content":
             raise MalformedCall("a bare call must start the answer")
         start = skip_space(text, 0)
         start = skip_space(text, start + 1) if preceding == "call" and text.startswith(";", start) else start
         call, end = _bare_call(text, start)
-        return Parsed(0, (call,), end)
+        return (call,), end
 
     def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
         start = skip_space(text, start)
@@ -145,7 +144,7 @@ def _bare_call(text: str, start: int) -> tuple[ParsedToolCall, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class NamedCalls(MarkedFormat):
+class NamedCalls(CallFormat):
     """A name, a separator and a JSON object. `opening` begins the answer's calls, or each of them."""
 
     head: re.Pattern[str] = re.compile("")
@@ -153,10 +152,10 @@ class NamedCalls(MarkedFormat):
     ends: tuple[str, ...] = ()
     """Markers after the object, in order; those before the last may be absent."""
 
-    def parse_unmarked(self, text: str, preceding: Preceding) -> Parsed:
+    def parse_unmarked(self, text: str, preceding: Preceding) -> Calls:
         if preceding != "call" or not self.end:
             raise MalformedCall("the first call begins with a marker for all")
-        return Parsed(0, *self.parse_call(text, 0, None))
+        return self.parse_call(text, 0, None)
 
     def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
         start = skip_space(text, start)
@@ -191,41 +190,32 @@ class Harmony(CallFormat):
     """gpt-oss: messages in channels, a call as `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>`
     and a JSON object, or with the recipient first, right after the prompt. Headers of other messages are dropped."""
 
-    def parse(self, text: str, preceding: Preceding, final: bool, tools: Tools = None) -> Parsed:
-        position = 0
-        while (place := self._header(text, position, preceding)) is not None:
-            found = _CHANNEL.match(text, place)
-            if found is None:
-                unfinished = "<|message|>" not in text[place:] and len(text) - place < _MAX_HEADER
-                if unfinished and not final:
-                    return Parsed(place)
-            elif found["name"] is None:
-                return Parsed(place, (), found.end())
-            else:
-                try:
-                    end = value_end(text, found.end())
-                    call = ParsedToolCall(found["name"], text[found.end() : end])
-                    return Parsed(place, (call,), end)
-                except IncompleteCall:
-                    if not final:
-                        return Parsed(place)
-                except MalformedCall:
-                    pass
-            position = place + 1
-        tail = 0 if final else max(partial_marker_length(text[position:], marker) for marker in _HEADERS)
-        if not final and preceding != "content" and _RECIPIENT.startswith(text):
-            tail = len(text)
-        return Parsed(len(text) - tail)
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return _HEADERS
 
-    def _header(self, text: str, start: int, preceding: Preceding) -> int | None:
-        """Where a message's header begins."""
-        if start == 0 and preceding != "content" and text.startswith((_RECIPIENT, _RECIPIENT.strip())):
-            return 0
-        return min((place for marker in _HEADERS if (place := text.find(marker, start)) >= 0), default=None)
+    def starts(self, text: str) -> Iterator[tuple[int, int]]:
+        return ((found.start(), found.start()) for found in _HEADER.finditer(text))
+
+    def parse_unmarked(self, text: str, preceding: Preceding) -> Calls:
+        if preceding == "content" or not text.startswith((_RECIPIENT, _RECIPIENT.strip())):
+            incomplete = preceding != "content" and _RECIPIENT.startswith(text)
+            raise (IncompleteCall if incomplete else MalformedCall)("it has no recipient")
+        return self.parse_call(text, 0, None)
+
+    def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
+        if (found := _CHANNEL.match(text, start)) is None:
+            unfinished = "<|message|>" not in text[start:] and len(text) - start < _MAX_HEADER
+            raise (IncompleteCall if unfinished else MalformedCall)("it is no header of a message")
+        if found["name"] is None:
+            return (), found.end()
+        end = value_end(text, found.end())
+        return (ParsedToolCall(found["name"], text[found.end() : end]),), end
 
 
 _RECIPIENT: Final = " to=functions."
 _HEADERS: Final = ("<|end|>", "<|start|>", "<|channel|>")
+_HEADER: Final = re.compile("|".join(map(re.escape, _HEADERS)))
 _MAX_HEADER: Final = 200
 _CHANNEL: Final = re.compile(
     r"(?:<\|end\|>)?\s*(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)?(?: ?to=functions\.(?P<name>[\w.\-]+))?\s*"
@@ -234,7 +224,7 @@ _CHANNEL: Final = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Gemma(MarkedFormat):
+class Gemma(CallFormat):
     """Gemma 4: `<|tool_call>call:NAME{key:<|"|>text<|"|>,other:1}<tool_call|>`."""
 
     def write_arguments(self, lark: LarkGrammar, schema: object, layout: object) -> str:
@@ -293,7 +283,7 @@ _ESCAPED: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "
 
 
 @dataclass(frozen=True, slots=True)
-class Pythonic(MarkedFormat):
+class Pythonic(CallFormat):
     bare: bool = True
     """Whether a list without markers may be the answer."""
 
@@ -306,10 +296,10 @@ class Pythonic(MarkedFormat):
         ]
         return _argument_list(lark, written)
 
-    def parse_unmarked(self, text: str, preceding: Preceding) -> Parsed:
+    def parse_unmarked(self, text: str, preceding: Preceding) -> Calls:
         if preceding != "start" or not self.bare:
             raise MalformedCall("a list of calls must start the answer")
-        return Parsed(0, *_parse_list(text, skip_space(text, 0)))
+        return _parse_list(text, skip_space(text, 0))
 
     def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
         return _parse_list(text, skip_space(text, start))
@@ -471,7 +461,7 @@ Tag = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class TaggedCalls(MarkedFormat):
+class TaggedCalls(CallFormat):
     function: Tag = ("<function=", r"<function=([^<>\n]+)>", ">")
     parameter: Tag = ("<parameter=", r"<parameter=([^<>\n]+)>", ">")
     value_end: str = "</parameter>"

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from agentlightning.algorithms.agents import AgentRoles
 from agentlightning.algorithms.lightning_rl import LightningRLConfig, assignment_of, shape_rewards
-from agentlightning.algorithms.reward_shaping import (
+from agentlightning.algorithms.step import (
     most_uncertain,
     truncated_rollouts,
     without_weight,

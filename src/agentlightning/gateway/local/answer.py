@@ -14,8 +14,7 @@ from itertools import zip_longest
 from typing import Any
 
 from agentlightning.chat.base import ChatFormat, ParsedToolCall, ThoughtMarkers
-from agentlightning.chat.tool_calls.format import Tools, partial_marker_length
-from agentlightning.chat.tool_calls.template_probe import CallReader
+from agentlightning.chat.tool_calls.format import CallReader, Tools, partial_marker_length
 from agentlightning.engine.base import Sample
 from agentlightning.gateway.answer import Answer, Event, ReasoningDelta, ToolCall
 from agentlightning.util.json_values import Json

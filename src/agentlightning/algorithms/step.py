@@ -1,0 +1,712 @@
+"""What a step does with its rollouts before the policy learns from them: what it asks the policy for, how it shapes
+rewards and groups, which earlier rollouts it replays, and the training samples that it makes of them.
+
+Of the policy it asks the columns that losses need and samples lack (log-probabilities under a reference, a teacher, the
+policy with feedback, or the weights that an update starts from), and those that a credit rule reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple, cast
+
+from pydantic import FiniteFloat, PositiveFloat, TypeAdapter, ValidationError, model_validator
+
+from agentlightning.algorithms.training import Collected, Training
+from agentlightning.assemble import OVERRIDDEN_CALLS, TURN_LIMIT_REACHED, shared_calls, token_tree
+from agentlightning.chat.base import ChatFormat, Message
+from agentlightning.credit import (
+    Aggregate,
+    Assignment,
+    CreditContext,
+    CreditMemory,
+    CreditReport,
+    CreditRule,
+    group_trajectories,
+    is_target,
+    training_samples,
+)
+from agentlightning.credit.agent_rewards import team_score
+from agentlightning.credit.base import CallColumns, answering, by_call, by_node, memory_key
+from agentlightning.credit.rejection import Check
+from agentlightning.credit.rules import ANSWER_LOGPROBS, InformationGainCredit
+from agentlightning.credit.training_samples import RETURNS, VALUES, Trains
+from agentlightning.errors import ConfigError, PolicyError, ResumeError
+from agentlightning.policy.base import ScoreColumn
+from agentlightning.policy.learner import Learner
+from agentlightning.policy.losses import (
+    ADVANTAGES,
+    INTERPOLATION,
+    PROXIMAL_LOGPROBS,
+    REF_LOGPROBS,
+    SAMPLED_LOGPROBS,
+    STREAM_WEIGHTS,
+    TEACHER_LOGPROBS,
+    WEIGHTS,
+    TokenLoss,
+)
+from agentlightning.policy.mismatch import Mismatch, Proximal, as_tuple, interpolations, is_off
+from agentlightning.trajectory import (
+    CallId,
+    FloatArray,
+    RewardWeights,
+    TokenTree,
+    TrainingSample,
+    Trajectory,
+    Transition,
+)
+from agentlightning.util.settings import AtLeastOne, PositiveShare, Section
+
+COMPUTED: Final = frozenset({REF_LOGPROBS, TEACHER_LOGPROBS, PROXIMAL_LOGPROBS})
+
+
+class Models(NamedTuple):
+    """The models beside the policy: named as in `PolicyConfig.model`, for the policy's own tokens."""
+
+    reference: str | None = None
+    """None: the weights that the run started from."""
+    teacher: str | None = None
+
+
+def needed_columns(
+    losses: Sequence[TokenLoss], mismatch: Mismatch | None, proximal: Proximal | None = None
+) -> frozenset[str]:
+    """The columns that an update needs and that are computed here."""
+    found = frozenset[str]().union(*(loss.needs for loss in losses)) & COMPUTED
+    if proximal == "interpolate":
+        return found | {INTERPOLATION}
+    corrects = proximal == "pass" or (mismatch is not None and not is_off(as_tuple(mismatch)))
+    corrects = corrects or (proximal is None and any(loss.needs_proximal for loss in losses))
+    return found | {PROXIMAL_LOGPROBS} if corrects else found
+
+
+async def with_columns(
+    training: Training,
+    samples: Sequence[TrainingSample],
+    needed: Collection[str],
+    models: Models,
+    learns: Callable[[TrainingSample], bool],
+) -> list[TrainingSample]:
+    """The samples with the columns they lack; those that nothing is learned from need no proximal policy."""
+    found = list(samples)
+    for column in sorted(needed):
+        lacking = [
+            i
+            for i, sample in enumerate(found)
+            if column not in sample.columns and (column != PROXIMAL_LOGPROBS or learns(sample))
+        ]
+        if lacking:
+            trees, adapters = [found[i].tree for i in lacking], [found[i].adapter for i in lacking]
+            for i, values in zip(lacking, await scores(training, trees, column, models, adapters), strict=True):
+                found[i] = replace(found[i], columns={**found[i].columns, column: values})
+    return found
+
+
+async def scores(
+    training: Training,
+    trees: Sequence[TokenTree],
+    column: str,
+    models: Models,
+    adapters: Sequence[str | None] = (),
+) -> Sequence[tuple[FloatArray, ...]]:
+    """A column of each tree; `adapters` are those that the trees train, by default the policy itself."""
+    learner = learner_of(training)
+    if column == INTERPOLATION:
+        return [interpolations(tree, learner.policy_version, learner.updates_of) for tree in trees]
+    if column == PROXIMAL_LOGPROBS:
+        return await scores_by_adapter(learner, trees, "logprobs", adapters or [None] * len(trees))
+    name = models.reference if column == REF_LOGPROBS else models.teacher
+    if name is None and column != REF_LOGPROBS:
+        raise ConfigError("there is no teacher to learn from; set teacher=DIRECTORY of a model")
+    model = await training.starting_weights() if name is None else Path(name)
+    return (await learner.score(trees, {"ref_logprobs"}, reference=model))["ref_logprobs"]
+
+
+async def scores_by_adapter(
+    learner: Learner, trees: Sequence[TokenTree], column: ScoreColumn, adapters: Sequence[str | None]
+) -> list[tuple[FloatArray, ...]]:
+    """A column of each tree under the adapter that it trains; None: the policy itself. The weights of an adapter are
+    used for all of its trees together."""
+    found: dict[int, tuple[FloatArray, ...]] = {}
+    for adapter in dict.fromkeys(adapters):
+        places = [i for i, own in enumerate(adapters) if own == adapter]
+        scored = await learner.score([trees[i] for i in places], {column}, adapter=adapter)
+        found.update(zip(places, scored[column], strict=True))
+    return [found[i] for i in range(len(trees))]
+
+
+def learner_of(training: Training) -> Learner:
+    """The weights of a run. Raises ConfigError where it trains none."""
+    if training.learner is None:
+        raise ConfigError("this run trains no model, so there are no log-probabilities to compare with")
+    return training.learner
+
+
+# -- feedback ----------------------------------------------------------------------------------------------------------
+
+# Feedback for self-distillation: what the policy learned only after it had answered, as a message in its prompt.
+#
+# A call has feedback if a tool it called failed, or if another rollout of its group solved the task that its own did
+# not. The same answer is then scored after a prompt that ends with this feedback: `teacher_logprobs` (SDPO,
+# arXiv:2601.20802).
+
+
+class Feedback(Section):
+    """What the policy is shown when it judges its own answers."""
+
+    errors: bool = True
+    """The errors of tools, for the calls that led to them."""
+    siblings: bool = True
+    """The answers of the best rollout of the group, for the calls of those with less reward."""
+    success: float | None = None
+    """The least reward of a rollout whose answers are shown. None: any that is higher than one's own."""
+    rate: PositiveShare = 0.05
+    """How fast the teacher follows the policy: the share of the new weights in their moving average after each step. 1:
+    the teacher is the policy."""
+
+
+async def with_feedback(
+    training: Training,
+    samples: Sequence[TrainingSample],
+    trajectories: Sequence[Trajectory],
+    setting: Feedback,
+    target_agent: str | None,
+    weights: RewardWeights,
+    trains: Trains,
+) -> tuple[list[TrainingSample], dict[str, float]]:
+    """The samples with the log-probabilities of a teacher that was given feedback, and the number of calls that have
+    some, and that could not be given theirs. The teacher of a call is that of the weights that it trains."""
+    learner = learner_of(training)
+    reprompt = Reprompt(learner.chat, learner.context_length)
+    asked: list[tuple[Sequence[Trajectory], str | None, TokenTree]] = []
+    counts = {"calls_with_feedback": 0.0, "feedback_left_out": 0.0}
+    for group in group_trajectories(trajectories):
+        texts = feedback_of(group, setting, learner.chat, weights)
+        changed, left_out = reprompted(group, texts, reprompt, target_agent, trains)
+        counts["feedback_left_out"] += left_out
+        for adapter, rollouts in changed.items():
+            counts["calls_with_feedback"] += sum(len(each.transitions) for each in rollouts)
+            asked.append((group, adapter, token_tree(rollouts)))
+    column: ScoreColumn = "average_logprobs" if setting.rate < 1 else "logprobs"
+    trees, adapters = [tree for *_, tree in asked], [adapter for _, adapter, _ in asked]
+    scored = await scores_by_adapter(learner, trees, column, adapters)
+    known: dict[str | None, dict[CallId, FloatArray]] = {}
+    for (_, adapter, tree), values in zip(asked, scored, strict=True):
+        known.setdefault(adapter, {}).update(by_call([tree], [values]))
+    trained = {(each.adapter, node.rollout_id) for each in samples for node in each.tree.nodes if node.sampled}
+    # A group that is in no sample of its adapter, because its rewards are all equal, gets one of its own.
+    unrewarded = [
+        _unrewarded(group, adapter)
+        for group, adapter, _ in asked
+        if not any((adapter, each.rollout_id) in trained for each in group)
+    ]
+    return [_with_teacher(each, known.get(each.adapter, {})) for each in (*samples, *unrewarded)], counts
+
+
+@dataclass(frozen=True, slots=True)
+class Reprompt:
+    """A message after a prompt, in the place of the beginning of the answer."""
+
+    chat: ChatFormat
+    context_length: int
+
+    def __call__(self, call: Transition, text: str) -> Transition | None:
+        """The call with feedback at the end of its prompt; None where the prompt does not end as the chat template
+        ends one, or the context is too short."""
+        asked: list[Message] = [{"role": "user", "content": "?"}]
+        before = self.chat.render(asked, add_generation_prompt=False)
+        begin = tuple(self.chat.encode(self.chat.render(asked)[len(before) :]))
+        after = self.chat.render([*asked, {"role": "user", "content": self.chat.escape(text)}])
+        prompt = call.prompt_token_ids
+        if not begin or prompt[-len(begin) :] != begin or not after.startswith(before):
+            return None
+        prompt = (*prompt[: -len(begin)], *self.chat.encode(after[len(before) :]))
+        if len(prompt) + len(call.response_token_ids) > self.context_length:
+            return None
+        return replace(call, prompt_token_ids=prompt)
+
+
+def feedback_of(
+    group: Sequence[Trajectory], setting: Feedback, chat: ChatFormat, weights: RewardWeights = None
+) -> dict[CallId, str]:
+    """The feedback of each call of a group that has some."""
+    rewards = {each.rollout_id: team_score(each, weights) for each in group}
+    known = [each for each in group if rewards[each.rollout_id] is not None]
+    best = max(known, key=lambda each: rewards[each.rollout_id] or 0.0, default=None)
+    found: dict[CallId, str] = {}
+    for trajectory in group:
+        solution = ""
+        if setting.siblings and best is not None and _is_better(best, trajectory, rewards, setting.success):
+            solution = f"This attempt at the same task was better:\n\n{_answers(best, chat)}\n\n"
+        errors = _errors(trajectory) if setting.errors else {}
+        for call in trajectory.transitions:
+            error = errors.get(call.span_id, "")
+            text = solution + (f"Your answer led to this error:\n\n{error}\n\n" if error else "")
+            if text:
+                found[call.call_id] = f"{text}Now answer correctly."
+    return found
+
+
+def _is_better(best: Trajectory, own: Trajectory, rewards: Mapping[str, float | None], success: float | None) -> bool:
+    reward, mine = rewards[best.rollout_id], rewards[own.rollout_id]
+    if reward is None or mine is None or reward <= mine:
+        return False
+    return success is None or reward >= success > mine
+
+
+def _answers(trajectory: Trajectory, chat: ChatFormat) -> str:
+    return "\n\n".join(
+        chat.decode(call.response_token_ids, skip_special_tokens=True) for call in trajectory.transitions
+    )
+
+
+def _errors(trajectory: Trajectory) -> dict[str, str]:
+    """By span_id of a call, the errors between it and the next one."""
+    found: dict[str, str] = {}
+    for step in trajectory.steps:
+        before = [call for call in trajectory.transitions if call.sequence_id < step.sequence_id]
+        if step.error and before:
+            last = max(before, key=lambda call: call.sequence_id).span_id
+            found[last] = "\n".join(filter(None, (found.get(last), f"{step.name}: {step.error}")))
+    return found
+
+
+def reprompted(
+    group: Sequence[Trajectory],
+    texts: Mapping[CallId, str],
+    reprompt: Reprompt,
+    target_agent: str | None,
+    trains: Trains,
+) -> tuple[dict[str | None, list[Trajectory]], int]:
+    """The rollouts of a group with feedback in their prompts, by the adapter that their calls train (None: the policy
+    itself), and the number of calls it could not be given to. Calls that train nothing need none."""
+    found: dict[str | None, list[Trajectory]] = {}
+    left_out = 0
+    for trajectory in group:
+        own: dict[str | None, list[Transition]] = {}
+        for call in trajectory.transitions:
+            text, name = texts.get(call.call_id), trains(call)
+            if text is None or name is None or not is_target(call.agent, target_agent):
+                continue
+            if (changed := reprompt(call, text)) is None:
+                left_out += 1
+            else:
+                own.setdefault(name or None, []).append(changed)
+        for adapter, calls in own.items():
+            found.setdefault(adapter, []).append(replace(trajectory, transitions=tuple(calls)))
+    return found, left_out
+
+
+def _unrewarded(group: Sequence[Trajectory], adapter: str | None) -> TrainingSample:
+    tree = token_tree(group)
+    zeros = [0.0] * len(tree.nodes)
+    return TrainingSample(tree, columns={ADVANTAGES: zeros, WEIGHTS: zeros}, adapter=adapter, share=0.0)
+
+
+def _with_teacher(sample: TrainingSample, calls: Mapping[CallId, Any]) -> TrainingSample:
+    """The sample with `teacher_logprobs`, and with weights of the reference stream for the calls that have feedback."""
+    columns = {
+        **sample.columns,
+        TEACHER_LOGPROBS: by_node(sample.tree, calls),
+        STREAM_WEIGHTS["reference_kl"]: [float(node.call_id in calls) for node in sample.tree.nodes],
+    }
+    return replace(sample, columns=columns, share=sample.share)
+
+
+# -- credit of a step --------------------------------------------------------------------------------------------------
+
+# The credit of a step: asks the policy for the columns that a credit rule reads, and keeps what the rule remembers.
+
+
+@dataclass(frozen=True, slots=True)
+class CreditAssigner:
+    """Turns the trajectories of each step into training samples."""
+
+    assignment: Assignment
+    aggregate: Aggregate | Mapping[str, Any] = "rollout"
+    trains_values: bool = False
+    """Whether a loss trains the policy's value head, so that rules may use its values."""
+    memory: CreditMemory = field(default_factory=CreditMemory)
+
+    async def samples(
+        self,
+        training: Training,
+        trajectories: Sequence[Trajectory],
+        target_agent: str | None,
+        trains: Trains | None = None,
+    ) -> tuple[list[TrainingSample], CreditReport]:
+        """The samples of one step, and what became of its groups. `trains` says what each call trains."""
+        groups = group_trajectories(trajectories)
+        columns = await self._columns(training, groups)
+        return await asyncio.to_thread(
+            training_samples,
+            groups,
+            self.assignment,
+            aggregate=self.aggregate,
+            target_agent=target_agent,
+            trains=trains,
+            context=CreditContext(self.memory, columns),
+        )
+
+    async def _columns(self, training: Training, groups: Sequence[Sequence[Trajectory]]) -> CallColumns:
+        rule = self.assignment.rule
+        wanted = rule.needs | (rule.uses if self.trains_values else frozenset())
+        if not wanted or not any(each.transitions for group in groups for each in group):
+            return {}
+        if training.learner is None:
+            raise ConfigError(f'credit rule "{rule.type}" needs {sorted(wanted)} of a policy, and this run trains none')
+        found: dict[str, Mapping[CallId, Any]] = {}
+        for name in sorted(wanted):
+            if name == ANSWER_LOGPROBS and isinstance(rule, InformationGainCredit):
+                trees = await asyncio.to_thread(_answer_trees, rule, groups, training.learner)
+                found[name] = by_call(trees, await _score(training.learner, trees, "logprobs", rule.type))
+            else:
+                trees = await asyncio.to_thread(lambda: [token_tree(group) for group in groups])
+                column = await _score(training.learner, trees, cast("ScoreColumn", name), rule.type)
+                found[name] = with_shared(by_call(trees, column), groups)
+        return found
+
+
+def with_shared(found: Mapping[CallId, Any], groups: Sequence[Sequence[Trajectory]]) -> Mapping[CallId, Any]:
+    """The numbers of each call, those of calls that repeat a recorded answer too."""
+    shared = {call: first for group in groups for call, first in shared_calls(group).items()}
+    return {**found, **{call: found[first] for call, first in shared.items() if first in found}}
+
+
+async def _score(learner: Learner, trees: Sequence[TokenTree], column: ScoreColumn, rule: str) -> Any:
+    try:
+        return (await learner.score(trees, {column}))[column]
+    except PolicyError as error:
+        raise ConfigError(f'credit rule "{rule}" needs the column {column!r} of the policy: {error}') from error
+
+
+def _answer_trees(
+    rule: InformationGainCredit, groups: Sequence[Sequence[Trajectory]], learner: Learner
+) -> list[TokenTree]:
+    """For each group, its prompts followed by the known answers."""
+    found: list[TokenTree] = []
+    for group in groups:
+        answers = {each.rollout_id: learner.chat.encode(rule.answer_text(each)) for each in group}
+        found.append(token_tree(answering(group, answers)))
+    return found
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def trains_values(losses: Any) -> bool:
+    """Whether one of the losses trains a value head."""
+    several = losses if isinstance(losses, Sequence) else (losses,)
+    return any(RETURNS in loss.needs for loss in several)
+
+
+def check_value_head(losses: Any, value_head: object) -> None:
+    """Raises ConfigError for a loss that trains a value head which the policy does not have."""
+    if trains_values(losses) and value_head is None:
+        raise ConfigError(
+            'loss "value" trains a critic, and the policy has no value head; set policy.value_head="linear" (or "mlp"),'
+            " or leave the loss out"
+        )
+
+
+def check_critic(rule: CreditRule, losses: Any) -> None:
+    """Raises ConfigError for a critic that no rule gives returns to, and for a rule with values that no loss trains."""
+    if trains_values(losses) and not rule.gives_returns:
+        raise ConfigError(
+            f'loss "value" trains a critic on returns, which credit rule "{rule.type}" does not give; use '
+            'credit="value", "state_value" or "hierarchical", or leave the loss out'
+        )
+    if VALUES in rule.needs and not trains_values(losses):
+        raise ConfigError(
+            f'credit rule "{rule.type}" needs the values of a trained critic: set policy.value_head="linear" and '
+            'loss=["ppo", "value"]'
+        )
+
+
+# -- rewards and groups ------------------------------------------------------------------------------------------------
+
+# What a step does to its rewards and groups before credit: truncation, penalties, and which groups are learned
+# from.
+
+
+# -- truncation ------------------------------------------------------------------------------------------------------
+
+# Rollouts that were cut off, by the token limit of an answer or by the limit on turns, and what is learned from
+# them.
+
+LENGTH = "length"
+"""The finish reason of an answer that reached its limit."""
+
+
+def truncated_rollouts(trajectories: Sequence[Trajectory], target_agent: str | None = None) -> frozenset[str]:
+    """The ids of rollouts in which an answer of an agent to train was cut off, or a further call was refused."""
+    return frozenset(
+        each.rollout_id
+        for each in trajectories
+        if TURN_LIMIT_REACHED in each.metadata
+        or any(call.finish_reason == LENGTH and is_target(call.agent, target_agent) for call in each.transitions)
+    )
+
+
+def with_reward(trajectories: Sequence[Trajectory], rollouts: Collection[str], reward: float) -> list[Trajectory]:
+    """The trajectories, some rollouts with another reward."""
+    return [replace(each, reward=reward) if each.rollout_id in rollouts else each for each in trajectories]
+
+
+def without_weight(samples: Sequence[TrainingSample], rollouts: Collection[str]) -> list[TrainingSample]:
+    """The samples with weight 0 for some rollouts. The others weigh what they did."""
+    return [
+        replace(
+            sample,
+            weights=[
+                weights * (node.rollout_id not in rollouts)
+                for node, weights in zip(sample.tree.nodes, sample.weights, strict=True)
+            ],
+            share=sample.share,
+        )
+        for sample in samples
+    ]
+
+
+# -- group filter ----------------------------------------------------------------------------------------------------
+
+# Keeps the groups of a batch whose rewards differ most: those that teach, at the price of fewer rollouts in an update.
+#
+# The uncertainty filter of StarPO-S (Wang et al. 2025, RAGEN, arXiv:2504.20073, section 4.2): groups are ordered by the
+# standard deviation of their rewards, and the first share of them is learned from.
+
+
+def most_uncertain(
+    groups: Sequence[list[Trajectory]], share: float, reward_weights: RewardWeights = None
+) -> list[list[Trajectory]]:
+    """That share of the groups, rounded up, in their order. Of equal ones the earlier are kept."""
+    count = math.ceil(share * len(groups))
+    if count >= len(groups):
+        return list(groups)
+    spreads = [_spread(group, reward_weights) for group in groups]
+    kept = sorted(sorted(range(len(groups)), key=lambda index: -spreads[index])[:count])
+    return [groups[index] for index in kept]
+
+
+def _spread(group: Sequence[Trajectory], weights: RewardWeights) -> float:
+    """The standard deviation of the rewards; -1 where none is known."""
+    rewards = [reward for each in group if (reward := team_score(each, weights)) is not None]
+    return statistics.pstdev(rewards) if rewards else -1.0
+
+
+def groups_with_spread(trajectories: Sequence[Trajectory], weights: RewardWeights) -> int:
+    """The number of groups in which rewards differ."""
+    rewards = [{team_score(each, weights) for each in group} for group in group_trajectories(trajectories)]
+    return sum(len(each - {None}) > 1 for each in rewards)
+
+
+class OverlongPenalty(Section):
+    """A penalty for rollouts with too many sampled tokens, which grows from 0 over the last `buffer` tokens."""
+
+    max_tokens: AtLeastOne
+    """Sampled tokens of a rollout from which the whole penalty applies."""
+    buffer: AtLeastOne
+    """The number of tokens before these over which it grows."""
+    penalty: PositiveFloat = 1.0
+    """What is taken from the reward of a rollout that is too long."""
+
+    @model_validator(mode="after")
+    def _check_buffer(self) -> OverlongPenalty:
+        if self.buffer > self.max_tokens:
+            raise ValueError(f"buffer={self.buffer} is longer than max_tokens={self.max_tokens}; make it shorter")
+        return self
+
+    def of_length(self, tokens: int) -> float:
+        """What is added to the reward, 0 or negative."""
+        free = self.max_tokens - self.buffer
+        return self.penalty * max(-1.0, min(0.0, (free - tokens) / self.buffer))
+
+
+def with_overlong_penalty(
+    trajectories: Sequence[Trajectory],
+    setting: OverlongPenalty,
+    target_agent: str | None = None,
+    weights: RewardWeights = None,
+) -> tuple[list[Trajectory], dict[str, float]]:
+    """The trajectories with the penalty in their rewards, and its mean and the number of rollouts it applies to."""
+    penalties = [setting.of_length(sampled_tokens(each, target_agent)) for each in trajectories]
+    shaped = [_add(each, penalty, weights) for each, penalty in zip(trajectories, penalties, strict=True)]
+    return shaped, {
+        "overlong_penalty": _mean(penalties),
+        "overlong_rollouts": float(sum(penalty < 0 for penalty in penalties)),
+    }
+
+
+async def with_kl_penalty(
+    training: Training,
+    trajectories: Sequence[Trajectory],
+    coefficient: float,
+    models: Models,
+    target_agent: str | None = None,
+    weights: RewardWeights = None,
+) -> tuple[list[Trajectory], dict[str, float]]:
+    """The trajectories with `coefficient` times their divergence from the reference taken from their rewards, and the
+    mean divergence of a rollout in nats."""
+    groups = group_trajectories(trajectories)
+    trees = [token_tree(group) for group in groups]
+    columns = await scores(training, trees, REF_LOGPROBS, models)
+    reference = with_shared(by_call(trees, columns), groups)
+    divergence = [
+        sum(
+            sum(call.logprobs) - float(reference[call.call_id].sum(dtype="float64"))
+            for call in each.transitions
+            if call.call_id in reference and is_target(call.agent, target_agent)
+        )
+        for each in trajectories
+    ]
+    shaped = [_add(each, -coefficient * own, weights) for each, own in zip(trajectories, divergence, strict=True)]
+    return shaped, {"reward_kl": _mean(divergence)}
+
+
+def sampled_tokens(trajectory: Trajectory, target_agent: str | None = None) -> int:
+    """The number of tokens that the agents to train sampled."""
+    calls = trajectory.transitions
+    return sum(len(call.response_token_ids) for call in calls if is_target(call.agent, target_agent))
+
+
+def _add(trajectory: Trajectory, change: float, weights: RewardWeights) -> Trajectory:
+    reward = team_score(trajectory, weights)
+    return trajectory if reward is None or not change else replace(trajectory, reward=reward + change)
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / max(1, len(numbers))
+
+
+def reward_metrics(collected: Collected, weights: RewardWeights) -> Mapping[str, float]:
+    """Mean reward of a batch, without missing rewards, and counts of its calls."""
+    known = [reward for trajectory in collected.trajectories if (reward := team_score(trajectory, weights)) is not None]
+    calls = sum(len(trajectory.transitions) for trajectory in collected.trajectories)
+    return {
+        "reward": sum(known) / len(known) if known else float("nan"),
+        "calls_per_rollout": calls / max(1, len(collected.trajectories)),
+        "calls_overridden": sum(each.metadata.get(OVERRIDDEN_CALLS, 0) for each in collected.trajectories),
+    }
+
+
+# -- replay ------------------------------------------------------------------------------------------------------------
+
+# Replay of recent successes: a group in which no rollout succeeded is joined by earlier successes at its task.
+#
+# Such a group has no spread of rewards and teaches nothing; with a success it does. The replayed tokens keep the
+# log-probabilities that they were sampled with, so a loss weighs them by pi / pi_sampled as any tokens of older
+# weights. The buffer holds ids only: rollouts are read from the store again, and those that are too old, removed, or of
+# no use to the algorithm any more are forgotten and counted.
+
+
+REPLAYED: Final = "replayed_rollouts"
+DROPPED: Final = "replay_dropped"
+SIZE: Final = "replay_size"
+
+
+class Replay(Section):
+    """Which successful rollouts are kept, for how long, and how many of them join a group without success."""
+
+    capacity: AtLeastOne = 64
+    """Rollouts that are kept, of all tasks together; the oldest are forgotten first."""
+    max_age: AtLeastOne = 4
+    """Updates by which a replayed token may be older than the weights that learn from it."""
+    success: FiniteFloat = 1.0
+    """The least reward of a rollout that has succeeded."""
+    rollouts: AtLeastOne = 1
+    """Successful rollouts that join a group without any, the newest first; as many are kept of each task."""
+
+
+def check_losses(losses: Sequence[TokenLoss]) -> None:
+    """Raises ConfigError for losses that would train replayed tokens as if the present weights had sampled them."""
+    if not any({ADVANTAGES, SAMPLED_LOGPROBS} <= loss.needs for loss in losses):
+        names = ", ".join(f'"{loss.type}"' for loss in losses)
+        raise ConfigError(
+            f"replay gives the losses {names} tokens of older weights, and none has a ratio that corrects for these; "
+            "leave replay out, or use ppo"
+        )
+    for loss in losses:
+        if loss.type == "nll":
+            raise ConfigError('loss "nll" imitates replayed tokens without a ratio; leave replay or the loss out')
+
+
+@dataclass(slots=True)
+class ReplayBuffer:
+    """The ids of recent successful rollouts by task, the task that succeeded last at the end."""
+
+    config: Replay
+    weights: RewardWeights = None
+    """Of the named dimensions of a reward."""
+    _ids: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    """By task, the oldest first."""
+
+    @property
+    def size(self) -> int:
+        """The number of rollouts that it holds."""
+        return sum(map(len, self._ids.values()))
+
+    def add(self, trajectories: Sequence[Trajectory]) -> None:
+        """Keep those that succeeded, as far as there is room."""
+        for group in group_trajectories(trajectories):
+            new = [each.rollout_id for each in group if each.status == "succeeded" and self._succeeded(each)]
+            if new:
+                task = memory_key(group)
+                kept = [each for each in self._ids.pop(task, []) if each not in new]
+                self._ids[task] = [*kept, *new][-self.config.rollouts :]
+        self._forget_oldest()
+
+    async def for_groups(
+        self, training: Training, trajectories: Sequence[Trajectory], check: Check, joined: Sequence[Trajectory] = ()
+    ) -> tuple[tuple[Trajectory, ...], dict[str, int]]:
+        """The rollouts that join the groups of `trajectories` without success, and the counts for the step's metrics.
+        Each joins one group of a step: not if it is among those that have `joined` one."""
+        groups = group_trajectories(trajectories)
+        own = {each.rollout_id for each in (*trajectories, *joined)}
+        joins: dict[str, Trajectory] = {}
+        for group in groups:
+            if not any(map(self._succeeded, group)):
+                for rollout_id in self._ids.get(memory_key(group), []):
+                    if rollout_id not in own:
+                        joins.setdefault(rollout_id, group[0])
+        found = await training.recall(
+            {rollout_id: first.group for rollout_id, first in joins.items()},
+            tasks={rollout_id: first.task for rollout_id, first in joins.items()},
+            max_age=self.config.max_age,
+            check=check,
+        )
+        usable = tuple(each for each in found if self._succeeded(each))
+        dropped = joins.keys() - {each.rollout_id for each in usable}
+        for rollout_id in dropped:
+            self._forget(memory_key([joins[rollout_id]]), rollout_id)
+        return usable, {REPLAYED: len(usable), DROPPED: len(dropped)}
+
+    def state_dict(self) -> dict[str, list[str]]:
+        """All of it, as JSON can hold it."""
+        return {task: list(ids) for task, ids in self._ids.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace all of it. Raises ResumeError for what `state_dict` cannot have written."""
+        try:
+            self._ids = TypeAdapter(dict[str, list[str]]).validate_python(state)
+        except ValidationError as error:
+            raise ResumeError(f"the rollouts to replay cannot be read: {error!r}; start a new run") from error
+        self._forget_oldest()
+
+    def _succeeded(self, trajectory: Trajectory) -> bool:
+        reward = team_score(trajectory, self.weights)
+        return reward is not None and reward >= self.config.success
+
+    def _forget_oldest(self) -> None:
+        while self.size > self.config.capacity:
+            task = next(iter(self._ids))
+            self._forget(task, self._ids[task][0])
+
+    def _forget(self, task: str, rollout_id: str) -> None:
+        self._ids[task].remove(rollout_id)
+        if not self._ids[task]:
+            del self._ids[task]

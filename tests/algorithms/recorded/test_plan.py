@@ -1,0 +1,49 @@
+"""What a run without an agent says of the sessions that it learns from."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tests.support.tokenizer import tiny_tokenizer
+
+import agentlightning as agl
+from agentlightning.algorithms.recorded.plan import RecordedSessions, plan
+from agentlightning.algorithms.recorded.sessions import Tokenizer, read_sessions
+from agentlightning.chat.hf import HFChatFormat
+
+ENDLESS = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+"""Writes no end of a turn."""
+
+
+def messages(role: str, text: str) -> str:
+    return json.dumps([{"role": role, "parts": [{"type": "text", "content": text}]}])
+
+
+@pytest.mark.parametrize("method", ["auto", "awr", "rejection"])
+async def test_what_the_template_cannot_write_is_counted_once_for_each_answer(method: Any) -> None:
+    store: Any = agl.LightningStore(":memory:")
+    for answer, reward in (("yes", 1.0), ("no", 0.0), ("maybe", 0.5)):
+        rollout = await store.start_rollout("which?")
+        recorded = {
+            "chat": {
+                "gen_ai.operation.name": "chat",
+                "gen_ai.input.messages": messages("user", "which?"),
+                "gen_ai.output.messages": messages("assistant", answer),
+            },
+            "gen_ai.evaluation.result": {"gen_ai.evaluation.score.value": reward},
+        }
+        for number, (name, attributes) in enumerate(recorded.items()):
+            place = rollout.rollout_id, rollout.attempt.attempt_id
+            await store.add_span(agl.Span(*place, name, 1.0, span_id=f"{number:016x}", attributes=attributes))
+        await store.update_attempt(*place, status="succeeded")
+    sessions = (await read_sessions(store)).usable
+    tokenizer = Tokenizer(HFChatFormat(tiny_tokenizer(ENDLESS)), 10_000)
+    made = plan(agl.LightningRL(), RecordedSessions(sessions, tokenizer, method, 0.5, False, (), {}))
+    assert made.method == ("awr" if method == "auto" else method)
+    [note] = [each for each in made.notes if "end-of-sequence" in each]
+    assert note.startswith("3 answers")
