@@ -19,7 +19,7 @@ from agentlightning.store.sql.pack import SpanPack
 from agentlightning.store.sql.prompts import PromptCache, PromptReader, place_of
 from agentlightning.store.sql.queries import AttemptKey, Order, attempts_of, check_logic
 from agentlightning.store.sql.rollouts import beat
-from agentlightning.store.sql.schema import MAX_PACK, PACK, AttemptRow, select
+from agentlightning.store.sql.schema import MAX_PACK, PACK, UNPLACED, AttemptRow, select
 from agentlightning.store.sql.tx import Connection, Tx
 from agentlightning.store.types import FilterLogic, SortOrder
 
@@ -217,7 +217,7 @@ class SpanWriter:
 
 def _by_id(tx: Tx, attempt: AttemptRow, span_ids: set[str]) -> dict[str, Span]:
     """The spans of an attempt that have one of these ids."""
-    rows = tx.all(_PACKS_WITH, attempt.key, list(span_ids))
+    rows = tx.all(_PACKS, [each.key for each, _ in _find_packs(tx, [attempt.key], span_ids)])
     reader = PromptReader(tx.connection)
     unpacked = _unpack(reader, rows, attempt.rollout.rollout_id, attempt.attempt_id)
     return {span.span_id: span for spans in unpacked for span in spans if span.span_id in span_ids}
@@ -265,9 +265,14 @@ NEWEST_BATCH: Final = 4
 """Packs read at once for the newest spans."""
 
 _COLUMNS: Final = select("p", PACK)
-_PLACES: Final = "FROM span_places s JOIN span_packs p ON p.key = s.pack_key WHERE"
-_PACKS_WITH: Final = f"SELECT DISTINCT {_COLUMNS} {_PLACES} s.attempt_key = ? AND s.span_id = ANY (?)"
-_PLACE_OF: Final = f"SELECT p.attempt_key, p.first_sequence, p.ids {_PLACES} s.attempt_key = ANY (?) AND s.span_id = ?"
+_HEADERS: Final = f"SELECT {select('p', PACK[:-1])} FROM"
+_PACKS_WITH: Final = (
+    f"{_HEADERS} span_places s JOIN span_packs p ON p.key = s.pack_key "
+    "WHERE s.attempt_key = ANY (?) AND s.span_id = ANY (?) UNION ALL "
+    f"{_HEADERS} span_packs p WHERE p.attempt_key = ANY (?) AND p.first_sequence <= {UNPLACED}"
+)
+"""Packs that may have some of these spans, without their bodies."""
+_PACKS: Final = f"SELECT {_COLUMNS} FROM span_packs p WHERE p.key = ANY (?)"
 _PACKS_OF: Final = (
     f"SELECT {_COLUMNS} FROM span_packs p WHERE p.attempt_key = ? AND p.first_sequence >= ? "
     "ORDER BY p.first_sequence, p.key LIMIT ? OFFSET ?"
@@ -292,7 +297,7 @@ class _Pack(Struct, gc=False):
     count: int
     superseded: int
     ids: bytes
-    body: bytes
+    body: bytes = b""
 
 
 def _unpack(
@@ -326,13 +331,20 @@ def _unpack(
             ]
 
 
-def _ids_of(damaged: _Pack) -> Sequence[str]:
-    """The ids of the spans of a damaged pack, or names in place of ids that cannot be read."""
+def _ids_of(packed: _Pack) -> Sequence[str]:
+    """The ids of the spans of a pack, or names in place of ids that cannot be read."""
     with suppress(*mapping.UNREADABLE):
-        found = pack.split_ids(bytes(damaged.ids))
-        if len(found) == damaged.count:
+        found = pack.split_ids(bytes(packed.ids))
+        if len(found) == packed.count:
             return found
-    return [f"damaged-{damaged.key}-{index}" for index in range(damaged.count)]
+    return [f"damaged-{packed.key}-{index}" for index in range(packed.count)]
+
+
+def _find_packs(database: Connection | Tx, attempts: list[int], span_ids: set[str]) -> list[tuple[_Pack, Sequence[str]]]:
+    """The packs of attempts that have some of these spans, without their bodies, each with all of its ids."""
+    found = {row[0]: _Pack(*row) for row in database.all(_PACKS_WITH, attempts, list(span_ids), attempts)}
+    both = [(each, _ids_of(each)) for each in found.values()]
+    return [(each, ids) for each, ids in both if not span_ids.isdisjoint(ids)]
 
 
 # -- queries -----------------------------------------------------------------------------------------------------------
@@ -392,11 +404,10 @@ def query(
 def _find(connection: Connection, rows: list[AttemptKey], rollout_id: str, after: str) -> tuple[list[AttemptKey], int]:
     """(the attempt of the span `after` and those behind it, the sequence number from which to read packs)"""
     keys = [row.key for row in rows]
-    places = {row[0]: row for row in connection.all(_PLACE_OF, keys, after)}
+    places = {each.attempt_key: each.first + ids.index(after) for each, ids in _find_packs(connection, keys, {after})}
     for index, attempt_key in enumerate(keys):
         if attempt_key in places:
-            _, first, ids = places[attempt_key]
-            number = first + pack.split_ids(bytes(ids)).index(after)
+            number = places[attempt_key]
             around = connection.all(_FIRST_AROUND, attempt_key, number - MAX_PACK, number, number)
             return rows[index:], around[0][0]
     raise NotFoundError(f"rollout {rollout_id!r} has no span {after!r} to continue after")
