@@ -112,6 +112,11 @@ class Connection(Protocol):
         begins with it if it writes. On a `shared` database, nobody asks."""
         return True
 
+    def fresh(self) -> bool:
+        """Whether certainly no other connection has written since the last transaction of this one. Any thread may
+        ask."""
+        return False
+
     def notify(self, queued: bool, finished: Sequence[str]) -> None:
         """Notify the listeners of other processes with the commit: a rollout may be claimable, these rollouts have
         finished. Does nothing where other processes poll."""
@@ -266,6 +271,7 @@ class Tx:
         """A rollout may have become claimable."""
         self.finished: set[str] = set()
         """Ids of rollouts that have finished."""
+        self.deleted: list[str] = []
         self.deadline: float | None = None
         """The earliest deadline that was set, on the steady clock."""
         self.new_rollouts = 0
