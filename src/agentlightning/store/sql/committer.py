@@ -125,11 +125,19 @@ class DatabaseThread:
             self._on_crash(error)
 
     def _work(self) -> None:
-        while not self._closed or not self._queue.empty():
-            self._take_batch(None)
-            self._run_queries()
+        while not self._is_done():
+            self._take_batch(self._idle_seconds())
+            self._run_batch()
+            self._running = []
         self._connection.close()
         self._reject_all(f"{self.name} was closed while this call waited")
+
+    def _is_done(self) -> bool:
+        return self._closed and self._queue.empty()
+
+    def _idle_seconds(self) -> float | None:
+        """How long to sleep without being notified; None: until notified."""
+        return None
 
     def _on_crash(self, error: BaseException) -> None:
         logger.critical("%s: the thread %s has ended: %r", self.name, self.thread.name, error, exc_info=error)
@@ -145,7 +153,7 @@ class DatabaseThread:
 
     # -- queries -----------------------------------------------------------------------------------------------------
 
-    def _run_queries(self) -> None:
+    def _run_batch(self) -> None:
         """Run the queries of a batch, those that take little time in one transaction. It begins after they were
         submitted, so each sees what its caller may expect."""
         results: list[Result] = []
@@ -162,7 +170,6 @@ class DatabaseThread:
                     self._deliver_read(results)
                     results, deadline = [], time.perf_counter() + READ_BATCH_SECONDS
         self._deliver_read(results)
-        self._running = []
 
     def _deliver_read(self, results: list[Result]) -> None:
         self._end_reading()
@@ -313,21 +320,12 @@ class Committer(DatabaseThread):
             self._listener.close()
         super().stop()
 
-    def _work(self) -> None:
-        while not self._closed or not self._queue.empty() or self._undelivered:
-            # A notification wakes it, but one that cannot be applied does not keep it awake.
-            self._take_batch(self._idle_seconds() if self._queue.empty() else 0)
-            self._process(self._running)
-            self._running = []
-            if self._queue.empty() or self._deliver_at_once:
-                self._deliver_committed()
-        self._connection.close()
-        self._reject_all(f"{self.name} was closed while this call waited")
-
     # -- scheduling --------------------------------------------------------------------------------------------------
 
+    def _is_done(self) -> bool:
+        return super()._is_done() and not self._undelivered
+
     def _idle_seconds(self) -> float | None:
-        """How long to sleep without being notified; None: until notified."""
         pauses = [] if self._database.single else [POLL_SECONDS]
         if self._undelivered:  # undoing them failed, with the disk full perhaps
             pauses.append(TICK_SECONDS)
@@ -361,14 +359,17 @@ class Committer(DatabaseThread):
 
     # -- one batch ---------------------------------------------------------------------------------------------------
 
-    def _process(self, batch: list[Command]) -> None:
-        started = time.perf_counter()
+    def _run_batch(self) -> None:
+        batch, started = self._running, time.perf_counter()
         results = self._try_batch(batch)
         self._committed += results
         if self.observe is not None:
             seconds = time.perf_counter() - started
             for command, _, _ in results:
                 self._notify_observer(command, started, seconds, len(batch))
+        self._running = []
+        if self._queue.empty() or self._deliver_at_once:
+            self._deliver_committed()
 
     def _try_batch(self, batch: list[Command]) -> list[Result]:
         """Run a batch in one transaction, without the commands that fail after they have changed something. If it fails
