@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from functools import partial
 from pathlib import Path
@@ -256,4 +257,16 @@ async def test_reads_of_recent_spans_are_those_of_the_database(tmp_path: Path, s
             for which in (None, attempt_id):
                 read = await store.query_spans(rollout_id, which)
                 assert read == await store.query_spans(rollout_id, which, limit=-1)
+    await store.close()
+
+
+async def test_a_task_that_polls_lets_others_write() -> None:
+    store = SqlStore(":memory:")
+    rollout_id, _ = await filled(store, 1, 1)
+    attempt = (await store.query_attempts(rollout_id))[0]
+    adding = asyncio.create_task(store.add_span(Span(rollout_id, attempt.attempt_id, "late", 1.0)))
+    async with asyncio.timeout(20):
+        while len(await store.query_spans(rollout_id)) < 2:
+            pass
+    await adding
     await store.close()
