@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from agentlightning.span import Span
+from agentlightning.errors import NotFoundError
+from agentlightning.span import PROMPT_TOKEN_IDS, Span
 from agentlightning.store.http.client import LightningStoreClient
 from agentlightning.store.sql import pack as codec
-from agentlightning.store.sql.schema import MAX_PACK
+from agentlightning.store.sql.schema import MAX_PACK, UNPLACED
 from agentlightning.store.sql.store import SqlStore
 
 pytestmark = pytest.mark.integration
@@ -155,4 +158,115 @@ async def test_over_http_a_page_and_its_total_cost_the_same_and_a_list_is_read_i
     assert len(requests) <= 5
     assert decoded <= 2700 + 5 * 2 * MAX_PACK
     await client.close()
+    await store.close()
+
+
+# -- spans that were just written -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pack", [1, 7, MAX_PACK])
+async def test_a_list_continues_after_any_span_of_a_long_attempt(pack: int) -> None:
+    store = SqlStore(":memory:")
+    rollout_id, ids = await filled(store, UNPLACED + 2 * MAX_PACK, pack)
+    for index in (0, 1, UNPLACED - 2, UNPLACED - 1, UNPLACED, UNPLACED + 1, len(ids) - 2):
+        following = await store.query_spans(rollout_id, after=ids[index], limit=1)
+        assert [span.span_id for span in following] == [ids[index + 1]]
+    repeated = [
+        Span(rollout_id, (await store.query_attempts(rollout_id))[0].attempt_id, "again", 2.0, span_id=each)
+        for each in (ids[0], ids[-1])
+    ]
+    assert [span.name for span in await store.add_many_spans(repeated)] == ["0", f"{(len(ids) - 1) % 7}"]
+    await store.close()
+
+
+async def test_spans_that_were_just_written_are_read_without_the_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SqlStore(tmp_path / "store.db")
+    rollout_id, ids = await filled(store, 6, 2)
+    costs = Costs(store, monkeypatch)
+
+    async def read() -> None:
+        assert [span.span_id for span in await store.query_spans(rollout_id)] == ids
+
+    assert await costs.of(read) == (0, 6)
+    other = SqlStore(tmp_path / "store.db")
+    assert await other.query_spans(rollout_id) == await store.query_spans(rollout_id)
+    await other.close()
+    await store.close()
+
+
+async def test_what_another_process_has_written_is_read(tmp_path: Path) -> None:
+    store, other = SqlStore(tmp_path / "store.db"), SqlStore(tmp_path / "store.db")
+    rollout_id, ids = await filled(store, 2, 1)
+    attempt = (await store.query_attempts(rollout_id))[0]
+    for number, writer in enumerate([other, store, other, other, store, store, other]):
+        await writer.add_span(Span(rollout_id, attempt.attempt_id, "more", 1.0, span_id=f"{number + 2:016x}"))
+        ids.append(f"{number + 2:016x}")
+        for reader in (store, other):
+            assert [span.span_id for span in await reader.query_spans(rollout_id)] == ids
+    await store.update_attempt(rollout_id, attempt.attempt_id, status="succeeded")
+    await other.delete_rollouts([rollout_id])
+    for reader in (store, other):
+        with pytest.raises(NotFoundError):
+            await reader.query_spans(rollout_id)
+    await store.close()
+    await other.close()
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_reads_of_recent_spans_are_those_of_the_database(tmp_path: Path, seed: int) -> None:
+    """Whatever is written before: numbers, repeated ids, retries, late spans, long prompts, deletions."""
+    draw = random.Random(seed)
+    store = SqlStore(tmp_path / "store.db" if seed % 2 else ":memory:")
+    attempts: list[tuple[str, str]] = []
+    for _ in range(60):
+        choice = draw.random()
+        if choice < 0.15 or not attempts:
+            started = await store.start_rollout("a task")
+            attempts.append((started.rollout_id, started.attempt.attempt_id))
+        elif choice < 0.22:
+            again = await store.start_attempt(draw.choice(attempts)[0])
+            attempts.append((again.rollout_id, again.attempt.attempt_id))
+        elif choice < 0.26:
+            gone = draw.choice(attempts)[0]
+            await store.cancel_rollout(gone)
+            await store.delete_rollouts([gone])
+            attempts = [each for each in attempts if each[0] != gone]
+        else:
+            spans = []
+            for _ in range(draw.choice([1, 1, 3, 9])):
+                number = draw.choice([0, 0, 0, 0, draw.randrange(1, 30)])
+                prompt = {PROMPT_TOKEN_IDS: [1] * draw.choice([3, 200])} if draw.random() < 0.1 else {}
+                text = {"text": "x" * draw.choice([10, 10, 10, 40_000])}
+                ids = draw.choice(attempts) if draw.random() < 0.1 else attempts[-1]
+                spans.append(
+                    Span(
+                        *ids,
+                        "s",
+                        1.0,
+                        None,
+                        number,
+                        "",
+                        draw.choice(["", f"{draw.randrange(40):x}"]),
+                        attributes=prompt | text,
+                    )
+                )
+            await store.add_many_spans(spans)
+        for rollout_id, attempt_id in attempts:
+            for which in (None, attempt_id):
+                read = await store.query_spans(rollout_id, which)
+                assert read == await store.query_spans(rollout_id, which, limit=-1)
+    await store.close()
+
+
+async def test_a_task_that_polls_lets_others_write() -> None:
+    store = SqlStore(":memory:")
+    rollout_id, _ = await filled(store, 1, 1)
+    attempt = (await store.query_attempts(rollout_id))[0]
+    adding = asyncio.create_task(store.add_span(Span(rollout_id, attempt.attempt_id, "late", 1.0)))
+    async with asyncio.timeout(20):
+        while len(await store.query_spans(rollout_id)) < 2:
+            pass
+    await adding
     await store.close()

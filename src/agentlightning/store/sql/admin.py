@@ -130,6 +130,7 @@ def _delete(tx: Tx, rows: Sequence[RolloutRow]) -> None:
     tx.run("DELETE FROM rollouts WHERE key = ANY (?)", [row.key for row in rows])
     for row in rows:
         tx.rollouts[row.rollout_id] = None
+        tx.deleted.append(row.rollout_id)
         tx.count(row.status, -1, row.queue)
         for attempt in row.attempts.values():
             tx.owners.pop(attempt.attempt_id, None)

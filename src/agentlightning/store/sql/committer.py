@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
+from queue import Empty, SimpleQueue
 from typing import Any, Final, NamedTuple
 
 from agentlightning.errors import StoreClosedError, StoreError, StoreVersionError
@@ -59,10 +60,10 @@ class DatabaseThread:
     def __init__(self, name: str, database: Database, connection: Connection) -> None:
         self._database, self.name = database, database.name
         self._connection = connection
-        self._queue: deque[Command] = deque()
-        self._wake = threading.Condition()
-        """Held to change what the thread wakes up for."""
-        self._notified = False
+        self._queue: SimpleQueue[Command | None] = SimpleQueue()
+        """None only wakes the thread."""
+        self._submitting = threading.Lock()
+        """Held to submit and to close, so that nothing is submitted to a thread that has ended."""
         self._closed = False
         self._reading = False
         """A read-only transaction is open."""
@@ -79,46 +80,42 @@ class DatabaseThread:
         """Queue a command; its future is resolved in its own event loop."""
         if self.observe is not None:
             command.submitted_at = time.perf_counter()
-        if self._process_id != os.getpid():
-            raise self._closed_error()
-        with self._wake:
-            if self._closed:
-                raise self._closed_error()
-            self._queue.append(command)
-            self._wake.notify()
+        self.check_open()
+        with self._submitting:
+            self.check_open()
+            self._queue.put(command)
 
     def check_open(self) -> None:
         """Raises StoreClosedError where `submit` would."""
-        if self._closed or self._process_id != os.getpid():
-            raise self._closed_error()
-
-    def _closed_error(self) -> StoreClosedError:
         if self._process_id != os.getpid():
-            return StoreClosedError(f"{self.name} was opened by a parent process; open it again in this one")
-        if self.crash is not None:
-            return StoreClosedError(f"{self.name}: its thread ended with {self.crash!r}; open it again")
-        return StoreClosedError(f"{self.name} is closed; open it again with LightningStore(...)")
+            raise StoreClosedError(f"{self.name} was opened by a parent process; open it again in this one")
+        if self._closed and self.crash is not None:
+            raise StoreClosedError(f"{self.name}: its thread ended with {self.crash!r}; open it again")
+        if self._closed:
+            raise StoreClosedError(f"{self.name} is closed; open it again with LightningStore(...)")
 
     def _notify(self) -> None:
         """Wake the thread."""
-        with self._wake:
-            self._notified = True
-            self._wake.notify()
+        self._queue.put(None)
 
-    def _sleep(self, seconds: float | None) -> None:
-        """Sleep until there is something to do, `seconds` at most."""
-        timeout = None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
-        with self._wake:
-            self._wake.wait_for(lambda: self._queue or self._notified or self._closed, timeout)
-            self._notified = False
+    def _take_batch(self, seconds: float | None) -> None:
+        """Sleep until there is something to do, `seconds` at most, and begin to run what is queued."""
+        with contextlib.suppress(Empty):
+            command = self._queue.get(timeout=None if seconds is None else min(seconds, threading.TIMEOUT_MAX))
+            while True:
+                if command is not None:
+                    self._running.append(command)
+                if len(self._running) == MAX_BATCH:
+                    break
+                command = self._queue.get_nowait()
 
     def stop(self) -> None:
         """End the thread once the queue is empty. Does not wait for that."""
         if self._process_id != os.getpid():  # a forked child has no thread to end, and may hold a lock forever
             return
-        with self._wake:  # what was submitted by now is in the queue
+        with self._submitting:  # what was submitted by now is in the queue
             self._closed = True
-            self._wake.notify()
+        self._notify()
 
     def _run(self) -> None:
         """The error boundary of the thread: whatever ends it, no caller waits forever."""
@@ -128,16 +125,23 @@ class DatabaseThread:
             self._on_crash(error)
 
     def _work(self) -> None:
-        while not self._closed or self._queue:
-            if not self._queue:
-                self._sleep(None)
-            self._run_queries()
+        while not self._is_done():
+            self._take_batch(self._idle_seconds())
+            self._run_batch()
+            self._running = []
         self._connection.close()
         self._reject_all(f"{self.name} was closed while this call waited")
 
+    def _is_done(self) -> bool:
+        return self._closed and self._queue.empty()
+
+    def _idle_seconds(self) -> float | None:
+        """How long to sleep without being notified; None: until notified."""
+        return None
+
     def _on_crash(self, error: BaseException) -> None:
         logger.critical("%s: the thread %s has ended: %r", self.name, self.thread.name, error, exc_info=error)
-        with self._wake:  # what was submitted by now is rejected below
+        with self._submitting:  # what was submitted by now is rejected below
             self.crash = error
             self._closed = True
         running, self._running = self._running, []
@@ -149,25 +153,27 @@ class DatabaseThread:
 
     # -- queries -----------------------------------------------------------------------------------------------------
 
-    def _run_queries(self) -> None:
-        """Run the queued queries in one transaction. It begins after they were submitted, so each sees what its caller
-        may expect."""
+    def _run_batch(self) -> None:
+        """Run the queries of a batch, those that take little time in one transaction. It begins after they were
+        submitted, so each sees what its caller may expect."""
         results: list[Result] = []
-        deadline = time.monotonic() + READ_BATCH_SECONDS
-        for _ in range(len(self._queue)):
-            command = self._queue.popleft()
+        started = time.perf_counter()
+        deadline = started + READ_BATCH_SECONDS
+        for command in self._running:
             if not command.future.cancelled():
-                self._running.append(command)
-                started = time.perf_counter()
                 results.append(self._run_query(command))
+                now = time.perf_counter()
                 if self.observe is not None:
-                    self._notify_observer(command, started, time.perf_counter() - started, 1)
-            if time.monotonic() > deadline:
-                break
+                    self._notify_observer(command, started, now - started, 1)
+                started = now
+                if now > deadline:
+                    self._deliver_read(results)
+                    results, deadline = [], time.perf_counter() + READ_BATCH_SECONDS
+        self._deliver_read(results)
+
+    def _deliver_read(self, results: list[Result]) -> None:
         self._end_reading()
-        if results:
-            self._deliver(results)
-        self._running = []
+        self._deliver(results)
 
     def _run_query(self, command: Command) -> Result:
         for last in (False,) * (MAX_ATTEMPTS - 1) + (True,):
@@ -229,9 +235,10 @@ class DatabaseThread:
 
     def _reject_all(self, reason: str) -> None:
         """Fail everything that is queued: the thread ends."""
-        commands = list(self._queue)
-        self._queue.clear()
-        self._reject(commands, reason)
+        while not self._queue.empty():
+            self._take_batch(0)
+            self._reject(self._running, reason)
+            self._running = []
 
     def _reject(self, commands: Iterable[Command], reason: str) -> None:
         self._deliver([(command, None, StoreClosedError(reason)) for command in commands])
@@ -313,22 +320,12 @@ class Committer(DatabaseThread):
             self._listener.close()
         super().stop()
 
-    def _work(self) -> None:
-        while not self._closed or self._queue or self._undelivered:
-            if not self._queue:  # a notification wakes it, but one that cannot be applied must not keep it awake
-                self._sleep(self._idle_seconds())
-            self._running += [self._queue.popleft() for _ in range(min(len(self._queue), MAX_BATCH))]
-            self._process(self._running)
-            self._running = []
-            if not self._queue or self._deliver_at_once:
-                self._deliver_committed()
-        self._connection.close()
-        self._reject_all(f"{self.name} was closed while this call waited")
-
     # -- scheduling --------------------------------------------------------------------------------------------------
 
+    def _is_done(self) -> bool:
+        return super()._is_done() and not self._undelivered
+
     def _idle_seconds(self) -> float | None:
-        """How long to sleep without being notified; None: until notified."""
         pauses = [] if self._database.single else [POLL_SECONDS]
         if self._undelivered:  # undoing them failed, with the disk full perhaps
             pauses.append(TICK_SECONDS)
@@ -362,14 +359,17 @@ class Committer(DatabaseThread):
 
     # -- one batch ---------------------------------------------------------------------------------------------------
 
-    def _process(self, batch: list[Command]) -> None:
-        started = time.perf_counter()
+    def _run_batch(self) -> None:
+        batch, started = self._running, time.perf_counter()
         results = self._try_batch(batch)
         self._committed += results
         if self.observe is not None:
             seconds = time.perf_counter() - started
             for command, _, _ in results:
                 self._notify_observer(command, started, seconds, len(batch))
+        self._running = []
+        if self._queue.empty() or self._deliver_at_once:
+            self._deliver_committed()
 
     def _try_batch(self, batch: list[Command]) -> list[Result]:
         """Run a batch in one transaction, without the commands that fail after they have changed something. If it fails
@@ -474,6 +474,8 @@ class Committer(DatabaseThread):
         self._changed_elsewhere = changed_elsewhere or any(finished is None for _, finished in notifications)
         tx.queued |= changed_elsewhere or any(queued for queued, _ in notifications)
         self._serve_claims([command for command in writing if isinstance(command, ClaimRollouts)], results)
+        for rollout_id in tx.deleted:
+            self.spans.recent.forget(rollout_id)
         tx.flush()
         self._answered.write(tx)
         tx.write_counts()
@@ -516,6 +518,7 @@ class Committer(DatabaseThread):
         return writes, changed
 
     def _after_commit(self, committed: _Committed) -> None:
+        self.spans.recent.committed()
         finished = self.tx.finished.union(
             *(each or () for _, each in islice(self._notifications, committed.notifications))
         )

@@ -188,14 +188,8 @@ def _dump(rows: list[tuple[Any, ...]], spans: Sequence[Span]) -> bytes:
 
 def select(whole: SpanPack, indexes: Iterable[int]) -> SpanPack:
     """The pack with only the spans at `indexes`, for when the others are stored already."""
-    spans = unpack(
-        whole.body,
-        rollout_id="",
-        attempt_id="",
-        span_ids=whole.span_ids,
-        sequence_ids=whole.sequence_ids,
-        prompt=dict(whole.prompts).__getitem__,
-    )
+    prompts = dict(whole.prompts)
+    spans = unpack(whole.body, "", "", whole.span_ids, whole.sequence_ids, prompt=prompts.__getitem__)
     return pack([spans[index] for index in indexes])
 
 
@@ -211,12 +205,12 @@ def _no_prompt(index: int) -> bytes:
 
 def unpack(
     body: bytes,
-    *,
     rollout_id: str,
     attempt_id: str,
     span_ids: Sequence[str],
     sequence_ids: Sequence[int],
     superseded: bool = False,
+    *,
     prompt: PromptOf = _no_prompt,
     tokens: bool = True,
 ) -> list[Span]:

@@ -22,6 +22,8 @@ FIND_VERSION: Final = "SELECT value FROM about WHERE name = 'schema_version'"
 """What a transaction begins with (`check_version`), unless nobody else has written."""
 MAX_PACK: Final = 128
 """Spans in one pack at most."""
+UNPLACED: Final = 256
+"""Packs that begin at or before this sequence number have no rows in `span_places`: there are few for each attempt."""
 IS_WAITING: Final = "status IN ('queuing', 'requeuing')"
 IS_OPEN: Final = "status IN ('preparing', 'running')"
 OPEN: Final = frozenset({"preparing", "running"})
@@ -154,7 +156,7 @@ TABLES: Final[Mapping[str, str]] = {
     "workers": "key {key}, " + _columns(WorkerColumns, "worker_id"),
     "span_packs": "key {key}, attempt_key {int} NOT NULL, first_sequence {int} NOT NULL, count {int} NOT NULL, "
     "superseded {int} NOT NULL, ids {blob} NOT NULL, body {blob} NOT NULL",
-    # Which pack has a span, so that a list continues after it at once.
+    # Which pack has a span, so that a long list continues after it at once.
     "span_places": "attempt_key {int} NOT NULL, span_id {text} NOT NULL, pack_key {int} NOT NULL, "
     "PRIMARY KEY (attempt_key, span_id)",
     # Long prompts: the first `keep` bytes of the prompt `base`, then `ids`; `root` is the first prompt of that chain.

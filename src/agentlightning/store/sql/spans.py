@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any, Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.span import DAMAGED, SUPERSEDED, Span
@@ -19,7 +20,7 @@ from agentlightning.store.sql.pack import SpanPack
 from agentlightning.store.sql.prompts import PromptCache, PromptReader, place_of
 from agentlightning.store.sql.queries import AttemptKey, Order, attempts_of, check_logic
 from agentlightning.store.sql.rollouts import beat
-from agentlightning.store.sql.schema import MAX_PACK, PACK, AttemptRow, select
+from agentlightning.store.sql.schema import MAX_PACK, PACK, UNPLACED, AttemptRow, select
 from agentlightning.store.sql.tx import Connection, Tx
 from agentlightning.store.types import FilterLogic, SortOrder
 
@@ -69,11 +70,8 @@ class AttemptSpans:
 
 
 def _as_stored(span: Span, attempt_id: str, span_id: str, sequence_id: int, superseded: bool) -> Span:
-    return Span(
-        span.rollout_id, attempt_id, span.name, span.start_time, span.end_time, sequence_id, span.trace_id, span_id,
-        span.parent_id, span.status_code, span.status_message,
-        {**span.attributes, SUPERSEDED: True} if superseded else span.attributes, span.events, span.resource,
-    )  # fmt: skip
+    attributes = {**span.attributes, SUPERSEDED: True} if superseded else span.attributes
+    return replace(span, attempt_id=attempt_id, span_id=span_id, sequence_id=sequence_id, attributes=attributes)
 
 
 def group_by_attempt(spans: Sequence[Span]) -> list[AttemptSpans]:
@@ -137,17 +135,82 @@ class SpanIds:
         self._entries[attempt.key] = (attempt.spans, ids)
 
 
+RECENT_ROLLOUTS: Final = 128
+"""In `RecentSpans` at most."""
+SMALL_BYTES: Final = 64 << 10
+"""Of the packs of one of them at most, estimated: an event loop decodes them."""
+SMALL_PACKS: Final = 32
+
+_Recent = tuple[str, tuple[tuple[SpanPack, Sequence[int], bool], ...]]
+"""(id of an attempt, its packs: with their sequence numbers, and whether it was superseded)"""
+
+
+class RecentSpans:
+    """Every span of small rollouts that were just written and have spans in one attempt only: to read them soon needs
+    neither the database nor its thread. What a transaction changes is left out from before its commit until after it.
+    Changed by the committer; any thread may read."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.clear()
+
+    def clear(self) -> None:
+        self._rollouts: dict[str, _Recent] = {}
+        self._new: dict[str, _Recent] = {}
+        """Of this transaction."""
+
+    def of(self, rollout_id: str, attempt_id: str | None) -> list[Span] | None:
+        """The spans of a rollout or of one attempt; None: ask the database."""
+        if rollout_id not in self._rollouts or not self._connection.fresh():
+            return None
+        found_id, packs = self._rollouts.get(rollout_id, ("", ()))
+        if not packs or attempt_id not in (None, found_id):
+            return None
+        ids = rollout_id, found_id
+        return [
+            span
+            for each, numbers, superseded in packs
+            for span in pack.unpack(each.body, *ids, each.span_ids, numbers, superseded)
+        ]
+
+    def add(self, attempt: AttemptRow, new: SpanPack, numbers: Sequence[int]) -> None:
+        """Before the row of the attempt has these spans."""
+        rollout = attempt.rollout
+        found_id, packs = self.forget(rollout.rollout_id)
+        if not attempt.spans and len(rollout.attempts) == 1:
+            found_id, packs = attempt.attempt_id, ()
+        follows = type(numbers) is range and (not packs or packs[-1][1][-1] < numbers[0])
+        packs = *packs, (new, numbers, bool(attempt.superseded))
+        size = sum([len(each.body) + 100 * each.count for each, *_ in packs])
+        small = size <= SMALL_BYTES and len(packs) <= SMALL_PACKS and not new.prompts
+        if follows and small and found_id == attempt.attempt_id:
+            self._new[rollout.rollout_id] = found_id, packs
+
+    def forget(self, rollout_id: str) -> _Recent:
+        """The rollout changes in this transaction."""
+        found = self._rollouts.pop(rollout_id, ("", ()))
+        return self._new.pop(rollout_id, found)
+
+    def committed(self) -> None:
+        self._rollouts |= self._new
+        self._new = {}
+        while len(self._rollouts) > RECENT_ROLLOUTS:
+            self._rollouts.pop(next(iter(self._rollouts)))
+
+
 class SpanWriter:
     """Adds spans, and remembers of recent attempts what the next spans are compared with."""
 
     def __init__(self, connection: Connection) -> None:
         self._ids = SpanIds()
         self._prompts = PromptCache(connection)
+        self.recent = RecentSpans(connection)
 
     def clear(self) -> None:
-        """After something was undone: what is remembered may not be in the database."""
+        """After something was undone, or another process has written: what is remembered may not be in the database."""
         self._ids.clear()
         self._prompts.clear()
+        self.recent.clear()
 
     def add(self, tx: Tx, groups: Sequence[AttemptSpans]) -> list[SpanWriteResult]:
         """Store the spans of one call, all or none."""
@@ -169,6 +232,8 @@ class SpanWriter:
         count = len(new.span_ids)
         if count:
             size = len(new.body) + 9 * count
+            if not tx.database.shared:
+                self.recent.add(attempt, new, sequence_ids)
             for start, end in _runs(sequence_ids):
                 part = new if end - start == count else pack.select(new, range(start, end))
                 size += self.add_pack(tx, attempt, part, sequence_ids[start])
@@ -217,7 +282,7 @@ class SpanWriter:
 
 def _by_id(tx: Tx, attempt: AttemptRow, span_ids: set[str]) -> dict[str, Span]:
     """The spans of an attempt that have one of these ids."""
-    rows = tx.all(_PACKS_WITH, attempt.key, list(span_ids))
+    rows = tx.all(_PACKS, [each.key for each, _ in _find_packs(tx, [attempt.key], span_ids)])
     reader = PromptReader(tx.connection)
     unpacked = _unpack(reader, rows, attempt.rollout.rollout_id, attempt.attempt_id)
     return {span.span_id: span for spans in unpacked for span in spans if span.span_id in span_ids}
@@ -265,9 +330,14 @@ NEWEST_BATCH: Final = 4
 """Packs read at once for the newest spans."""
 
 _COLUMNS: Final = select("p", PACK)
-_PLACES: Final = "FROM span_places s JOIN span_packs p ON p.key = s.pack_key WHERE"
-_PACKS_WITH: Final = f"SELECT DISTINCT {_COLUMNS} {_PLACES} s.attempt_key = ? AND s.span_id = ANY (?)"
-_PLACE_OF: Final = f"SELECT p.attempt_key, p.first_sequence, p.ids {_PLACES} s.attempt_key = ANY (?) AND s.span_id = ?"
+_HEADERS: Final = f"SELECT {select('p', PACK[:-1])} FROM"
+_PACKS_WITH: Final = (
+    f"{_HEADERS} span_places s JOIN span_packs p ON p.key = s.pack_key "
+    "WHERE s.attempt_key = ANY (?) AND s.span_id = ANY (?) UNION ALL "
+    f"{_HEADERS} span_packs p WHERE p.attempt_key = ANY (?) AND p.first_sequence <= {UNPLACED}"
+)
+"""Packs that may have some of these spans, without their bodies."""
+_PACKS: Final = f"SELECT {_COLUMNS} FROM span_packs p WHERE p.key = ANY (?)"
 _PACKS_OF: Final = (
     f"SELECT {_COLUMNS} FROM span_packs p WHERE p.attempt_key = ? AND p.first_sequence >= ? "
     "ORDER BY p.first_sequence, p.key LIMIT ? OFFSET ?"
@@ -292,7 +362,7 @@ class _Pack(Struct, gc=False):
     count: int
     superseded: int
     ids: bytes
-    body: bytes
+    body: bytes = b""
 
 
 def _unpack(
@@ -306,11 +376,11 @@ def _unpack(
         try:
             yield pack.unpack(
                 bytes(each.body),
-                rollout_id=rollout_id,
-                attempt_id=attempt_id,
-                span_ids=pack.split_ids(bytes(each.ids)),
-                sequence_ids=range(each.first, each.first + each.count),
-                superseded=bool(each.superseded),
+                rollout_id,
+                attempt_id,
+                pack.split_ids(bytes(each.ids)),
+                range(each.first, each.first + each.count),
+                bool(each.superseded),
                 prompt=reader.of(each.attempt_key, keys, each.key),
                 tokens=tokens,
             )
@@ -326,13 +396,22 @@ def _unpack(
             ]
 
 
-def _ids_of(damaged: _Pack) -> Sequence[str]:
-    """The ids of the spans of a damaged pack, or names in place of ids that cannot be read."""
+def _ids_of(packed: _Pack) -> Sequence[str]:
+    """The ids of the spans of a pack, or names in place of ids that cannot be read."""
     with suppress(*mapping.UNREADABLE):
-        found = pack.split_ids(bytes(damaged.ids))
-        if len(found) == damaged.count:
+        found = pack.split_ids(bytes(packed.ids))
+        if len(found) == packed.count:
             return found
-    return [f"damaged-{damaged.key}-{index}" for index in range(damaged.count)]
+    return [f"damaged-{packed.key}-{index}" for index in range(packed.count)]
+
+
+def _find_packs(
+    database: Connection | Tx, attempts: list[int], span_ids: set[str]
+) -> list[tuple[_Pack, Sequence[str]]]:
+    """The packs of attempts that have some of these spans, without their bodies, each with all of its ids."""
+    found = {row[0]: _Pack(*row) for row in database.all(_PACKS_WITH, attempts, list(span_ids), attempts)}
+    both = [(each, _ids_of(each)) for each in found.values()]
+    return [(each, ids) for each, ids in both if not span_ids.isdisjoint(ids)]
 
 
 # -- queries -----------------------------------------------------------------------------------------------------------
@@ -392,11 +471,10 @@ def query(
 def _find(connection: Connection, rows: list[AttemptKey], rollout_id: str, after: str) -> tuple[list[AttemptKey], int]:
     """(the attempt of the span `after` and those behind it, the sequence number from which to read packs)"""
     keys = [row.key for row in rows]
-    places = {row[0]: row for row in connection.all(_PLACE_OF, keys, after)}
+    places = {each.attempt_key: each.first + ids.index(after) for each, ids in _find_packs(connection, keys, {after})}
     for index, attempt_key in enumerate(keys):
         if attempt_key in places:
-            _, first, ids = places[attempt_key]
-            number = first + pack.split_ids(bytes(ids)).index(after)
+            number = places[attempt_key]
             around = connection.all(_FIRST_AROUND, attempt_key, number - MAX_PACK, number, number)
             return rows[index:], around[0][0]
     raise NotFoundError(f"rollout {rollout_id!r} has no span {after!r} to continue after")

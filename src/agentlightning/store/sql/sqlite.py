@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +27,7 @@ from agentlightning.store.sql.rollouts import NEXT_WAITING
 from agentlightning.store.sql.schema import FIND_VERSION, check_version, ddl, migrate
 from agentlightning.store.sql.tx import LAST_SIGN_OF_LIFE, Connection, Database
 from agentlightning.util.printable import shown_url
+from agentlightning.util.random_ids import random_bits
 
 BUSY_SECONDS: Final = 30.0
 """How long a write waits for another process."""
@@ -91,15 +93,19 @@ class SqliteDatabase(Database):
                 connection.close()
 
     def connect(self, read_only: bool) -> SqliteConnection:
+        observer: sqlite3.Connection | None = None
         try:
             connection = _connect(self.path)
             if self.path is None:
                 migrate(SqliteSchema(connection, self.name))
             if read_only:
                 connection.execute("PRAGMA query_only = ON")
+            elif self.path is not None:
+                observer = _connect(self.path)
+                observer.execute("PRAGMA busy_timeout = 0")
         except sqlite3.Error as error:
             raise self.explain(error) from error
-        return SqliteConnection(connection, self.path)
+        return SqliteConnection(connection, self.path, observer)
 
     def explain(self, error: Exception) -> StoreError:
         if isinstance(error, sqlite3.Error):
@@ -140,9 +146,16 @@ def _for_rows(sql: str, rows: int) -> str:
 class SqliteConnection(Connection):
     """One connection of the driver."""
 
-    def __init__(self, connection: sqlite3.Connection, path: Path | None) -> None:
+    def __init__(
+        self, connection: sqlite3.Connection, path: Path | None, observer: sqlite3.Connection | None = None
+    ) -> None:
+        """observer: another connection, by which other threads see who has written."""
         self.raw = connection
         self._path = path
+        self._observer, self._observing = observer, threading.Lock()
+        self._mark, self._marked = random_bits(31), False
+        """What SQLite's `user_version` is while no other process has written. Set by the first transaction that writes
+        after one of another process, so that both are committed together."""
         self._cursor = connection.cursor()
         self._files = None if path is None else OpenFiles(path)
         self._data_version = -1
@@ -173,11 +186,15 @@ class SqliteConnection(Connection):
     def rollback(self) -> None:
         if self._writing:  # the keys reserved last are free again
             self._keys.clear()
+            self._marked = False
         if self.raw.in_transaction:
             self._cursor.execute("ROLLBACK")
 
     def close(self) -> None:
         self.raw.close()
+        if self._observer is not None:
+            with self._observing:
+                self._observer.close()
 
     def all(self, sql: str, *values: Any) -> list[Any]:
         translated, adapted = _translated(sql), [_adapt(value) for value in values]
@@ -229,12 +246,24 @@ class SqliteConnection(Connection):
         if self._path is None:
             return False
         version = self._cursor.execute("PRAGMA data_version").fetchone()[0]
-        if version == self._data_version:
+        before = self._data_version
+        if version != before:
+            self._check_version()  # where it raises, so it does in the next transaction
+            self._data_version, self._marked = version, False
+            self._keys.clear()
+        if self._writing and not self._marked:
+            self._cursor.execute(f"PRAGMA user_version = {self._mark}")
+            self._marked = True
+        return before not in (-1, version)
+
+    def fresh(self) -> bool:
+        if self._observer is None:
+            return self._path is None
+        try:
+            with self._observing:
+                return self._observer.execute("PRAGMA user_version").fetchone()[0] == self._mark
+        except sqlite3.Error:
             return False
-        self._check_version()  # where it raises, so it does in the next transaction
-        before, self._data_version = self._data_version, version
-        self._keys.clear()
-        return before != -1
 
     def _check_version(self) -> None:
         check_version(str(self._path), *(self._cursor.execute(FIND_VERSION).fetchone() or ("",)))

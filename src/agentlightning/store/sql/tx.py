@@ -23,6 +23,7 @@ from agentlightning.store.sql.schema import (
     ATTEMPT,
     PACK,
     ROLLOUT,
+    UNPLACED,
     WORKER,
     AttemptRow,
     RolloutRow,
@@ -77,7 +78,7 @@ class Connection(Protocol):
         ...
 
     def write_places(self, rows: Sequence[tuple[int, str, int]]) -> None:
-        """Insert rows of `span_places`, of which there are as many as spans."""
+        """Insert rows of `span_places`, of which there may be as many as spans."""
         self.write(_INSERT_PLACE, rows)
 
     def lock(self, sql: str, *values: Any) -> None:
@@ -110,6 +111,11 @@ class Connection(Protocol):
         """Whether another connection has written since the last call; valid until the end of the transaction, which
         begins with it if it writes. On a `shared` database, nobody asks."""
         return True
+
+    def fresh(self) -> bool:
+        """Whether certainly no other connection has written since the last transaction of this one. Any thread may
+        ask."""
+        return False
 
     def notify(self, queued: bool, finished: Sequence[str]) -> None:
         """Notify the listeners of other processes with the commit: a rollout may be claimable, these rollouts have
@@ -265,6 +271,7 @@ class Tx:
         """A rollout may have become claimable."""
         self.finished: set[str] = set()
         """Ids of rollouts that have finished."""
+        self.deleted: list[str] = []
         self.deadline: float | None = None
         """The earliest deadline that was set, on the steady clock."""
         self.new_rollouts = 0
@@ -281,8 +288,7 @@ class Tx:
         """The columns of each row that differ from what is stored. Only these are written, so that few indexes are
         touched."""
         self._packs: list[tuple[Any, ...]] = []
-        self._span_ids: list[Sequence[str]] = []
-        """Of each pack."""
+        self._places: list[tuple[int, str, int]] = []
         self._prompts: list[tuple[Any, ...]] = []
         self._queues: set[str] = set()
         self._counts: defaultdict[tuple[str, str], int] = defaultdict(int)
@@ -446,8 +452,10 @@ class Tx:
         """Add the columns PACK of a pack of new spans, whose key is new, and rows of the table `prompts`."""
         self.changed = True
         self._packs.append(pack)
-        self._span_ids.append(span_ids)
+        if pack[2] > UNPLACED:
+            self._places += [(pack[1], span_id, pack[0]) for span_id in span_ids]
         self._prompts += prompts
+        self.count(SPANS, len(span_ids))
 
     def name_queue(self, name: str) -> None:
         if name not in self.known_queues:
@@ -469,13 +477,11 @@ class Tx:
             self._write_rows()
         if self._packs:
             self.connection.write(_INSERT_PACK, self._packs)
-            both = zip(self._packs, self._span_ids, strict=True)
-            places = [(pack[1], span_id, pack[0]) for pack, span_ids in both for span_id in span_ids]
-            self.connection.write_places(places)
-            self.count(SPANS, len(places))
+            if self._places:
+                self.connection.write_places(self._places)
             if self._prompts:
                 self.connection.write(_INSERT_PROMPT, self._prompts)
-            self._packs, self._span_ids, self._prompts = [], [], []
+            self._packs, self._places, self._prompts = [], [], []
 
     def _write_rows(self) -> None:
         changed, self._changed = self._changed, {}
