@@ -30,10 +30,9 @@ from agentlightning.attempt_address import without_key
 from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import Engine, EngineUnavailableError
 from agentlightning.errors import StoreError
-from agentlightning.gateway.callers.agents import AgentMatcher
-from agentlightning.gateway.callers.attempts import CHECK_SECONDS, AttemptTable
-from agentlightning.gateway.callers.attribution import Attribution, Caller, repeat_attributes
+from agentlightning.gateway.callers import CHECK_SECONDS, AttemptTable, Attribution, Caller, repeat_attributes
 from agentlightning.gateway.config import GatewayConfig
+from agentlightning.gateway.conversation import Conversations
 from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import ApiPath
 from agentlightning.gateway.dialects.common import read_json
@@ -43,12 +42,10 @@ from agentlightning.gateway.errors import STORE_UNAVAILABLE, ApiError, to_api_er
 from agentlightning.gateway.forwarding.call import ForwardingService
 from agentlightning.gateway.forwarding.other_paths import MAX_UPLOAD_BYTES, forward_as_is, request_stored_response
 from agentlightning.gateway.http import ResponseWriter, Slot, headers_by_name, offload, read_body
-from agentlightning.gateway.local.conversation import Conversations
-from agentlightning.gateway.local.service import LocalService, LocalSettings
-from agentlightning.gateway.local.update_gate import UpdateGates
+from agentlightning.gateway.local import LocalService, LocalSettings, UpdateGates
 from agentlightning.gateway.models_api import ModelsEndpoint, client_family, error_body, json_response
 from agentlightning.gateway.record import Counters, record_rejection
-from agentlightning.gateway.routing import ResolvedCall, Router
+from agentlightning.gateway.routing import AgentMatcher, ResolvedCall, Router
 from agentlightning.gateway.sampling import OnPolicySampling
 from agentlightning.gateway.upstream.limits import Budgets
 from agentlightning.gateway.upstream.servers import ServerPool

@@ -49,8 +49,7 @@ from agentlightning.engine.servers.open import open_servers
 from agentlightning.engine.servers.pool import PooledEngine, ReplicaPool
 from agentlightning.errors import AgentLightningError, ConfigError, MissingExtraError
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.local.service import LocalSettings
-from agentlightning.gateway.local.update_gate import UpdateGates
+from agentlightning.gateway.local import LocalSettings, UpdateGates
 from agentlightning.observability.metrics import counters
 from agentlightning.store.http.endpoint import endpoint, read_body, respond
 from agentlightning.store.http.errors import RequestError
