@@ -730,7 +730,8 @@ class Attribution:
         is_ours = key.startswith("agl-")
         if JUDGE_HEADER in headers and (is_ours or path_params.keys() & {"attempt_id", "worker_id"}):
             raise conflict("judge_as_agent", _REWARD_CALL)
-        of_key, worker_id = read_attempt_key(self._secret, key), read_worker_key(self._secret, key)
+        of_key = read_attempt_key(self._secret, key) if is_ours else None
+        worker_id = read_worker_key(self._secret, key) if is_ours and of_key is None else None
         has_key = of_key is not None or worker_id is not None
         has_key = has_key or (self._allow_unattributed and self._is_access_token(key))
         if is_ours and not has_key:

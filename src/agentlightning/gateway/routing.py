@@ -190,7 +190,8 @@ class ResolvedCall(NamedTuple):
 class Router:
     """The routes. An engine may answer some agents with adapters (`AgentEngines`). `default_model` is an engine, or a
     model that a rule matches: it serves requests without a model and, with `accept_any_model`, those for an unknown
-    one. A single engine is the default. Raises ConfigError for a rule or a default without a target."""
+    one. A single engine is the default. With `takes_runs`, training runs elsewhere may join (`add_policy`). Raises
+    ConfigError for a rule or a default without a target."""
 
     def __init__(
         self,
@@ -201,13 +202,12 @@ class Router:
         *,
         default_model: str | None = None,
         accept_any_model: bool = False,
+        takes_runs: bool = False,
     ) -> None:
         self._engines, self._rules, self.servers = _with_views(engines), tuple(rules), dict(servers or {})
-        self._agents, self._accept_any = agents or AgentMatcher(), accept_any_model
+        self._agents, self._accept_any, self._takes_runs = agents or AgentMatcher(), accept_any_model, takes_runs
         self._check_rules()
         self._named = [rule.model for rule in rules if not rule.is_pattern]
-        self.takes_runs = False
-        """Whether training runs elsewhere may join (`add_policy`)."""
         self._joined: dict[str, str] = {}
         """The models of these runs -> the name of their policy; those of single agents are among them."""
         if default_model is None and len(engines) == 1:
@@ -260,7 +260,7 @@ class Router:
         no model is named, 404 for an unknown model, and 503 if the caller's run has not joined."""
         dialect = "anthropic" if path == "messages" else "openai"
         route = self._find(model, agent, dialect)
-        if route is None and self.takes_runs and (policy := self._policy_of_run(given)) is not None:
+        if route is None and self._takes_runs and (policy := self._policy_of_run(given)) is not None:
             return self._engine_route(policy, agent)
         if route is None and self._default is not None and (self._accept_any or model is None):
             route = self._find(self._default, agent, dialect)

@@ -175,7 +175,6 @@ class JoinedPolicies:
 
     def __init__(self, gateway: Gateway, accepts: bool) -> None:
         self._gateway, self._accepts = gateway, accepts
-        gateway.router.takes_runs = True
         self._policies: dict[str, JoinedPolicy] = {}
         """By the name of their model."""
         self._joining = asyncio.Lock()
