@@ -29,7 +29,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentlightning.engine.base import SamplingParams
-from agentlightning.gateway.local.update_gate import UpdateGate
+from agentlightning.gateway.local import UpdateGate
 from agentlightning.policy.config import LocalPolicyConfig
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.trajectory import Node, TokenTree, TrainingSample

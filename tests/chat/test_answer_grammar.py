@@ -16,7 +16,7 @@ from agentlightning.chat.base import ThoughtMarkers
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.engine.base import Sample
 from agentlightning.engine.local.guided_decoding import GrammarCompiler
-from agentlightning.gateway.local.answer import SampledAnswer
+from agentlightning.gateway.sampling import SampledAnswer
 from agentlightning.testing import ByteChatFormat
 
 THINKS = ("<think>", "</think>")

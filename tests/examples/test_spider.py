@@ -21,7 +21,7 @@ from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.config import TrainConfig
 from agentlightning.credit import is_target
 from agentlightning.errors import DatasetError, MissingExtraError
-from agentlightning.gateway.callers.agents import AgentMatcher
+from agentlightning.gateway.routing import AgentMatcher
 from agentlightning.store import LightningStore
 from agentlightning.util.settings import load_settings
 

@@ -13,7 +13,7 @@ from agentlightning.engine.adapter_view import AdapterTable, AdapterView, AgentE
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import GatewayConfig, RouteRule
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.local.update_gate import UpdateGates
+from agentlightning.gateway.local import UpdateGates
 from agentlightning.gateway.routing import Router
 from agentlightning.gateway.upstream.provider import Price, Provider
 from agentlightning.gateway.upstream.servers import ServerPool
@@ -51,7 +51,7 @@ def test_the_first_rule_that_fits_decides_and_engines_come_after_all_rules():
 
 
 def test_a_judge_reaches_other_models_of_a_training_run_and_not_its_policy():
-    from agentlightning.gateway.callers.attribution import Caller
+    from agentlightning.gateway.callers import Caller
 
     routes = table(default_model="policy", accept_any_model=True)
     judge, body = {"x-agentlightning-judge": "at-1"}, {"model": "gpt-5", "messages": []}

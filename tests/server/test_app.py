@@ -17,7 +17,7 @@ from agentlightning.attempt_variables import attempt_environment
 from agentlightning.errors import ConfigError, ServerError
 from agentlightning.gateway.app import Gateway
 from agentlightning.server.app import Server
-from agentlightning.server.http_protocol import BoundedHttpProtocol
+from agentlightning.server.http import BoundedHttpProtocol
 from agentlightning.store.instrumented import instrument
 from agentlightning.testing import ScriptedEngine
 

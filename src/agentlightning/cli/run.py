@@ -335,7 +335,7 @@ def _environment(
     target: RecordingTarget, rollout_id: str, attempt_id: str, worker_id: str, task: Any
 ) -> dict[str, str]:
     from agentlightning.attempt_variables import attempt_environment, telemetry_opt_outs, worker_environment
-    from agentlightning.gateway.callers.attribution import keep_keys
+    from agentlightning.gateway.callers import keep_keys
 
     environment = {name: value for name, value in os.environ.items() if name != "AGL_TOKEN"}
     environment |= telemetry_opt_outs(environment)

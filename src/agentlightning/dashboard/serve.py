@@ -13,8 +13,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from agentlightning.dashboard.app import PATH
-from agentlightning.server.origin_guard import OriginGuard
-from agentlightning.server.request_tracker import RequestTracker
+from agentlightning.server.http import OriginGuard, RequestTracker
 
 
 def dashboard_app(routes: Sequence[BaseRoute], host: str, *, has_token: bool) -> RequestTracker:

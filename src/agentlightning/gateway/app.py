@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -30,10 +29,9 @@ from agentlightning.attempt_address import without_key
 from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import Engine, EngineUnavailableError
 from agentlightning.errors import StoreError
-from agentlightning.gateway.callers.agents import AgentMatcher
-from agentlightning.gateway.callers.attempts import CHECK_SECONDS, AttemptTable
-from agentlightning.gateway.callers.attribution import Attribution, Caller, repeat_attributes
+from agentlightning.gateway.callers import CHECK_SECONDS, AttemptTable, Attribution, Caller, repeat_attributes
 from agentlightning.gateway.config import GatewayConfig
+from agentlightning.gateway.conversation import Conversations
 from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import ApiPath
 from agentlightning.gateway.dialects.common import read_json
@@ -43,12 +41,10 @@ from agentlightning.gateway.errors import STORE_UNAVAILABLE, ApiError, to_api_er
 from agentlightning.gateway.forwarding.call import ForwardingService
 from agentlightning.gateway.forwarding.other_paths import MAX_UPLOAD_BYTES, forward_as_is, request_stored_response
 from agentlightning.gateway.http import ResponseWriter, Slot, headers_by_name, offload, read_body
-from agentlightning.gateway.local.conversation import Conversations
-from agentlightning.gateway.local.service import LocalService, LocalSettings
-from agentlightning.gateway.local.update_gate import UpdateGates
+from agentlightning.gateway.local import LocalService, LocalSettings, UpdateGates
 from agentlightning.gateway.models_api import ModelsEndpoint, client_family, error_body, json_response
 from agentlightning.gateway.record import Counters, record_rejection
-from agentlightning.gateway.routing import ResolvedCall, Router
+from agentlightning.gateway.routing import AgentMatcher, ResolvedCall, Router
 from agentlightning.gateway.sampling import OnPolicySampling
 from agentlightning.gateway.upstream.limits import Budgets
 from agentlightning.gateway.upstream.servers import ServerPool
@@ -56,6 +52,7 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.endpoint import ClientDisconnected, cancel_on_disconnect
 from agentlightning.transport import Transport
 from agentlightning.transport.connector import ConnectOptions
+from agentlightning.util.random_ids import random_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +75,9 @@ class Gateway:
     `secret`; a call without an attempt is rejected unless `allow_unattributed`. A URL is enough unless `require_key`,
     which is for servers that strangers can reach. `config` has the routes to providers and the budget; `budget_file`
     stores what was spent, unless the budget names a file; `shared` is a folder for what several processes of one server
-    share. `default_model` serves requests without a model and, with
-    `accept_any_model`, those for an unknown one, unless `config` says otherwise. Calls above `max_concurrency` wait.
-    Every `check_seconds` the store is asked which attempts have ended.
+    share. Training runs elsewhere may join a gateway that `takes_runs`. `default_model` serves requests without a model
+    and, with `accept_any_model`, those for an unknown one, unless `config` says otherwise. Calls above
+    `max_concurrency` wait. Every `check_seconds` the store is asked which attempts have ended.
     """
 
     def __init__(
@@ -96,6 +93,7 @@ class Gateway:
         accept_any_model: bool | None = None,
         require_key: bool = False,
         allow_unattributed: bool = False,
+        takes_runs: bool = False,
         max_body_bytes: int = 32 * 1024 * 1024,
         max_concurrency: int = 4096,
         check_seconds: float = CHECK_SECONDS,
@@ -105,7 +103,7 @@ class Gateway:
         self._failures = Counter[str]()
         """Calls that failed for a reason within, by message."""
         self.conversations = Conversations()
-        self.kept = ResponseStore(shared)
+        self.responses = ResponseStore(shared)
         self.gates = UpdateGates()
         """One gate for each engine, closed while its weights change."""
         self._transports: dict[ConnectOptions, Transport] = {}
@@ -121,12 +119,13 @@ class Gateway:
             AgentMatcher(config.agents),
             default_model=config.default_model or default_model,
             accept_any_model=bool(accept_any_model if config.accept_any_model is None else config.accept_any_model),
+            takes_runs=takes_runs,
         )
         self.attempts = AttemptTable(store, self.forget, check_seconds=check_seconds)
         self.attribution = Attribution(
             self.attempts, secret, require_key=require_key, allow_unattributed=allow_unattributed
         )
-        parts = store, self.attempts, self.counters, OnPolicySampling(self.counters), self.kept
+        parts = store, self.attempts, self.counters, OnPolicySampling(self.counters), self.responses
         settings = LocalSettings(config.structured_output, config.record_top_logprobs)
         self._forwarding = ForwardingService(*parts)
         self._local = LocalService(*parts, self.conversations, self.gates, settings)
@@ -151,7 +150,7 @@ class Gateway:
     def forget(self, rollout_id: str, attempt_id: str) -> None:
         """Drop what is cached of an attempt that has ended."""
         self.conversations.forget((rollout_id, attempt_id))
-        self.kept.forget((rollout_id, attempt_id))
+        self.responses.forget((rollout_id, attempt_id))
         self.budgets.forget(rollout_id)
 
     def metrics(self) -> dict[str, int | float]:
@@ -216,7 +215,7 @@ class Gateway:
         dialect = DIALECTS[path]
         writer = ResponseWriter(send, scope.get("http_version") != "1.0", dialect.ping)
         name = b"request-id" if dialect is MESSAGES else b"x-request-id"
-        writer.extra_headers = [(name, b"req_" + secrets.token_hex(12).encode())]
+        writer.extra_headers = [(name, b"req_" + random_bytes(12).hex().encode())]
         try:
             await self._call_model(path, scope, receive, writer, is_count)
         except ClientDisconnected:
@@ -237,7 +236,7 @@ class Gateway:
     async def _stored_response(self, request: HttpRequest) -> Response:
         caller = await self.attribution.caller(headers_by_name(request.scope), request.path_params)
         attempt, response_id = caller.attempt or ("", ""), request.path_params["response_id"]
-        if (provider := self.kept.provider_of(attempt, response_id)) is not None:
+        if (provider := self.responses.provider_of(attempt, response_id)) is not None:
             pool = self.providers[provider]
             body = await request_stored_response(pool, request.method, attempt, response_id)
             if request.method != "DELETE":
@@ -245,8 +244,8 @@ class Gateway:
             return Response(body, media_type="application/json")
         try:
             if request.method != "DELETE":
-                return Response(self.kept.body(attempt, response_id), media_type="application/json")
-            self.kept.delete(attempt, response_id)
+                return Response(self.responses.body(attempt, response_id), media_type="application/json")
+            self.responses.delete(attempt, response_id)
         except ApiError as unknown:  # Of another attempt, which a provider of all paths may have.
             return await self._other_path(request, unknown)
         return json_response({"id": response_id, "object": "response", "deleted": True})

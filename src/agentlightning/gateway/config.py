@@ -5,16 +5,58 @@ From `agl serve --routes FILE`, the section `[gateway]` of a training run, or Py
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from agentlightning.engine.servers.config import ServedModel
-from agentlightning.gateway.callers.agents import AgentRule
 from agentlightning.gateway.upstream.limits import BudgetConfig
 from agentlightning.gateway.upstream.provider import Price, PrivateSection, Provider
+from agentlightning.util.settings import Section
+
+MAX_NAME_CHARACTERS: Final = 256
+
+
+class AgentRule(Section):
+    """How calls of one agent are recognized: an entry of `[[agents]]` in the configuration.
+
+    A rule without a `name` takes it from the group `agent` of `matches`.
+    """
+
+    name: str | None = Field(default=None, min_length=1, max_length=MAX_NAME_CHARACTERS)
+    """The name of the agent on spans."""
+    models: tuple[str, ...] = ()
+    """Model names that mean this agent."""
+    serve: str | None = None
+    """The model that serves these names; None: the model of that name, or else the default model."""
+    contains: str | None = Field(default=None, min_length=1)
+    """Text that the agent's system prompt contains."""
+    matches: str | None = Field(default=None, min_length=1)
+    """Regular expression that is searched for in the agent's system prompt."""
+
+    @field_validator("matches")
+    @classmethod
+    def _check_pattern(cls, pattern: str | None) -> str | None:
+        try:
+            re.compile(pattern or "")
+        except re.error as error:
+            raise ValueError(f"matches={pattern!r} is not a regular expression: {error}") from None
+        return pattern
+
+    @model_validator(mode="after")
+    def _check_complete(self) -> Self:
+        if self.name is None and "agent" not in re.compile(self.matches or "").groupindex:
+            raise ValueError("an agent without a name needs `matches` with a group (?P<agent>...) for it")
+        if not self.models and self.contains is None and self.matches is None:
+            raise ValueError(f"nothing identifies the calls of agent {self.name!r}: set models, contains or matches")
+        if self.serve is not None and not self.models:
+            raise ValueError(f"agent {self.name!r} has serve={self.serve!r} but no models to serve")
+        if self.models and self.name is None:
+            raise ValueError(f"models={list(self.models)} need the name of their agent")
+        return self
 
 
 class RouteRule(PrivateSection):

@@ -31,7 +31,7 @@ from agentlightning.gateway.answer import (
     ToolCall,
     objects,
 )
-from agentlightning.gateway.callers.attribution import Caller
+from agentlightning.gateway.callers import Caller
 from agentlightning.gateway.dialects.base import ApiPath
 from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.errors import ApiError, to_api_error

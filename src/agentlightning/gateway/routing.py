@@ -6,26 +6,35 @@ The first rule that matches decides; then come the engines by name, then the def
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from agentlightning.attempt_address import JUDGE_HEADER
+from agentlightning.attempt_address import AGENT_BAGGAGE, JUDGE_HEADER
 from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.joining import RENEW_SECONDS
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.callers.agents import AgentMatcher
-from agentlightning.gateway.callers.attempts import AttemptContext
-from agentlightning.gateway.callers.attribution import Caller
-from agentlightning.gateway.config import RouteRule
+from agentlightning.gateway.answer import objects
+from agentlightning.gateway.callers import Agent, AttemptContext, Caller, read_baggage
+from agentlightning.gateway.config import MAX_NAME_CHARACTERS, AgentRule, RouteRule
 from agentlightning.gateway.dialects.base import ApiPath
 from agentlightning.gateway.dialects.common import optional
+from agentlightning.gateway.dialects.content_parts import BILLING, object_of
 from agentlightning.gateway.errors import ApiError, bad_request, conflict
 from agentlightning.gateway.upstream.provider import Price, Provider
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.resources import LLM
+
+HEADER: Final = "x-agentlightning-agent"
+KEY_CHARACTERS: Final = 2048
+"""The part of the system prompt in the key: what differs between calls (a date, a file) usually stands further down."""
+_MAX_CACHED: Final = 1024
 
 Given = Mapping[str, tuple[str, LLM]]
 """The models of a caller's resources: model -> (name of the resource, the resource)."""
@@ -34,6 +43,115 @@ _JUDGED_BY_POLICY: Final = (
     "a reward function asked the policy that is being trained (model={!r}): a policy that judges itself learns to"
     " please itself. Give the judge another endpoint, or lead its model elsewhere with a route ([gateway] routes)"
 )
+
+
+# -- the agent ---------------------------------------------------------------------------------------------------------
+
+
+class AgentMatcher:
+    """Identifies agents by their calls and by the first rule that matches. Raises ConfigError if a model name belongs
+    to two agents."""
+
+    def __init__(self, rules: Sequence[AgentRule] = ()) -> None:
+        self._aliases: dict[str, AgentRule] = {}
+        self._find_cached = lru_cache(_MAX_CACHED)(self._find)
+        """By the identifying values of a call, which are equal in every call of an agent."""
+        for rule in rules:
+            for model in rule.models:
+                if model in self._aliases:
+                    raise ConfigError(f"the model name {model!r} belongs to two agents; leave it to one")
+                self._aliases[model] = rule
+        self._patterns = [
+            (rule.name, rule.contains or "", re.compile(rule.matches) if rule.matches else None)
+            for rule in rules
+            if rule.contains is not None or rule.matches is not None
+        ]
+
+    def identify(self, headers: Mapping[str, str], body: Mapping[str, Any], served: Container[str] = ()) -> Agent:
+        """The agent behind a call. `headers` have lower-case names; `body` is a request in any dialect; `served` are
+        the existing model names, which distinguish `writer@policy` from a model of that name."""
+        requested = body.get("model")
+        system, tools = system_prompt(body), tool_names(body)
+        # The meaning of the model name is not cached: runs join and leave, and their models with them.
+        alias, model = self.alias(requested if isinstance(requested, str) else None, served)
+        find = self._find_cached if len(system) <= KEY_CHARACTERS else self._find
+        return find(alias, model, headers.get(HEADER), headers.get("baggage", ""), system, tuple(tools))
+
+    def _find(
+        self,
+        alias: str | None,
+        model: str | None,
+        header: str | None,
+        baggage: str,
+        system: str,
+        tools: tuple[str, ...],
+    ) -> Agent:
+        in_baggage = read_baggage(baggage).get(AGENT_BAGGAGE)
+        candidates = [("the header", header), ("the baggage", in_baggage), ("the model name", alias)]
+        names = [(source, name[:MAX_NAME_CHARACTERS]) for source, name in candidates if name]
+        name = names[0][1] if names else self._by_pattern(system)
+        ignored = tuple(f"agent {other!r} of {source}" for source, other in names if other != name)
+        return Agent(name, agent_key(system, tools), model, ignored)
+
+    def alias(self, model: str | None, served: Container[str] = ()) -> tuple[str | None, str | None]:
+        """(agent, model) of a model name: `writer@policy` is the model `policy` for the agent `writer`, and `writer@`
+        the default model, unless there is a model with the whole name."""
+        if model is None:
+            return None, None
+        if (rule := self._aliases.get(model)) is not None:
+            return rule.name, rule.serve or (model if model in served else None)
+        agent, at, base = model.rpartition("@")
+        if not at or not agent or model in served or (base and base not in served):
+            return None, model
+        return agent, base or None
+
+    def _by_pattern(self, system: str) -> str | None:
+        for name, text, pattern in self._patterns:
+            if text not in system:
+                continue
+            if pattern is None:
+                return name
+            if (match := pattern.search(system)) is not None:
+                agent = name or match.groupdict().get("agent")
+                return agent[:MAX_NAME_CHARACTERS] if agent else None
+        return None
+
+
+# -- what identifies an agent ------------------------------------------------------------------------------------------
+
+
+def system_prompt(body: Mapping[str, Any]) -> str:
+    """The system prompt of a request in any dialect; "" if it has none."""
+    if prompt := body.get("system") or body.get("instructions"):
+        return _text(prompt)
+    turns = objects(body.get("messages") or body.get("input"))
+    first = takewhile(lambda turn: turn.get("role") in ("system", "developer"), turns)
+    return "\n".join([_text(turn.get("content")) for turn in first])
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    texts = [block.get("text") for block in objects(content)]
+    return "\n".join(text for text in texts if isinstance(text, str) and not text.startswith(BILLING))
+
+
+def tool_names(body: Mapping[str, Any]) -> list[str]:
+    """The names of the tools of a request, sorted; the type of a tool without a name."""
+    tools = objects(body.get("tools"))
+    found = [(object_of(tool, "function") or tool).get("name") or tool.get("type") for tool in tools]
+    return sorted(name for name in found if isinstance(name, str) and name)
+
+
+def agent_key(system: str, tools: Sequence[str]) -> str | None:
+    """A key that is the same for every call of an agent; None without a system prompt and tools."""
+    if not system and not tools:
+        return None
+    identity = "\0".join((system[:KEY_CHARACTERS], *tools))
+    return blake2b(identity.encode(errors="replace"), digest_size=6).hexdigest()
+
+
+# -- the route ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +190,8 @@ class ResolvedCall(NamedTuple):
 class Router:
     """The routes. An engine may answer some agents with adapters (`AgentEngines`). `default_model` is an engine, or a
     model that a rule matches: it serves requests without a model and, with `accept_any_model`, those for an unknown
-    one. A single engine is the default. Raises ConfigError for a rule or a default without a target."""
+    one. A single engine is the default. With `takes_runs`, training runs elsewhere may join (`add_policy`). Raises
+    ConfigError for a rule or a default without a target."""
 
     def __init__(
         self,
@@ -83,13 +202,12 @@ class Router:
         *,
         default_model: str | None = None,
         accept_any_model: bool = False,
+        takes_runs: bool = False,
     ) -> None:
         self._engines, self._rules, self.servers = _with_views(engines), tuple(rules), dict(servers or {})
-        self._agents, self._accept_any = agents or AgentMatcher(), accept_any_model
+        self._agents, self._accept_any, self._takes_runs = agents or AgentMatcher(), accept_any_model, takes_runs
         self._check_rules()
         self._named = [rule.model for rule in rules if not rule.is_pattern]
-        self.takes_runs = False
-        """Whether training runs elsewhere may join (`add_policy`)."""
         self._joined: dict[str, str] = {}
         """The models of these runs -> the name of their policy; those of single agents are among them."""
         if default_model is None and len(engines) == 1:
@@ -142,7 +260,7 @@ class Router:
         no model is named, 404 for an unknown model, and 503 if the caller's run has not joined."""
         dialect = "anthropic" if path == "messages" else "openai"
         route = self._find(model, agent, dialect)
-        if route is None and self.takes_runs and (policy := self._policy_of_run(given)) is not None:
+        if route is None and self._takes_runs and (policy := self._policy_of_run(given)) is not None:
             return self._engine_route(policy, agent)
         if route is None and self._default is not None and (self._accept_any or model is None):
             route = self._find(self._default, agent, dialect)

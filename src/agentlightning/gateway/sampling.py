@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any, Final, Literal
 
 from agentlightning.chat.answer_grammar import AnswerShape, answer_grammar
-from agentlightning.chat.base import ChatFormat, ThoughtMarkers
+from agentlightning.chat.base import ChatFormat, ParsedToolCall, ThoughtMarkers
 from agentlightning.chat.reasoning import find_reasoning_markers
-from agentlightning.chat.tool_calls.format import Tools
-from agentlightning.engine.base import Engine, SamplingParams
-from agentlightning.gateway.callers.attempts import AttemptContext
+from agentlightning.chat.tool_calls.format import CallReader, Tools, partial_marker_length
+from agentlightning.engine.base import Engine, Sample, SamplingParams
+from agentlightning.gateway.answer import Answer, Event, ReasoningDelta, ToolCall
+from agentlightning.gateway.callers import AttemptContext
 from agentlightning.gateway.dialects.output_constraint import NO_PARAMETERS, Constraint, json_schema
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.http import offload
@@ -179,3 +181,225 @@ def _argument_schema(parameters: Any) -> str:
         return json_schema("tools.parameters", parameters or NO_PARAMETERS).schema
     except ApiError:  # Only strict tools need a valid schema.
         return "{}"
+
+
+# -- the answer while it is sampled ------------------------------------------------------------------------------------
+
+# Turns tokens into text, reasoning and tool calls, and emits nothing it may take back. Ambiguous text is buffered:
+# incomplete UTF-8, the possible beginning of a stop string or tool call, and whitespace or text that may belong to a
+# reasoning marker. The emitted events together are exactly `message`, however the tokens were split. If the engine
+# streams log-probabilities, each event carries those of its own tokens; otherwise the last event carries all.
+
+TopLogprobs = tuple[tuple[int, float], ...]
+"""(token, log-probability), most likely first."""
+Token = tuple[int, float, TopLogprobs]
+"""A sampled token, its log-probability, and the most likely tokens at its position if requested."""
+
+
+class Detokenizer:
+    """Decodes tokens incrementally.
+
+    Each step decodes a window that starts where the text was last complete, so that tokenizers which treat the first
+    token of a text differently do no harm.
+    """
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
+        self._tokens: list[int] = []
+        self._before = 0
+        self._shown = 0
+
+    def feed(self, token_ids: Sequence[int], is_last: bool = False) -> str:
+        """The text that is complete now; at the end, incomplete characters become U+FFFD."""
+        self._tokens.extend(token_ids)
+        if self._shown == len(self._tokens):
+            return ""
+        text = self._chat.decode(self._tokens[self._before :])
+        if self._shown > self._before:
+            text = text[len(self._chat.decode(self._tokens[self._before : self._shown])) :]
+        if text.endswith("�") and not is_last:
+            return ""
+        self._before, self._shown = self._shown, len(self._tokens)
+        return text
+
+
+class ReasoningFilter:
+    """Separates the reasoning at the start of an answer from its content; drops whitespace next to the markers."""
+
+    def __init__(self, markers: ThoughtMarkers | None) -> None:
+        self._markers = markers
+        self._buffer = ""
+        self._thinks = markers is not None and markers.opened
+        self._begun = markers is None or self._thinks
+        """Whether it is known if the answer begins with reasoning."""
+        self._trims = self._thinks
+        """The next whitespace is next to a marker."""
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """(reasoning, content) that are complete now."""
+        self._buffer += text
+        if not self._begun:
+            self._begin()
+        self._trim()
+        thought = self._think() if self._thinks else ""
+        self._trim()
+        content = self._take(len(self._buffer)) if self._begun and not self._thinks else ""
+        return thought, content
+
+    def finish(self) -> tuple[str, str]:
+        rest = self._take(len(self._buffer))
+        return (rest.rstrip(), "") if self._thinks else ("", rest)
+
+    def _begin(self) -> None:
+        start, begins = self._markers.start if self._markers else "", self._buffer.lstrip()
+        if begins.startswith(start):
+            self._begun = self._thinks = self._trims = True
+            self._buffer = begins[len(start) :]
+        elif not start.startswith(begins):
+            self._begun = True
+
+    def _think(self) -> str:
+        end = self._markers.end if self._markers else ""
+        place = self._buffer.find(end)
+        if place < 0:
+            return self._take(
+                len(self._buffer[: len(self._buffer) - partial_marker_length(self._buffer, end)].rstrip())
+            )
+        thought = self._take(place).rstrip()
+        self._buffer = self._buffer[len(end) :]
+        self._thinks, self._trims = False, True
+        return thought
+
+    def _trim(self) -> None:
+        if self._trims and self._begun:
+            self._buffer = self._buffer.lstrip()
+            self._trims = not self._buffer
+
+    def _take(self, length: int) -> str:
+        taken, self._buffer = self._buffer[:length], self._buffer[length:]
+        return taken
+
+
+@dataclass(slots=True, kw_only=True)
+class SampledAnswer(Answer):
+    """An answer of one of our engines."""
+
+    chat: ChatFormat
+    stop_tokens: tuple[int, ...] = ()
+    """Further tokens that end the answer, besides those that end a turn; they are not part of the text."""
+    reads_tool_calls: bool = True
+    """If False, the request offers no tools, and a tool call is ordinary content."""
+    single_tool_call: bool = False
+    """The request allows at most one tool call."""
+    tools: Tools = None
+    """The tools of the request; some formats read the types of arguments from them."""
+    top_logprobs: int = 0
+    """The number of likeliest tokens that the caller is told; spans may keep more."""
+    call_ids: Sequence[str] = ()
+    """The ids of its tool calls where it is a recorded answer: prompts may contain them."""
+    reasoning_markers: ThoughtMarkers | None = None
+    """How the model marks reasoning; None if it does not."""
+    sample: Sample | None = None
+    _text: Detokenizer = field(init=False)
+    _reasoning_filter: ReasoningFilter = field(init=False)
+    _call_reader: CallReader = field(init=False)
+    _written_ids: list[int] = field(default_factory=list[int], init=False)
+    """Tokens of the log-probabilities written last."""
+
+    def __post_init__(self) -> None:
+        Answer.__post_init__(self)
+        self._text = Detokenizer(self.chat)
+        self._reasoning_filter = ReasoningFilter(self.reasoning_markers)
+        self._call_reader = CallReader(self.chat.tool_calls, self.tools)
+
+    def feed(
+        self, token_ids: Sequence[int], logprobs: Sequence[float] = (), tops: Sequence[TopLogprobs] = ()
+    ) -> list[Event]:
+        """The events after more tokens, with their log-probabilities if the engine streams them."""
+        self.num_tokens += len(token_ids)
+        self.token_ids += token_ids
+        if logprobs:
+            known = zip_longest(token_ids, logprobs, tops[: len(token_ids)])
+            self._tokens += [(token, value, top or ()) for token, value, top in known]
+        ends = self.chat.eos_token_ids
+        visible = [token for token in token_ids if token not in ends and token not in self.stop_tokens]
+        self._read(*self._reasoning_filter.feed(self._stop.feed(self._text.feed(visible))))
+        return self.take_new()
+
+    def begin(self, token_ids: Sequence[int]) -> list[Event]:
+        """The events of tokens that the answer begins with, and that were sampled for another."""
+        events = self.feed(token_ids)
+        self.num_tokens, self.token_ids = 0, []
+        return events
+
+    def finish(self, sample: Sample) -> list[Event]:
+        """The remaining events, once the sample is complete."""
+        events = self.feed(sample.token_ids[self.num_tokens :]) if self.num_tokens < len(sample.token_ids) else []
+        self.sample = sample
+        self.end(sample.finish_reason)
+        rest = self._stop.feed(self._text.feed((), is_last=True)) + self._stop.finish()
+        self._read(*self._reasoning_filter.feed(rest))
+        self._read(*self._reasoning_filter.finish())
+        if self.reads_tool_calls:
+            self._add(self._call_reader.finish())
+        return events + self.take_new()
+
+    @property
+    def engine_stops(self) -> tuple[str, ...]:
+        """Stop strings for the engine: those of the request, and the end of the only tool call."""
+        return (*self.stops, self.chat.tool_calls.closing or "") if self.stops_after_tool_call else self.stops
+
+    @property
+    def stops_after_tool_call(self) -> bool:
+        """Whether sampling stops after the first tool call. Not for a model that reasons, which may write calls in its
+        reasoning; nor for a constrained answer, which ends by itself and may contain the end marker in an argument."""
+        return (
+            self.single_tool_call
+            and not self.is_constrained
+            and self.reasoning_markers is None
+            and self.chat.tool_calls.closing is not None
+        )
+
+    def take_token_ids(self) -> list[int]:
+        taken, self._written_ids = self._written_ids, []
+        return taken
+
+    def _all_tokens(self) -> list[Any]:
+        if self.sample is not None and len(self._tokens) < len(self.sample.token_ids):  # Few callers request them.
+            sample, known = self.sample, len(self._tokens)
+            tops = sample.top_logprobs or ((),) * len(sample.token_ids)
+            self._tokens += list(zip(sample.token_ids, sample.logprobs, tops, strict=True))[known:]
+        return self._tokens
+
+    def _shown(self, tokens: Sequence[Token]) -> list[Json]:
+        self._written_ids = [token for token, _, _ in tokens]
+        return [
+            self._token(token, value) | {"top_logprobs": [self._token(*other) for other in top[: self.top_logprobs]]}
+            for token, value, top in tokens
+        ]
+
+    def _token(self, token: int, logprob: float) -> Json:
+        text = self.chat.decode([token])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    def _read(self, thought: str, content: str) -> None:
+        if thought:
+            self._append(ReasoningDelta(thought))
+        if self.reads_tool_calls:
+            self._add(self._call_reader.feed(content))
+        elif content:
+            self._append(content)
+
+    def _add(self, parts: Sequence[str | ParsedToolCall]) -> None:
+        for part in parts:
+            if not isinstance(part, str):
+                part = ToolCall(len(self.tool_calls), self._call_id(part), part.name, part.arguments)
+                self.tool_calls.append(part)
+            self._append(part)
+
+    def _call_id(self, call: ParsedToolCall) -> str:
+        if len(self.tool_calls) < len(self.call_ids):
+            return self.call_ids[len(self.tool_calls)]
+        # If the model wrote an id itself, it will refer to the call by it.
+        taken = {known.id for known in self.tool_calls}
+        return call.id if call.id and call.id not in taken else self.chat.tool_calls.new_id(self.call_prefix)

@@ -90,7 +90,7 @@ class Policy(Engine, Protocol):
 
     Answers in flight when `train` or `load` changes the weights are handled in one of two ways. Without `in_flight`
     there may be none: the caller holds back new calls and lets the running ones finish first
-    (`gateway.local.update_gate`). With `in_flight` they continue across the change and none fails: each token sampled
+    (`gateway.local`). With `in_flight` they continue across the change and none fails: each token sampled
     after it, and its log-probability, is what the new weights give after all the tokens before it, whichever weights
     sampled those; `Sample.versions` counts the tokens of each version. From adapters on model servers they end on the
     version that they began with instead. Either way, an answer that begins after the

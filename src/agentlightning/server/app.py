@@ -35,9 +35,15 @@ from agentlightning.ingest.feedback import feedback_routes
 from agentlightning.ingest.otlp import OtlpReceiver
 from agentlightning.observability.logs import SlowLog
 from agentlightning.observability.metrics import Metrics, counters, metrics_routes
-from agentlightning.server.http_protocol import MAX_UNFINISHED_BYTES, STALLED_SECONDS, BoundedHttpProtocol, Bounds
-from agentlightning.server.origin_guard import OriginGuard
-from agentlightning.server.request_tracker import RequestTracker, error_response
+from agentlightning.server.http import (
+    MAX_UNFINISHED_BYTES,
+    STALLED_SECONDS,
+    BoundedHttpProtocol,
+    Bounds,
+    OriginGuard,
+    RequestTracker,
+    error_response,
+)
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.encoding import MAX_BODY_BYTES
 from agentlightning.store.http.server import store_routes

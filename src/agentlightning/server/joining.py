@@ -49,8 +49,7 @@ from agentlightning.engine.servers.open import open_servers
 from agentlightning.engine.servers.pool import PooledEngine, ReplicaPool
 from agentlightning.errors import AgentLightningError, ConfigError, MissingExtraError
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.local.service import LocalSettings
-from agentlightning.gateway.local.update_gate import UpdateGates
+from agentlightning.gateway.local import LocalSettings, UpdateGates
 from agentlightning.observability.metrics import counters
 from agentlightning.store.http.endpoint import endpoint, read_body, respond
 from agentlightning.store.http.errors import RequestError
@@ -176,7 +175,6 @@ class JoinedPolicies:
 
     def __init__(self, gateway: Gateway, accepts: bool) -> None:
         self._gateway, self._accepts = gateway, accepts
-        gateway.router.takes_runs = True
         self._policies: dict[str, JoinedPolicy] = {}
         """By the name of their model."""
         self._joining = asyncio.Lock()

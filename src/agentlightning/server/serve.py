@@ -78,6 +78,7 @@ async def serve(
             accept_any_model=accept_any_model,
             require_key=require_key,
             allow_unattributed=allow_unattributed,
+            takes_runs=accepts_runs is not None,
         )
     async with AsyncExitStack() as stack:
         if accepts_runs is not None and gateway is not None:

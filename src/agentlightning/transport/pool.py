@@ -270,10 +270,10 @@ class Connection(asyncio.Protocol):
             )
         elif answer.is_complete:
             self._release(answer)
-            answer.wake()
-        elif answer.buffered_bytes > HIGH_WATER_BYTES and not answer.paused:
+        elif len(answer.unread) > HIGH_WATER_BYTES and not answer.paused:
             answer.paused = True
             self.pause()
+        answer.wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -323,18 +323,15 @@ class Connection(asyncio.Protocol):
             answer.inflate = _inflater()
         elif coding not in (b"", b"identity"):
             message = f"{self.origin} sent the content-encoding {coding.decode('latin-1')!r}, which was not requested"
-            return self.abort(TransportError(message, "protocol"))
-        answer.wake()
+            self.abort(TransportError(message, "protocol"))
 
     def on_body(self, body: bytes) -> None:
         if (answer := self._response) is None or not answer.status or answer.is_complete:
             return
         try:
-            body = answer.inflate(body) if answer.inflate else body
+            answer.unread += answer.inflate(body) if answer.inflate else body
         except zlib.error as error:
-            return self.abort(TransportError(f"{self.origin} sent an invalid compressed response: {error}", "protocol"))
-        if body:
-            answer.feed(body)
+            self.abort(TransportError(f"{self.origin} sent an invalid compressed response: {error}", "protocol"))
 
     def on_message_complete(self) -> None:
         if (answer := self._response) is not None and answer.status and not answer.is_complete:
@@ -361,10 +358,9 @@ class Response:
         """Whether the end of the connection ends the body."""
         self.paused = False
         """Whether reading is paused until some of the body is consumed."""
-        self.buffered_bytes = 0
-        """Unread bytes of the body."""
+        self.unread = bytearray()
+        """What has arrived of the body since the last time."""
         self._connection = connection
-        self._parts: list[bytes] = []
         self._waiter: asyncio.Future[None] | None = None
 
     async def wait_for_head(self) -> None:
@@ -390,7 +386,7 @@ class Response:
         """The body as it arrives; after each part, nothing is read for `gather_seconds`, so that the next is larger.
         Raises TransportError if it breaks off."""
         while True:
-            if self._parts:
+            if self.unread:
                 yield self._take()
                 if gather_seconds and not self.is_complete:
                     self._connection.pause()
@@ -414,10 +410,8 @@ class Response:
             self._waiter = None
 
     def _take(self) -> bytes:
-        """What has arrived of the body since the last time."""
-        body = b"".join(self._parts)
-        self._parts.clear()
-        self.buffered_bytes = 0
+        body = bytes(self.unread)
+        self.unread.clear()
         if self.paused:
             self.paused = False
             self._connection.resume()
@@ -431,17 +425,11 @@ class Response:
 
     def close(self) -> None:
         """Discard the rest, and close the connection if the response is not complete."""
-        self._parts.clear()
-        self.buffered_bytes = 0
+        self.unread.clear()
         if not self.is_complete and self.error is None:
             self._connection.abort()
 
     # -- for the connection --------------------------------------------------------------------------------------
-
-    def feed(self, body: bytes) -> None:
-        self._parts.append(body)
-        self.buffered_bytes += len(body)
-        self.wake()
 
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

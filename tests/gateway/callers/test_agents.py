@@ -7,9 +7,10 @@ from pydantic import ValidationError
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.callers.agents import AgentMatcher, AgentRule, read_baggage
-from agentlightning.gateway.config import GatewayConfig
-from agentlightning.gateway.local.service import LocalSettings
+from agentlightning.gateway.callers import read_baggage
+from agentlightning.gateway.config import AgentRule, GatewayConfig
+from agentlightning.gateway.local import LocalSettings
+from agentlightning.gateway.routing import AgentMatcher
 from agentlightning.testing import ScriptedEngine
 
 SYSTEM = "You are a writer of short poems. Today is Monday."

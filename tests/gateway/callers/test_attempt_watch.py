@@ -66,11 +66,11 @@ async def test_what_is_remembered_of_an_attempt_is_forgotten_when_it_has_ended(s
     gateway = service.gateway
     await (await service.client()).responses.create(model="scripted", input="hi")
     await asyncio.sleep(0.2)
-    assert (len(gateway.conversations), len(gateway.kept)) == (1, 1)
+    assert (len(gateway.conversations), len(gateway.responses)) == (1, 1)
     await store.update_attempt(service.rollout_id, service.attempt_id, status="succeeded")
     await until(lambda: not len(gateway.attempts))
-    assert (len(gateway.conversations), len(gateway.kept)) == (0, 0)
-    assert (gateway.conversations.tokens, gateway.kept.size) == (0, 0)
+    assert (len(gateway.conversations), len(gateway.responses)) == (0, 0)
+    assert (gateway.conversations.tokens, gateway.responses.size) == (0, 0)
 
 
 class CountedStore:

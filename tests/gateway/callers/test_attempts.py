@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from agentlightning.errors import StoreLostError
-from agentlightning.gateway.callers.attempts import AttemptTable
+from agentlightning.gateway.callers import AttemptTable
 from agentlightning.gateway.errors import ApiError
 from agentlightning.resources import LLM
 from agentlightning.rollouts import RolloutConfig

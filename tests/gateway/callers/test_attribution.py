@@ -11,8 +11,7 @@ from agentlightning.attempt_address import (
     worker_key,
 )
 from agentlightning.attempt_variables import worker_environment
-from agentlightning.gateway.callers.attempts import AttemptTable
-from agentlightning.gateway.callers.attribution import Attribution
+from agentlightning.gateway.callers import AttemptTable, Attribution
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.http import headers_by_name
 from agentlightning.ingest.otlp import OtlpReceiver, TraceOwners, ids_of_trace

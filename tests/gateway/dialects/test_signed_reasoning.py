@@ -87,7 +87,7 @@ async def test_a_response_includes_encrypted_reasoning_on_request(ask, stream):
     assert [item.type for item in response.output] == ["reasoning", "reasoning", "message", "function_call"]
     assert response.output[0].content[0].text == "Add them."
     assert all(item.encrypted_content for item in response.output[:2])
-    service.gateway.kept.forget((service.rollout_id, service.attempt_id))
+    service.gateway.responses.forget((service.rollout_id, service.attempt_id))
     conversation += [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in response.output]
     conversation += [{"type": "function_call_output", "call_id": "toolu_1", "output": "13"}]
     await client.responses.create(input=conversation, **options)

@@ -96,7 +96,7 @@ async def test_over_anthropics_client(served, stream, forgets):
         result = {"type": "tool_result", "tool_use_id": f"t{number}", "content": "22"}
         conversation += [{"role": "assistant", "content": blocks}, {"role": "user", "content": [result]}]
         if forgets:  # What comes back needs no memory: another server would do.
-            service.gateway.kept.forget((service.rollout_id, service.attempt_id))
+            service.gateway.responses.forget((service.rollout_id, service.attempt_id))
         elif number < 3:  # The memory needs nothing but the calls.
             blocks[:] = [block for block in blocks if block["type"] == "tool_use"]
     assert sent_turns(provider) == turns
@@ -124,7 +124,7 @@ async def test_over_a_client_of_responses(served, stream, keeps):
         items = [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in response.output]
         conversation = [result] if keeps == "id" else [*conversation, *items, result]
         if keeps == "items alone":
-            service.gateway.kept.forget((service.rollout_id, service.attempt_id))
+            service.gateway.responses.forget((service.rollout_id, service.attempt_id))
     assert sent_turns(provider) == turns
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from agentlightning.engine.base import Sample
 from agentlightning.gateway.answer import ToolCall
-from agentlightning.gateway.local.answer import SampledAnswer
+from agentlightning.gateway.sampling import SampledAnswer
 from agentlightning.testing import ByteChatFormat
 
 BYTES = ByteChatFormat()

@@ -10,9 +10,9 @@ from tests.support.tokenizer import CHATML, tiny_tokenizer
 
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.engine.base import Sample
+from agentlightning.gateway.conversation import Conversations, PrefixIndex
 from agentlightning.gateway.dialects.content_parts import same_meaning, text_of
-from agentlightning.gateway.local.answer import SampledAnswer
-from agentlightning.gateway.local.conversation import Conversations, PrefixIndex
+from agentlightning.gateway.sampling import SampledAnswer
 
 ATTEMPT = ("ro-1", "at-1")
 TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}]

@@ -11,7 +11,7 @@ from agentlightning.chat.hf import HFChatFormat
 from agentlightning.chat.reasoning import find_reasoning_markers
 from agentlightning.engine.base import Sample
 from agentlightning.gateway.answer import ReasoningDelta
-from agentlightning.gateway.local.answer import SampledAnswer
+from agentlightning.gateway.sampling import SampledAnswer
 from agentlightning.span import CONSTRAINT
 from agentlightning.testing import ByteChatFormat
 

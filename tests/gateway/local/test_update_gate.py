@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentlightning.gateway.local import update_gate as gate_module
-from agentlightning.gateway.local.update_gate import UpdateGate, UpdateGates
+from agentlightning.gateway import local as gate_module
+from agentlightning.gateway.local import UpdateGate, UpdateGates
 
 
 async def settle():

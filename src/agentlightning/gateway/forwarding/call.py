@@ -32,8 +32,7 @@ from msgspec import structs
 from agentlightning import span as names
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError
 from agentlightning.gateway.answer import PENDING, Answer, ProviderResponse, Usage, needs_echo, objects
-from agentlightning.gateway.callers.attempts import AttemptIds, AttemptTable
-from agentlightning.gateway.callers.attribution import Caller
+from agentlightning.gateway.callers import AttemptIds, AttemptTable, Caller
 from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import ApiPath, ReplyMetadata, ReplyWriter, Request
 from agentlightning.gateway.dialects.common import apply_resource_params

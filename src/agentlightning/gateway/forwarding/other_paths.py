@@ -16,8 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from agentlightning import span as names
-from agentlightning.gateway.callers.attempts import AttemptIds
-from agentlightning.gateway.callers.attribution import Caller
+from agentlightning.gateway.callers import AttemptIds, Caller
 from agentlightning.gateway.dialects.chat import ChatResponse
 from agentlightning.gateway.dialects.sse import loads
 from agentlightning.gateway.errors import ApiError

@@ -14,7 +14,7 @@ from agentlightning.attempt_address import attempt_path
 from agentlightning.gateway.app import Gateway
 from agentlightning.observability.metrics import Metrics
 from agentlightning.server.app import Server
-from agentlightning.server.http_protocol import MAX_HEAD_BYTES
+from agentlightning.server.http import MAX_HEAD_BYTES
 from agentlightning.testing import ScriptedEngine
 
 MEGABYTE = 1024 * 1024

@@ -37,7 +37,7 @@ from agentlightning.chat.reasoning import find_reasoning_markers, strip_opening_
 from agentlightning.chat.tool_calls.format import Tools
 from agentlightning.engine.base import Sample
 from agentlightning.errors import ContextLengthError
-from agentlightning.gateway.callers.attempts import AttemptIds
+from agentlightning.gateway.callers import AttemptIds
 from agentlightning.gateway.dialects.content_parts import (
     extend_digest,
     message_digests,

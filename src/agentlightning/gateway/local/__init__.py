@@ -1,1 +1,0 @@
-"""Calls that our own engines answer: prompt, sampling, answer and record."""
