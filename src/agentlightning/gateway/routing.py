@@ -20,11 +20,10 @@ from agentlightning.gateway.callers.agents import AgentMatcher
 from agentlightning.gateway.callers.attempts import AttemptContext
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.config import RouteRule
-from agentlightning.gateway.dialects.base import ApiPath
-from agentlightning.gateway.dialects.common import optional
+from agentlightning.gateway.dialects.base import ApiPath, optional
 from agentlightning.gateway.errors import ApiError, bad_request, conflict
+from agentlightning.gateway.upstream.call import ServerPool
 from agentlightning.gateway.upstream.provider import Price, Provider
-from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.resources import LLM
 
 Given = Mapping[str, tuple[str, LLM]]

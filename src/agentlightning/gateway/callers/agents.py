@@ -19,8 +19,8 @@ from pydantic import Field, field_validator, model_validator
 
 from agentlightning.attempt_address import AGENT_BAGGAGE
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.answer import objects
-from agentlightning.gateway.dialects.content_parts import BILLING, object_of
+from agentlightning.gateway.answer import object_of, objects
+from agentlightning.gateway.dialects.content_parts import BILLING
 from agentlightning.util.settings import Section
 
 HEADER: Final = "x-agentlightning-agent"

@@ -31,18 +31,25 @@ from msgspec import structs
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError
-from agentlightning.gateway.answer import PENDING, Answer, ProviderResponse, Usage, needs_echo, objects
+from agentlightning.gateway.answer import PENDING, Answer, ProviderResponse, Usage, needs_echo, object_of, objects
 from agentlightning.gateway.callers.attempts import AttemptIds, AttemptTable
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.dialects import DIALECTS
-from agentlightning.gateway.dialects.base import ApiPath, ReplyMetadata, ReplyWriter, Request
-from agentlightning.gateway.dialects.common import apply_resource_params
-from agentlightning.gateway.dialects.content_parts import message_digests, object_of, turn_key
+from agentlightning.gateway.dialects.base import (
+    ApiPath,
+    ReplyMetadata,
+    ReplyWriter,
+    Request,
+    apply_resource_params,
+    encode_event,
+    event_data,
+    loads_tolerantly,
+)
+from agentlightning.gateway.dialects.content_parts import message_digests, turn_key
 from agentlightning.gateway.dialects.messages import count_reply
 from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.dialects.responses import LAST_EVENTS, ResponsesReplyWriter
-from agentlightning.gateway.dialects.sse import encode_event, event_data, loads
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.bodies import body_of, given_params, split_stops, translation_target, turns_of
 from agentlightning.gateway.http import PASSED, ResponseWriter, offload, run_to_completion
@@ -61,10 +68,15 @@ from agentlightning.gateway.record import (
 )
 from agentlightning.gateway.routing import ModelRoute, ResolvedCall
 from agentlightning.gateway.sampling import OnPolicySampling, is_training
-from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest, display_text, unreadable_response
+from agentlightning.gateway.upstream.call import (
+    ServerPool,
+    UpstreamCall,
+    UpstreamRequest,
+    display_text,
+    unreadable_response,
+)
+from agentlightning.gateway.upstream.limits import estimate_prompt_tokens
 from agentlightning.gateway.upstream.provider import COUNT_TOKENS_PATH, Price, Provider
-from agentlightning.gateway.upstream.servers import ServerPool
-from agentlightning.gateway.upstream.token_bound import estimate_prompt_tokens
 from agentlightning.span import Span
 from agentlightning.store import durability
 from agentlightning.store.base import LightningStoreBase
@@ -382,7 +394,7 @@ class ForwardedCall:
                 raise unreadable_response(self._provider, "its stream ended before the response was complete")
         else:
             try:
-                data = loads(call.body)
+                data = loads_tolerantly(call.body)
             except ValueError as error:
                 raise unreadable_response(self._provider, f"it is not JSON: {error}") from None
             response.read(data)
@@ -650,7 +662,7 @@ class ForwardingService:
             return
         ended = ProviderRecord.of_poll(call, pool)
         with suppress(ValueError):
-            ended.response.read(loads(body))
+            ended.response.read(loads_tolerantly(body))
         usage, price = ended.response.usage or Usage(), ended.route.price or pool.provider.price
         used: Json = {names.INPUT_TOKENS: usage.input_tokens, names.OUTPUT_TOKENS: usage.output_tokens}
         used |= {names.COST: price.dollars(usage)} if price else {}
@@ -701,7 +713,7 @@ class ForwardingService:
         try:
             sent = await offload(size // PASSED, partial(dumps, body))
             status, _, data = await pool.fetch("POST", "/tokenize", sent, timeout_seconds=TIMEOUT_SECONDS)
-            response = loads(data) if status == 200 else None
+            response = loads_tolerantly(data) if status == 200 else None
             count = cast("Json", response).get("count") if isinstance(response, dict) else None
         except (TransportError, ConfigError, ValueError) as error:
             logger.info("the provider %r does not count tokens: %s", name, error)
