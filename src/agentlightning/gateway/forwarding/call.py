@@ -87,8 +87,10 @@ logger = logging.getLogger(__name__)
 
 _FINAL_EVENTS: Final = frozenset({*LAST_EVENTS, "message_stop", "error"})
 """Types of the events that end a stream."""
-_READ_NOW: Final = re.compile(rb'\[DONE\]|"usage"\s*:\s*\{|' + "|".join(map(re.escape, sorted(_FINAL_EVENTS))).encode())
-"""In events that may end a stream, or may not be for the caller."""
+_USED: Final = re.compile(rb'"usage"\s*:\s*\{')
+"""In events that may not be for the caller."""
+_END_MARKS: Final = (b"[DONE]", *(b'"%b"' % kind.encode() for kind in sorted(_FINAL_EVENTS)))
+"""In events that may end a stream."""
 _MAX_UNREAD: Final = 256
 """Reading more events at once would hold up other calls."""
 BACKGROUND: Final = "background_response"
@@ -437,32 +439,28 @@ class ForwardedCall:
     def _read_events(self, events: list[bytes]) -> bytes:
         """Read events, and return the bytes to send now. What can be passed on as it is waits to be read with others,
         which costs a fraction."""
-        if self._final_events or any(map(_READ_NOW.search, events)):
-            return b"".join([self._read_event(event) for event in events])
-        if self._added.fields:
-            read = [event_data(event) for event in events]
-            self.record.response.read_all(read)
-            return b"".join(map(self._added.filter_event, events, read))
-        self._unread += events
-        if len(self._unread) >= _MAX_UNREAD:
-            self._read_unread()
-        return b"".join(events)
+        joined, waits = b"".join(events), not (self._final_events or self._added.fields)
+        if waits and not _USED.search(joined) and not any(mark in joined for mark in _END_MARKS):
+            self._unread += events
+            if len(self._unread) >= _MAX_UNREAD:
+                self._read_unread()
+            return joined
+        self._read_unread()
+        passed: list[bytes] = []
+        for event, data in self._read(events):
+            shown = self._added.filter_event(event, data)
+            (self._final_events if self._final_events or is_final(event, data) else passed).append(shown)
+        return b"".join(passed)
+
+    def _read(self, events: Sequence[bytes]) -> list[tuple[bytes, Any]]:
+        """Read events, and return them with their data."""
+        read = [event_data(event) for event in events]
+        self.record.response.read_all(read)
+        return list(zip(events, read, strict=True))
 
     def _read_unread(self) -> None:
-        if self._unread:
-            self.record.response.read_all([event_data(event) for event in self._unread])
-            self._unread = []
-
-    def _read_event(self, event: bytes) -> bytes:
-        """Read an event, and return the bytes to send now."""
-        self._read_unread()
-        data = event_data(event)
-        self.record.response.read(data)
-        event = self._added.filter_event(event, data)
-        if not self._final_events and not is_final(event, data):
-            return event
-        self._final_events.append(event)
-        return b""
+        unread, self._unread = self._unread, []
+        self._read(unread)
 
     def _ending(self, call: UpstreamCall) -> bytes:
         """The bytes that end the stream."""
