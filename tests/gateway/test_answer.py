@@ -18,9 +18,8 @@ from tests.support.provider_streams import (
 
 from agentlightning.gateway.answer import Answer, ReasoningDelta, RefusalDelta, SignedReasoning, ToolCall, Usage
 from agentlightning.gateway.dialects import DIALECTS
-from agentlightning.gateway.dialects.base import ReplyMetadata
+from agentlightning.gateway.dialects.base import ReplyMetadata, event_data
 from agentlightning.gateway.dialects.response_store import ResponseLookup
-from agentlightning.gateway.dialects.sse import event_data
 
 CHAT, MESSAGES = "chat/completions", "messages"
 HI = [{"role": "user", "content": "hi"}]

@@ -20,8 +20,8 @@ from agentlightning.gateway.models_api import (
     openai_model,
 )
 from agentlightning.gateway.models_api import read_models as read
+from agentlightning.gateway.upstream.call import ServerPool
 from agentlightning.gateway.upstream.provider import Provider
-from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.server.app import Server
 from agentlightning.transport import Transport
 

@@ -15,8 +15,8 @@ from agentlightning.gateway.config import GatewayConfig, RouteRule
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.local import UpdateGates
 from agentlightning.gateway.routing import Router
+from agentlightning.gateway.upstream.call import ServerPool
 from agentlightning.gateway.upstream.provider import Price, Provider
-from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.testing import ScriptedEngine
 from agentlightning.transport import Transport
 from agentlightning.util.settings import load_settings

@@ -572,6 +572,12 @@ def objects(value: Any) -> list[Json]:
     return [each for each in listed if isinstance(each, dict)]
 
 
+def object_of(data: Mapping[str, Any], name: str) -> Json:
+    """The object in a field; {} for any other value."""
+    value = data.get(name)
+    return cast("Json", value) if isinstance(value, dict) else {}
+
+
 def logprob_entries(listed: Any) -> list[Json]:
     """The well-formed entries of a list of log-probabilities."""
     entries = cast("list[Any]", listed) if isinstance(listed, list) else ()

@@ -33,8 +33,7 @@ from agentlightning.gateway.callers import CHECK_SECONDS, AttemptTable, Attribut
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.conversation import Conversations
 from agentlightning.gateway.dialects import DIALECTS
-from agentlightning.gateway.dialects.base import ApiPath
-from agentlightning.gateway.dialects.common import read_json
+from agentlightning.gateway.dialects.base import ApiPath, read_json
 from agentlightning.gateway.dialects.messages import MESSAGES
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.errors import STORE_UNAVAILABLE, ApiError, to_api_error
@@ -46,8 +45,8 @@ from agentlightning.gateway.models_api import ModelsEndpoint, client_family, err
 from agentlightning.gateway.record import Counters, record_rejection
 from agentlightning.gateway.routing import AgentMatcher, ResolvedCall, Router
 from agentlightning.gateway.sampling import OnPolicySampling
+from agentlightning.gateway.upstream.call import ServerPool
 from agentlightning.gateway.upstream.limits import Budgets
-from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.endpoint import ClientDisconnected, cancel_on_disconnect
 from agentlightning.transport import Transport

@@ -26,8 +26,13 @@ from agentlightning.gateway.answer import Answer, Event, Usage
 from agentlightning.gateway.callers import AttemptContext, AttemptIds, AttemptTable, Caller, RecordedAnswer
 from agentlightning.gateway.conversation import Conversations, Prompt
 from agentlightning.gateway.dialects import DIALECTS
-from agentlightning.gateway.dialects.base import ReplyMetadata, ReplyWriter, Request
-from agentlightning.gateway.dialects.common import apply_resource_params, refuse_unsupported
+from agentlightning.gateway.dialects.base import (
+    ReplyMetadata,
+    ReplyWriter,
+    Request,
+    apply_resource_params,
+    refuse_unsupported,
+)
 from agentlightning.gateway.dialects.messages import count_reply
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.dialects.responses import ResponsesReplyWriter
@@ -53,7 +58,7 @@ from agentlightning.gateway.sampling import (
     is_policy,
     is_training,
 )
-from agentlightning.gateway.upstream.token_bound import estimate_prompt_tokens
+from agentlightning.gateway.upstream.limits import estimate_prompt_tokens
 from agentlightning.span import Span, new_span_id
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.util.json_values import Json

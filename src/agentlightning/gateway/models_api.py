@@ -25,7 +25,7 @@ from agentlightning.gateway.dialects.chat import CHAT
 from agentlightning.gateway.dialects.messages import MESSAGES
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.routing import Router
-from agentlightning.gateway.upstream.servers import ServerPool
+from agentlightning.gateway.upstream.call import ServerPool
 from agentlightning.transport import TransportError
 from agentlightning.util.json_values import Json
 

@@ -22,15 +22,7 @@ from typing import Any, Final, cast
 from agentlightning import span as names
 from agentlightning.attempt_address import attempt_trace_id
 from agentlightning.errors import StoreError
-from agentlightning.gateway.answer import (
-    MALFORMED,
-    Answer,
-    HostedCall,
-    ReasoningDelta,
-    RefusalDelta,
-    ToolCall,
-    objects,
-)
+from agentlightning.gateway.answer import MALFORMED, Answer, HostedCall, ReasoningDelta, RefusalDelta, ToolCall, objects
 from agentlightning.gateway.callers import Caller
 from agentlightning.gateway.dialects.base import ApiPath
 from agentlightning.gateway.dialects.output_constraint import Constraint
@@ -290,11 +282,14 @@ def shown_message(given: Any) -> Json:
     role, content = message["role"], message.get("content")
     if role == "tool":
         return {"role": role, "parts": [tool_response_part(message.get("tool_call_id"), content)]}
-    parts: list[Json] = [{"type": "text", "content": content}] if isinstance(content, str) and content else []
-    parts += [shown_part(part) for part in objects(content)]
+    if isinstance(content, str):
+        parts: list[Json] = [{"type": "text", "content": content}] if content else []
+    else:
+        parts = [shown_part(part) for part in objects(content)]
     if thought := message.get("reasoning_content"):
         parts.insert(0, {"type": "reasoning", "content": thought})
-    parts += [tool_call(call) for call in objects(message.get("tool_calls"))]
+    if calls := message.get("tool_calls"):
+        parts += map(tool_call, objects(calls))
     shown: Json = {"role": "system" if role == "developer" else role, "parts": parts}
     return shown | {"name": message["name"]} if "name" in message else shown
 

@@ -20,15 +20,14 @@ from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.joining import RENEW_SECONDS
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.answer import objects
+from agentlightning.gateway.answer import object_of, objects
 from agentlightning.gateway.callers import Agent, AttemptContext, Caller, read_baggage
 from agentlightning.gateway.config import MAX_NAME_CHARACTERS, AgentRule, RouteRule
-from agentlightning.gateway.dialects.base import ApiPath
-from agentlightning.gateway.dialects.common import optional
-from agentlightning.gateway.dialects.content_parts import BILLING, object_of
+from agentlightning.gateway.dialects.base import ApiPath, optional
+from agentlightning.gateway.dialects.content_parts import BILLING
 from agentlightning.gateway.errors import ApiError, bad_request, conflict
+from agentlightning.gateway.upstream.call import ServerPool
 from agentlightning.gateway.upstream.provider import Price, Provider
-from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.resources import LLM
 
 HEADER: Final = "x-agentlightning-agent"

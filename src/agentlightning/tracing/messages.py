@@ -53,8 +53,8 @@ REASONING: Final = ("reasoning", "reasoning_content", "thinking", "thought")
 RESULTS: Final = ("raw", "final_output", "output_text")
 """Fields of a framework's result in which its text stands."""
 BINARY: Final = ("blob", "uri", "file")
-_THOUGHTS: Final = ("thinking", "reasoning")
-_CALLS: Final = ("tool_use", "function_call", "custom_tool_call")
+_THOUGHTS: Final = {"thinking", "reasoning"}
+_CALLS: Final = {"tool_use", "function_call", "custom_tool_call"}
 _RESULTS: Final = {
     "tool_result": ("tool_use_id", "content"),
     "function_call_output": ("call_id", "output"),
@@ -354,16 +354,20 @@ def _part(given: Any) -> list[Message]:
 
 def message_part(item: Any) -> Message | None:
     """A part, block or item of any API or framework; None for one that is not known. Values in it stay as they are."""
-    kind, text = field(item, "type"), field(item, "text")
+    kind = field(item, "type")
     kind = kind if isinstance(kind, str) else ""
     if kind in _THOUGHTS:
         return {"type": "reasoning", "content": _thought(item)}
-    if isinstance(text, str):
+    if isinstance(text := field(item, "text"), str):
         return _text(text)
-    result = _RESULTS.get(kind, ("call_id", "content"))  # the latter is AutoGen's
-    if kind in _RESULTS or (field(item, result[0]) is not None and field(item, result[1]) is not None):
-        return tool_response_part(field(item, result[0]), field(item, result[1]))
-    if kind in _CALLS or (field(item, "name") is not None and field(item, "arguments") is not None):
+    if kind in _CALLS:
+        return tool_call(item)
+    if fields := _RESULTS.get(kind):
+        return tool_response_part(field(item, fields[0]), field(item, fields[1]))
+    call_id, content = field(item, "call_id"), field(item, "content")
+    if call_id is not None and content is not None:  # AutoGen's
+        return tool_response_part(call_id, content)
+    if field(item, "name") is not None and field(item, "arguments") is not None:
         return tool_call(item)
     text = None if kind in BINARY else _first(item, "content", "refusal")
     return _text(text) if isinstance(text, str) else _image(item, kind)

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from agentlightning.engine.base import SamplingParams
+from agentlightning.gateway.dialects.base import apply_resource_params
 from agentlightning.gateway.dialects.chat import read_request
-from agentlightning.gateway.dialects.common import apply_resource_params
 from agentlightning.gateway.errors import ApiError
 
 USER = {"role": "user", "content": "hi"}

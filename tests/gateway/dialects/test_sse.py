@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.provider import Reply, chat_answer
 from tests.support.provider_streams import chat_events
 
-from agentlightning.gateway.dialects.sse import MAX_EVENT_BYTES, EventTooLongError, SSEDecoder
+from agentlightning.gateway.dialects.base import MAX_EVENT_BYTES, EventTooLongError, SSEDecoder
 
 HI = [{"role": "user", "content": "hi"}]
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.support.provider import Reply, ScriptedProvider
 
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.gateway.upstream.token_bound import estimate_prompt_tokens
+from agentlightning.gateway.upstream.limits import estimate_prompt_tokens
 
 HI = [{"role": "user", "content": "How many files are there?"}]
 TOOL = {"name": "ls", "description": "Lists files.", "input_schema": {"type": "object", "properties": {}}}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.support.provider import Reply, ScriptedProvider, chat_answer
 
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.gateway.upstream.token_bound import estimate_prompt_tokens, max_prompt_tokens
+from agentlightning.gateway.upstream.limits import estimate_prompt_tokens, max_prompt_tokens
 
 DATA = base64.b64encode(bytes(range(256)) * 4000).decode()
 URL = f"data:image/png;base64,{DATA}"

@@ -1,23 +1,40 @@
-"""The contract of a dialect: it reads requests into a `Request`, writes answers as its official SDK expects them, and
-reads what providers answer.
+"""The contract of a dialect, and what dialects share.
 
-A dialect knows its wire format and nothing else: not who calls, not what the engine samples from, not what is recorded.
-A new dialect is one module that makes a `Dialect`.
+A dialect reads requests into a `Request`, writes answers as its official SDK expects them, and reads what providers
+answer. It knows its wire format and nothing else: not who calls, not what the engine samples from, not what is
+recorded. A new dialect is one module that makes a `Dialect`.
+
+Shared are readers for the fields of a request, each of which gives a value of the right kind or an ApiError 400 naming
+the field; the sampling parameters of requests and of LLM resources: their names, ranges and precedence; for OpenAI's
+dialects function tools, tool choice, response formats, errors and chunks; and server-sent events in every dialect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+import json
+import re
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal, Protocol
+
+import orjson
 
 from agentlightning.chat.base import Message
-from agentlightning.engine.base import SamplingParams
-from agentlightning.gateway.answer import Answer, Event, ProviderResponse, Usage
-from agentlightning.gateway.dialects.output_constraint import Constraint
+from agentlightning.engine.base import RANGES, Engine, SamplingParams, out_of_range
+from agentlightning.errors import AgentLightningError
+from agentlightning.gateway.answer import Answer, Event, ProviderResponse, Usage, object_of
+from agentlightning.gateway.dialects.output_constraint import (
+    JSON_OBJECT,
+    Constraint,
+    OutputSchema,
+    json_schema,
+    strict_arguments,
+)
 from agentlightning.gateway.dialects.response_store import ResponseLookup
-from agentlightning.gateway.errors import ApiError
-from agentlightning.util.json_values import Json
+from agentlightning.gateway.errors import ApiError, bad_request
+from agentlightning.gateway.http import parse
+from agentlightning.tracing.sanitize import valid_text
+from agentlightning.util.json_values import Json, dumps, loads
 
 ApiPath = Literal["chat/completions", "completions", "responses", "embeddings", "messages"]
 """Paths of the API that are model calls."""
@@ -125,3 +142,452 @@ class Dialect:
 def num_output_tokens(answers: Sequence[Answer]) -> int:
     """Sampled tokens of all answers."""
     return sum(answer.num_tokens for answer in answers)
+
+
+# -- fields of a request -----------------------------------------------------------------------------------------------
+
+MAX_TOP_LOGPROBS: Final = 20
+
+
+def read_json(body: Body) -> Json:
+    """The body as a JSON object, parsed unless it is one already. Raises ApiError 400 if it is none."""
+    try:
+        data = body if isinstance(body, dict) else parse(body)
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(data, dict):
+        raise ApiError(400, f"the body is a JSON {type(data).__name__}, not an object", code="invalid_json")
+    return data
+
+
+def reject_unsupported(data: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> None:
+    """Reject fields that would change the answer and are not supported. `fields` maps each to the values that change
+    nothing; null is always one of them."""
+    for name, neutral in fields.items():
+        if name in data and data[name] is not None and data[name] not in neutral:
+            raise bad_request(name, f"{name}={shorten(data[name])} cannot be honoured here; leave it out")
+
+
+def optional(data: Mapping[str, Any], name: str, kind: type) -> Any:
+    """The value of a field; None if it is absent or null."""
+    return None if data.get(name) is None else require_type(name, data[name], kind)
+
+
+def require_type(where: str, value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise bad_request(where, f"{where}={shorten(value)} must be a {kind.__name__}")
+    return value
+
+
+def kind_of(value: Any) -> str | None:
+    """The `type` of an object."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
+def integer(data: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
+    value = data.get(name)
+    if value is not None and (type(value) is not int or not low <= value <= high):
+        raise bad_request(name, f"{name}={shorten(value)} must be a whole number from {low} to {high}")
+    return value
+
+
+def top_logprobs(data: Mapping[str, Any], name: str = "top_logprobs") -> int:
+    """How many of the likeliest tokens are reported at each position."""
+    return integer(data, name, 0, MAX_TOP_LOGPROBS) or 0
+
+
+def shorten(value: Any) -> str:
+    """A value as JSON, short enough for an error message."""
+    text = dumps(value).decode()
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+# -- sampling parameters ----------------------------------------------------------------------------------------------
+
+Readers = Mapping[str, tuple[str, Callable[[Any], Any]]]
+"""Name in a request -> (field of `SamplingParams`, parser that raises ValueError)."""
+
+
+def sampling_params(data: Mapping[str, Any], readers: Readers, base: SamplingParams, source: str) -> SamplingParams:
+    """`base` with the values that `data` sets. Raises ApiError 400 naming an invalid value; `source` says where it was
+    set."""
+    values: dict[str, Any] = {}
+    for name, (target, read) in readers.items():
+        if data.get(name) is None:
+            continue
+        try:
+            values[target] = read(data[name])
+        except (TypeError, ValueError) as error:
+            raise bad_request(name, f"{source} sets {name}={shorten(data[name])}; {error}") from None
+    return replace(base, **values)
+
+
+def read_shared(
+    data: Json,
+    readers: Readers,
+    base: SamplingParams,
+    known: Container[str],
+    unsupported: Mapping[str, tuple[Any, ...]],
+) -> Request:
+    """What a request has in every dialect: model, sampling parameters, stream, and the names of ignored fields, which
+    are in none of `readers`, `known` and `unsupported`. Raises ApiError 400 as `reject_unsupported` does."""
+    reject_unsupported(data, unsupported)
+    return Request(
+        model=optional(data, "model", str),
+        params=sampling_params(data, readers, base, "the request"),
+        stream=bool(optional(data, "stream", bool)),
+        ignored_fields=tuple(
+            name for name in data if name not in known and name not in unsupported and name not in readers
+        ),
+        raw=data,
+    )
+
+
+def apply_resource_params(params: SamplingParams, resource: str, forced: Mapping[str, Any]) -> SamplingParams:
+    """Apply the sampling parameters of the trainer's LLM resource, which take precedence over the request's.
+
+    Raises ApiError 400 for a name that is not supported."""
+    unknown = sorted(set(forced) - set(OPENAI_PARAMS))
+    if unknown:
+        known = ", ".join(sorted(OPENAI_PARAMS))
+        message = f"the LLM resource {resource!r} sets {', '.join(unknown)}, which cannot be honoured; known: {known}"
+        raise bad_request("sampling_parameters", message)
+    return sampling_params(forced, OPENAI_PARAMS, params, f"the LLM resource {resource!r}")
+
+
+def refuse_unsupported(engine: Engine, params: SamplingParams) -> None:
+    """Raises ApiError 400, naming the field, for parameters that the engine would ignore."""
+    for name in params.unsupported(engine.supported_params):
+        raise bad_request(name, f"{name} cannot be honoured by what serves {engine.model}; leave it out")
+
+
+def _within(name: str) -> tuple[str, Callable[[Any], float]]:
+    def read(value: Any) -> float:
+        if remedy := out_of_range(name, value):
+            raise ValueError(remedy)
+        return value if isinstance(RANGES[name][0], int) else float(value)
+
+    return name, read
+
+
+def _top_k(value: Any) -> float:
+    return 0 if value == -1 else _within("top_k")[1](value)
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise ValueError("use a string or a list of strings, none of them empty")
+    return tuple(stops)
+
+
+def _bias(value: Any) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, dict) or not all(str(token).isascii() and str(token).isdigit() for token in value):
+        raise ValueError("use an object from token ids to numbers")
+    read = _within("logit_bias")[1]
+    return tuple((int(token), read(bias)) for token, bias in value.items())
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 2**31 for token in value):
+        raise ValueError("use a list of token ids")
+    return tuple(value)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("use true or false")
+    return value
+
+
+SHARED_PARAMS: Final[Readers] = {
+    **{name: _within(name) for name in ("temperature", "top_p", "max_tokens")},
+    "top_k": ("top_k", _top_k),
+}
+OPENAI_PARAMS: Final[Readers] = {
+    **SHARED_PARAMS,
+    **{name: _within(name) for name in RANGES if name not in (*SHARED_PARAMS, "logit_bias")},
+    "max_completion_tokens": _within("max_tokens"),
+    "stop": ("stop", _stop),
+    "logit_bias": ("logit_bias", _bias),
+    "stop_token_ids": ("stop_token_ids", _token_ids),
+    "ignore_eos": ("ignore_eos", _flag),
+}
+MESSAGES_PARAMS: Final[Readers] = {**SHARED_PARAMS, "stop_sequences": ("stop", _stop)}
+RESPONSES_PARAMS: Final[Readers] = {**OPENAI_PARAMS, "max_output_tokens": _within("max_tokens")}
+
+OPENAI_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
+    "length_penalty": (1,),
+    "typical_p": (1,),
+    "bad_words": ([],),
+    "use_beam_search": (False,),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+}
+"""Sampling fields of OpenAI's and compatible servers that are not supported, for `reject_unsupported`."""
+
+
+# -- tools and formats -------------------------------------------------------------------------------------------------
+
+Tools = list[Json]
+"""Function tools, as chat completions has them."""
+
+
+Choice = tuple[bool, frozenset[str] | None] | None
+"""(whether a tool call is required, of which tools; None: any); None: the tools must not be called."""
+
+
+def with_tools(
+    request: Request,
+    given: Sequence[Any],
+    choice: Choice,
+    parallel: bool | None,
+    content: OutputSchema | None,
+    content_field: str,
+) -> Request:
+    """A request with its tools, and the constraint on its answer. `given`: each as chat completions has it; other kinds
+    are ignored, since only a hosted service offers them."""
+    tools, dropped = list[Json](), list[str]()
+    for index, tool in enumerate(given):
+        kind = kind_of(tool)
+        if kind is None:
+            raise bad_request("tools", f"tools[{index}] must be an object with the type function")
+        if kind != "function":
+            dropped.append(f"tools.{kind}")
+        elif not isinstance(object_of(tool, "function").get("name"), str):
+            raise bad_request("tools", f"tools[{index}] must have a function with a name")
+        else:
+            tools.append(tool)
+    requires_tool_call, names = choice or (False, None)
+    offered, forbidden = (None, tools) if choice is None else (tools, None)
+    known = {tool["function"]["name"] for tool in offered or ()}
+    if requires_tool_call and not offered:
+        raise bad_request("tool_choice", "tool_choice asks for a tool call, and the request offers no function tools")
+    if missing := sorted((names or frozenset()) - known):
+        raise bad_request(
+            "tool_choice", f"tool_choice names {', '.join(missing)}, which is not among the request's tools"
+        )
+    constraint = Constraint(
+        requires_tool_call=requires_tool_call,
+        names=names,
+        single_tool_call=parallel is False and bool(offered),
+        arguments=strict_arguments(offered),
+        content=content,
+        content_field=content_field,
+    )
+    return replace(
+        request,
+        tools=offered or None,
+        forbidden_tools=forbidden or None,
+        constraint=constraint,
+        ignored_fields=(*request.ignored_fields, *dropped),
+    )
+
+
+def tool_choice(value: Any, nested: bool) -> Choice:
+    """The choice for `with_tools`. `nested`: chat completions nests the details of a choice below the name of its kind,
+    responses does not."""
+    if value == "none":
+        return None
+    if value in (None, "auto"):
+        return False, None
+    if value == "required":
+        return True, None
+    kind = kind_of(value)
+    details = object_of(value, kind) if nested and kind else value
+    if kind in (("function",) if nested else ("function", "custom")) and isinstance(details.get("name"), str):
+        return True, frozenset({details["name"]})
+    if kind == "allowed_tools" and details.get("mode") in ("auto", "required"):
+        tools = require_type("tool_choice.tools", details.get("tools"), list)
+        named = [require_type("tool_choice.tools", tool, dict) for tool in tools]
+        names = [(object_of(tool, "function") or tool).get("name") for tool in named]
+        return details["mode"] == "required", frozenset(
+            require_type("tool_choice.tools.name", name, str) for name in names
+        )
+    raise bad_request(
+        "tool_choice", f"tool_choice={shorten(value)} cannot be honoured here; use auto, none, required or a function"
+    )
+
+
+def text_format(where: str, value: Any, nested: bool) -> OutputSchema | None:
+    """The schema that a `response_format` or `text.format` asks for; None for plain text. `nested` as in
+    `tool_choice`."""
+    kind = kind_of(value)
+    if value is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return JSON_OBJECT
+    details = value.get("json_schema") if kind == "json_schema" and nested else value
+    if kind == "json_schema" and isinstance(details, dict):
+        return replace(json_schema(f"{where}.schema", details.get("schema")), given=value)
+    raise bad_request(
+        where, f"{where}={shorten(value)} cannot be honoured here; use the type text, json_object or json_schema"
+    )
+
+
+VLLM_FORMAT_FIELDS = ("structured_outputs", "guided_json")
+"""vLLM's fields for the format of the content."""
+
+
+def content_format(data: Mapping[str, Any]) -> tuple[OutputSchema | None, str]:
+    """(schema of the content, the field that sets it): `response_format`, or what vLLM's clients send instead. Raises
+    ApiError 400 for formats that are not supported."""
+    guided, outputs = data.get("guided_json"), optional(data, "structured_outputs", dict) or {}
+    details = {name: value for name, value in outputs.items() if value is not None and value is not False}
+    if other := sorted(details.keys() - {"json", "json_object"}):
+        raise bad_request("structured_outputs", f"structured_outputs.{other[0]} cannot be honoured here; use json")
+    if guided is None and not details:
+        return text_format("response_format", data.get("response_format"), nested=True), "response_format"
+    name, schema = ("guided_json", guided) if guided is not None else ("structured_outputs", details.get("json"))
+    if schema is None:
+        return JSON_OBJECT, name
+    return json_schema(f"{name}.json", _parsed(schema)), name
+
+
+def _parsed(schema: Any) -> Any:
+    """The schema, which may come as JSON text."""
+    try:
+        return loads(schema) if isinstance(schema, str) else schema
+    except orjson.JSONDecodeError:
+        return schema
+
+
+# -- server-sent events ------------------------------------------------------------------------------------------------
+
+MAX_EVENT_BYTES: Final = 16 * 1024 * 1024
+"""Limit for one event. The last event of a response repeats all of it, including images in base64."""
+DONE: Final = b"data: [DONE]\n\n"
+"""The last event of OpenAI's streams of chunks."""
+_BOM: Final = b"\xef\xbb\xbf"
+_LINE_END: Final = rb"(?:\r\n|\n|\r(?=[^\n]))"
+_END: Final = re.compile(_LINE_END * 2)
+"""The blank line that ends an event. A CR at the end of the data may be the first half of a CRLF."""
+_OVERLAP: Final = 4
+
+
+class EventTooLongError(AgentLightningError):
+    """An event of a stream that does not end."""
+
+
+class SSEDecoder:
+    """Splits the bytes of a stream into events, in time linear in the bytes however they are chunked."""
+
+    __slots__ = ("_limit", "_parts", "_size", "_tail")
+
+    def __init__(self, limit: int = MAX_EVENT_BYTES) -> None:
+        self._limit = limit
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._tail = b""
+        """The last bytes received: the end of an event may start there."""
+
+    def feed(self, more: bytes) -> list[bytes]:
+        """The events completed by `more`, each with the blank line that ends it. Raises EventTooLongError."""
+        found: list[bytes] = []
+        if not self._parts:
+            rest = _split(more, found)
+        elif _END.search(self._tail + more):
+            rest = _split(b"".join([*self._parts, more]), found)
+        else:
+            self._buffer(more)
+            return found
+        self._parts, self._size, self._tail = [], 0, b""
+        if rest:
+            self._buffer(rest)
+        return found
+
+    def _buffer(self, more: bytes) -> None:
+        self._parts.append(more)
+        self._size += len(more)
+        self._tail = (self._tail + more[-_OVERLAP:])[-_OVERLAP:]
+        if self._size > self._limit:
+            raise EventTooLongError(f"an event of its stream has more than {self._limit} bytes")
+
+    @property
+    def rest(self) -> bytes:
+        """The received part of the next event."""
+        return b"".join(self._parts)
+
+
+def _split(data: bytes, found: list[bytes]) -> bytes:
+    """Append the complete events of `data` to `found` and return the remainder."""
+    start = 0
+    if b"\r" in data:
+        for match in _END.finditer(data):
+            found.append(data[start : match.end()])
+            start = match.end()
+        return data[start:]
+    while (end := data.find(b"\n\n", start) + 2) > 1:
+        found.append(data[start:end])
+        start = end
+    return data[start:]
+
+
+def encode_event(data: Mapping[str, Any], event: str = "") -> bytes:
+    """One event with JSON data, named `event` in the dialects that name their events."""
+    name = b"event: %b\n" % event.encode() if event else b""
+    return b"%bdata: %b\n\n" % (name, dumps(data))
+
+
+def event_data(event: bytes) -> Any:
+    """The JSON of an event; None for events without JSON, such as `[DONE]` and comments. An event without data, or with
+    `null`, is an object without fields."""
+    try:
+        if event.startswith(b"data: {") and event.find(b"\n") == len(event) - 2:  # nearly all
+            return loads_tolerantly(event[6:])
+        lines = [line[5:].strip() for line in event.removeprefix(_BOM).splitlines() if line.startswith(b"data:")]
+        data = b"\n".join(lines)
+        return (loads_tolerantly(data) if data else None) or {} if lines else None
+    except ValueError:
+        return None
+
+
+def loads_tolerantly(data: bytes) -> Any:
+    """Parse a provider's JSON, also after a byte order mark. Half a surrogate pair, which orjson rejects, becomes
+    U+FFFD. Raises ValueError."""
+    data = data.removeprefix(_BOM)
+    try:
+        return loads(data)
+    except orjson.JSONDecodeError:
+        if b"\\u" not in data:
+            raise
+    try:
+        text = json.dumps(json.loads(data, parse_constant=_reject), ensure_ascii=False)
+        return loads(valid_text(text).encode())
+    except RecursionError:
+        raise ValueError("JSON that is nested too deep") from None
+
+
+def _reject(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def error_body(api_error: ApiError) -> bytes:
+    """The body of an error reply."""
+    return dumps({"error": api_error.error_object()})
+
+
+def error_event(api_error: ApiError) -> bytes:
+    """An error in the middle of a stream, on which the official SDK raises APIError."""
+    return encode_event({"error": api_error.error_object()})
+
+
+def include_usage(data: Mapping[str, Any]) -> bool:
+    """Whether a stream ends with an extra chunk that has the usage and no choice. Raises ApiError 400 for an invalid
+    option."""
+    wanted = (optional(data, "stream_options", dict) or {}).get("include_usage")
+    return bool(require_type("stream_options.include_usage", wanted, bool)) if wanted is not None else False
+
+
+def end_of_stream(chunks: Sequence[Mapping[str, Any]], usage: Mapping[str, Any], *, apart: bool) -> bytes:
+    """The last chunks of a stream. The usage gets a chunk of its own (`apart`) only if that was asked for, since a
+    plain loop over `chunk.choices[0]` fails on it. Otherwise it is part of the last chunk with a choice, since some
+    frameworks count tokens by it."""
+    *others, last = chunks
+    final = [last, {**last, "choices": [], "usage": usage}] if apart else [{**last, "usage": usage}]
+    return b"".join(map(encode_event, [*others, *final])) + DONE

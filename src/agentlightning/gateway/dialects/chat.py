@@ -29,21 +29,34 @@ from agentlightning.gateway.answer import (
     ToolCall,
     Usage,
     logprob_entries,
+    object_of,
 )
-from agentlightning.gateway.dialects import common
-from agentlightning.gateway.dialects.base import Body, Dialect, ReplyMetadata, Request, num_output_tokens
-from agentlightning.gateway.dialects.common import (
+from agentlightning.gateway.dialects.base import (
     OPENAI_PARAMS,
     OPENAI_UNSUPPORTED,
+    VLLM_FORMAT_FIELDS,
+    Body,
+    Dialect,
+    ReplyMetadata,
+    Request,
+    content_format,
+    encode_event,
+    end_of_stream,
+    error_body,
+    error_event,
+    include_usage,
     integer,
+    num_output_tokens,
     optional,
     read_json,
+    read_shared,
     shorten,
+    tool_choice,
     top_logprobs,
+    with_tools,
 )
-from agentlightning.gateway.dialects.content_parts import object_of, read_content
+from agentlightning.gateway.dialects.content_parts import read_content
 from agentlightning.gateway.dialects.response_store import ResponseLookup
-from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.errors import bad_request
 from agentlightning.util.json_values import dumps
 
@@ -51,7 +64,7 @@ _KNOWN: Final = frozenset(
     {
         *("model", "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "user"),
         *("stream", "stream_options", "n", "logprobs", "top_logprobs", "chat_template_kwargs"),
-        *("return_token_ids", "continue_final_message", "add_generation_prompt", *common.VLLM_FORMAT_FIELDS),
+        *("return_token_ids", "continue_final_message", "add_generation_prompt", *VLLM_FORMAT_FIELDS),
     }
 )
 _TOKEN_FIELDS: Final = frozenset({"return_token_ids"})
@@ -73,7 +86,7 @@ _LOCAL_ONLY: Final[dict[str, tuple[Any, ...]]] = {
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
     "chat_template_kwargs": ({},),
-    **dict.fromkeys(common.VLLM_FORMAT_FIELDS, ()),
+    **dict.fromkeys(VLLM_FORMAT_FIELDS, ()),
 }
 """Fields that only our own engines support, for `reject_unsupported` in a request that is translated."""
 
@@ -87,7 +100,7 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
     if top and not logprobs:
         raise bad_request("top_logprobs", f"top_logprobs={top} needs logprobs=true")
     token_ids = bool(optional(data, "return_token_ids", bool)) and not attachments
-    request = common.read_shared(
+    request = read_shared(
         data,
         OPENAI_PARAMS,
         SamplingParams(top_logprobs=top, stream_logprobs=logprobs or token_ids),
@@ -95,9 +108,9 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
         _UNSUPPORTED | _LOCAL_ONLY if attachments else _UNSUPPORTED,
     )
     tools = optional(data, "tools", list) or ()
-    choice, parallel = common.tool_choice(data.get("tool_choice"), True), optional(data, "parallel_tool_calls", bool)
-    request = common.with_tools(request, tools, choice, parallel, *common.content_format(data))
-    common.include_usage(data)
+    choice, parallel = tool_choice(data.get("tool_choice"), True), optional(data, "parallel_tool_calls", bool)
+    request = with_tools(request, tools, choice, parallel, *content_format(data))
+    include_usage(data)
     messages, prefill = _split_prefill(data, _messages(data.get("messages"), attachments))
     return replace(
         request,
@@ -166,7 +179,7 @@ class ChatReplyWriter:
 
     @classmethod
     def of(cls, request: Request, head: ReplyMetadata) -> Self:
-        return cls(head, request.logprobs, request.token_ids, common.include_usage(request.raw))
+        return cls(head, request.logprobs, request.token_ids, include_usage(request.raw))
 
     def body(self, answers: Sequence[Answer]) -> bytes:
         choices = [
@@ -191,7 +204,7 @@ class ChatReplyWriter:
             self._chunk(self._choice(answer, self._delta(None), answer.remaining_logprobs, answer.finish_reason))
             for answer in answers
         ]
-        return common.end_of_stream(closing, self._usage(answers), apart=self.include_usage)
+        return end_of_stream(closing, self._usage(answers), apart=self.include_usage)
 
     def _usage(self, answers: Sequence[Answer]) -> Json:
         usage, sampled = self.head.usage, num_output_tokens(answers)
@@ -457,6 +470,6 @@ CHAT: Final = Dialect(
     read=read_request,
     reply=ChatReplyWriter.of,
     response=ChatResponse,
-    error_body=common.error_body,
-    error_event=common.error_event,
+    error_body=error_body,
+    error_event=error_event,
 )

@@ -14,22 +14,24 @@ from typing import Any, Final, NoReturn
 
 from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.answer import Answer, Event
-from agentlightning.gateway.dialects import common
 from agentlightning.gateway.dialects.base import (
+    OPENAI_PARAMS,
+    OPENAI_UNSUPPORTED,
+    VLLM_FORMAT_FIELDS,
     Body,
     Dialect,
     Request,
-)
-from agentlightning.gateway.dialects.chat import ChatReplyWriter, ChatResponse
-from agentlightning.gateway.dialects.common import (
-    OPENAI_PARAMS,
-    OPENAI_UNSUPPORTED,
+    error_body,
+    error_event,
+    include_usage,
     integer,
     optional,
     read_json,
+    read_shared,
     shorten,
     top_logprobs,
 )
+from agentlightning.gateway.dialects.chat import ChatReplyWriter, ChatResponse
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.util.json_values import Json
@@ -37,7 +39,7 @@ from agentlightning.util.json_values import Json
 _KNOWN: Final = frozenset({"model", "prompt", "stream", "stream_options", "n", "logprobs", "user", "return_token_ids"})
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     **OPENAI_UNSUPPORTED,
-    **dict.fromkeys(common.VLLM_FORMAT_FIELDS, ()),
+    **dict.fromkeys(VLLM_FORMAT_FIELDS, ()),
     "chat_template_kwargs": ({},),
     "best_of": (1,),
     "echo": (False,),
@@ -54,7 +56,7 @@ _MAX_PROMPTS: Final = 1024
 def read_request(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> Request:
     """See `ReadRequest`."""
     data = read_json(body)
-    common.include_usage(data)
+    include_usage(data)
     prompts = _prompts(data.get("prompt"))
     asked = optional(data, "return_token_ids", bool)
     # Whoever sends token ids reads them, too: agents of Agent Lightning 1.0 do so without asking for them.
@@ -63,7 +65,7 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
     top = top_logprobs(data, "logprobs") if logprobs is not None else 0
     base = replace(_DEFAULT, top_logprobs=top, stream_logprobs=logprobs is not None or token_ids)
     return replace(
-        common.read_shared(data, OPENAI_PARAMS, base, _KNOWN, _UNSUPPORTED),
+        read_shared(data, OPENAI_PARAMS, base, _KNOWN, _UNSUPPORTED),
         prompts=prompts,
         n=integer(data, "n", 1, 128) or 1,
         logprobs=logprobs is not None,
@@ -148,8 +150,8 @@ COMPLETIONS: Final = Dialect(
     read=read_request,
     reply=CompletionReplyWriter.of,
     response=ChatResponse,
-    error_body=common.error_body,
-    error_event=common.error_event,
+    error_body=error_body,
+    error_event=error_event,
 )
 
 

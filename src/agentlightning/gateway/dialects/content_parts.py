@@ -19,6 +19,7 @@ import orjson
 from agentlightning.chat.base import Message
 from agentlightning.chat.messages import read_parts
 from agentlightning.errors import DatasetError
+from agentlightning.gateway.answer import object_of
 from agentlightning.gateway.errors import bad_request
 from agentlightning.tracing.messages import IMAGES, image_url, url_of
 from agentlightning.util.json_values import Json, dumps, loads
@@ -153,12 +154,6 @@ def _document(part: Json) -> list[Part] | None:
 
 def _file_part(url: str, name: Any) -> FilePart:
     return {"type": "file", "url": url, "name": name if isinstance(name, str) else None}
-
-
-def object_of(data: Mapping[str, Any], name: str) -> Json:
-    """The object in a field; {} for any other value."""
-    value = data.get(name)
-    return cast("Json", value) if isinstance(value, dict) else {}
 
 
 # -- digests -----------------------------------------------------------------------------------------------------------

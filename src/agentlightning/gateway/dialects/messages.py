@@ -30,19 +30,26 @@ from agentlightning.gateway.answer import (
     decode_signed_reasoning,
     encode_signed_reasoning,
 )
-from agentlightning.gateway.dialects import common
-from agentlightning.gateway.dialects.base import Body, Dialect, ReplyMetadata, Request, num_output_tokens
-from agentlightning.gateway.dialects.common import (
+from agentlightning.gateway.dialects.base import (
     MESSAGES_PARAMS,
+    Body,
+    Choice,
+    Dialect,
+    ReplyMetadata,
+    Request,
+    encode_event,
+    loads_tolerantly,
+    num_output_tokens,
     optional,
     read_json,
+    read_shared,
     require_type,
     shorten,
+    text_format,
+    with_tools,
 )
 from agentlightning.gateway.dialects.content_parts import BILLING, read_content, text_of
 from agentlightning.gateway.dialects.response_store import ResponseLookup
-from agentlightning.gateway.dialects.sse import encode_event
-from agentlightning.gateway.dialects.sse import loads as loads_tolerantly
 from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.util.json_values import Json, dumps, loads
 
@@ -61,13 +68,13 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
     if data.get("thread") is not None:  # On this error, the SDK's tool runner sends the whole history instead.
         details = {"error_code": "thread_unsupported_request"}
         raise ApiError(400, "threads are not stored here; send the full conversation", param="thread", details=details)
-    request = common.read_shared(data, MESSAGES_PARAMS, SamplingParams(), _KNOWN, _UNSUPPORTED)
+    request = read_shared(data, MESSAGES_PARAMS, SamplingParams(), _KNOWN, _UNSUPPORTED)
     tools = [_as_function(tool) for tool in optional(data, "tools", list) or ()]
     dropped, choice = list[str](), optional(data, "tool_choice", dict) or {}
     parallel = False if choice.get("disable_parallel_tool_use") is True else None
     name, shape = _format(data)
-    content, name = common.text_format(name, shape, nested=False), name.partition(".")[0]
-    request = common.with_tools(request, tools, _tool_choice(choice), parallel, content, name)
+    content, name = text_format(name, shape, nested=False), name.partition(".")[0]
+    request = with_tools(request, tools, _tool_choice(choice), parallel, content, name)
     messages, prefill = _split_prefill(_conversation(data, dropped, attachments), attachments)
     ignored = (*request.ignored_fields, *dropped)
     return replace(request, messages=messages, prefill=prefill, ignored_fields=ignored)
@@ -84,7 +91,7 @@ def _as_function(tool: Any) -> Any:
     return {"type": "function", "function": function | {"parameters": tool.get("input_schema") or {}}}
 
 
-def _tool_choice(choice: Json) -> common.Choice:
+def _tool_choice(choice: Json) -> Choice:
     match choice.get("type"):
         case "none":
             return None

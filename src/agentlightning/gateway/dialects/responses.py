@@ -29,23 +29,33 @@ from agentlightning.gateway.answer import (
     decode_signed_reasoning,
     encode_signed_reasoning,
     logprob_entries,
+    object_of,
 )
-from agentlightning.gateway.dialects import common
-from agentlightning.gateway.dialects.base import Body, Dialect, ReplyMetadata, Request, num_output_tokens
-from agentlightning.gateway.dialects.chat import chat_usage
-from agentlightning.gateway.dialects.common import (
+from agentlightning.gateway.dialects.base import (
     OPENAI_UNSUPPORTED,
     RESPONSES_PARAMS,
+    VLLM_FORMAT_FIELDS,
+    Body,
+    Dialect,
+    ReplyMetadata,
+    Request,
+    encode_event,
+    error_body,
     kind_of,
+    num_output_tokens,
     optional,
     read_json,
+    read_shared,
     require_type,
     shorten,
+    text_format,
+    tool_choice,
     top_logprobs,
+    with_tools,
 )
-from agentlightning.gateway.dialects.content_parts import has_attachments, joined, object_of, read_content
+from agentlightning.gateway.dialects.chat import chat_usage
+from agentlightning.gateway.dialects.content_parts import has_attachments, joined, read_content
 from agentlightning.gateway.dialects.response_store import Attempt, ResponseLookup, ResponseStore
-from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.util.json_values import Json, dumps
 
@@ -58,7 +68,7 @@ _KNOWN: Final = frozenset(
 )
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     **OPENAI_UNSUPPORTED,
-    **dict.fromkeys(common.VLLM_FORMAT_FIELDS, ()),
+    **dict.fromkeys(VLLM_FORMAT_FIELDS, ()),
     "chat_template_kwargs": ({},),
     "background": (False,),
     "conversation": (),
@@ -77,13 +87,13 @@ def read_request(body: Body, recall: ResponseLookup, attachments: bool = False) 
     top = top_logprobs(data)
     logprobs = top > 0 or _LOGPROBS in (optional(data, "include", list) or ())
     base = SamplingParams(top_logprobs=top, stream_logprobs=logprobs)
-    request = common.read_shared(data, RESPONSES_PARAMS, base, _KNOWN, _UNSUPPORTED)
+    request = read_shared(data, RESPONSES_PARAMS, base, _KNOWN, _UNSUPPORTED)
     tools = [_as_function(tool) for tool in optional(data, "tools", list) or ()]
-    shape = common.text_format("text.format", (optional(data, "text", dict) or {}).get("format"), nested=False)
-    choice, parallel = common.tool_choice(data.get("tool_choice"), False), optional(data, "parallel_tool_calls", bool)
+    shape = text_format("text.format", (optional(data, "text", dict) or {}).get("format"), nested=False)
+    choice, parallel = tool_choice(data.get("tool_choice"), False), optional(data, "parallel_tool_calls", bool)
     instructions, messages = _conversation(data, recall, attachments)
     return replace(
-        common.with_tools(request, tools, choice, parallel, shape, "text"),
+        with_tools(request, tools, choice, parallel, shape, "text"),
         messages=instructions + messages,
         custom_tools=frozenset(tool["name"] for tool in data.get("tools") or () if kind_of(tool) == "custom"),
         logprobs=logprobs,
@@ -536,6 +546,6 @@ RESPONSES: Final = Dialect(
     read=read_request,
     reply=ResponsesReplyWriter,
     response=ResponsesResponse,
-    error_body=common.error_body,
+    error_body=error_body,
     error_event=error_event,
 )

@@ -21,18 +21,16 @@ import orjson
 
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
-from agentlightning.gateway.answer import THOUGHTS
+from agentlightning.gateway.answer import THOUGHTS, object_of
 from agentlightning.gateway.dialects import DIALECTS
-from agentlightning.gateway.dialects.base import ApiPath, Request
+from agentlightning.gateway.dialects.base import MESSAGES_PARAMS, RESPONSES_PARAMS, ApiPath, Request, shorten
 from agentlightning.gateway.dialects.chat import ECHOED
-from agentlightning.gateway.dialects.common import MESSAGES_PARAMS, RESPONSES_PARAMS, shorten
 from agentlightning.gateway.dialects.content_parts import (
     Content,
     Part,
     has_attachments,
     joined,
     non_empty_parts,
-    object_of,
     same_meaning,
     turn_key,
 )

@@ -31,17 +31,24 @@ from msgspec import structs
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError
-from agentlightning.gateway.answer import PENDING, Answer, ProviderResponse, Usage, needs_echo, objects
+from agentlightning.gateway.answer import PENDING, Answer, ProviderResponse, Usage, needs_echo, object_of, objects
 from agentlightning.gateway.callers import AttemptIds, AttemptTable, Caller
 from agentlightning.gateway.dialects import DIALECTS
-from agentlightning.gateway.dialects.base import ApiPath, ReplyMetadata, ReplyWriter, Request
-from agentlightning.gateway.dialects.common import apply_resource_params
-from agentlightning.gateway.dialects.content_parts import message_digests, object_of, turn_key
+from agentlightning.gateway.dialects.base import (
+    ApiPath,
+    ReplyMetadata,
+    ReplyWriter,
+    Request,
+    apply_resource_params,
+    encode_event,
+    event_data,
+    loads_tolerantly,
+)
+from agentlightning.gateway.dialects.content_parts import message_digests, turn_key
 from agentlightning.gateway.dialects.messages import count_reply
 from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.dialects.responses import LAST_EVENTS, ResponsesReplyWriter
-from agentlightning.gateway.dialects.sse import encode_event, event_data, loads
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.bodies import body_of, given_params, split_stops, translation_target, turns_of
 from agentlightning.gateway.http import PASSED, ResponseWriter, offload, run_to_completion
@@ -60,10 +67,15 @@ from agentlightning.gateway.record import (
 )
 from agentlightning.gateway.routing import ModelRoute, ResolvedCall
 from agentlightning.gateway.sampling import OnPolicySampling, is_training
-from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest, display_text, unreadable_response
+from agentlightning.gateway.upstream.call import (
+    ServerPool,
+    UpstreamCall,
+    UpstreamRequest,
+    display_text,
+    unreadable_response,
+)
+from agentlightning.gateway.upstream.limits import estimate_prompt_tokens
 from agentlightning.gateway.upstream.provider import COUNT_TOKENS_PATH, Price, Provider
-from agentlightning.gateway.upstream.servers import ServerPool
-from agentlightning.gateway.upstream.token_bound import estimate_prompt_tokens
 from agentlightning.span import Span
 from agentlightning.store import durability
 from agentlightning.store.base import LightningStoreBase
@@ -74,8 +86,10 @@ logger = logging.getLogger(__name__)
 
 _FINAL_EVENTS: Final = frozenset({*LAST_EVENTS, "message_stop", "error"})
 """Types of the events that end a stream."""
-_READ_NOW: Final = re.compile(rb'\[DONE\]|"usage"\s*:\s*\{|' + "|".join(map(re.escape, sorted(_FINAL_EVENTS))).encode())
-"""In events that may end a stream, or may not be for the caller."""
+_USED: Final = re.compile(rb'"usage"\s*:\s*\{')
+"""In events that may not be for the caller."""
+_END_MARKS: Final = (b"[DONE]", *(b'"%b"' % kind.encode() for kind in sorted(_FINAL_EVENTS)))
+"""In events that may end a stream."""
 _MAX_UNREAD: Final = 256
 """Reading more events at once would hold up other calls."""
 BACKGROUND: Final = "background_response"
@@ -381,7 +395,7 @@ class ForwardedCall:
                 raise unreadable_response(self._provider, "its stream ended before the response was complete")
         else:
             try:
-                data = loads(call.body)
+                data = loads_tolerantly(call.body)
             except ValueError as error:
                 raise unreadable_response(self._provider, f"it is not JSON: {error}") from None
             response.read(data)
@@ -424,32 +438,28 @@ class ForwardedCall:
     def _read_events(self, events: list[bytes]) -> bytes:
         """Read events, and return the bytes to send now. What can be passed on as it is waits to be read with others,
         which costs a fraction."""
-        if self._final_events or any(map(_READ_NOW.search, events)):
-            return b"".join([self._read_event(event) for event in events])
-        if self._added.fields:
-            read = [event_data(event) for event in events]
-            self.record.response.read_all(read)
-            return b"".join(map(self._added.filter_event, events, read))
-        self._unread += events
-        if len(self._unread) >= _MAX_UNREAD:
-            self._read_unread()
-        return b"".join(events)
+        joined, waits = b"".join(events), not (self._final_events or self._added.fields)
+        if waits and not _USED.search(joined) and not any(mark in joined for mark in _END_MARKS):
+            self._unread += events
+            if len(self._unread) >= _MAX_UNREAD:
+                self._read_unread()
+            return joined
+        self._read_unread()
+        passed: list[bytes] = []
+        for event, data in self._read(events):
+            shown = self._added.filter_event(event, data)
+            (self._final_events if self._final_events or is_final(event, data) else passed).append(shown)
+        return b"".join(passed)
+
+    def _read(self, events: Sequence[bytes]) -> list[tuple[bytes, Any]]:
+        """Read events, and return them with their data."""
+        read = [event_data(event) for event in events]
+        self.record.response.read_all(read)
+        return list(zip(events, read, strict=True))
 
     def _read_unread(self) -> None:
-        if self._unread:
-            self.record.response.read_all([event_data(event) for event in self._unread])
-            self._unread = []
-
-    def _read_event(self, event: bytes) -> bytes:
-        """Read an event, and return the bytes to send now."""
-        self._read_unread()
-        data = event_data(event)
-        self.record.response.read(data)
-        event = self._added.filter_event(event, data)
-        if not self._final_events and not is_final(event, data):
-            return event
-        self._final_events.append(event)
-        return b""
+        unread, self._unread = self._unread, []
+        self._read(unread)
 
     def _ending(self, call: UpstreamCall) -> bytes:
         """The bytes that end the stream."""
@@ -649,7 +659,7 @@ class ForwardingService:
             return
         ended = ProviderRecord.of_poll(call, pool)
         with suppress(ValueError):
-            ended.response.read(loads(body))
+            ended.response.read(loads_tolerantly(body))
         usage, price = ended.response.usage or Usage(), ended.route.price or pool.provider.price
         used: Json = {names.INPUT_TOKENS: usage.input_tokens, names.OUTPUT_TOKENS: usage.output_tokens}
         used |= {names.COST: price.dollars(usage)} if price else {}
@@ -700,7 +710,7 @@ class ForwardingService:
         try:
             sent = await offload(size // PASSED, partial(dumps, body))
             status, _, data = await pool.fetch("POST", "/tokenize", sent, timeout_seconds=TIMEOUT_SECONDS)
-            response = loads(data) if status == 200 else None
+            response = loads_tolerantly(data) if status == 200 else None
             count = cast("Json", response).get("count") if isinstance(response, dict) else None
         except (TransportError, ConfigError, ValueError) as error:
             logger.info("the provider %r does not count tokens: %s", name, error)

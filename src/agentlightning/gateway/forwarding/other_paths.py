@@ -17,14 +17,13 @@ from starlette.responses import Response, StreamingResponse
 
 from agentlightning import span as names
 from agentlightning.gateway.callers import AttemptIds, Caller
+from agentlightning.gateway.dialects.base import loads_tolerantly
 from agentlightning.gateway.dialects.chat import ChatResponse
-from agentlightning.gateway.dialects.sse import loads
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.http import parse_object, run_to_completion
 from agentlightning.gateway.record import CallRecord, failure_of
-from agentlightning.gateway.upstream.call import display_text, from_response, from_transport
+from agentlightning.gateway.upstream.call import ServerPool, display_text, from_response, from_transport
 from agentlightning.gateway.upstream.provider import visible_headers
-from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.span import Span
 from agentlightning.transport import Headers, TransportError
 
@@ -120,7 +119,7 @@ def _headers(requested: Headers, configured: Headers) -> Headers:
 def _usage(body: bytes) -> dict[str, Any]:
     response = ChatResponse()
     with suppress(ValueError):
-        response.read(loads(body))
+        response.read(loads_tolerantly(body))
     used = response.usage
     return {names.INPUT_TOKENS: used.input_tokens, names.OUTPUT_TOKENS: used.output_tokens} if used else {}
 

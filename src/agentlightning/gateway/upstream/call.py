@@ -1,7 +1,7 @@
 """Sends one call to a provider: waits for the rate limit and the budget, chooses a server, retries, accounts for it.
 
-This is the only place where a request is sent twice. It does not interpret bodies: `forwarding` builds the request and
-reads the response.
+The servers of a provider are a pool, which probes their health and limits the number of retries. This is the only place
+where a request is sent twice. It does not interpret bodies: `forwarding` builds the request and reads the response.
 
     call = UpstreamCall(pool, request)
     async with call:                          acquire, send and retry; raises ApiError
@@ -19,26 +19,187 @@ and while the retry budget is empty, the client decides by the status. What the 
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import re
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
+from urllib.parse import unquote, urlsplit
 
 from agentlightning import span as names
 from agentlightning.gateway.answer import Usage
-from agentlightning.gateway.dialects.base import ApiPath
-from agentlightning.gateway.dialects.sse import EventTooLongError, SSEDecoder, event_data, loads
+from agentlightning.gateway.dialects.base import ApiPath, EventTooLongError, SSEDecoder, event_data, loads_tolerantly
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.upstream.limits import Reservation
-from agentlightning.gateway.upstream.provider import Price, Provider, visible_headers
-from agentlightning.gateway.upstream.servers import HIDDEN, ProviderServer, ServerPool, redact_text
-from agentlightning.gateway.upstream.token_bound import max_prompt_tokens
-from agentlightning.transport import Headers, Response, TransportError
+from agentlightning.gateway.upstream.limits import Budgets, RateLimiter, Reservation, max_prompt_tokens
+from agentlightning.gateway.upstream.provider import HIDDEN, Price, Provider, Redactor, redact_text, visible_headers
+from agentlightning.transport import Headers, Response, Transport, TransportError
 from agentlightning.transport.base import CONTEXT_ERROR, error_fields, retry_after
+from agentlightning.transport.servers import Server, ServerSet
 from agentlightning.util.random_ids import random_uniform
 
 logger = logging.getLogger(__name__)
+
+# -- the servers of a provider -----------------------------------------------------------------------------------------
+
+RETRY_SHARE: Final = 0.2
+"""Retries per call: a server that fails every call must not get twice the load for it."""
+RETRY_FLOOR: Final = 10.0
+"""Retries available at the start, and at most."""
+
+
+class ProviderServer(Server):
+    """One server of a provider."""
+
+    def __init__(self, url: str, headers: Headers, clock: Callable[[], float]) -> None:
+        super().__init__(url, clock)
+        self.headers = headers
+        self._paused_until: dict[str, float] = {}
+        """Models that the server wants no calls of -> end of the pause."""
+
+    def pause(self, model: str, seconds: float) -> None:
+        """Send no calls of a model for some seconds, as the server asked; its limits apply to each model."""
+        now = self._clock()
+        self._paused_until = {name: until for name, until in self._paused_until.items() if until > now}
+        self._paused_until[model] = max(self._paused_until.get(model, 0.0), now + seconds)
+
+    def pause_seconds(self, model: str) -> float:
+        """Seconds until it accepts calls of a model again."""
+        return max(0.0, self._paused_until.get(model, 0.0) - self._clock()) if self._paused_until else 0.0
+
+    def accepts(self, model: str) -> bool:
+        """Whether it may be sent a call of a model now."""
+        return self.seconds_left == 0.0 and self.pause_seconds(model) == 0.0
+
+
+class ServerPool(ServerSet[ProviderServer]):
+    """The servers of one provider. May be created before the event loop runs; `open_transport` is called at the first
+    call. Raises ConfigError if the provider's key is missing."""
+
+    def __init__(
+        self,
+        provider: Provider,
+        open_transport: Callable[[], Transport],
+        budgets: Budgets | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        servers = [ProviderServer(*_address(provider, url), clock) for url in provider.base_urls]
+        super().__init__(servers, provider.health_seconds, watches_all=len(servers) > 1)
+        self.provider = provider
+        self.budgets = budgets or Budgets()
+        self.rate_limiter = RateLimiter(provider, clock)
+        self.num_retries = 0
+        """Retries since the start."""
+        self.dollars = 0.0
+        """Cost of its calls since the start."""
+        self.redactor = Redactor(provider)
+        self._open_transport = open_transport
+        self._transport: Transport | None = None
+        self._retry_budget = RETRY_FLOOR
+
+    @property
+    def transport(self) -> Transport:
+        if self._transport is None:
+            self._transport = self._open_transport()
+        return self._transport
+
+    def choose(self, affinity: str, tried: Sequence[ProviderServer] = (), model: str = "") -> ProviderServer:
+        """The server for a call: the first in the order of its affinity that accepts calls and was not tried.
+
+        If there is none, the one that accepts calls soonest: a call is never rejected for lack of a healthy server.
+        """
+        order = self.in_order(affinity)
+        for server in order:
+            if server.accepts(model) and server not in tried:
+                return server
+        untried = [server for server in order if server not in tried]
+        return min(untried or order, key=lambda server: max(server.seconds_left, server.pause_seconds(model)))
+
+    def take_retry(self) -> bool:
+        """Take one retry from the retry budget, which is for outages; False if it is empty."""
+        if self._retry_budget < 1:
+            return False
+        self._retry_budget -= 1
+        return True
+
+    def record_start(self) -> None:
+        """Count the first try of a call."""
+        self._retry_budget = min(RETRY_FLOOR, self._retry_budget + RETRY_SHARE)
+        if self._watches_all and not self._watches:
+            for server in self.replicas:
+                self.watch(server)
+
+    async def fetch(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        timeout_seconds: float,
+        affinity: str = "",
+        server: ProviderServer | None = None,
+    ) -> tuple[int, Headers, bytes]:
+        """(status, headers, body) of a request that is not a model call, by default to the server of an affinity: no
+        retry, limit or budget applies. A `path` with a slash in front is one of the server itself, outside its API.
+        Raises TransportError."""
+        server = server or self.choose(affinity)
+        url = server.url.removesuffix("/v1") + path if path[0] == "/" else self.provider.url(server.url, path)
+        connect_seconds = min(self.provider.connect_seconds, timeout_seconds)
+        response = await self.transport.send(
+            method, url, server.headers, body, connect_seconds=connect_seconds, timeout_seconds=timeout_seconds
+        )
+        async with response:
+            return response.status, response.headers, self.redactor.redact_body(await response.read())
+
+    async def close(self) -> None:
+        """Stop the checks. The owner of the transport closes it."""
+        await self.end_watches()
+        self._transport = None
+
+    async def check(self, replica: ProviderServer) -> None:
+        """Any response but a server error means that it is healthy."""
+        was_up = replica.up
+        try:
+            is_healthy = await self._responds(replica, "/health")
+            if is_healthy is None:
+                is_healthy = await self._responds(replica, "models")
+        except TransportError:
+            is_healthy = False
+        if is_healthy is False:
+            replica.record_failure(unreachable=True)
+        elif not replica.up:
+            replica.record_success()
+        if was_up is not replica.up:
+            change = "has recovered" if replica.up else "is unhealthy"
+            logger.warning("the server %s of the provider %r %s", replica.url, self.provider.name, change)
+
+    async def _responds(self, server: ProviderServer, path: str) -> bool | None:
+        """Whether a GET succeeds; None if the server does not have the path."""
+        status, _, _ = await self.fetch("GET", path, timeout_seconds=self.provider.connect_seconds, server=server)
+        return None if status in (404, 405) else status < 500
+
+
+def _address(provider: Provider, url: str) -> tuple[str, Headers]:
+    """(URL, headers of every call) of one server. A user in the URL is sent as httpx does, on which the SDKs are built:
+    it takes the place of the key in `Authorization`."""
+    key, parts = provider.key(), urlsplit(url)
+    headers = {"content-type": "application/json", "accept-encoding": "identity"}
+    if provider.dialect == "anthropic":
+        headers |= {"anthropic-version": "2023-06-01"} | ({"x-api-key": key} if key else {})
+    elif key:
+        headers["authorization"] = f"Bearer {key}"
+    userinfo, at, host = parts.netloc.rpartition("@")
+    if at:
+        user, _, password = userinfo.partition(":")
+        credentials = base64.b64encode(f"{unquote(user)}:{unquote(password)}".encode()).decode()
+        headers["authorization"] = f"Basic {credentials}"
+        url = parts._replace(netloc=host).geturl()
+    headers |= {name.lower(): value for name, value in provider.headers.items()}
+    return url, tuple((name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items())
+
+
+# -- one call ----------------------------------------------------------------------------------------------------------
 
 _BACKOFF_SECONDS: Final = 0.25
 _MAX_PAUSE_SECONDS: Final = 300.0
@@ -124,7 +285,7 @@ def from_transport(provider: Provider, error: TransportError) -> Failure:
 def from_response(provider: Provider, status: int, headers: Headers, body: bytes) -> Failure:
     """The failure of a try with an error response."""
     subject = f"the provider {provider.name!r}"
-    text, code, param = (text and display_text(provider, text) for text in error_fields(body, loads))
+    text, code, param = (text and display_text(provider, text) for text in error_fields(body, loads_tolerantly))
     if status == 401 or (status == 403 and _KEY.search(f"{code} {text}") and _REFUSED.search(f"{code} {text}")):
         # It is not the caller's key, so it must not see what the provider shows of it.
         shown = _MASKED.sub(HIDDEN, (text or "").replace(provider.key() or HIDDEN, HIDDEN))
