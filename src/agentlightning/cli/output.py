@@ -28,6 +28,7 @@ from agentlightning.errors import (
     ServerError,
 )
 from agentlightning.util.json_values import dumps
+from agentlightning.util.printable import printable_lines
 
 INVALID_INPUT: Final = (ConfigError, DatasetError, ResumeError, ServerError)
 EXTRAS: Final = {
@@ -92,6 +93,21 @@ def agl(*words: object, **options: object) -> str:
     """A command line of this program, quoted for a shell, without the options that are None."""
     given = [part for name, value in options.items() if value is not None for part in (f"--{name}", value)]
     return shlex.join(["agl", *map(str, [*words, *given])])
+
+
+def show_size(size: int) -> str:
+    """Such as `512 bytes`, `1.5 KB` or `10 GB`: powers of 1000, two or three digits."""
+    value, unit = float(size), "bytes"
+    for larger in ("KB", "MB", "GB", "TB"):
+        if value < 999.5:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.0f} {unit}" if value >= 99.5 or unit == "bytes" else f"{value:.2g} {unit}"
+
+
+def print_prompt_diff(diff: str, console: Console) -> None:
+    """What has changed in the prompts of a run."""
+    console.print(printable_lines(diff) or "the prompts have not changed")
 
 
 @contextmanager
