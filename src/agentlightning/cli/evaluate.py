@@ -315,13 +315,13 @@ def compare_runs(runs: Annotated[list[Path], typer.Argument(help="The directorie
       agl compare runs/grpo-1 runs/grpo-2 runs/dapo-1 runs/dapo-2
       agl compare runs/*
     """
-    from agentlightning.dashboard.data.configurations import configurations, record_of
+    from agentlightning.dashboard.data.run_files import compared_configurations, configurations
 
     found = configurations(runs)
     for run in runs:
         if not (run / "report.json").exists():
             raise ConfigError(f"{run} has no report.json: the run is not finished; finish it, or leave it out")
-    record = {"configurations": record_of(found)}
+    record = {"configurations": compared_configurations(found)}
     return Result(record, lambda console: _print_comparison(record, console), [agl("report", runs[0])])
 
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import httpx
     from starlette.routing import Route
 
-    from agentlightning.dashboard.data.catalog import Catalog
+    from agentlightning.dashboard.data.run_data import Catalog
     from agentlightning.training.health.examination import Examination
 
 
@@ -87,7 +87,7 @@ def status(
 
 
 def _local_status(run: Path, name: str | None) -> tuple[dict[str, Any], list[float | None]]:
-    from agentlightning.dashboard.data.status import status_record
+    from agentlightning.dashboard.data.run_files import status_record
 
     if name is not None:
         raise ConfigError(f"--run {name} chooses among the runs of a server, and {run} is a directory; leave it out")
@@ -360,7 +360,7 @@ async def _routes(
     target: str | None, demo: bool, server_token: str | None, token: str, output: Output
 ) -> AsyncGenerator[list[Route]]:
     if target is not None and is_url(target):
-        from agentlightning.dashboard.remote import remote_routes
+        from agentlightning.dashboard.serve import remote_routes
 
         async with remote_routes(target, server_token, token) as routes:
             yield routes
@@ -369,7 +369,7 @@ async def _routes(
 
     with tempfile.TemporaryDirectory(prefix="agl-dashboard-") as folder:
         if demo:
-            from agentlightning.dashboard.demo import write_demo
+            from agentlightning.dashboard.serve import write_demo
 
             output.console.print("unpacking two recorded runs ...")
             await write_demo(Path(folder))
@@ -382,7 +382,7 @@ async def _routes(
 
 @asynccontextmanager
 async def _catalog(target: str | None) -> AsyncGenerator[Catalog]:
-    from agentlightning.dashboard.data.catalog import Catalog
+    from agentlightning.dashboard.data.run_data import Catalog
 
     runs = _runs_at(target)
     if runs is not None:
@@ -394,7 +394,7 @@ async def _catalog(target: str | None) -> AsyncGenerator[Catalog]:
 
 def _runs_at(target: str | None) -> Catalog | None:
     """The run in a directory, or those below it; None for a database. Raises ConfigError where there is neither."""
-    from agentlightning.dashboard.data.catalog import Catalog
+    from agentlightning.dashboard.data.run_data import Catalog
     from agentlightning.training.persistence.run_dir import holds_run
 
     path = Path(target or "runs")

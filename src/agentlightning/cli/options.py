@@ -347,6 +347,11 @@ def retention_from(older_than: str | None, keep: int | None, max_size: str | Non
 
 
 # -- the access token -------------------------------------------------------------------------------------------------
+#
+# Hides the access token of a program from the agents that it runs, which run as the same user.
+#
+# Every process of a user can read the environment (`/proc/PID/environ`) and the memory of the others. Called by `agl
+# runner` and `agl run` once they have read the token.
 
 
 VARIABLE: Final = "AGL_TOKEN"

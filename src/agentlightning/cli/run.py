@@ -469,6 +469,8 @@ def _print_summary(summary: Summary, console: Console) -> None:
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
+#
+# The command stays in our process group, as a program that reads from the terminal must.
 
 
 _NAMES: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")

@@ -320,7 +320,7 @@ async def _open(options: Options, stack: AsyncExitStack, process: ServerProcess 
     """Open the store, the models and the server; the stack closes them."""
     from agentlightning.attempt_address import attempt_secret
     from agentlightning.dashboard.app import dashboard_routes
-    from agentlightning.dashboard.data.catalog import Catalog
+    from agentlightning.dashboard.data.run_data import Catalog
     from agentlightning.observability.logs import ChangeLog, SlowLog
     from agentlightning.observability.metrics import Metrics, counters
     from agentlightning.server.serve import serve

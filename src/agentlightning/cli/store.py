@@ -39,7 +39,7 @@ from agentlightning.cli.options import (
     weights_of,
 )
 from agentlightning.cli.output import Output, Result, agl, show_size
-from agentlightning.dashboard.data.text import shortened
+from agentlightning.dashboard.data.rollouts import shortened
 from agentlightning.errors import ConfigError
 from agentlightning.models import Precision
 from agentlightning.rollouts import Attempt, Rollout
@@ -52,7 +52,7 @@ from agentlightning.util.printable import printable
 from agentlightning.util.progress import Progress
 
 if TYPE_CHECKING:
-    from agentlightning.dashboard.data.summary import RolloutSummary
+    from agentlightning.dashboard.data.rollouts import RolloutSummary
     from agentlightning.store.base import LightningStoreBase
     from agentlightning.store.export.copy import Report
     from agentlightning.store.types import Pruned, Queue
@@ -411,7 +411,7 @@ async def rollout_table(
     weights: Weights = None,
 ) -> RolloutTable:
     """The table. To sort by reward or time, the newest `MOST_READ` are read."""
-    from agentlightning.dashboard.data.summary import Summaries
+    from agentlightning.dashboard.data.rollouts import Summaries
 
     wanted: dict[str, Any] = {"status_in": statuses, "mode_in": modes}
     matching = await store.count_rollouts(**wanted)
