@@ -87,11 +87,11 @@ def status(
 
 
 def _local_status(run: Path, name: str | None) -> tuple[dict[str, Any], list[float | None]]:
-    from agentlightning.dashboard.data.run_files import status_record
+    from agentlightning.dashboard.data.run_files import open_run, status_record
 
     if name is not None:
         raise ConfigError(f"--run {name} chooses among the runs of a server, and {run} is a directory; leave it out")
-    return status_record(run)
+    return status_record(open_run(run))
 
 
 def _print_status(record: dict[str, Any], rewards: list[float | None], console: Console) -> None:

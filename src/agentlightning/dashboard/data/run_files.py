@@ -3,6 +3,7 @@ configuration. Each file is read again when it has changed."""
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,8 +16,8 @@ import orjson
 from agentlightning.config import TrainConfig
 from agentlightning.errors import AgentLightningError, ConfigError, ResumeError
 from agentlightning.evaluation.intervals import UNBOUNDED, Interval, mean_of_seeds, seed_difference
-from agentlightning.training.governance import AUDIT_FILE, AuditRecord, read_audit
-from agentlightning.training.health.examination import Examination, examine, read_records, status_of
+from agentlightning.training.governance import AUDIT_FILE, AuditRecord, audit_record, last_times
+from agentlightning.training.health.examination import failures_of, read_record, status_of
 from agentlightning.training.health.signs import SignHistory, sign_history
 from agentlightning.training.health.step_record import StepRecord
 from agentlightning.training.persistence.checkpoints import prompts_of
@@ -27,12 +28,28 @@ from agentlightning.training.persistence.run_changes import (
     settings_of_run,
     shown,
 )
-from agentlightning.training.persistence.run_dir import RunState, check_run, read_state, whole_lines
+from agentlightning.training.persistence.run_dir import RunState, check_run, read_state
 from agentlightning.util.json_values import Json, loads
 
 T = TypeVar("T")
 Signature = tuple[int, int] | None
 """(time of the last change in nanoseconds, size in bytes) of a file; None: there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    """What was read of a file that is appended to."""
+
+    file: int | None = None
+    """Its number in the file system: another one has taken its place where that differs."""
+    end: int = 0
+    """Where the lines that were read end."""
+    last: bytes = b""
+    """The last of them."""
+    number: int = 0
+    """How many they are."""
+    values: list[Any] = field(default_factory=list[Any])
+    """What they hold."""
 
 
 @dataclass(slots=True)
@@ -41,6 +58,9 @@ class RunFiles:
 
     path: Path
     _cache: dict[str, tuple[Signature, Any]] = field(default_factory=dict[str, tuple[Signature, Any]])
+    _lines: dict[str, _Lines] = field(default_factory=dict[str, _Lines])
+    _history: tuple[list[StepRecord], list[SignHistory]] = field(default_factory=lambda: ([], []))
+    """Steps, and the signs of trouble in them."""
 
     def state(self) -> RunState:
         """Raises ResumeError where it cannot be read."""
@@ -52,14 +72,27 @@ class RunFiles:
 
     def metrics(self) -> list[Json]:
         """The lines of `metrics.jsonl` that can be read."""
-        return self._read("metrics", "metrics.jsonl", lambda: _json_lines(self.path / "metrics.jsonl"))
+        return self._read_lines("metrics", "metrics.jsonl", _json_values)
 
     def records(self) -> list[StepRecord]:
-        return self._read("records", "metrics.jsonl", lambda: read_records(self.path / "metrics.jsonl")[0])
+        """The steps, as far as their metrics can be read."""
+
+        def read(_: int, line: bytes) -> list[StepRecord]:
+            record = read_record(line)
+            return [] if record is None else [record]
+
+        return self._read_lines("records", "metrics.jsonl", read)
 
     def signs(self) -> list[SignHistory]:
-        """The signs of trouble since which step. Takes seconds for a run of thousands of steps: call it in a thread."""
-        return self._read("signs", "metrics.jsonl", lambda: sign_history(self.records()))
+        """The signs of trouble since which step. Takes seconds for a run of thousands of steps, the first time: call it
+        in a thread."""
+        (judged, found), records = self._history, self.records()
+        if records[: len(judged)] != judged:  # steps were repeated
+            judged, found = [], []
+        if len(records) > len(judged):
+            found = sign_history(records, found, len(judged))
+        self._history = records, found
+        return found
 
     def report(self) -> Json | None:
         """The result; None for a run that has none yet."""
@@ -79,16 +112,42 @@ class RunFiles:
         return {} if config is None else dict(sorted(flat_settings(config).items()))
 
     def audit(self) -> list[AuditRecord]:
-        return self._read("audit", AUDIT_FILE, lambda: read_audit(self.path))
+        """Raises ConfigError where it cannot be read."""
+
+        def read(number: int, line: bytes) -> list[AuditRecord]:
+            return [audit_record(self.path / AUDIT_FILE, number, line)]
+
+        return last_times(self._read_lines("audit", AUDIT_FILE, read))
 
     def changes(self) -> list[Json]:
         """What resumes have changed."""
-        return self._read("changes", "changes.jsonl", lambda: _json_lines(self.path / "changes.jsonl"))
+        return self._read_lines("changes", "changes.jsonl", _json_values)
 
     def tasks(self, name: str) -> list[Any]:
         """The tasks of `train`, `validation` or `held_out`."""
-        file = f"data/{name}.jsonl"
-        return self._read(f"tasks {name}", file, lambda: _json_lines(self.path / file))
+        return self._read_lines(f"tasks {name}", f"data/{name}.jsonl", _json_values)
+
+    def steps(self) -> int | None:
+        """The steps of the whole run. None: its settings do not say, as those of an algorithm object do not."""
+        state = self.state()
+        return None if state.algorithm or state.recorded else self._read("steps", "config.toml", self._configured_steps)
+
+    def _configured_steps(self) -> int | None:
+        try:
+            settings = tomllib.loads((self.path / "config.toml").read_text("utf-8"))
+        except (OSError, ValueError):
+            return None
+        steps = settings.get("algorithm", {}).get("steps")
+        return steps if isinstance(steps, int) else None
+
+    def seconds_left(self) -> float | None:
+        """By the mean time of the steps so far; None where it cannot be known."""
+        state, total = self.state(), self.steps()
+        return state.seconds / state.step * max(0, total - state.step) if total and state.step else None
+
+    def prompts(self) -> Json:
+        """The prompts that would be the result if the run ended now, and what has changed in them."""
+        return prompts_of(self.path, "checkpoint" if self.status() == "finished" else self.state().checkpoint)
 
     def learned_at(self, rollout_id: str) -> int | None:
         """The step that was given a rollout to learn from; None: none was, or the audit log does not say."""
@@ -131,6 +190,35 @@ class RunFiles:
         self._cache[key] = (signature, value)
         return value
 
+    def _read_lines(self, key: str, name: str, decode: Callable[[int, bytes], list[T]]) -> list[T]:
+        """What the lines of a file hold, by their number and text. A last one without an end is being written."""
+        return self._read(key, name, lambda: self._read_on(key, name, decode).values)
+
+    def _read_on(self, key: str, name: str, decode: Callable[[int, bytes], list[Any]]) -> _Lines:
+        """Read what was appended since the last time; all of a file that was replaced, or cut."""
+        known = self._lines.get(key, _Lines())
+        try:
+            file = (self.path / name).open("rb")
+        except FileNotFoundError:
+            return _Lines()
+        with file:
+            number = os.fstat(file.fileno()).st_ino
+            file.seek(known.end - len(known.last))
+            if number != known.file or file.read(len(known.last)) != known.last:
+                known = _Lines(number)
+                file.seek(0)
+            whole, end, _ = file.read().rpartition(b"\n")
+        lines = whole.split(b"\n") if end else []
+        values = [value for place, line in enumerate(lines, known.number + 1) for value in decode(place, line)]
+        found = self._lines[key] = _Lines(
+            number,
+            known.end + len(whole + end),
+            lines[-1] + end if lines else known.last,
+            known.number + len(lines),
+            known.values + values,
+        )
+        return found
+
 
 def open_run(path: Path) -> RunFiles:
     """Raises ConfigError where there is no run."""
@@ -138,15 +226,11 @@ def open_run(path: Path) -> RunFiles:
     return RunFiles(path)
 
 
-def _json_lines(path: Path) -> list[Any]:
-    """The lines that can be read; one without an end is being written."""
-    found: list[Any] = []
-    for line in whole_lines(path):
-        try:
-            found.append(orjson.loads(line))
-        except orjson.JSONDecodeError:  # `damaged_lines` of the examination names it
-            continue
-    return found
+def _json_values(_: int, line: bytes) -> list[Any]:
+    try:
+        return [orjson.loads(line)]
+    except orjson.JSONDecodeError:  # `damaged_lines` of the examination names it
+        return []
 
 
 def _json_or_none(path: Path) -> Any:
@@ -159,36 +243,31 @@ def _json_or_none(path: Path) -> Any:
 # -- the state of a run, as `agl status` prints it --------------------------------------------------------------------
 
 
-def status_record(run_dir: Path) -> tuple[dict[str, Any], list[float | None]]:
-    """The state of a run, and its rewards by step. Raises ConfigError for a directory that holds no run, ResumeError
-    for a state that cannot be read."""
-    found = examine(run_dir)
-    records, _ = read_records(run_dir / "metrics.jsonl")
-    return state_record(found, records), [each.reward for each in records]
-
-
-def state_record(found: Examination, records: Sequence[StepRecord]) -> dict[str, Any]:
-    """The state of a run as JSON values."""
-    state = found.state
+def status_record(files: RunFiles) -> tuple[Json, list[float | None]]:
+    """The state of a run as JSON values, and its rewards by step. Raises ResumeError for a state that cannot be
+    read."""
+    state, status, records = files.state(), files.status(), files.records()
     validated = next((each for each in reversed(records) if each.validation), None)
-    # The settings say nothing of the steps of an algorithm object, nor of one of `Trainer.train`.
-    total = None if state.algorithm or state.recorded else _total_steps(found.run_dir)
-    left = None if found.status == "finished" else seconds_left(state, total)
+    left = None if status == "finished" else files.seconds_left()
+    rewards = [each.reward for each in records]
+    known = [each for each in rewards if each is not None] or [None]
     start = {
-        name.removeprefix("before-"): (known, len(each))
+        name.removeprefix("before-"): (measured, len(each))
         for name, each in state.evaluations.items()
-        if name.startswith("before-") and (known := [value for value in each if value is not None])
+        if name.startswith("before-") and (measured := [value for value in each if value is not None])
     }
-    return {
-        "run_dir": str(found.run_dir),
-        "status": found.status,
+    record = {
+        "run_dir": str(files.path),
+        "status": status,
         "step": state.step,
-        "steps": total,
+        "steps": files.steps(),
         "seconds": round(state.seconds, 1),
         "seconds_left": None if left is None else round(left, 1),
-        **_reward_figures([each.reward for each in records]),
-        "start": {mode: sum(known) / len(known) for mode, (known, _) in start.items()},
-        "start_tasks": {mode: (len(known), tasks) for mode, (known, tasks) in start.items()},
+        "reward": known[-1],
+        "first_reward": known[0],
+        "best_reward": max(known, key=lambda each: each or 0.0),
+        "start": {mode: sum(measured) / len(measured) for mode, (measured, _) in start.items()},
+        "start_tasks": {mode: (len(measured), tasks) for mode, (measured, tasks) in start.items()},
         "validation": dict(validated.validation) if validated else {},
         "validated_at": validated.step if validated else None,
         "tokens_per_second": records[-1].tokens_per_second if records else None,
@@ -196,31 +275,11 @@ def state_record(found: Examination, records: Sequence[StepRecord]) -> dict[str,
         "rollouts": state.rollouts,
         "failed_rollouts": state.failed_rollouts,
         "rejected_rollouts": dict(state.rejected),
-        "failures": [asdict(each) for each in found.failures],
+        "failures": [asdict(each) for each in failures_of(files.path / "store.db", state, [])],
         "warnings": dict(state.warnings),
-        **prompts_of(found.run_dir, "checkpoint" if found.status == "finished" else state.checkpoint),
+        **files.prompts(),
     }
-
-
-def seconds_left(state: RunState, total: int | None) -> float | None:
-    """By the mean time of the steps so far; None where it cannot be known."""
-    return state.seconds / state.step * max(0, total - state.step) if total and state.step else None
-
-
-def _total_steps(run_dir: Path) -> int | None:
-    """The steps of the whole run; None where its settings do not say."""
-    try:
-        settings = tomllib.loads((run_dir / "config.toml").read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
-    steps = settings.get("algorithm", {}).get("steps")
-    return steps if isinstance(steps, int) else None
-
-
-def _reward_figures(rewards: Sequence[float | None]) -> dict[str, float | None]:
-    """The last, the first and the best reward of the steps that have one."""
-    known = [each for each in rewards if each is not None] or [None]
-    return {"reward": known[-1], "first_reward": known[0], "best_reward": max(known, key=lambda each: each or 0.0)}
+    return record, rewards
 
 
 # -- runs by configuration: those whose settings differ in the seed alone ---------------------------------------------

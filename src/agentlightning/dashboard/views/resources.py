@@ -14,7 +14,7 @@ from agentlightning.dashboard.data.rollouts import RolloutSummary, Updates
 from agentlightning.dashboard.data.run_data import Catalog
 from agentlightning.dashboard.data.run_files import RunFiles
 from agentlightning.dashboard.query import Query
-from agentlightning.dashboard.views.runs import measured, prompts_now
+from agentlightning.dashboard.views.runs import measured
 from agentlightning.policy.learner import Resumes, updates_of
 from agentlightning.resources import PromptTemplate, ResourcesUpdate, named_resources, prompts_in
 from agentlightning.training.governance import AuditRecord
@@ -165,7 +165,7 @@ async def show_search(data: Catalog, query: Query) -> Json:
     rollouts = await run.store.query_rollouts(rollout_id_contains=trials)
     parents = [each.metadata.get(PARENT) for each in rollouts]
     rows = zip(await run.summaries.of(rollouts), parents, strict=True)
-    return {"candidates": await asyncio.to_thread(_candidates, rows, prompts, prompts_now(run.source.run())["prompts"])}
+    return {"candidates": await asyncio.to_thread(_candidates, rows, prompts, run.source.run().prompts()["prompts"])}
 
 
 def _candidates(

@@ -18,14 +18,12 @@ from agentlightning.dashboard.data.run_files import (
     compared_configurations,
     configurations,
     joined_runs,
-    seconds_left,
     status_record,
 )
 from agentlightning.dashboard.query import Query
 from agentlightning.errors import AgentLightningError, ConfigError, RewardError
 from agentlightning.evaluation.intervals import compare_tasks, mean_interval, mean_of_seeds
 from agentlightning.task import task_key
-from agentlightning.training.persistence.checkpoints import prompts_of
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.report.result import cost_of_steps
 from agentlightning.util.json_values import Json
@@ -187,7 +185,7 @@ async def list_runs(data: Catalog, query: Query) -> Json:
 async def show_status(data: Catalog, query: Query) -> Json:
     """One run as `agl status` prints it."""
     run = await data.run(query.part("run"))
-    record, rewards = await asyncio.to_thread(status_record, run.source.run().path)
+    record, rewards = await asyncio.to_thread(status_record, run.source.run())
     return {"status": record, "rewards": rewards}
 
 
@@ -214,11 +212,6 @@ def _show(source: Source, files: RunFiles) -> Json:
     }
 
 
-def prompts_now(files: RunFiles) -> Json:
-    """The prompts that would be the result if the run ended now, and what has changed in them."""
-    return prompts_of(files.path, "checkpoint" if files.status() == "finished" else files.state().checkpoint)
-
-
 def summary(source: Source) -> Json:
     """A line of the list of runs. One that cannot be read has an `error` that says why."""
     if source.files is None:
@@ -232,8 +225,6 @@ def summary(source: Source) -> Json:
 def _summary(name: str, files: RunFiles) -> Json:
     state, config, metrics, status = files.state(), files.config(), files.metrics(), files.status()
     algorithm = state.algorithm or (None if config is None else config.algorithm.type)
-    # The settings say nothing of the steps of an algorithm object.
-    total = None if config is None or state.algorithm else getattr(config.algorithm, "steps", None)
     rewards = [float(r) for row in metrics if isinstance(r := row.get("reward"), int | float) and math.isfinite(r)]
     speeds = [float(s) for row in metrics[-WINDOW:] if isinstance(s := row.get("tokens_per_second"), int | float)]
     return {
@@ -244,9 +235,9 @@ def _summary(name: str, files: RunFiles) -> Json:
         "model": config.policy.model if config is not None and state.learns_weights else None,
         "agent": None if config is None else config.agent or ("a live object" if "agent" in state.objects else None),
         "step": len(metrics) if state.step == 0 else max(state.step, len(metrics)),
-        "steps": total,
+        "steps": files.steps(),
         "seconds": state.seconds,
-        "time_left": seconds_left(state, total) if status == "running" else None,
+        "time_left": files.seconds_left() if status == "running" else None,
         "reward_start": window(rewards[:WINDOW]),
         "reward_now": window(rewards[-WINDOW:]),
         "rewards": rewards[-200:],
