@@ -25,7 +25,7 @@ from agentlightning.policy.base import Capabilities, UpdateOptions
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.run import with_absolute_paths
-from agentlightning.testing.scripted_engine import ByteChatFormat
+from agentlightning.testing import ByteChatFormat
 from agentlightning.weight_sync.disk import CheckpointFolder
 
 

@@ -33,12 +33,11 @@ from agentlightning.cli.options import (
     open_named,
     run_or_newest,
 )
-from agentlightning.cli.output import Output, Result, agl, print_prompt_diff
+from agentlightning.cli.output import Output, Result, agl, print_prompt_diff, sparkline
 from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError, ServerError, StoreAuthError
 from agentlightning.util.plugins import PACKAGE, Registry, announced, described, installed, load
 from agentlightning.util.printable import printable
 from agentlightning.util.progress import duration
-from agentlightning.util.sparkline import sparkline
 
 if TYPE_CHECKING:
     import httpx

@@ -6,6 +6,7 @@ Exit status: 0 success; 1 the run failed; 2 invalid input; 130 interrupted.
 from __future__ import annotations
 
 import errno
+import math
 import shlex
 import sys
 from collections.abc import Callable, Generator, Sequence
@@ -44,6 +45,9 @@ EXTRAS: Final = {
     "trackio": "trackio",
 }
 """The extra of this package that installs a module."""
+
+
+BLOCKS: Final = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,27 @@ def show_size(size: int) -> str:
 def print_prompt_diff(diff: str, console: Console) -> None:
     """What has changed in the prompts of a run."""
     console.print(printable_lines(diff) or "the prompts have not changed")
+
+
+def sparkline(values: Sequence[float], width: int = 32) -> str:
+    """The values from the lowest to the highest; more than `width` are averaged in equal parts. NaN is a space.
+
+    >>> sparkline([0, 1, 2, 3])
+    '▁▃▆█'
+    """
+    count = min(len(values), width)
+    parts = [_mean(values[i * len(values) // count : (i + 1) * len(values) // count]) for i in range(count)]
+    known = [value for value in parts if not math.isnan(value)]
+    if not known:
+        return ""
+    low, span = min(known), max(known) - min(known)
+    scale = (len(BLOCKS) - 1) / span if span else 0.0
+    return "".join(" " if math.isnan(value) else BLOCKS[round((value - low) * scale)] for value in parts)
+
+
+def _mean(values: Sequence[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
 
 
 @contextmanager

@@ -34,12 +34,11 @@ from agentlightning.cli.options import (
     own_config,
     weights_of,
 )
-from agentlightning.cli.output import Output, Result, agl, print_prompt_diff
+from agentlightning.cli.output import Output, Result, agl, print_prompt_diff, sparkline
 from agentlightning.errors import ConfigError
 from agentlightning.models.resolve import TINY
 from agentlightning.util.printable import printable
 from agentlightning.util.progress import Progress, RolloutCounts
-from agentlightning.util.sparkline import sparkline
 
 if TYPE_CHECKING:
     from agentlightning.config import TrainConfig

@@ -19,7 +19,7 @@ from agentlightning.engine.servers.open import open_servers
 from agentlightning.engine.servers.pool import ReplicaPool
 from agentlightning.engine.servers.replica import Replica
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
-from agentlightning.testing.scripted_engine import ByteChatFormat
+from agentlightning.testing import ByteChatFormat
 from agentlightning.transport import Transport
 from agentlightning_sglang import SGLangServer
 
