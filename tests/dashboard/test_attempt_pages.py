@@ -77,6 +77,7 @@ def _message(role: str, text: str) -> dict[str, Any]:
 @pytest.fixture
 async def page(monkeypatch) -> AsyncIterator[Page]:
     monkeypatch.setattr(attempt_index, "REST", 0)
+    monkeypatch.setattr(rollout_view, "SECONDS", 30.0)  # on a busy machine, too
     page = Page()
     await page.start()
     yield page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -33,7 +34,7 @@ from agentlightning.cli.options import (
     open_named,
     run_or_newest,
 )
-from agentlightning.cli.output import Output, Result, agl, print_prompt_diff, sparkline
+from agentlightning.cli.output import Output, Result, agl, print_prompt_diff, rewards_line
 from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError, ServerError, StoreAuthError
 from agentlightning.util.plugins import PACKAGE, Registry, announced, described, installed, load
 from agentlightning.util.printable import printable
@@ -98,10 +99,8 @@ def _print_status(record: dict[str, Any], rewards: list[float | None], console: 
     left = "" if record["seconds_left"] is None else f", about {duration(record['seconds_left'])} left"
     head = f"{record['run_dir']}: {record['status']}, step {record['step']}{of}, {duration(record['seconds'])}{left}"
     console.print(head)
-    if record["reward"] is not None:
-        spark = sparkline([float("nan") if each is None else each for each in rewards])
-        first, best = record["first_reward"], record["best_reward"]
-        console.print(f"reward      {record['reward']:.3f}  {spark}  from {first:.3f}, best {best:.3f}")
+    if line := rewards_line([math.nan if each is None else each for each in rewards]):
+        console.print(f"reward      {line}")
     for mode, value in record["validation"].items():
         console.print(f"validation  {mode} {value:.3f}  (step {record['validated_at']})")
     for mode, value in record["start"].items():

@@ -114,6 +114,14 @@ def print_prompt_diff(diff: str, console: Console) -> None:
     console.print(printable_lines(diff) or "the prompts have not changed")
 
 
+def rewards_line(rewards: Sequence[float]) -> str:
+    """The last reward, its course, the first and the best one; NaN is a step without one. Empty without any."""
+    known = [value for value in rewards if not math.isnan(value)]
+    if not known:
+        return ""
+    return f"{known[-1]:.3f}  {sparkline(rewards)}  from {known[0]:.3f}, best {max(known):.3f}"
+
+
 def sparkline(values: Sequence[float], width: int = 32) -> str:
     """The values from the lowest to the highest; more than `width` are averaged in equal parts. NaN is a space.
 

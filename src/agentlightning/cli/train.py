@@ -34,7 +34,7 @@ from agentlightning.cli.options import (
     own_config,
     weights_of,
 )
-from agentlightning.cli.output import Output, Result, agl, print_prompt_diff, sparkline
+from agentlightning.cli.output import Output, Result, agl, print_prompt_diff, rewards_line
 from agentlightning.errors import ConfigError
 from agentlightning.models.resolve import TINY
 from agentlightning.util.printable import printable
@@ -542,9 +542,7 @@ class LiveProgress(Progress):
     def step(self, metrics: Mapping[str, Any]) -> None:
         reward = metrics.get("reward")
         self._rewards.append(math.nan if reward is None else float(reward))
-        if known := [value for value in self._rewards if not math.isnan(value)]:
-            shown = f"{known[-1]:.3f}  {sparkline(self._rewards)}  from {known[0]:.3f}, best {max(known):.3f}"
-            self._lines["reward"] = shown
+        self._lines["reward"] = rewards_line(self._rewards)
         measured = {k.removeprefix("validation_"): v for k, v in metrics.items() if k.startswith("validation_")}
         if measured:
             shown = "  ".join(f"{mode} {value:.3f}" for mode, value in measured.items())
