@@ -354,7 +354,7 @@ def retention_from(older_than: str | None, keep: int | None, max_size: str | Non
 # runner` and `agl run` once they have read the token.
 
 
-VARIABLE: Final = "AGL_TOKEN"
+TOKEN_VARIABLE: Final = "AGL_TOKEN"
 _PR_SET_DUMPABLE: Final = 4
 _ENV_START, _ENV_END = 49, 50
 """Indexes, from 0, of the fields of `/proc/PID/stat` with the bounds of the initial environment."""
@@ -363,12 +363,12 @@ _ENV_START, _ENV_END = 49, 50
 def hide_token() -> None:
     """Remove the token from the environment, also where the kernel shows it, and make the memory of this process
     unreadable to other processes of the same user."""
-    token = os.environ.pop(VARIABLE, None)
+    token = os.environ.pop(TOKEN_VARIABLE, None)
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     if token:
-        _erase(f"{VARIABLE}={token}")
+        _erase(f"{TOKEN_VARIABLE}={token}")
 
 
 def _erase(entry: str) -> None:

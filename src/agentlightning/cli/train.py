@@ -339,8 +339,8 @@ def demo(
 # -- a dry run --------------------------------------------------------------------------------------------------------
 
 
-STYLES: Final = {"ok": "green", "warning": "yellow", "failed": "red"}
-MOST_TEXT: Final = 400
+OUTCOME_STYLES: Final = {"ok": "green", "warning": "yellow", "failed": "red"}
+MOST_OF_MESSAGE: Final = 400
 """Characters of a message that are shown."""
 LAST_LINES: Final = 8
 """Lines of a traceback that are shown, the last ones."""
@@ -365,7 +365,7 @@ def print_dry_run(found: DryRun, console: Console) -> None:
 
 def _print_check(check: DryRunCheck, console: Console) -> None:
     first, *rest = map(printable, check.text.splitlines() or [""])
-    console.print(f"{check.outcome:<8}", style=STYLES[check.outcome], end="")
+    console.print(f"{check.outcome:<8}", style=OUTCOME_STYLES[check.outcome], end="")
     console.print(f" {check.name:<9} {first}")
     if len(rest) > LAST_LINES:
         console.print(f"{'':<19}... {len(rest) - LAST_LINES} lines")
@@ -390,15 +390,15 @@ def _print_example(rollouts: tuple[DryRunRollout, ...], console: Console) -> Non
 
 def _short(value: object) -> str:
     text = printable(str(value))
-    return text if len(text) <= MOST_TEXT else f"{text[: MOST_TEXT - 3]}..."
+    return text if len(text) <= MOST_OF_MESSAGE else f"{text[: MOST_OF_MESSAGE - 3]}..."
 
 
 # -- the report -------------------------------------------------------------------------------------------------------
 
 
-LINES: Final = 6
+TRANSCRIPT_LINES: Final = 6
 """Of a transcript, the last ones."""
-WIDTH: Final = 300
+TRANSCRIPT_WIDTH: Final = 300
 
 
 def report_of(result: TrainingResult) -> Result:
@@ -466,8 +466,8 @@ def print_closing(result: TrainingResult, console: Console) -> None:
     for name, row in best_and_worst(result.run_dir):
         reward = "none" if row["reward"] is None else f"{row['reward']:.3f}"
         console.print(f"{name} of the last validation, reward {reward}  ({row['rollout_id']})")
-        for line in str(row["conversation"]).splitlines()[-LINES:]:
-            console.print(f"  {printable(line)[:WIDTH]}")
+        for line in str(row["conversation"]).splitlines()[-TRANSCRIPT_LINES:]:
+            console.print(f"  {printable(line)[:TRANSCRIPT_WIDTH]}")
 
 
 def best_and_worst(run_dir: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -496,8 +496,8 @@ def _missing(result: TrainingResult, mode: str, gain: Gain) -> str:
 # -- the display of a run on a terminal -------------------------------------------------------------------------------
 
 
-KEY: Final = "t"
-MOST_LINES: Final = 14
+TRANSCRIPT_KEY: Final = "t"
+MOST_LIVE_LINES: Final = 14
 """Of a transcript."""
 POLL_SECONDS: Final = 0.2
 
@@ -519,7 +519,7 @@ class LiveProgress(Progress):
         if self._bars is not None and self._keys is None:
             self._keys = _Keys(self._pressed)
             if self._keys.start():
-                self._lines["keys"] = f"{KEY} a transcript   ctrl-c stops the run, which can be resumed"
+                self._lines["keys"] = f"{TRANSCRIPT_KEY} a transcript   ctrl-c stops the run, which can be resumed"
         return self
 
     def __exit__(
@@ -560,7 +560,7 @@ class LiveProgress(Progress):
         self._transcript = text
 
     def _pressed(self, key: str) -> None:
-        if key == KEY:
+        if key == TRANSCRIPT_KEY:
             self._wants = self._transcript is None
             self._transcript = None
 
@@ -574,7 +574,7 @@ class LiveProgress(Progress):
             line.append(printable(value), style="none" if name != "warnings" else "yellow")
             yield line
         if (transcript := self._transcript) is not None:
-            lines = [printable(line)[:400] for line in transcript.splitlines()[:MOST_LINES]]
+            lines = [printable(line)[:400] for line in transcript.splitlines()[:MOST_LIVE_LINES]]
             yield Panel(Text("\n".join(lines)), title="a rollout", title_align="left")
 
 
