@@ -444,7 +444,9 @@ async def compare_rules(
             "--rule", help="A rule's name, or JSON with its type and settings; repeatable (default: all rules)."
         ),
     ] = None,
-    groups: Annotated[int, typer.Option(min=1, help="Use at most this number of groups, the newest.")] = 128,
+    groups: Annotated[
+        int, typer.Option(min=1, help="Use at most this number of groups of two rollouts or more, the newest.")
+    ] = 128,
     mode: OneMode = None,
     target_agent: Annotated[str | None, typer.Option(help="Only calls of agents whose name matches.")] = None,
     reward_weights: RewardWeights = None,
@@ -476,7 +478,7 @@ async def compare_rules(
 
 
 async def _read_groups(store: str | None, groups: int, mode: OneMode) -> tuple[list[list[Trajectory]], dict[str, int]]:
-    """The newest groups of finished rollouts, and rollouts that cannot be read by reason."""
+    """The newest groups of several finished rollouts, and rollouts that cannot be read by reason."""
     from agentlightning.credit import group_trajectories
     from agentlightning.credit.rejection import count_reasons
     from agentlightning.training.sources.collector import TrajectoryReader, find_groups
@@ -486,7 +488,8 @@ async def _read_groups(store: str | None, groups: int, mode: OneMode) -> tuple[l
         if not found:
             of_mode = "" if mode is None else f" of mode {mode}"
             raise DatasetError(f"{store} has no finished rollout{of_mode}; record some first, or train for a step")
-        chosen = {rollout_id: group for group, ids in found[-groups:] for rollout_id in ids}
+        several = [each for each in found if len(each[1]) > 1] or found  # measurements have one rollout of each task
+        chosen = {rollout_id: group for group, ids in several[-groups:] for rollout_id in ids}
         tasks = {each.rollout_id: each.input for each in await opened.query_rollouts(rollout_id_in=list(chosen))}
         trajectories, rejected = await TrajectoryReader(opened).read(chosen, tasks=tasks)
     return group_trajectories(trajectories), count_reasons(rejected)
