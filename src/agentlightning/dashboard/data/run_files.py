@@ -16,11 +16,12 @@ import orjson
 from agentlightning.config import TrainConfig
 from agentlightning.errors import AgentLightningError, ConfigError, ResumeError
 from agentlightning.evaluation.intervals import UNBOUNDED, Interval, mean_of_seeds, seed_difference
+from agentlightning.resources import prompts_in
 from agentlightning.training.governance import AUDIT_FILE, AuditRecord, audit_record, last_times
 from agentlightning.training.health.examination import failures_of, read_record, status_of
 from agentlightning.training.health.signs import SignHistory, sign_history
 from agentlightning.training.health.step_record import StepRecord
-from agentlightning.training.persistence.checkpoints import prompts_of
+from agentlightning.training.persistence.checkpoints import read_resources
 from agentlightning.training.persistence.run_changes import (
     changed_settings,
     flat_settings,
@@ -29,6 +30,7 @@ from agentlightning.training.persistence.run_changes import (
     shown,
 )
 from agentlightning.training.persistence.run_dir import RunState, check_run, read_state
+from agentlightning.training.report.result import prompt_diff
 from agentlightning.util.json_values import Json, loads
 
 T = TypeVar("T")
@@ -146,8 +148,12 @@ class RunFiles:
         return state.seconds / state.step * max(0, total - state.step) if total and state.step else None
 
     def prompts(self) -> Json:
-        """The prompts that would be the result if the run ended now, and what has changed in them."""
-        return prompts_of(self.path, "checkpoint" if self.status() == "finished" else self.state().checkpoint)
+        """The prompts that would be the result if the run ended now, and what has changed in them since it began."""
+        checkpoint = "checkpoint" if self.status() == "finished" else self.state().checkpoint
+        found = prompts_in(read_resources(self.path, checkpoint))
+        config = self.config() if found else None  # None: of another version, so that they are shown as they are.
+        diff = prompt_diff({} if config is None else config.prompts, found)
+        return {"prompts": {name: each.template for name, each in found.items()}, "prompt_diff": diff}
 
     def learned_at(self, rollout_id: str) -> int | None:
         """The step that was given a rollout to learn from; None: none was, or the audit log does not say."""
