@@ -22,7 +22,7 @@ from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.sft import SFTAlgorithm
 from agentlightning.attempt_address import attempt_key, attempt_path, attempt_secret
 from agentlightning.config import CurriculumConfig, EvaluationConfig, GateConfig, RunConfig, RunnerConfig, TrainConfig
-from agentlightning.dashboard.data.catalog import catalog_of_run
+from agentlightning.dashboard.data.run_data import catalog_of_run
 from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views.resources import list_resources, list_weights
 from agentlightning.dashboard.views.rollout import show_tokens

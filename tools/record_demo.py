@@ -19,7 +19,7 @@ from typing import Any
 
 from agentlightning import span as names
 from agentlightning.config import TrainConfig
-from agentlightning.dashboard.demo import EXPORTS, RECORDED
+from agentlightning.dashboard.serve import EXPORTS, RECORDED
 from agentlightning.demo import messages
 from agentlightning.engine.likeliest_tokens import likeliest_from_text
 from agentlightning.models.resolve import resolve_model

@@ -31,7 +31,7 @@ from agentlightning.compat.runner import Hook, with_hooks
 from agentlightning.config import TrainConfig
 from agentlightning.dashboard.app import PATH as DASHBOARD
 from agentlightning.dashboard.app import dashboard_routes
-from agentlightning.dashboard.data.catalog import catalog_of_run
+from agentlightning.dashboard.data.run_data import catalog_of_run
 from agentlightning.engine.base import Engine
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.base import Policy, capabilities_of

@@ -163,7 +163,7 @@ def _load_kind(address: str, name: str, kind: DatasetKind) -> list[Any]:
     rest = address[len(name) :].removeprefix(":")
     alias = name.rpartition(":")[2]
     text = f"{alias}:{alias if rest.startswith('?') or not rest else ''}{rest}"
-    parsed = import_module(f"{INTEGRATIONS}.address").Address.parse(text)
+    parsed = import_module(f"{INTEGRATIONS}.base").Address.parse(text)
     with calls_of(type(kind), "kind of dataset"):
         return _plain(kind.load(parsed), address)
 

@@ -105,6 +105,13 @@ def test_the_options_choose_the_groups(agl: Agl, recorded: str) -> None:
     assert result(agl("compare", recorded, "--groups", "6", *only))["groups"] == 6
 
 
+def test_rollouts_that_measured_a_run_afterwards_take_no_place_of_groups(agl: Agl, tmp_path: Path) -> None:
+    records = [record(group, member) for group in range(6) for member in range(4)]
+    store = write(tmp_path / "run.db", [*records, *(record(task, 0, mode="test") for task in range(100, 140))])
+    found = result(agl("compare", "--store", store, "--groups", "6", "--rule", "group_relative", "--json"))
+    assert (found["groups"], found["rollouts"]) == (6, 24)
+
+
 def test_named_dimensions_are_weighed(agl: Agl, tmp_path: Path) -> None:
     records = [
         record(group, member, reward={"right": float(member % 2), "short": 1.0})

@@ -14,10 +14,10 @@ import pytest
 from tests.support.prompt_worlds import START, PromptWorld, PromptWorldServer, grade, report_tasks
 
 import agentlightning as agl
-from agentlightning.dashboard.data.catalog import Catalog, Source
+from agentlightning.dashboard.data.run_data import Catalog, Source
 from agentlightning.dashboard.data.run_files import RunFiles
 from agentlightning.dashboard.query import Query
-from agentlightning.dashboard.views.prompt_search import show_search
+from agentlightning.dashboard.views.resources import show_search
 from agentlightning.dashboard.views.runs import cost_of, summary
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("prompt runs")]

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from agentlightning.attempt_address import attempt_secret
-from agentlightning.cli.process.child_process import ChildProcess
-from agentlightning.cli.run import _record_reward
+from agentlightning.cli.run import ChildProcess, _record_reward
 from agentlightning.runner.agents.reward import RewardFunction
 from agentlightning.span import AGENT_NAME, ATTRIBUTION, INPUT_MESSAGES, OUTPUT_MESSAGES
 from agentlightning.store import InMemoryLightningStore, LightningStore

@@ -15,7 +15,7 @@ from tests.support.waiting import until
 
 from agentlightning import span as names
 from agentlightning.attempt_address import attempt_path
-from agentlightning.cli.process.child_process import descendants
+from agentlightning.cli.run import descendants
 from agentlightning.store import LightningStore
 from agentlightning.store.http.client import LightningStoreClient
 

@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 
 from agentlightning.dashboard.app import dashboard_routes
-from agentlightning.dashboard.data.catalog import Catalog
+from agentlightning.dashboard.data.run_data import Catalog
 from agentlightning.dashboard.serve import dashboard_app
 from agentlightning.server.app import listen
 

@@ -17,8 +17,8 @@ from tests.dashboard.browsing import CHROMIUM, FLAGS, TOKEN, Served
 from tests.support.made_up_runs import write_runs
 
 from agentlightning.dashboard.app import dashboard_routes
-from agentlightning.dashboard.data.catalog import Catalog
-from agentlightning.dashboard.demo import write_demo
+from agentlightning.dashboard.data.run_data import Catalog
+from agentlightning.dashboard.serve import write_demo
 from agentlightning.store.instrumented import CallRecord
 
 GRPO, RLOO = "calculator-grpo", "calculator-rloo"

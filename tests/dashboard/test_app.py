@@ -16,8 +16,8 @@ from tests.support.models import tiny_checkpoint
 
 import agentlightning
 from agentlightning.dashboard.app import VIEWS, dashboard_routes
-from agentlightning.dashboard.data.catalog import Catalog
-from agentlightning.dashboard.remote import remote_routes
+from agentlightning.dashboard.data.run_data import Catalog
+from agentlightning.dashboard.serve import remote_routes
 from agentlightning.resources import LLM
 from agentlightning.server.app import Server
 from agentlightning.store import LightningStore, LightningStoreClient

@@ -12,8 +12,8 @@ import pytest
 from tests.dashboard.conftest import Asked, client_of
 
 from agentlightning import span as names
-from agentlightning.dashboard.data import attempt_index
-from agentlightning.dashboard.data.catalog import Catalog
+from agentlightning.dashboard.data import rollouts as attempt_index
+from agentlightning.dashboard.data.run_data import Catalog
 from agentlightning.dashboard.views import rollout as rollout_view
 from agentlightning.span import Span
 from agentlightning.store import LightningStore
@@ -77,6 +77,7 @@ def _message(role: str, text: str) -> dict[str, Any]:
 @pytest.fixture
 async def page(monkeypatch) -> AsyncIterator[Page]:
     monkeypatch.setattr(attempt_index, "REST", 0)
+    monkeypatch.setattr(rollout_view, "SECONDS", 30.0)  # on a busy machine, too
     page = Page()
     await page.start()
     yield page

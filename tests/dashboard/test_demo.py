@@ -13,8 +13,8 @@ import orjson
 import pytest
 from tests.dashboard.conftest import client_of
 
-from agentlightning.dashboard.data.catalog import Catalog
-from agentlightning.dashboard.demo import EXPORTS, RECORDED
+from agentlightning.dashboard.data.run_data import Catalog
+from agentlightning.dashboard.serve import EXPORTS, RECORDED
 
 pytestmark = pytest.mark.integration
 RUN = "/runs/messages"

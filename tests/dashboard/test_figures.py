@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.dashboard.data.status import record_of
-from agentlightning.dashboard.views.curves import charts_of
-from agentlightning.dashboard.views.runs import window
-from agentlightning.training.health.examination import examine
+from agentlightning.dashboard.data.run_files import RunFiles, status_record
+from agentlightning.dashboard.views.runs import charts_of, window
 from agentlightning.training.persistence.run_dir import RunDir, RunState
 
 
@@ -38,7 +36,7 @@ def test_the_steps_of_an_algorithm_object_are_not_those_of_the_settings(
     run_dir.write_state(RunState("r1", algorithm=algorithm, step=4, seconds=8.0))
     (tmp_path / "run" / "config.toml").write_text("[algorithm]\nsteps = 100\n")
     run_dir.close()
-    found = record_of(examine(tmp_path / "run"), [])
+    found, _ = status_record(RunFiles(tmp_path / "run"))
     assert found["steps"] == steps
     assert (found["seconds_left"] is None) == (steps is None)
     assert json.dumps(found)

@@ -9,8 +9,8 @@ import pytest
 from tests.dashboard.conftest import Asked
 
 from agentlightning import span as names
-from agentlightning.dashboard.data import live
-from agentlightning.dashboard.data.catalog import Catalog
+from agentlightning.dashboard.data import run_data as live
+from agentlightning.dashboard.data.run_data import Catalog
 from agentlightning.span import Span
 from agentlightning.store import LightningStore
 from agentlightning.store.instrumented import instrument

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from agentlightning.cli.main import build
 from agentlightning.config import TrainConfig
 from agentlightning.credit import training_samples
-from agentlightning.dashboard.data.catalog import Catalog
+from agentlightning.dashboard.data.run_data import Catalog
 from agentlightning.store import LightningStore
 from agentlightning.store.types import RolloutRecord
 from agentlightning.training.sources.collector import TrajectoryReader
@@ -219,7 +219,7 @@ async def test_a_step_is_sorted_by_what_spans_hold_and_the_whole_store_by_its_ow
 
 async def test_a_whole_id_is_found_without_a_search(client, monkeypatch):
     row = (await rows_of(client, "&state=failed"))[-1]
-    monkeypatch.setattr("agentlightning.dashboard.data.selection._scan", None)
+    monkeypatch.setattr("agentlightning.dashboard.views.rollouts._scan", None)
     found = await get(client, f"/runs/{GRPO}/rollouts?id={row['rollout_id']}")
     assert (found["rows"], found["next"], found["scanned"]) == ([row], None, 1)
     assert (await get(client, f"/runs/{GRPO}/rollouts?state=queuing&id={row['rollout_id']}"))["rows"] == []
@@ -228,13 +228,13 @@ async def test_a_whole_id_is_found_without_a_search(client, monkeypatch):
 async def test_in_a_large_store_only_what_the_store_keeps_the_number_of_is_counted(client, monkeypatch):
     small = await get(client, f"/runs/{GRPO}/rollouts?mode=val&limit=1")
     assert small["total"] > 0
-    monkeypatch.setattr("agentlightning.dashboard.data.selection.MOST_COUNTED", 10)
+    monkeypatch.setattr("agentlightning.dashboard.views.rollouts.MOST_COUNTED", 10)
     assert (await get(client, f"/runs/{GRPO}/rollouts?mode=val&limit=1"))["total"] is None
     assert (await get(client, f"/runs/{GRPO}/rollouts?state=failed&limit=1"))["total"] > 0
 
 
 async def test_a_filter_over_many_rollouts_stops_and_says_where_to_go_on(client, monkeypatch):
-    monkeypatch.setattr("agentlightning.dashboard.data.selection.MOST_SCANNED", 200)
+    monkeypatch.setattr("agentlightning.dashboard.views.rollouts.MOST_SCANNED", 200)
     page = await get(client, f"/runs/{GRPO}/rollouts?task=nobody&limit=10")
     assert (page["rows"], page["scanned"]) == ([], 200)
     assert page["next"] is not None
@@ -461,7 +461,7 @@ async def test_failures_are_counted_by_cause(client, monkeypatch):
     assert first["newest"] == failed[0]["rollout_id"]
     assert first["message"] == failed[0]["failure"]
     assert len(await rows_of(client, f"&state=failed&failure={first['cause']}")) == first["count"]
-    monkeypatch.setattr("agentlightning.dashboard.views.server.MOST", 3)
+    monkeypatch.setattr("agentlightning.dashboard.views.rollouts.MOST_FAILED", 3)
     found = await get(client, f"/runs/{GRPO}/failures")
     assert (found["read"], found["all"]) == (3, False)
 

@@ -10,7 +10,7 @@ import pytest
 from starlette.applications import Starlette
 
 from agentlightning.dashboard.app import dashboard_routes
-from agentlightning.dashboard.data.catalog import Catalog
+from agentlightning.dashboard.data.run_data import Catalog
 
 from .conftest import AGENT, AGL, Job
 

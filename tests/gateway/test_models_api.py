@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.support.provider import Reply, ScriptedProvider
 
 from agentlightning.attempt_address import attempt_key, attempt_secret
-from agentlightning.cli.runner import has_model
+from agentlightning.cli.options import has_model
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.models_api import (

@@ -11,7 +11,7 @@ from agentlightning.attempt_variables import attempt_environment
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.server.app import Server
-from agentlightning.testing.scripted_engine import ScriptedEngine
+from agentlightning.testing import ScriptedEngine
 
 FIELDS = {
     "chat/completions": "messages tools tool_choice response_format n stop stream stream_options logprobs top_logprobs "

@@ -12,8 +12,7 @@ import pytest
 from agentlightning.config import TrainConfig
 from agentlightning.errors import AgentError, ConfigError, DatasetError, MissingExtraError, RewardError
 from agentlightning.integrations import reasoning_gym as gym
-from agentlightning.integrations.address import Address
-from agentlightning.integrations.chat import chat
+from agentlightning.integrations.base import Address, chat
 from agentlightning.runner.agents.spec import function_spec
 from agentlightning.task import load_dataset
 from agentlightning.training.persistence.run_changes import load_tasks

@@ -26,7 +26,7 @@ from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.open import with_servers
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.run import with_absolute_paths
-from agentlightning.testing.scripted_engine import ByteChatFormat
+from agentlightning.testing import ByteChatFormat
 from agentlightning.weight_sync.disk import CheckpointFolder
 
 

@@ -20,7 +20,7 @@ from agentlightning.policy.base import Capabilities
 from agentlightning.policy.config import LocalPolicyConfig, Lora, PolicyConfig, adapters_of
 from agentlightning.policy.open import policy_config
 from agentlightning.policy.served import ServedPolicy
-from agentlightning.testing.scripted_engine import ByteChatFormat
+from agentlightning.testing import ByteChatFormat
 
 AGENTS: dict[str, Any] = {"writer": Lora(r=4), "critic/1": Lora(r=12), "editor": "frozen"}
 PROMPT = [50]

@@ -19,7 +19,7 @@ import orjson
 from agentlightning.chat.base import Message
 from agentlightning.errors import PolicyError
 from agentlightning.policy.base import UPDATE, Capabilities, Columns, ScoreColumn, UpdateOptions
-from agentlightning.testing.scripted_engine import ScriptedEngine
+from agentlightning.testing import ScriptedEngine
 from agentlightning.trajectory import TokenTree, TrainingSample
 
 WEIGHTS = "scripted_policy.json"

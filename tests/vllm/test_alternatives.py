@@ -15,7 +15,7 @@ from agentlightning import InMemoryLightningStore
 from agentlightning import span as names
 from agentlightning.attempt_variables import attempt_environment
 from agentlightning.chat.hf import load_chat_format
-from agentlightning.dashboard.data.catalog import Catalog
+from agentlightning.dashboard.data.run_data import Catalog
 from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views.rollout import show_tokens
 from agentlightning.engine.likeliest_tokens import likeliest_from_text

@@ -21,7 +21,7 @@ from agentlightning.engine.servers.open import open_servers
 from agentlightning.errors import ConfigError, PolicyError, ServerError
 from agentlightning.policy.base import Capabilities
 from agentlightning.policy.served import ServedPolicy
-from agentlightning.testing.scripted_engine import ByteChatFormat
+from agentlightning.testing import ByteChatFormat
 from agentlightning.weight_sync import transfer as select
 from agentlightning.weight_sync.transfer import UNIQUE_ID_BYTES, NcclSender, TransferError
 

@@ -1,20 +1,65 @@
-"""`agl eval`: measure an agent on tasks."""
+"""`agl eval`, `agl compare`, `agl rescore` and `agl credit`: what was measured, and what else it says."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
+import orjson
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from agentlightning.cli.opening import CONFIG_FILE, RUNS, overrides, own_config, run_or_newest, weights_of
-from agentlightning.cli.options import Agent, Data, Environment, Model, Reward, RewardWeights
+from agentlightning.cli.options import (
+    CONFIG_FILE,
+    RUNS,
+    Agent,
+    Data,
+    Environment,
+    Model,
+    Modes,
+    Reward,
+    RewardWeights,
+    RunStore,
+    Server,
+    Statuses,
+    Store,
+    Token,
+    checked,
+    named_store,
+    open_named,
+    overrides,
+    own_config,
+    run_or_newest,
+    store_to_read,
+    weights_of,
+)
 from agentlightning.cli.output import Result, agl
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, DatasetError
+from agentlightning.util.json_values import loads
+from agentlightning.util.progress import Progress
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from agentlightning.config import TrainConfig
+    from agentlightning.evaluation.credit_comparison import CreditComparison
+    from agentlightning.evaluation.evaluation import Evaluation
+    from agentlightning.evaluation.intervals import Comparison
+    from agentlightning.rescorer import Rescoring
+    from agentlightning.trajectory import Trajectory
+
+ALL_EQUAL: Final = (
+    "all {count} rewards are {reward:g}, and reinforcement learning learns from differences: {way}; --sampled shows"
+    " whether rollouts of one task differ"
+)
+TOO_HARD: Final = "use easier tasks, a reward with partial credit, or `agl sft` on demonstrations first"
+TOO_EASY: Final = "use harder tasks"
 
 
 def evaluate(
@@ -77,7 +122,6 @@ def evaluate(
       agl eval --run runs/first --data test.jsonl --compare before.json
       agl eval --agent agent.py:solve --reward reward.py:score --data test.jsonl "prompts.prompt=$(cat new.txt)"
     """
-    from agentlightning.cli.formatting.evaluation import evaluation_record, print_evaluation
     from agentlightning.evaluation.evaluation import written
     from agentlightning.evaluator import evaluate as measure
     from agentlightning.util.progress import Progress
@@ -174,3 +218,318 @@ def _failed(text: str) -> Any:
         return float(text)
     except ValueError:
         return text
+
+
+def print_evaluation(console: Console, result: Evaluation, aa: bool = False) -> None:
+    """Print the reward and, where there are such, pass@k, slices, the comparison and the A/A test."""
+    console.print(f"reward {result}")
+    if result.cached:
+        console.print(f"{result.cached} rollouts were taken from the cache")
+    for k, once, always in _passes(result):
+        console.print(f"pass@{k} {once:.3f}   pass^{k} {always:.3f}")
+    for field, values in result.slices.items():
+        for value, part in values.items():
+            console.print(f"{field}={value}: {part if part.known else 'no reward'}")
+    if result.comparison is not None:
+        console.print(f"gain {result.comparison}\n{_verdict(result.comparison)}")
+    if aa:
+        console.print(str(result.null_test()))
+
+
+def evaluation_record(result: Evaluation, aa: bool = False) -> dict[str, Any]:
+    """The evaluation as JSON values, as `--json` prints it."""
+    record = _measured(result) | {
+        "missing": result.missing,
+        "reasons": dict(result.reasons),
+        "repeats": result.repeats,
+        "missing_rollouts": result.missing_rollouts,
+        "cached": result.cached,
+        "seconds": round(result.seconds, 2),
+        "pass_at_k": {str(k): once for k, once, _ in _passes(result)},
+        "pass_hat_k": {str(k): always for k, _, always in _passes(result)},
+        "slices": {
+            field: {value: _measured(part) for value, part in values.items()} for field, values in result.slices.items()
+        },
+    }
+    if result.comparison is not None:
+        record["comparison"] = asdict(result.comparison) | {"significant": result.comparison.significant}
+    record["advice"] = evaluation_advice(result)
+    if aa:
+        found = asdict(result.null_test())
+        smallest = found["smallest_gain"]
+        record["aa"] = found | {"smallest_gain": None if math.isinf(smallest) else smallest}
+    return record
+
+
+def evaluation_advice(result: Evaluation) -> list[str]:
+    """What keeps an evaluation from saying more, or from being a start for training."""
+    found: list[str] = []
+    if result.missing:
+        found.append(f"{result.missing} of {len(result.rewards)} tasks have no reward; `reasons` counts why")
+    if result.known and len(set(result.known)) == 1 and result.comparison is None:
+        reward = result.known[0]
+        way = TOO_EASY if reward >= 1 else TOO_HARD
+        found.append(ALL_EQUAL.format(count=len(result.known), reward=reward, way=way))
+    if result.comparison is not None and not result.comparison.significant:
+        found.append(
+            "no difference is shown: say so, or measure on more tasks (agl eval --aa says how small a gain these show)"
+        )
+    return found
+
+
+def _measured(result: Evaluation) -> dict[str, Any]:
+    known = bool(result.known)
+    return {
+        "reward": result.mean if known else None,
+        "score": result.score if known else None,
+        "interval": list(result.interval) if known else None,
+        "tasks": len(result.rewards),
+        "measured": len(result.known),
+    }
+
+
+def _passes(result: Evaluation) -> list[tuple[int, float, float]]:
+    """k, pass@k and pass^k for one rollout and for all, where tasks have several."""
+    if result.repeats < 2 or (result.failed_as == "exclude" and result.missing_rollouts):
+        return []
+    return [(k, result.pass_at_k(k), result.pass_hat_k(k)) for k in (1, result.repeats)]
+
+
+def _verdict(comparison: Comparison) -> str:
+    if not comparison.significant:
+        return "no difference is shown"
+    return "it is better" if comparison.gain > 0 else "it is worse"
+
+
+# -- agl compare ------------------------------------------------------------------------------------------------------
+
+
+def compare_runs(runs: Annotated[list[Path], typer.Argument(help="The directories of finished runs.")]) -> Result:
+    """Compare configurations over seeds: mean and 95% interval of the held-out reward, and of their difference.
+
+    Runs whose settings differ in the seed alone are one configuration. The first one named is what the others are
+    compared with: seed by seed where all have the same seeds.
+
+    \b
+    Examples:
+      agl compare runs/grpo-1 runs/grpo-2 runs/dapo-1 runs/dapo-2
+      agl compare runs/*
+    """
+    from agentlightning.dashboard.data.run_files import compared_configurations, configurations
+
+    found = configurations(runs)
+    for run in runs:
+        if not (run / "report.json").exists():
+            raise ConfigError(f"{run} has no report.json: the run is not finished; finish it, or leave it out")
+    record = {"configurations": compared_configurations(found)}
+    return Result(record, lambda console: _print_comparison(record, console), [agl("report", runs[0])])
+
+
+def _print_comparison(record: Mapping[str, Any], console: Console) -> None:
+    for row in record["configurations"]:
+        settings = ", ".join(f"{name}={value}" for name, value in row["settings"].items())
+        seeds = ", ".join(map(str, row["seeds"]))
+        console.print(f"{row['label']} (seeds {seeds}): {settings or 'the first configuration'}")
+        for mode, after in row["after"].items():
+            text = f"   {mode:<8} held-out reward {_interval(after)}, gain {_interval(row['gain'][mode], sign=True)}"
+            if "difference" in row:
+                how = "seed by seed" if row["difference"][mode]["paired"] else "means of different seeds"
+                text += f", difference {_interval(row['difference'][mode], sign=True)}, {how}"
+            console.print(text)
+
+
+def _interval(number: Mapping[str, Any], *, sign: bool = False) -> str:
+    form = "+.3f" if sign else ".3f"
+    if number["mean"] is None:
+        return "unknown"
+    if number["interval"] is None:
+        return f"{number['mean']:{form}} (one seed: no interval)"
+    low, high = number["interval"]
+    return f"{number['mean']:{form}} ({low:{form}} to {high:{form}})"
+
+
+# -- agl rescore ------------------------------------------------------------------------------------------------------
+
+
+async def rescore(
+    ctx: typer.Context,
+    reward: Reward = None,
+    run: Annotated[
+        str | None, typer.Option(help="A run directory, or part of the rollout id.", show_default=False)
+    ] = None,
+    store: Store = None,
+    server: Server = None,
+    token: Token = None,
+    status: Statuses = None,
+    mode: Modes = None,
+    task: Annotated[
+        str | None, typer.Option(help="JSON: a task, or some of its keys with their values.", show_default=False)
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Rollouts to score at the same time.")] = 8,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Score and report, but write nothing.")] = False,
+) -> Result:
+    """Apply a new reward function to stored rollouts.
+
+    Each gets a new final reward; earlier ones stay recorded. Without --status: rollouts that succeeded.
+
+    \b
+    Examples:
+      agl rescore --reward new_reward.py:score --run runs/first --dry-run
+      agl rescore --reward new_reward.py:score --store hub.db --mode train --task '{"level": 3}'
+    """
+
+    from agentlightning.rescorer import Selection, rescore_async
+    from agentlightning.training.persistence.run_dir import read_state
+
+    if reward is None:
+        raise ConfigError("agl rescore needs --reward module:function")
+    directory = Path(run) if run is not None and (Path(run) / "state.json").exists() else None
+    named = run if directory is None else read_state(directory).run_id
+    place = named_store(store, server)
+    if place is None and directory is not None:
+        place = str(directory / "store.db")
+    selection = Selection(
+        run=named,
+        status=checked(status, "status") or ("succeeded",),
+        mode=checked(mode, "mode"),
+        task=_chosen_task(task),
+    )
+    with Progress(ctx.obj.console) as progress:
+        async with open_named(place, token) as opened:
+            progress.phase("scoring rollouts")
+            result = await rescore_async(
+                opened, reward, selection, concurrency=concurrency, dry_run=dry_run, on_progress=progress.update
+            )
+    if dry_run:
+        chosen = [f"--status={each}" for each in status or ()] + [f"--mode={each}" for each in mode or ()]
+        after = agl("rescore", *chosen, reward=reward, run=run, task=task, store=store, server=server)
+    else:
+        after = agl("store", "list", sort="reward", store=place)
+    return Result(asdict(result), lambda console: _print_rescoring(result, console), [after])
+
+
+def _chosen_task(text: str | None) -> Any:
+    try:
+        return None if text is None else loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"--task {text!r} is not JSON ({error}); for text, write --task '\"...\"'") from error
+
+
+def _print_rescoring(result: Rescoring, console: Console) -> None:
+    verb = "would get" if result.dry_run else "have"
+    parts = [f"{result.rescored:,} of {result.rollouts:,} rollouts {verb} a new reward"]
+    parts += [f"{result.unchanged:,} unchanged"] if result.unchanged else []
+    parts += [f"{result.without_attempt:,} never ran"] if result.without_attempt else []
+    parts += [f"{len(result.failed):,} failed and keep theirs"] if result.failed else []
+    console.print("; ".join(parts))
+    if result.mean_before is not None and result.mean_after is not None:
+        console.print(f"mean reward {result.mean_before:.4g} -> {result.mean_after:.4g}")
+    for rollout_id, message in list(result.failed.items())[:3]:
+        console.print(f"{rollout_id}: {message}")
+
+
+# -- agl credit -------------------------------------------------------------------------------------------------------
+
+
+OneMode = Annotated[Literal["train", "val", "test"] | None, typer.Option(help="Only rollouts of this mode.")]
+
+
+async def compare_rules(
+    earlier: Annotated[str | None, typer.Argument(help="The earlier form of --store.", hidden=True)] = None,
+    run: RunStore = None,
+    store: Store = None,
+    rules: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--rule", help="A rule's name, or JSON with its type and settings; repeatable (default: all rules)."
+        ),
+    ] = None,
+    groups: Annotated[
+        int, typer.Option(min=1, help="Use at most this number of groups of two rollouts or more, the newest.")
+    ] = 128,
+    mode: OneMode = None,
+    target_agent: Annotated[str | None, typer.Option(help="Only calls of agents whose name matches.")] = None,
+    reward_weights: RewardWeights = None,
+) -> Result:
+    """Estimate how many rollouts each credit rule needs until its gradient shows more signal than noise.
+
+    Reads the groups of a store (rollouts of one task each); nothing is trained and no model is needed.
+
+    \b
+    Examples:
+      agl credit compare --run runs/first
+      agl credit compare --store hub.db --rule grpo --rule '{"type": "gae", "lam": 0.9}'
+    """
+    from agentlightning.credit.base import RULES
+    from agentlightning.evaluation.credit_comparison import compare_credit
+
+    if earlier is not None:
+        typer.echo(f"STORE is an option now: --store {earlier}", err=True)
+    place = store_to_read(run, store or earlier)
+    weights = weights_of(reward_weights, place)
+    chosen = [_rule(each) for each in rules] if rules else RULES.names()
+    recorded, unreadable = await _read_groups(place, groups, mode)
+    found = compare_credit(recorded, chosen, target_agent=target_agent, reward_weights=weights, left_out=unreadable)
+    best = sorted(found.signals, key=lambda each: -each.snr)[:1]
+    settings = Path(place).with_name("config.toml") if place else None  # Of the run whose store it is.
+    of_run = ["--config", settings] if settings is not None and settings.is_file() else []
+    after = [agl("train", *of_run, f"algorithm.credit={each.rule}", "--dry-run") for each in best]
+    return Result(found.as_json(), lambda console: _print_credit(found, console), after)
+
+
+async def _read_groups(store: str | None, groups: int, mode: OneMode) -> tuple[list[list[Trajectory]], dict[str, int]]:
+    """The newest groups of several finished rollouts, and rollouts that cannot be read by reason."""
+    from agentlightning.credit import group_trajectories
+    from agentlightning.credit.rejection import count_reasons
+    from agentlightning.training.sources.collector import TrajectoryReader, find_groups
+
+    async with open_named(store) as opened:
+        found = await find_groups(opened, None if mode is None else [mode])
+        if not found:
+            of_mode = "" if mode is None else f" of mode {mode}"
+            raise DatasetError(f"{store} has no finished rollout{of_mode}; record some first, or train for a step")
+        several = [each for each in found if len(each[1]) > 1] or found  # measurements have one rollout of each task
+        chosen = {rollout_id: group for group, ids in several[-groups:] for rollout_id in ids}
+        tasks = {each.rollout_id: each.input for each in await opened.query_rollouts(rollout_id_in=list(chosen))}
+        trajectories, rejected = await TrajectoryReader(opened).read(chosen, tasks=tasks)
+    return group_trajectories(trajectories), count_reasons(rejected)
+
+
+def _rule(text: str) -> Any:
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--rule {text!r} is not JSON: {error}") from error
+
+
+# -- output ----------------------------------------------------------------------------------------------------------
+
+
+def _print_credit(found: CreditComparison, console: Console) -> None:
+    console.print(f"{found.groups} groups, {found.rollouts} rollouts")
+    for reason, count in found.left_out.items():
+        console.print(f"left out: {count} {reason.replace('_', ' ')}")
+    table = Table("rule", "signal-to-noise of a group", "rollouts to 1", "agreement", "groups used", box=None)
+    for each in found.signals:
+        low, high = each.interval
+        fewest, most = each.rollouts_interval
+        agreement = "" if each.agreement is None else f"{each.agreement:.2f}"
+        table.add_row(
+            each.rule,
+            f"{each.snr:.3g} ({low:.3g} to {high:.3g})",
+            f"{_count(each.rollouts)} ({_count(fewest)} to {_count(most)})",
+            agreement,
+            str(each.groups_used),
+        )
+    console.print(table)
+    for rule, reason in found.unusable.items():
+        console.print(f"{rule} cannot be used here: {reason}")
+
+
+def _count(rollouts: float) -> str:
+    return f"{rollouts:,.0f}" if math.isfinite(rollouts) else "no signal"
+
+
+CREDIT: Final = {"compare": compare_rules}

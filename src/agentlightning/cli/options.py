@@ -1,11 +1,29 @@
-"""Types of the command line options that several verbs have."""
+"""The options that several verbs have, and what they name: runs, stores, models, routes, durations, sizes."""
 
 from __future__ import annotations
 
+import ctypes
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
+
+from agentlightning.errors import ConfigError, StoreError
+
+if TYPE_CHECKING:
+    from agentlightning.engine.base import Engine
+    from agentlightning.gateway.config import GatewayConfig
+    from agentlightning.store.base import LightningStoreBase
+    from agentlightning.store.sql.store import SqlStore
+    from agentlightning.store.types import Retention
+
 
 Agent = Annotated[str | None, typer.Option(help="module:name, path/file.py:name, or a command line in any language.")]
 Reward = Annotated[
@@ -68,3 +86,301 @@ Token = Annotated[
     str | None, typer.Option(envvar="AGL_TOKEN", help="The access token of the server.", show_default=False)
 ]
 LogFormat = Annotated[Literal["text", "json"], typer.Option(help="Format of the log on stderr.")]
+
+
+Server = Annotated[
+    str | None, typer.Option(help="Use the store of the server at this URL instead.", show_default=False)
+]
+Statuses = Annotated[list[str] | None, typer.Option("--status", help="Only rollouts with this status; repeatable.")]
+Modes = Annotated[list[str] | None, typer.Option("--mode", help="Only rollouts with this mode; repeatable.")]
+
+# -- what options name ------------------------------------------------------------------------------------------------
+
+
+RETRY_SECONDS = 3.0
+"""How long calls are retried if no server answers; the user can repeat the command."""
+POSTGRES: Final = ("postgresql:", "postgres:", "postgresql+")
+RUNS: Final = Path("runs")
+CONFIG_FILE: Final = Path("agl.toml")
+"""The settings of the current directory, where none are given."""
+
+
+def own_config() -> Path | None:
+    """The settings file of the current directory, which is said in a line; None where there is none."""
+    if not CONFIG_FILE.is_file():
+        return None
+    typer.echo(f"settings: {CONFIG_FILE}", err=True)
+    return CONFIG_FILE
+
+
+def is_url(place: str) -> bool:
+    return place.startswith(("http://", "https://"))
+
+
+def run_or_newest(run: Path | None, otherwise: str = "give the directory of a run") -> Path:
+    """The run that is named, else the one below `runs` that wrote last, which is said in a line. Raises ConfigError
+    where there is none."""
+    if run is not None:
+        return run
+    states = sorted(RUNS.glob("*/state.json"), key=lambda path: path.stat().st_mtime)
+    if not states:
+        raise ConfigError(f"there is no run below {RUNS}; {otherwise}")
+    typer.echo(f"run: {states[-1].parent}, the newest", err=True)
+    return states[-1].parent
+
+
+def named_store(store: str | None, server: str | None) -> str | None:
+    """The store that `--store` or `--server` names."""
+    if store is not None and server is not None:
+        raise ConfigError("--store opens a database, and --server uses that of a server; give only one of them")
+    return server if store is None else store
+
+
+def store_to_read(run: Path | None, store: str | None, server: str | None = None) -> str | None:
+    """The store that is named, or that of a run; where nothing is named and there is no store of `agl run` either, that
+    of the newest run. Raises ConfigError for a run together with another store, and for a run without one."""
+    from agentlightning.store.base import DEFAULT_STORE, STORE_VARIABLE
+
+    place = named_store(store, server)
+    if run is None:
+        named = place is not None or os.environ.get(STORE_VARIABLE)
+        if named or Path(DEFAULT_STORE).exists() or not any(RUNS.glob("*/store.db")):
+            return place
+    elif place is not None:
+        raise ConfigError("--run uses the store of that run; leave out --store and --server")
+    path = run_or_newest(run) / "store.db"
+    if not path.exists():
+        raise ConfigError(
+            f"{path.parent} has no store.db: it is no run, or its rollouts are in the store that it was given"
+        )
+    return str(path)
+
+
+def overrides(named: Mapping[str, object], settings: Sequence[str] | None) -> list[str]:
+    """Settings as `key=value`: those that options are `named` for, where they are given, and then the others."""
+    return [*(f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None), *(settings or [])]
+
+
+def database_name(db: str | None) -> str:
+    """What `--store` names, or what is opened without it; to be shown."""
+    from agentlightning.store.base import store_url
+
+    return re.sub(r"(?<=://)([^/@:]*):[^/@]*@", r"\1@", str(store_url(db)))  # without the password
+
+
+@asynccontextmanager
+async def open_named(
+    store: str | None, token: str | None = None, create: bool = False
+) -> AsyncGenerator[LightningStoreBase]:
+    """Open a database, which must exist unless `create`, or the store of a server."""
+    from agentlightning.store import LightningStore
+    from agentlightning.store.base import store_url
+    from agentlightning.store.http.client import LightningStoreClient
+    from agentlightning.store.sql.sqlite import locate
+
+    place = str(store_url(store))
+    if is_url(place):
+        opened = LightningStoreClient(place, token, patience=RETRY_SECONDS)
+    else:
+        if not place.startswith(POSTGRES):
+            path = locate(place)
+            if path is None:
+                raise ConfigError("an in-memory store ends with its process; give --store PATH or --server URL")
+            if not create and not path.exists():
+                raise ConfigError(f"there is no store at {path}; give --store PATH or --server URL")
+        opened = LightningStore(place)
+    try:
+        yield opened
+    finally:
+        await opened.close()
+
+
+def open_store(db: str | None) -> SqlStore:
+    """Open the database of `--store`. Raises ConfigError if that fails."""
+    from agentlightning.store.sql.store import SqlStore
+
+    try:
+        return SqlStore(db)
+    except StoreError as error:
+        raise ConfigError(str(error)) from error
+
+
+def checked(values: list[str] | None, name: str) -> list[Any] | None:
+    from typing import get_args
+
+    from agentlightning.rollouts import RolloutMode, RolloutStatus
+
+    allowed = get_args(RolloutStatus if name == "status" else RolloutMode)
+    for value in values or ():
+        if value not in allowed:
+            raise ConfigError(f"--{name} {value!r} is not one of {', '.join(allowed)}")
+    return values or None
+
+
+def weights_of(text: str | None, place: str | Path | None) -> dict[str, float] | None:
+    """The weights of the dimensions of a reward: those of the option, else those of the run whose directory or store is
+    `place`, or of the settings file that it is. None: there are none. Raises ConfigError for a text that is no table of
+    numbers."""
+    from agentlightning.algorithms.base import make_algorithm
+    from agentlightning.algorithms.lightning_rl import LightningRLConfig
+    from agentlightning.config import TrainConfig
+    from agentlightning.training.persistence.run_changes import settings_of_run
+    from agentlightning.util.settings import load_settings
+
+    if text is not None:
+        return load_settings(LightningRLConfig, overrides=[f"reward_weights={text}"]).reward_weights
+    directory = Path("") if place is None or "://" in str(place) else Path(place)
+    directory = directory.parent if directory.is_file() else directory
+    if place == CONFIG_FILE:
+        known = load_settings(TrainConfig, toml=CONFIG_FILE)
+    elif place is not None and (directory / "config.toml").exists():
+        known = settings_of_run(directory)
+    else:
+        return None
+    found = make_algorithm(known.algorithm).reward_weights
+    return None if found is None else dict(found)
+
+
+def file_beside_store(db: str | None, suffix: str) -> Path:
+    """The path of the database with a suffix; that of the default database if the store is not a file."""
+    from agentlightning.store.base import DEFAULT_STORE, store_url
+    from agentlightning.store.sql.sqlite import locate
+
+    name = str(store_url(db))
+    path = locate(DEFAULT_STORE) if name.startswith(POSTGRES) else locate(name) or locate(DEFAULT_STORE)
+    assert path is not None
+    return path.with_name(path.name + suffix)
+
+
+def read_routing(path: Path | None) -> GatewayConfig:
+    """The configuration in the file of `--routes`."""
+    from agentlightning.gateway.config import GatewayConfig
+    from agentlightning.util.settings import load_settings
+
+    return load_settings(GatewayConfig, toml=path)
+
+
+async def open_engines(models: Iterable[str], routing: GatewayConfig, stack: AsyncExitStack) -> dict[str, Engine]:
+    """Open the models of `--model [NAME=]MODEL`, named after their directory or file by default, and those that the
+    routes file names. `tiny` is a new model with random weights. The stack closes them."""
+    engines: dict[str, Engine] = {}
+    for model in models:
+        from agentlightning.policy.open import directory_of, open_frozen
+
+        name, equals, path = model.partition("=")
+        if not equals:
+            name, path = Path(model).name.removesuffix(".gguf"), model
+        policy = await open_frozen(name, await directory_of(path, stack))
+        stack.push_async_callback(policy.close)
+        engines[policy.model] = policy
+    if not routing.models:
+        return engines
+    from agentlightning.policy.open import open_models
+
+    return engines | await open_models(routing.models, stack)
+
+
+async def has_model(server: str, token: str | None) -> bool:
+    """Whether the server has a model, or routes to one."""
+    import httpx
+
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    async with httpx.AsyncClient(timeout=10) as client:
+        try:
+            response = await client.get(f"{server}/v1/models", headers=headers)
+            models = response.json()
+            return response.status_code == 200 and bool(models.get("data") or models.get("patterns"))
+        except (httpx.HTTPError, ValueError, AttributeError):
+            return False
+
+
+# -- durations and sizes ----------------------------------------------------------------------------------------------
+
+
+_quantity = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
+
+SECONDS: Final = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+BYTES: Final = {
+    "": 1.0,
+    "b": 1.0,
+    **{f"{letter}b": 1000.0**power for power, letter in enumerate("kmgt", start=1)},
+    **{f"{letter}ib": 1024.0**power for power, letter in enumerate("kmgt", start=1)},
+}
+
+
+def read_duration(text: str) -> float:
+    """The seconds in `90s`, `15m`, `12h`, `30d` or `2w`. Raises ConfigError for other text."""
+    return _read_quantity(text, SECONDS, "a duration such as 90s, 15m, 12h, 30d or 2w")
+
+
+def read_size(text: str) -> int:
+    """The bytes in `500MB` (powers of 1000), `512MiB` (powers of 1024) or a plain number. Raises ConfigError for other
+    text."""
+    return round(_read_quantity(text, BYTES, "a size such as 500MB, 10GB or 512MiB"))
+
+
+def _read_quantity(text: str, units: Mapping[str, float], what: str) -> float:
+    match = _quantity.fullmatch(text)
+    factor = None if match is None else units.get(match[2].lower())
+    if match is None or factor is None:
+        raise ConfigError(f"{text!r} is not {what}")
+    value = float(match[1]) * factor
+    if not math.isfinite(value) or value >= 2**63:
+        raise ConfigError(f"{text!r} is too large for {what}")
+    return value
+
+
+def retention_from(older_than: str | None, keep: int | None, max_size: str | None) -> Retention:
+    """The retention policy for an age, a number of rollouts and a size. Raises ConfigError for invalid values, and if
+    none is given, as that would keep everything."""
+    from agentlightning.store.types import Retention
+
+    if older_than is None and keep is None and max_size is None:
+        raise ConfigError("say what to remove: --older-than 30d, --keep 100000 or --max-size 10GB")
+    if keep is not None and keep < 0:
+        raise ConfigError(f"--keep {keep}: a number of rollouts is at least 0")
+    return Retention(
+        max_age_seconds=None if older_than is None else read_duration(older_than),
+        max_rollouts=keep,
+        max_bytes=None if max_size is None else read_size(max_size),
+    )
+
+
+# -- the access token -------------------------------------------------------------------------------------------------
+#
+# Hides the access token of a program from the agents that it runs, which run as the same user.
+#
+# Every process of a user can read the environment (`/proc/PID/environ`) and the memory of the others. Called by `agl
+# runner` and `agl run` once they have read the token.
+
+
+TOKEN_VARIABLE: Final = "AGL_TOKEN"
+_PR_SET_DUMPABLE: Final = 4
+_ENV_START, _ENV_END = 49, 50
+"""Indexes, from 0, of the fields of `/proc/PID/stat` with the bounds of the initial environment."""
+
+
+def hide_token() -> None:
+    """Remove the token from the environment, also where the kernel shows it, and make the memory of this process
+    unreadable to other processes of the same user."""
+    token = os.environ.pop(TOKEN_VARIABLE, None)
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    if token:
+        _erase(f"{TOKEN_VARIABLE}={token}")
+
+
+def _erase(entry: str) -> None:
+    """Overwrite an entry of the initial environment."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start, end = int(fields[_ENV_START - 2]), int(fields[_ENV_END - 2])
+    except (OSError, ValueError, IndexError):
+        return
+    if not start < end:  # a kernel that hides addresses
+        return
+    whole, text = ctypes.string_at(start, end - start), os.fsencode(entry) + b"\0"
+    at = 0 if whole.startswith(text) else whole.find(b"\0" + text) + 1
+    if whole[at:].startswith(text):
+        ctypes.memset(start + at, 0, len(text))

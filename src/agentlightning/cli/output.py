@@ -6,6 +6,7 @@ Exit status: 0 success; 1 the run failed; 2 invalid input; 130 interrupted.
 from __future__ import annotations
 
 import errno
+import math
 import shlex
 import sys
 from collections.abc import Callable, Generator, Sequence
@@ -28,6 +29,7 @@ from agentlightning.errors import (
     ServerError,
 )
 from agentlightning.util.json_values import dumps
+from agentlightning.util.printable import printable_lines
 
 INVALID_INPUT: Final = (ConfigError, DatasetError, ResumeError, ServerError)
 EXTRAS: Final = {
@@ -43,6 +45,9 @@ EXTRAS: Final = {
     "trackio": "trackio",
 }
 """The extra of this package that installs a module."""
+
+
+BLOCKS: Final = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,50 @@ def agl(*words: object, **options: object) -> str:
     """A command line of this program, quoted for a shell, without the options that are None."""
     given = [part for name, value in options.items() if value is not None for part in (f"--{name}", value)]
     return shlex.join(["agl", *map(str, [*words, *given])])
+
+
+def show_size(size: int) -> str:
+    """Such as `512 bytes`, `1.5 KB` or `10 GB`: powers of 1000, two or three digits."""
+    value, unit = float(size), "bytes"
+    for larger in ("KB", "MB", "GB", "TB"):
+        if value < 999.5:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.0f} {unit}" if value >= 99.5 or unit == "bytes" else f"{value:.2g} {unit}"
+
+
+def print_prompt_diff(diff: str, console: Console) -> None:
+    """What has changed in the prompts of a run."""
+    console.print(printable_lines(diff) or "the prompts have not changed")
+
+
+def rewards_line(rewards: Sequence[float]) -> str:
+    """The last reward, its course, the first and the best one; NaN is a step without one. Empty without any."""
+    known = [value for value in rewards if not math.isnan(value)]
+    if not known:
+        return ""
+    return f"{known[-1]:.3f}  {sparkline(rewards)}  from {known[0]:.3f}, best {max(known):.3f}"
+
+
+def sparkline(values: Sequence[float], width: int = 32) -> str:
+    """The values from the lowest to the highest; more than `width` are averaged in equal parts. NaN is a space.
+
+    >>> sparkline([0, 1, 2, 3])
+    '▁▃▆█'
+    """
+    count = min(len(values), width)
+    parts = [_mean(values[i * len(values) // count : (i + 1) * len(values) // count]) for i in range(count)]
+    known = [value for value in parts if not math.isnan(value)]
+    if not known:
+        return ""
+    low, span = min(known), max(known) - min(known)
+    scale = (len(BLOCKS) - 1) / span if span else 0.0
+    return "".join(" " if math.isnan(value) else BLOCKS[round((value - low) * scale)] for value in parts)
+
+
+def _mean(values: Sequence[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
 
 
 @contextmanager

@@ -9,10 +9,11 @@ import os
 import secrets
 import shlex
 import shutil
+import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -24,19 +25,20 @@ import typer
 from rich.console import Console
 
 from agentlightning.attempt_address import attempt_path, attempt_secret
-from agentlightning.cli.formatting.advice import CALLS, NO_CALLS, NOT_REDIRECTED, run_advice
-from agentlightning.cli.opening import (
+from agentlightning.cli.options import (
+    Models,
+    Routes,
+    Store,
+    Token,
     database_name,
     file_beside_store,
     has_model,
+    hide_token,
     open_engines,
     open_store,
     read_routing,
 )
-from agentlightning.cli.options import Models, Routes, Store, Token
 from agentlightning.cli.output import Result, agl, plain_console
-from agentlightning.cli.process.access_token import hide_token
-from agentlightning.cli.process.child_process import ChildProcess
 from agentlightning.errors import AgentError, AgentTimeoutError, ConfigError, Failure, RewardError, StoreError
 from agentlightning.util.event_loop import in_background
 from agentlightning.util.json_values import dumps, loads
@@ -49,10 +51,20 @@ if TYPE_CHECKING:
     from agentlightning.span import Span
     from agentlightning.store.base import LightningStoreBase
 
+
 LEASE_SECONDS: Final = 30.0
 """If no heartbeat arrives for this long (because the process was killed, say), the rollout fails."""
 HEARTBEAT_SECONDS: Final = 5.0
 SECRET_ENDINGS: Final = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+CALLS: Final = "model calls: "
+NOT_REDIRECTED: Final = (
+    f"{CALLS}none recorded: give --model or --routes, or the key of a provider (OPENAI_API_KEY, ANTHROPIC_API_KEY)"
+)
+NO_CALLS: Final = (
+    f"{CALLS}none reached the gateway: look for an address in the code or its configuration (base_url=, api_base=, a"
+    " .env file that overrides the environment), a cache of answers, or an error before the first call"
+)
+NO_REWARD: Final = "no reward was recorded: give --reward file.py:function, or a number"
 
 Mode = Literal["train", "val", "test"] | None
 Reward = Annotated[
@@ -416,6 +428,22 @@ def _summary(
     )
 
 
+def run_advice(*, error: str | None, redirected: bool, calls: int, failed_calls: int, rewarded: bool) -> list[str]:
+    """What a recorded rollout lacks for training, the first cause first; empty where it lacks nothing."""
+    found: list[str] = []
+    if not redirected:
+        found.append(NOT_REDIRECTED)
+    elif not calls:  # before the error, which it often causes
+        found.append(NO_CALLS)
+    elif failed_calls:
+        found.append(f"{failed_calls} of {calls} model calls failed; `agl store show` has their messages")
+    if error is not None:
+        found.append(f"{error}; run the command by itself to see why")
+    if not rewarded and error is None:
+        found.append(NO_REWARD)
+    return found
+
+
 def _print_summary(summary: Summary, console: Console) -> None:
     failed = f" ({summary.failed_calls} failed)" if summary.failed_calls else ""
     cost = f", ${summary.dollars:.4f}" if summary.dollars else ""
@@ -438,3 +466,131 @@ def _print_summary(summary: Summary, console: Console) -> None:
     for name, text in lines.items():
         if text:
             console.print(f"agl: {name:<8} {text}")
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+#
+# The command stays in our process group, as a program that reads from the terminal must.
+
+
+_NAMES: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+FORWARDED: Final = tuple(signal.Signals[name] for name in _NAMES if name in signal.Signals.__members__)
+"""Windows has only two of them."""
+FROM_TERMINAL: Final = frozenset(number for number in FORWARDED if number.name in ("SIGINT", "SIGQUIT"))
+"""A terminal sends these to the whole process group, so that the command has them already."""
+GRACE_SECONDS: Final = 5.0
+"""Time between SIGTERM and SIGKILL for a command that timed out."""
+OUTPUT_BYTES: Final = 1_000_000
+"""How much of the end of the output is kept."""
+
+
+class ChildProcess:
+    """A command. Call `run` once."""
+
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str], *, keep_output: bool = False) -> None:
+        self.words = tuple(words)
+        self.output = b""
+        """The end of its stdout, with `keep_output`; stdout is then a pipe whose data is passed on at once."""
+        self.timed_out = False
+        self.returncode = 0
+        """After the end: its exit code, or the negative number of the signal that ended it."""
+        self._environment = dict(environment)
+        self._keep_output = keep_output
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def run(self, timeout: float | None = None) -> int:
+        """The exit code; if a signal ended the command, 128 plus its number, as in a shell. The command is terminated
+        after `timeout` seconds. Raises AgentError if it cannot be started."""
+        if sys.platform == "win32":
+            raise AgentError("commands run on Linux and macOS only; on Windows, use WSL")
+        loop = asyncio.get_running_loop()
+        stdout = asyncio.subprocess.PIPE if self._keep_output else None
+        for number in FORWARDED:
+            loop.add_signal_handler(number, self._forward, number)
+        try:
+            self._process = await asyncio.create_subprocess_exec(*self.words, env=self._environment, stdout=stdout)
+            code = self.returncode = await self._wait(self._process, timeout)
+        except OSError as error:
+            raise AgentError(f"{self.words[0]!r} cannot be started: {error.strerror or error}") from error
+        finally:
+            for number in FORWARDED:
+                loop.remove_signal_handler(number)
+        return 128 - code if code < 0 else code
+
+    async def _wait(self, process: asyncio.subprocess.Process, timeout: float | None) -> int:
+        copying = asyncio.create_task(self._copy_output(process.stdout)) if process.stdout else None
+        try:
+            async with asyncio.timeout(timeout):
+                code = await process.wait()
+        except TimeoutError:
+            self.timed_out = True
+            code = await _terminate(process)
+        if copying is not None:  # processes that it has left behind may keep the pipe open
+            await asyncio.wait({copying}, timeout=1.0)
+            copying.cancel()
+        return code
+
+    async def _copy_output(self, stream: asyncio.StreamReader) -> None:
+        while data := await stream.read(65536):
+            self.output = (self.output + data)[-OUTPUT_BYTES:]
+            with suppress(BrokenPipeError):  # our reader is gone, which is no concern of the command
+                sys.stdout.buffer.write(data)
+                sys.stdout.buffer.flush()
+
+    def _forward(self, number: signal.Signals) -> None:
+        process = self._process
+        if process is None or (number in FROM_TERMINAL and _has_terminal()):
+            return
+        with suppress(ProcessLookupError):
+            process.send_signal(number)
+
+
+async def _terminate(process: asyncio.subprocess.Process) -> int:
+    """Terminate the command and its descendants: SIGTERM, and SIGKILL after the grace period."""
+    tree = [process.pid, *descendants(process.pid)]
+    _signal(tree, signal.SIGTERM)
+    try:
+        async with asyncio.timeout(GRACE_SECONDS):
+            return await process.wait()
+    except TimeoutError:
+        return await _kill(process)
+    finally:
+        _signal([pid for pid in tree[1:] if pid in _parents()], signal.SIGKILL)
+
+
+async def _kill(process: asyncio.subprocess.Process) -> int:
+    _signal([process.pid, *descendants(process.pid)], signal.SIGKILL)
+    return await process.wait()
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def descendants(pid: int) -> list[int]:
+    """The descendants of a process; none where the system has no /proc."""
+    parents = _parents()
+    tree = [pid]
+    for ancestor in tree:
+        tree += [child for child, parent in parents.items() if parent == ancestor]
+    return tree[1:]
+
+
+def _parents() -> dict[int, int]:
+    """The parent of each process."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError, IndexError):  # the process has ended
+            fields = entry.read_text().rpartition(")")[2].split()
+            parents[int(entry.parent.name)] = int(fields[1])
+    return parents
+
+
+def _has_terminal() -> bool:
+    """Whether we are in the foreground of a terminal, so that Ctrl-C goes to our whole process group."""
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False

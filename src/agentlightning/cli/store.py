@@ -1,4 +1,5 @@
-"""`agl store`: inspects a store and keeps it small: stats, show, prune, vacuum, export, import."""
+"""`agl store`: inspects a store and keeps it small. `agl export`: the weights or the rollouts of a run, for other
+programs."""
 
 from __future__ import annotations
 
@@ -6,69 +7,59 @@ import asyncio
 import errno
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import asdict, replace
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast
 
 import typer
+from msgspec import structs
 from rich.console import Console
 
-from agentlightning.cli.formatting.units import retention_from, show_size
-from agentlightning.cli.opening import POSTGRES, is_url, named_store, store_to_read, weights_of
-from agentlightning.cli.options import RewardWeights, RunStore, Store, Token
-from agentlightning.cli.output import Output, Result, agl
-from agentlightning.cli.viewing.rollouts import Order, print_rollouts, rollout_table
+from agentlightning import span as names
+from agentlightning.cli.options import (
+    POSTGRES,
+    GivenStore,
+    Modes,
+    RewardWeights,
+    Run,
+    RunStore,
+    Server,
+    Statuses,
+    Store,
+    Token,
+    checked,
+    is_url,
+    named_store,
+    open_named,
+    retention_from,
+    run_or_newest,
+    store_to_read,
+    weights_of,
+)
+from agentlightning.cli.output import Output, Result, agl, show_size
+from agentlightning.dashboard.data.rollouts import shortened
 from agentlightning.errors import ConfigError
+from agentlightning.models import Precision
+from agentlightning.rollouts import Attempt, Rollout
+from agentlightning.span import Span
+from agentlightning.tracing.rewards import get_reward_value
+from agentlightning.trajectory import RewardWeights as Weights
 from agentlightning.util.event_loop import in_background
+from agentlightning.util.json_values import recorded_objects
+from agentlightning.util.printable import printable
 from agentlightning.util.progress import Progress
 
 if TYPE_CHECKING:
+    from agentlightning.dashboard.data.rollouts import RolloutSummary
     from agentlightning.store.base import LightningStoreBase
     from agentlightning.store.export.copy import Report
     from agentlightning.store.types import Pruned, Queue
 
+
 PROGRESS_SECONDS = 2.0
 """Work that takes longer shows its progress, updated this often."""
-RETRY_SECONDS = 3.0
-"""How long calls are retried if no server answers; the user can repeat the command."""
-
-Server = Annotated[
-    str | None, typer.Option(help="Use the store of the server at this URL instead.", show_default=False)
-]
-Statuses = Annotated[list[str] | None, typer.Option("--status", help="Only rollouts with this status; repeatable.")]
-Modes = Annotated[list[str] | None, typer.Option("--mode", help="Only rollouts with this mode; repeatable.")]
-
-
-# -- opening ---------------------------------------------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def open_named(
-    store: str | None, token: str | None = None, create: bool = False
-) -> AsyncGenerator[LightningStoreBase]:
-    """Open a database, which must exist unless `create`, or the store of a server."""
-    from agentlightning.store import LightningStore
-    from agentlightning.store.base import store_url
-    from agentlightning.store.http.client import LightningStoreClient
-    from agentlightning.store.sql.sqlite import locate
-
-    place = str(store_url(store))
-    if is_url(place):
-        opened = LightningStoreClient(place, token, patience=RETRY_SECONDS)
-    else:
-        if not place.startswith(POSTGRES):
-            path = locate(place)
-            if path is None:
-                raise ConfigError("an in-memory store ends with its process; give --store PATH or --server URL")
-            if not create and not path.exists():
-                raise ConfigError(f"there is no store at {path}; give --store PATH or --server URL")
-        opened = LightningStore(place)
-    try:
-        yield opened
-    finally:
-        await opened.close()
 
 
 def showing(
@@ -121,8 +112,6 @@ async def show(
       agl store show
       agl store show ro-01a2 --run runs/first
     """
-
-    from agentlightning.cli.formatting.rollout_text import rollout_lines
 
     place = store_to_read(run, store, server)
     async with open_named(place, token) as opened:
@@ -329,18 +318,6 @@ async def export_(
     return Result(record, lambda console: _show_exported(file, exported, console), after)
 
 
-def checked(values: list[str] | None, name: str) -> list[Any] | None:
-    from typing import get_args
-
-    from agentlightning.rollouts import RolloutMode, RolloutStatus
-
-    allowed = get_args(RolloutStatus if name == "status" else RolloutMode)
-    for value in values or ():
-        if value not in allowed:
-            raise ConfigError(f"--{name} {value!r} is not one of {', '.join(allowed)}")
-    return values or None
-
-
 def _report(progress: Progress, name: str) -> Report:
     """A function that shows the progress of a copy that takes long."""
     start, shown = time.monotonic(), False
@@ -406,3 +383,187 @@ VERBS: Final = {
     "export": export_,
     "import": import_,
 }
+
+
+# -- rollouts as a table ----------------------------------------------------------------------------------------------
+
+
+Order = Literal["newest", "reward", "seconds"]
+MOST_READ: Final = 5000
+"""Rollouts that are read to sort them by what their spans say, the newest."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutTable:
+    """Rows, and what they were chosen from."""
+
+    rows: list[RolloutSummary]
+    read: int
+    matching: int
+
+
+async def rollout_table(
+    store: LightningStoreBase,
+    statuses: Sequence[str] | None,
+    modes: Sequence[str] | None,
+    order: Order,
+    limit: int,
+    weights: Weights = None,
+) -> RolloutTable:
+    """The table. To sort by reward or time, the newest `MOST_READ` are read."""
+    from agentlightning.dashboard.data.rollouts import Summaries
+
+    wanted: dict[str, Any] = {"status_in": statuses, "mode_in": modes}
+    matching = await store.count_rollouts(**wanted)
+    read = limit if order == "newest" else MOST_READ
+    found = await Summaries(store, weights).of(await store.query_rollouts(**wanted, newest_first=True, limit=read))
+    if order == "reward":
+        found.sort(key=lambda row: (row.reward_number is None, row.reward_number or 0.0))
+    elif order == "seconds":
+        found.sort(key=lambda row: -(row.seconds or 0.0))
+    return RolloutTable(found[:limit], len(found), matching)
+
+
+def print_rollouts(table: RolloutTable, console: Console) -> None:
+    """Print a line for each, and how many there are besides."""
+    for row in table.rows:
+        reward = "-" if row.reward_number is None else f"{row.reward_number:.3f}"
+        if isinstance(row.reward, dict) and row.reward_number is None:
+            reward = " ".join(f"{name}={value:g}" for name, value in row.reward.items())
+        seconds = "" if row.seconds is None else f"{row.seconds:.1f} s"
+        failure = "" if row.failure is None else f"  {row.failure_kind or ''}: {row.failure.strip().splitlines()[-1]}"
+        text = f"{row.rollout_id}  {row.status:<9} {reward:>7}  {row.calls:>2} calls {seconds:>8}  {row.task}{failure}"
+        console.print(printable(text)[:240])
+    console.print(f"{len(table.rows)} of {table.matching:,} rollouts")
+    if table.read < table.matching and len(table.rows) < table.read:
+        console.print(f"sorted among the newest {table.read:,} only")
+
+
+# -- a rollout as text ------------------------------------------------------------------------------------------------
+
+
+def rollout_lines(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> Iterator[str]:
+    """The rollout, then each attempt with its spans in order. Control characters in the text of agents are escaped."""
+    yield from map(printable, _lines(rollout, attempts, spans))
+
+
+def _lines(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> Iterator[str]:
+    mode = f", {rollout.mode}" if rollout.mode else ""
+    yield f"{rollout.rollout_id} {rollout.status}{mode}"
+    yield f"  task     {shortened(rollout.input)}"
+    if command := rollout.metadata.get("command"):
+        yield f"  command  {shortened(command)}"
+    for attempt in attempts:
+        yield f"attempt {attempt.sequence_id} {attempt.attempt_id} {attempt.status}{_attempt_duration(attempt)}"
+        error = attempt.metadata.get("error")
+        if isinstance(error, dict):
+            yield f"  error    {shortened(cast('dict[str, Any]', error).get('message'))}"
+        for span in spans:
+            if span.attempt_id == attempt.attempt_id:
+                yield from _span(span)
+
+
+def _attempt_duration(attempt: Attempt) -> str:
+    return "" if attempt.end_time is None else f" in {attempt.end_time - attempt.start_time:.1f} s"
+
+
+def _span(span: Span) -> Iterator[str]:
+    values = span.attributes
+    number = f"  {span.sequence_id:>3}"
+    if names.OPERATION_NAME in values and names.REQUEST_MODEL in values:
+        yield from _call(span, number)
+    elif (reward := get_reward_value(span)) is not None:
+        yield f"{number} reward {reward}"
+    elif names.MESSAGE_BODY in values:
+        yield f"{number} {shortened(values[names.MESSAGE_BODY])}"
+    elif names.EXCEPTION_MESSAGE in values:
+        yield f"{number} {values.get(names.EXCEPTION_TYPE)}: {shortened(values[names.EXCEPTION_MESSAGE])}"
+    else:
+        yield f"{number} {span.name}"
+
+
+def _call(span: Span, number: str) -> Iterator[str]:
+    values = span.attributes
+    agent = f", {values[names.AGENT_NAME]}" if names.AGENT_NAME in values else ""
+    dollars = values.get(names.COST)
+    cost = f", ${dollars:.4f}" if isinstance(dollars, int | float) else ""
+    tokens = f"{values.get(names.INPUT_TOKENS) or 0} tokens in, {values.get(names.OUTPUT_TOKENS) or 0} out"
+    yield f"{number} {span.name}{agent}: {tokens}{cost}"
+    inputs, outputs = (recorded_objects(values.get(name)) for name in (names.INPUT_MESSAGES, names.OUTPUT_MESSAGES))
+    yield from (f"        {line}" for message in (*inputs[-1:], *outputs) for line in _message(message))
+    if span.status_code == "ERROR":
+        yield f"        failed: {shortened(span.status_message or values.get(names.ERROR_TYPE))}"
+
+
+def _message(message: dict[str, Any]) -> Iterator[str]:
+    role = str(message.get("role", "?"))
+    for part in message.get("parts") or ():
+        kind = part.get("type")
+        if kind == "tool_call":
+            yield f"{role:<10} {part.get('name')}({shortened(part.get('arguments'))})"
+        elif kind == "tool_call_response":
+            yield f"{role:<10} {shortened(part.get('response'))}"
+        else:
+            note = " (thinks)" if kind == "reasoning" else ""
+            yield f"{role:<10}{note} {shortened(part.get('content', kind))}"
+
+
+# -- agl export -------------------------------------------------------------------------------------------------------
+
+
+Form = Literal["hf", "gguf-ready", "gguf", "openai-jsonl", "trl-jsonl", "dpo-jsonl"]
+"""What is written."""
+SUFFIXES: Final = {"hf": "", "gguf-ready": "", "gguf": ".gguf"}
+"""What the names of weights end in; of rollouts, it is `.jsonl`."""
+
+
+async def export(
+    run: Run = None,
+    to: Annotated[
+        Form, typer.Option("--to", help="hf, gguf-ready and gguf: weights; the others: rollouts as lines.")
+    ] = "hf",
+    out: Annotated[Path | None, typer.Option(help="File or directory (default: RUN/export/FORM).")] = None,
+    min_reward: Annotated[float | None, typer.Option(help="Only rollouts with at least this reward.")] = None,
+    target_agent: Annotated[str | None, typer.Option(help="Only calls of agents whose name matches.")] = None,
+    store: GivenStore = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of --out, if there is one.")] = False,
+    reward_weights: RewardWeights = None,
+    precision: Annotated[Precision | None, typer.Option(help="Of the matrices of a GGUF file (default: f16).")] = None,
+) -> Result:
+    """Write the weights of a run for transformers, llama.cpp or Ollama, or its training rollouts as a data set.
+
+    \b
+    Examples:
+      agl export runs/first --to gguf --out my-model.gguf
+      agl export runs/first --to trl-jsonl --min-reward 0.5
+    """
+    from agentlightning.training.export import Selection, export_dataset, export_weights
+
+    run = run_or_newest(run)
+    if precision is not None and to != "gguf":
+        raise ConfigError(f"--precision is that of a GGUF file, and --to {to} writes none; leave it out")
+    path, suffix = out or run / "export" / to, SUFFIXES.get(to, ".jsonl")
+    if suffix:
+        path = path if path.suffix == suffix else path.with_name(path.name + suffix)
+        if out is not None and not overwrite and path.exists():
+            raise ConfigError(f"{path} exists; give another --out, or --overwrite")
+    if to == "hf" or to == "gguf-ready" or to == "gguf":
+        only = {
+            "--min-reward": min_reward,
+            "--target-agent": target_agent,
+            "--store": store,
+            "--reward-weights": reward_weights,
+        }
+        if unused := [name for name, value in only.items() if value is not None]:
+            raise ConfigError(f"{', '.join(unused)} select rollouts, and --to {to} writes weights; leave them out")
+        weights = export_weights(run, to, path, precision or "f16")
+        found = {"path": str(path), "files": list(weights.files), "merged": weights.merged}
+        after = agl("serve", "--allow-unattributed", model=path)
+    else:
+        selection = Selection(min_reward, target_agent, weights_of(reward_weights, run))
+        rows = await export_dataset(run, to, path, selection, store)
+        found = structs.asdict(rows) | {"path": str(path)}
+        learning = {"openai-jsonl": "sft", "dpo-jsonl": "dpo"}.get(to)
+        after = agl(learning, model="tiny", data=path) if learning else agl("report", run)
+    lines = "\n".join(printable(f"{key}: {value}") for key, value in found.items())
+    return Result(found, lambda console: console.print(lines), [after])

@@ -23,18 +23,14 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from agentlightning.dashboard.actions import act
-from agentlightning.dashboard.data.catalog import Catalog
-from agentlightning.dashboard.export import export
+from agentlightning.dashboard.actions import act, export
+from agentlightning.dashboard.data.run_data import Catalog
 from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views import (
-    comparison,
-    prompt_search,
     resources,
     rollout,
     rollouts,
     runs,
-    server,
     tasks,
 )
 from agentlightning.errors import AgentLightningError, NotFoundError
@@ -59,10 +55,10 @@ Handler = Callable[[Request], Awaitable[Response]]
 View = Callable[[Catalog, Query], Awaitable[dict[str, Any]]]
 VIEWS: Final[Mapping[str, View]] = {
     "/runs": runs.list_runs,
-    "/compare": comparison.compare,
+    "/compare": runs.compare,
     "/runs/{run}": runs.show_run,
     "/runs/{run}/status": runs.show_status,
-    "/runs/{run}/search": prompt_search.show_search,
+    "/runs/{run}/search": resources.show_search,
     "/runs/{run}/steps/{step}": rollouts.show_step,
     "/runs/{run}/rollouts": rollouts.list_rollouts,
     "/runs/{run}/changes": rollouts.show_changes,
@@ -71,8 +67,8 @@ VIEWS: Final[Mapping[str, View]] = {
     "/runs/{run}/rollouts/{rollout}/group": rollout.show_group,
     "/runs/{run}/tasks": tasks.list_tasks,
     "/runs/{run}/tasks/{task}": rollouts.show_task,
-    "/runs/{run}/server": server.show_server,
-    "/runs/{run}/failures": server.list_failures,
+    "/runs/{run}/server": rollouts.show_server,
+    "/runs/{run}/failures": rollouts.list_failures,
     "/runs/{run}/resources": resources.list_resources,
     "/runs/{run}/weights": resources.list_weights,
 }

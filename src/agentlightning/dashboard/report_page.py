@@ -10,8 +10,7 @@ from typing import Final
 from jinja2 import Environment, PackageLoader
 
 from agentlightning.dashboard.data.run_files import open_run
-from agentlightning.dashboard.views.curves import charts_of
-from agentlightning.dashboard.views.runs import held_out, warnings_of
+from agentlightning.dashboard.views.runs import charts_of, held_out, warnings_of
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.report.result import as_html, markdown_report
 from agentlightning.util.json_values import Json

@@ -17,8 +17,7 @@ from typing import Any, Final
 import orjson
 
 from agentlightning.errors import DatasetError, MissingExtraError, RewardError
-from agentlightning.integrations.address import Address
-from agentlightning.integrations.chat import chat, client
+from agentlightning.integrations.base import Address, chat, client
 
 INSTRUCTION: Final = "Solve the problem. Give only the final answer between <answer> and </answer>."
 ANSWER: Final = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)

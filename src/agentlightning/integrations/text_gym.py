@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, cast
 
 from agentlightning.errors import ConfigError, MissingExtraError
-from agentlightning.integrations.address import Address
-from agentlightning.integrations.chat import Message, chat, client
+from agentlightning.integrations.base import Address, Message, chat, client
 from agentlightning.runner.agents.loading import load_object
 from agentlightning.runner.agents.spec import function_spec
 from agentlightning.tracing.emit import emit_reward, track_agent

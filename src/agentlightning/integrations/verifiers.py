@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from agentlightning.errors import AgentError, ConfigError, DatasetError
-from agentlightning.integrations.address import Address
+from agentlightning.integrations.base import Address
 from agentlightning.tracing.emit import emit_annotation, emit_reward
 
 PYTHON: Final = "AGL_VERIFIERS_PYTHON"

@@ -27,7 +27,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -410,12 +410,21 @@ def read_audit(run_dir: str | Path) -> list[AuditRecord]:
     """
     check_run(Path(run_dir))
     path = Path(run_dir) / AUDIT_FILE
+    return last_times(audit_record(path, number, line) for number, line in enumerate(whole_lines(path), 1))
+
+
+def audit_record(path: Path, number: int, line: bytes) -> AuditRecord:
+    """The record in a line of an audit log. Raises ConfigError."""
+    try:
+        return msgspec.json.decode(line, type=AuditRecord)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"line {number} of {path} cannot be read: {error}; remove that line") from error
+
+
+def last_times(records: Iterable[AuditRecord]) -> list[AuditRecord]:
+    """The records without those of steps that were repeated later."""
     found: dict[tuple[int, str], AuditRecord] = {}
-    for number, line in enumerate(whole_lines(path), 1):
-        try:
-            record = msgspec.json.decode(line, type=AuditRecord)
-        except msgspec.MsgspecError as error:
-            raise ConfigError(f"line {number} of {path} cannot be read: {error}; remove that line") from error
+    for record in records:
         key = (record.step, "learned" if record.action == "learned" else "decided")
         found.pop(key, None)
         found[key] = record

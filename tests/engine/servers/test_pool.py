@@ -18,7 +18,7 @@ from agentlightning.engine.servers.config import RetryPolicy, ServersConfig
 from agentlightning.engine.servers.open import open_servers
 from agentlightning.engine.servers.pool import Replica, ReplicaPool
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
-from agentlightning.testing.scripted_engine import ByteChatFormat
+from agentlightning.testing import ByteChatFormat
 from agentlightning.transport import Transport
 from agentlightning_sglang import SGLangServer
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from agentlightning.cli.formatting.units import show_size
 from agentlightning.cli.main import Verb
-from agentlightning.cli.output import Output, Result
+from agentlightning.cli.output import Output, Result, show_size
 from agentlightning.errors import ConfigError, PolicyError
 
 if TYPE_CHECKING:

@@ -1,27 +1,292 @@
-"""All that views read of one run or store, with what is remembered between requests."""
+"""All that views read of runs and stores, with what is remembered between requests; and the catalog of those that a
+dashboard shows."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
-from agentlightning.algorithms.lightning_rl import LightningRLConfig
+import orjson
+
+from agentlightning import span as names
+from agentlightning.algorithms.agents import AgentRoles
+from agentlightning.algorithms.lightning_rl import LightningRLConfig, assignment_of, shape_rewards
+from agentlightning.algorithms.step import (
+    most_uncertain,
+    truncated_rollouts,
+    without_weight,
+)
+from agentlightning.assemble.model_calls import is_call
 from agentlightning.config import TrainConfig
-from agentlightning.dashboard.data.attempt_index import AttemptIndexes
-from agentlightning.dashboard.data.credit import BatchCredit, credit_of
-from agentlightning.dashboard.data.live import Live
+from agentlightning.credit import Assignment, group_trajectories, training_samples
+from agentlightning.dashboard.data.rollouts import (
+    AttemptIndexes,
+    Summaries,
+    Updates,
+    call_facts,
+    group_of,
+    message_json,
+    messages_of,
+    shortened,
+)
 from agentlightning.dashboard.data.run_files import RunFiles
-from agentlightning.dashboard.data.summary import Summaries, group_of
-from agentlightning.dashboard.data.token_text import TokenTexts, find_texts
-from agentlightning.errors import AgentLightningError, NotFoundError
+from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError
 from agentlightning.policy.learner import updates_of
 from agentlightning.rollouts import Rollout
+from agentlightning.span import Span
+from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
+from agentlightning.training.persistence.run_dir import holds_run
 from agentlightning.training.persistence.token_ratios import CallRatios, read_ratios
 from agentlightning.training.sources.collector import TrajectoryReader
+from agentlightning.training.watch import running_rollouts
+from agentlightning.trajectory import CallId, TrainingSample, Trajectory
+from agentlightning.util.json_values import Json
+
+# -- the text of tokens -----------------------------------------------------------------------------------------------
+#
+# Token ids alone say little. The vocabulary maps pieces to ids; a piece is bytes written as letters (byte-level BPE),
+# or text with U+2581 for a space (SentencePiece), with `<0x0A>` for single bytes. Where several tokens make one letter,
+# each of them shows as U+FFFD.
+
+
+PLACES: Final = ("start", "checkpoint", ".")
+"""Where a run directory may have the file, beside its checkpoints."""
+
+
+class TokenTexts:
+    """The text of each token."""
+
+    def __init__(self, pieces: dict[int, str], special: frozenset[int], byte_level: bool) -> None:
+        self._pieces = pieces
+        self.special = special
+        self._byte_level = byte_level
+
+    @classmethod
+    def read(cls, path: Path) -> TokenTexts:
+        """Raises OSError or ValueError for a file that is no tokenizer."""
+        document: Any = orjson.loads(path.read_bytes())
+        vocabulary = document["model"]["vocab"]
+        entries: Iterable[tuple[str, int]] = (
+            vocabulary.items()
+            if isinstance(vocabulary, dict)
+            else ((piece, index) for index, (piece, _) in enumerate(vocabulary))
+        )
+        pieces = {int(number): str(piece) for piece, number in entries}
+        added = {int(each["id"]): str(each["content"]) for each in document.get("added_tokens") or ()}
+        return cls({**pieces, **added}, frozenset(added), b'"ByteLevel"' in orjson.dumps(document.get("decoder")))
+
+    def of(self, token_ids: Iterable[int]) -> list[str]:
+        return [self._text(each) for each in token_ids]
+
+    def _text(self, token_id: int) -> str:
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            return f"<{token_id}>"
+        if token_id in self.special:
+            return piece
+        if self._byte_level:
+            table = _byte_letters()
+            if all(letter in table for letter in piece):
+                return bytes(table[letter] for letter in piece).decode(errors="replace")
+            return piece
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)]).decode(errors="replace")
+        return piece.replace("\u2581", " ")
+
+
+def find_texts(run: Path, model: str | None) -> TokenTexts | None:
+    """Those of a run, by the files of its weights, else of the model it started from. None: none can be read."""
+    for folder in _folders(run, model):
+        try:
+            return TokenTexts.read(folder / "tokenizer.json")
+        except (OSError, ValueError, LookupError, TypeError):
+            continue
+    return None
+
+
+def _folders(run: Path, model: str | None) -> Iterator[Path]:
+    yield from (run / place for place in PLACES)
+    yield from sorted((run / "checkpoints").glob("step-*"), reverse=True)
+    if model is not None and (run / model).is_dir():
+        yield run / model
+
+
+@cache
+def _byte_letters() -> dict[str, int]:
+    """The letter that byte-level BPE writes for each byte: itself where it can be seen, else the next from U+0100."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    table = {chr(byte): byte for byte in shown}
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return table | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+
+
+# -- credit -----------------------------------------------------------------------------------------------------------
+#
+# A run does not store them: they follow from the rewards of a step's rollouts by its credit rule. They are computed
+# again with the run's own settings over the rollouts that the step was given, in the order in which `LightningRL` does
+# so. What cannot be repeated without the policy (its values, a divergence from the reference) is named in `notes`.
+
+
+REMEMBERING: Final = frozenset({"state_value", "hierarchical"})
+"""Rules that also use what they remember of earlier steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallCredit:
+    """The credit of one call: a number for each of its sampled tokens."""
+
+    advantages: tuple[float, ...]
+    weights: tuple[float, ...]
+    """The factor of each token's loss: 0 carries none."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCredit:
+    """The credit of the calls of a batch."""
+
+    rule: str | None = None
+    calls: Mapping[CallId, CallCredit] = field(default_factory=dict[CallId, CallCredit])
+    """By (rollout_id, span_id). A call that is missing carries no loss."""
+    notes: tuple[str, ...] = ()
+    """What differs from the numbers of the run, and why there are none."""
+
+
+def credit_of(trajectories: Sequence[Trajectory], config: LightningRLConfig) -> BatchCredit:
+    """The credit of the rollouts of a step."""
+    try:
+        assignment = assignment_of(config)
+    except AgentLightningError as error:
+        return BatchCredit(notes=(f"the credit rule cannot be made from the settings: {error}",))
+    rule = assignment.rule
+    if rule.needs:
+        needed = ", ".join(sorted(rule.needs))
+        note = f'credit rule "{rule.type}" reads {needed} of the policy, which are not kept: no advantages are shown'
+        return BatchCredit(rule.type, notes=(note,))
+    try:
+        samples = _samples(trajectories, config, assignment)
+    except ModuleNotFoundError as error:
+        return BatchCredit(rule.type, notes=(f"{error.name} is not installed: pip install 'agentlightning[train]'",))
+    except AgentLightningError as error:
+        return BatchCredit(rule.type, notes=(f"the credit of this step cannot be computed: {error}",))
+    return BatchCredit(rule.type, _by_call(samples), tuple(_notes(config, rule.type)))
+
+
+def _samples(
+    trajectories: Sequence[Trajectory], config: LightningRLConfig, assignment: Assignment
+) -> list[TrainingSample]:
+    target = config.target_agent
+    shaped, _ = shape_rewards(trajectories, config, target)
+    groups = most_uncertain(group_trajectories(shaped), config.keep_groups, config.reward_weights)
+    trains = AgentRoles(config.agents).trains
+    samples, _ = training_samples(groups, assignment, aggregate=config.aggregate, target_agent=target, trains=trains)
+    return without_weight(samples, truncated_rollouts(trajectories, target)) if config.mask_truncated else samples
+
+
+def _notes(config: LightningRLConfig, rule: str) -> list[str]:
+    found: list[str] = []
+    if rule in REMEMBERING:
+        found.append(f'credit rule "{rule}" also uses what it remembers of earlier steps; this is of the step alone')
+    if config.kl_in_reward:
+        found.append("kl_in_reward takes a divergence from the reference off the rewards, which is not kept")
+    if config.replay is not None:
+        found.append("replay adds rollouts of earlier steps to groups; they are left out here")
+    if any(loss.type in ("sdpo", "distill") for loss in config.losses):
+        found.append('losses "sdpo" and "distill" also learn from the distribution of a teacher, which is not kept')
+    return found
+
+
+def _by_call(samples: Sequence[TrainingSample]) -> dict[CallId, CallCredit]:
+    advantages: dict[CallId, list[float]] = {}
+    weights: dict[CallId, list[float]] = {}
+    for sample in samples:
+        columns: Any = zip(sample.tree.nodes, sample.advantages, sample.weights, strict=True)
+        for node, own, factor in columns:
+            if node.sampled and node.call is not None and node.rollout_id is not None:
+                key = (node.rollout_id, node.call)
+                advantages.setdefault(key, []).extend(own.tolist())
+                weights.setdefault(key, []).extend(factor.tolist())
+    return {key: CallCredit(tuple(own), tuple(weights[key])) for key, own in advantages.items()}
+
+
+# -- what happens now -------------------------------------------------------------------------------------------------
+#
+# The model calls are those among the spans that were stored last, so that what they cost does not grow with the
+# rollouts that run, nor with the calls of one of them. They are read again only if the numbers of the store have
+# changed.
+
+
+SECONDS: Final = 1.0
+"""How long an answer is given to all who ask."""
+NEWEST: Final = 30
+"""Calls and running rollouts that are shown."""
+MOST_WORKERS: Final = 1000
+SPANS: Final = 100
+SPANS_OF_SHARED: Final = 1000
+"""Spans that are read to find the newest calls; more where the store also has rollouts of others."""
+
+
+class Live:
+    """What happens now. `run_id`: only in rollouts whose ids contain it."""
+
+    def __init__(self, store: LightningStoreBase, summaries: Summaries) -> None:
+        self._store, self._summaries = store, summaries
+        self._lock = asyncio.Lock()
+        self._read_at = -SECONDS
+        self._shown: Json = {}
+        self._statistics: Mapping[str, int] = {}
+        self._calls: list[Json] = []
+
+    async def shown(self, run_id: str | None) -> Json:
+        async with self._lock:
+            if time.monotonic() >= self._read_at + SECONDS:
+                self._shown = await self._read(run_id)
+                self._read_at = time.monotonic()
+            return self._shown
+
+    async def _read(self, run_id: str | None) -> Json:
+        store, summaries = self._store, self._summaries
+        statistics = await store.statistics()
+        running = await running_rollouts(store, rollout_id_contains=run_id, most=NEWEST)
+        return {
+            "now": time.time(),
+            "statistics": statistics,
+            "calls": await self._newest_calls(run_id, statistics),
+            "running": await summaries.of(running, open_spans=False),
+            "queues": await store.query_queues(),
+            "workers": await store.query_workers(limit=MOST_WORKERS),
+        }
+
+    async def _newest_calls(self, run_id: str | None, statistics: Mapping[str, int]) -> list[Json]:
+        """The model calls that were stored last, the newest first. A call is stored when it ends."""
+        if statistics != self._statistics:
+            spans = await self._store.newest_spans(SPANS if run_id is None else SPANS_OF_SHARED)
+            found = [span for span in spans if is_call(span) and (run_id is None or run_id in span.rollout_id)]
+            lines = [call_line(span, self._summaries.updates) for span in found[:NEWEST]]
+            self._calls = sorted(lines, key=lambda call: -(call["end_time"] or 0.0))
+            self._statistics = statistics
+        return self._calls
+
+
+def call_line(span: Span, updates: Updates) -> Json:
+    """A model call as a line of a table."""
+    answer = [part for message in messages_of(span, names.OUTPUT_MESSAGES) for part in message_json(message)["parts"]]
+    return {
+        **call_facts(span, updates),
+        "rollout_id": span.rollout_id,
+        "end_time": span.end_time,
+        "answer": shortened(" ".join(str(part.get("text") or part.get("name") or "") for part in answer)),
+    }
+
+
+# -- one run or store -------------------------------------------------------------------------------------------------
+
 
 MOST_IN_BATCH: Final = 1024
 """Rollouts of a step over which credit is computed; with more, only the group itself is read."""
@@ -217,3 +482,118 @@ def _why_alone(step: int | None, has_audit: bool, rollout: Rollout) -> str:
 def _common(rollout: Rollout) -> int:
     """The length of the beginning that its id shares with others of its group."""
     return max(1, len(rollout.rollout_id.rstrip("0123456789")))
+
+
+# -- the catalog ------------------------------------------------------------------------------------------------------
+
+
+STORE: Final = "store"
+"""The name of a store that is shown by itself."""
+MOST_OPEN: Final = 16
+"""Databases that are open at the same time."""
+
+
+class Catalog:
+    """Finds runs below `roots`, and those of `directories`. `store` is shown by itself, unless it belongs to the one
+    run of `directories` (`owns_store`): then it is that run's, which this process has open. `writable`: requests with
+    the token may change stores."""
+
+    def __init__(
+        self,
+        store: LightningStoreBase | None = None,
+        *,
+        directories: Iterable[Path] = (),
+        roots: Iterable[Path] = (),
+        owns_store: bool = False,
+        writable: bool = False,
+    ) -> None:
+        self._store, self.writable = store, writable
+        self._directories = [path.resolve() for path in directories]
+        self._roots = [path.resolve() for path in roots]
+        self._owns_store = owns_store
+        self._files: dict[Path, RunFiles] = {}
+        self._opened: dict[Path, LightningStoreBase] = {}
+        self._data: dict[str, RunData] = {}
+
+    def sources(self) -> list[Source]:
+        """All of them, the newest run first."""
+        found = [Source(name, self._files_of(path)) for name, path in self._runs().items()]
+        found.sort(key=lambda each: -_changed(each.run().path))
+        alone = self._store is not None and not self._owns_store
+        return [*found, Source(STORE)] if alone else found
+
+    def source(self, name: str) -> Source:
+        """Raises NotFoundError."""
+        if name == STORE and self._store is not None and not self._owns_store:
+            return Source(STORE)
+        path = self._runs().get(name)
+        if path is None:
+            raise NotFoundError(f"there is no run {name!r} here; /dashboard/api/runs lists all")
+        return Source(name, self._files_of(path))
+
+    async def run(self, name: str) -> RunData:
+        """Raises NotFoundError for an unknown name, and ConfigError for a run whose store is not known."""
+        source = self.source(name)
+        store, known = await self._store_of(source), self._data.get(name)
+        if known is None or known.store is not store or known.files is not source.files:
+            shares = source.files is not None and not (source.files.path / "store.db").exists()
+            known = self._data[name] = RunData(source, store, shares)
+        return known
+
+    async def _store_of(self, source: Source) -> LightningStoreBase:
+        if source.files is None or (self._owns_store and source.files.path in self._directories):
+            assert self._store is not None
+            return self._store
+        path = source.files.path / "store.db"
+        if path.exists():
+            return await self._open(path)
+        if self._store is not None:
+            return self._store
+        raise ConfigError(
+            f"the rollouts of {source.name} are in another store, which the run was given; open that as well: "
+            "agl dashboard DATABASE"
+        )
+
+    async def _open(self, path: Path) -> LightningStoreBase:
+        store = self._opened.pop(path, None) or LightningStore(path)
+        self._opened[path] = store  # the one used last comes last
+        if len(self._opened) > MOST_OPEN:
+            await self._opened.pop(next(iter(self._opened))).close()
+        return store
+
+    async def close(self) -> None:
+        """Stop reading, and close the stores that were opened here."""
+        for run in self._data.values():
+            await run.attempts.close()
+        while self._opened:
+            await self._opened.popitem()[1].close()
+
+    def _files_of(self, path: Path) -> RunFiles:
+        return self._files.setdefault(path, RunFiles(path))
+
+    def _runs(self) -> dict[str, Path]:
+        """The run directories by name, which is that of the directory."""
+        paths = [*self._directories]
+        for root in self._roots:
+            paths += sorted(each.parent for pattern in ("state.json", "*/state.json") for each in root.glob(pattern))
+        found: dict[str, Path] = {}
+        for path in dict.fromkeys(paths):
+            if holds_run(path):
+                name, number = path.name, 2
+                while name in found or name == STORE:
+                    name, number = f"{path.name}-{number}", number + 1
+                found[name] = path
+        return found
+
+
+def _changed(path: Path) -> float:
+    try:
+        return (path / "state.json").stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def catalog_of_run(directory: Path, store: LightningStoreBase) -> Catalog:
+    """A run in this process, which has its store open, and the runs beside it."""
+    roots = [directory.resolve().parent]
+    return Catalog(store, directories=[directory], roots=roots, owns_store=True, writable=True)

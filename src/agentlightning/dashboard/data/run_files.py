@@ -1,27 +1,57 @@
-"""Reads the files of a run directory, which another process may be writing. Each is read again when it has changed."""
+"""Reads the files of run directories, which other processes may be writing: one run, its state, and several by
+configuration. Each file is read again when it has changed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import os
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import orjson
 
 from agentlightning.config import TrainConfig
-from agentlightning.errors import AgentLightningError
-from agentlightning.training.governance import AUDIT_FILE, AuditRecord, read_audit
-from agentlightning.training.health.examination import read_records, status_of
+from agentlightning.errors import AgentLightningError, ConfigError, ResumeError
+from agentlightning.evaluation.intervals import UNBOUNDED, Interval, mean_of_seeds, seed_difference
+from agentlightning.resources import prompts_in
+from agentlightning.training.governance import AUDIT_FILE, AuditRecord, audit_record, last_times
+from agentlightning.training.health.examination import failures_of, read_record, status_of
 from agentlightning.training.health.signs import SignHistory, sign_history
 from agentlightning.training.health.step_record import StepRecord
-from agentlightning.training.persistence.run_changes import flat_settings, settings_of_run
-from agentlightning.training.persistence.run_dir import RunState, check_run, read_state, whole_lines
-from agentlightning.util.json_values import Json
+from agentlightning.training.persistence.checkpoints import read_resources
+from agentlightning.training.persistence.run_changes import (
+    changed_settings,
+    flat_settings,
+    leaves,
+    settings_of_run,
+    shown,
+)
+from agentlightning.training.persistence.run_dir import RunState, check_run, read_state
+from agentlightning.training.report.result import prompt_diff
+from agentlightning.util.json_values import Json, loads
 
 T = TypeVar("T")
 Signature = tuple[int, int] | None
 """(time of the last change in nanoseconds, size in bytes) of a file; None: there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    """What was read of a file that is appended to."""
+
+    file: int | None = None
+    """Its number in the file system: another one has taken its place where that differs."""
+    end: int = 0
+    """Where the lines that were read end."""
+    last: bytes = b""
+    """The last of them."""
+    number: int = 0
+    """How many they are."""
+    values: list[Any] = field(default_factory=list[Any])
+    """What they hold."""
 
 
 @dataclass(slots=True)
@@ -30,6 +60,9 @@ class RunFiles:
 
     path: Path
     _cache: dict[str, tuple[Signature, Any]] = field(default_factory=dict[str, tuple[Signature, Any]])
+    _lines: dict[str, _Lines] = field(default_factory=dict[str, _Lines])
+    _history: tuple[list[StepRecord], list[SignHistory]] = field(default_factory=lambda: ([], []))
+    """Steps, and the signs of trouble in them."""
 
     def state(self) -> RunState:
         """Raises ResumeError where it cannot be read."""
@@ -41,14 +74,27 @@ class RunFiles:
 
     def metrics(self) -> list[Json]:
         """The lines of `metrics.jsonl` that can be read."""
-        return self._read("metrics", "metrics.jsonl", lambda: _json_lines(self.path / "metrics.jsonl"))
+        return self._read_lines("metrics", "metrics.jsonl", _json_values)
 
     def records(self) -> list[StepRecord]:
-        return self._read("records", "metrics.jsonl", lambda: read_records(self.path / "metrics.jsonl")[0])
+        """The steps, as far as their metrics can be read."""
+
+        def read(_: int, line: bytes) -> list[StepRecord]:
+            record = read_record(line)
+            return [] if record is None else [record]
+
+        return self._read_lines("records", "metrics.jsonl", read)
 
     def signs(self) -> list[SignHistory]:
-        """The signs of trouble since which step. Takes seconds for a run of thousands of steps: call it in a thread."""
-        return self._read("signs", "metrics.jsonl", lambda: sign_history(self.records()))
+        """The signs of trouble since which step. Takes seconds for a run of thousands of steps, the first time: call it
+        in a thread."""
+        (judged, found), records = self._history, self.records()
+        if records[: len(judged)] != judged:  # steps were repeated
+            judged, found = [], []
+        if len(records) > len(judged):
+            found = sign_history(records, found, len(judged))
+        self._history = records, found
+        return found
 
     def report(self) -> Json | None:
         """The result; None for a run that has none yet."""
@@ -68,16 +114,46 @@ class RunFiles:
         return {} if config is None else dict(sorted(flat_settings(config).items()))
 
     def audit(self) -> list[AuditRecord]:
-        return self._read("audit", AUDIT_FILE, lambda: read_audit(self.path))
+        """Raises ConfigError where it cannot be read."""
+
+        def read(number: int, line: bytes) -> list[AuditRecord]:
+            return [audit_record(self.path / AUDIT_FILE, number, line)]
+
+        return last_times(self._read_lines("audit", AUDIT_FILE, read))
 
     def changes(self) -> list[Json]:
         """What resumes have changed."""
-        return self._read("changes", "changes.jsonl", lambda: _json_lines(self.path / "changes.jsonl"))
+        return self._read_lines("changes", "changes.jsonl", _json_values)
 
     def tasks(self, name: str) -> list[Any]:
         """The tasks of `train`, `validation` or `held_out`."""
-        file = f"data/{name}.jsonl"
-        return self._read(f"tasks {name}", file, lambda: _json_lines(self.path / file))
+        return self._read_lines(f"tasks {name}", f"data/{name}.jsonl", _json_values)
+
+    def steps(self) -> int | None:
+        """The steps of the whole run. None: its settings do not say, as those of an algorithm object do not."""
+        state = self.state()
+        return None if state.algorithm or state.recorded else self._read("steps", "config.toml", self._configured_steps)
+
+    def _configured_steps(self) -> int | None:
+        try:
+            settings = tomllib.loads((self.path / "config.toml").read_text("utf-8"))
+        except (OSError, ValueError):
+            return None
+        steps = settings.get("algorithm", {}).get("steps")
+        return steps if isinstance(steps, int) else None
+
+    def seconds_left(self) -> float | None:
+        """By the mean time of the steps so far; None where it cannot be known."""
+        state, total = self.state(), self.steps()
+        return state.seconds / state.step * max(0, total - state.step) if total and state.step else None
+
+    def prompts(self) -> Json:
+        """The prompts that would be the result if the run ended now, and what has changed in them since it began."""
+        checkpoint = "checkpoint" if self.status() == "finished" else self.state().checkpoint
+        found = prompts_in(read_resources(self.path, checkpoint))
+        config = self.config() if found else None  # None: of another version, so that they are shown as they are.
+        diff = prompt_diff({} if config is None else config.prompts, found)
+        return {"prompts": {name: each.template for name, each in found.items()}, "prompt_diff": diff}
 
     def learned_at(self, rollout_id: str) -> int | None:
         """The step that was given a rollout to learn from; None: none was, or the audit log does not say."""
@@ -120,6 +196,35 @@ class RunFiles:
         self._cache[key] = (signature, value)
         return value
 
+    def _read_lines(self, key: str, name: str, decode: Callable[[int, bytes], list[T]]) -> list[T]:
+        """What the lines of a file hold, by their number and text. A last one without an end is being written."""
+        return self._read(key, name, lambda: self._read_on(key, name, decode).values)
+
+    def _read_on(self, key: str, name: str, decode: Callable[[int, bytes], list[Any]]) -> _Lines:
+        """Read what was appended since the last time; all of a file that was replaced, or cut."""
+        known = self._lines.get(key, _Lines())
+        try:
+            file = (self.path / name).open("rb")
+        except FileNotFoundError:
+            return _Lines()
+        with file:
+            number = os.fstat(file.fileno()).st_ino
+            file.seek(known.end - len(known.last))
+            if number != known.file or file.read(len(known.last)) != known.last:
+                known = _Lines(number)
+                file.seek(0)
+            whole, end, _ = file.read().rpartition(b"\n")
+        lines = whole.split(b"\n") if end else []
+        values = [value for place, line in enumerate(lines, known.number + 1) for value in decode(place, line)]
+        found = self._lines[key] = _Lines(
+            number,
+            known.end + len(whole + end),
+            lines[-1] + end if lines else known.last,
+            known.number + len(lines),
+            known.values + values,
+        )
+        return found
+
 
 def open_run(path: Path) -> RunFiles:
     """Raises ConfigError where there is no run."""
@@ -127,15 +232,11 @@ def open_run(path: Path) -> RunFiles:
     return RunFiles(path)
 
 
-def _json_lines(path: Path) -> list[Any]:
-    """The lines that can be read; one without an end is being written."""
-    found: list[Any] = []
-    for line in whole_lines(path):
-        try:
-            found.append(orjson.loads(line))
-        except orjson.JSONDecodeError:  # `damaged_lines` of the examination names it
-            continue
-    return found
+def _json_values(_: int, line: bytes) -> list[Any]:
+    try:
+        return [orjson.loads(line)]
+    except orjson.JSONDecodeError:  # `damaged_lines` of the examination names it
+        return []
 
 
 def _json_or_none(path: Path) -> Any:
@@ -143,3 +244,194 @@ def _json_or_none(path: Path) -> Any:
         return orjson.loads(path.read_bytes())
     except (OSError, orjson.JSONDecodeError):
         return None
+
+
+# -- the state of a run, as `agl status` prints it --------------------------------------------------------------------
+
+
+def status_record(files: RunFiles) -> tuple[Json, list[float | None]]:
+    """The state of a run as JSON values, and its rewards by step. Raises ResumeError for a state that cannot be
+    read."""
+    state, status, records = files.state(), files.status(), files.records()
+    validated = next((each for each in reversed(records) if each.validation), None)
+    left = None if status == "finished" else files.seconds_left()
+    rewards = [each.reward for each in records]
+    known = [each for each in rewards if each is not None] or [None]
+    start = {
+        name.removeprefix("before-"): (measured, len(each))
+        for name, each in state.evaluations.items()
+        if name.startswith("before-") and (measured := [value for value in each if value is not None])
+    }
+    record = {
+        "run_dir": str(files.path),
+        "status": status,
+        "step": state.step,
+        "steps": files.steps(),
+        "seconds": round(state.seconds, 1),
+        "seconds_left": None if left is None else round(left, 1),
+        "reward": known[-1],
+        "first_reward": known[0],
+        "best_reward": max(known, key=lambda each: each or 0.0),
+        "start": {mode: sum(measured) / len(measured) for mode, (measured, _) in start.items()},
+        "start_tasks": {mode: (len(measured), tasks) for mode, (measured, tasks) in start.items()},
+        "validation": dict(validated.validation) if validated else {},
+        "validated_at": validated.step if validated else None,
+        "tokens_per_second": records[-1].tokens_per_second if records else None,
+        "sessions": None if state.recorded is None else state.recorded.sessions,
+        "rollouts": state.rollouts,
+        "failed_rollouts": state.failed_rollouts,
+        "rejected_rollouts": dict(state.rejected),
+        "failures": [asdict(each) for each in failures_of(files.path / "store.db", state, [])],
+        "warnings": dict(state.warnings),
+        **files.prompts(),
+    }
+    return record, rewards
+
+
+# -- runs by configuration: those whose settings differ in the seed alone ---------------------------------------------
+
+
+NO_SETTINGS: Final = ("run.seed", "run.host", "run.port", "run.public_url", "tracking.")
+"""What may differ between the runs of one configuration."""
+
+
+@dataclass(slots=True)
+class Configuration:
+    """The runs of one configuration."""
+
+    settings: TrainConfig
+    extensions: Mapping[str, Any]
+    runs: dict[int, Path] = field(default_factory=dict[int, Path])
+    """By seed."""
+    reports: dict[int, Mapping[str, Any]] = field(default_factory=dict[int, Mapping[str, Any]])
+    """Of those that are finished."""
+    rewards: list[float] = field(default_factory=list[float])
+    """Of held-out tasks, in all measurements of its runs."""
+
+    def add(self, run: Path, seed: int, state: RunState, report: Mapping[str, Any] | None) -> None:
+        self.runs[seed] = run
+        self.rewards += (reward for each in state.evaluations.values() for reward in each if reward is not None)
+        if report is not None:
+            self.reports[seed] = report
+
+    @property
+    def modes(self) -> list[str]:
+        """Those that its runs measured the held-out tasks in."""
+        return [*dict.fromkeys(mode for report in self.reports.values() for mode in report["held_out"])]
+
+    def numbers(self, mode: str, name: str) -> dict[int, float]:
+        """`after` or `gain` of the held-out reward, by seed; without runs in which no task has a reward."""
+        known = {seed: report["held_out"].get(mode, {}).get(name) for seed, report in self.reports.items()}
+        return {seed: value for seed, value in known.items() if value is not None}
+
+
+def configurations(runs: Sequence[Path]) -> list[Configuration]:
+    """The runs by configuration. Raises ConfigError for a run that is there twice, and for runs with different versions
+    of a class of one's own; ResumeError where there is no run."""
+    found: list[Configuration] = []
+    for run in runs:
+        settings, path, state = settings_of_run(run), run / "report.json", read_state(run)
+        extensions = {name: each["sha256"] for name, each in state.extensions.items()}
+        own = next((each for each in found if not differing(each.settings, settings)), None)
+        if own is None:
+            found.append(own := Configuration(settings, extensions))
+        if extensions != own.extensions:
+            changed = ", ".join(sorted(name for name in extensions if extensions[name] != own.extensions.get(name)))
+            raise ConfigError(
+                f"{run} was trained with another version of {changed} than {next(iter(own.runs.values()))}"
+            )
+        seed = settings.run.seed
+        if seed in own.runs:
+            raise ConfigError(f"{own.runs[seed]} and {run} are one configuration with one seed ({seed}); leave one out")
+        own.add(run, seed, state, loads(path.read_bytes()) if path.exists() else None)
+    return found
+
+
+def joined_runs(runs: Mapping[str, RunFiles]) -> list[Json]:
+    """Of the runs by name those that differ in the seed alone, with the gain that they measured and its interval over
+    seeds. A second run with a seed, and one that cannot be read, stand alone."""
+    found: dict[str, tuple[Configuration, list[str]]] = {}
+    for name, files in runs.items():
+        try:
+            config, state, report = files.config(), files.state(), files.report()
+        except ResumeError:
+            continue
+        if config is None:
+            continue
+        settings = {
+            key: each for key, each in leaves(config.model_dump(mode="json")) if not key.startswith(NO_SETTINGS)
+        }
+        extensions = {key: each["sha256"] for key, each in state.extensions.items()}
+        own, names = found.setdefault(repr((settings, extensions)), (Configuration(config, extensions), []))
+        if config.run.seed not in own.runs:
+            names.append(name)
+            own.add(files.path, config.run.seed, state, report)
+    return [
+        {"runs": names, "gain": _means(own, "gain", own.modes, bounds_of(own.rewards)[1])}
+        for own, names in found.values()
+        if len(names) > 1
+    ]
+
+
+def bounds_of(rewards: Sequence[float]) -> tuple[Interval, Interval]:
+    """Those of a mean reward, and of a difference: 0 and 1 where all rewards lie in between, else none."""
+    known = bool(rewards) and min(rewards) >= 0 and max(rewards) <= 1
+    return ((0.0, 1.0), (-1.0, 1.0)) if known else (UNBOUNDED, UNBOUNDED)
+
+
+def _means(own: Configuration, name: str, modes: Iterable[str], bounds: Interval) -> Json:
+    return {mode: asdict(mean_of_seeds(own.numbers(mode, name), bounds)) for mode in modes}
+
+
+def short_names(paths: Iterable[Path]) -> dict[Path, str]:
+    """The ends of paths, as long as it takes to tell them apart.
+
+    >>> list(short_names([Path("runs/a/ppo"), Path("runs/b/ppo")]).values())
+    ['a/ppo', 'b/ppo']
+    """
+    found = {path: path.resolve().parts for path in paths}
+    length = next(n for n in count(1) if len({parts[-n:] for parts in found.values()}) == len(set(found.values())))
+    return {path: "/".join(parts[-length:]) for path, parts in found.items()}
+
+
+def differing(first: TrainConfig, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """The settings in which two configurations differ."""
+    return {name: values for name, values in changed_settings(first, other).items() if not name.startswith(NO_SETTINGS)}
+
+
+def compared_configurations(found: Sequence[Configuration]) -> list[Json]:
+    """What the finished runs of each measured, with intervals over seeds, and its difference from the first one, as
+    JSON values. Raises ConfigError where runs of one seed were measured on different tasks."""
+    first, names = found[0], short_names(run for each in found for run in each.runs.values())
+    modes = dict.fromkeys(mode for each in found for mode in each.modes)
+    means, differences = bounds_of([reward for each in found for reward in each.rewards])
+    rows: list[Json] = []
+    for each in found:
+        label = names[next(iter(each.runs.values()))]
+        label += f" and {len(each.runs) - 1} more" if len(each.runs) > 1 else ""
+        row: Json = {"label": label, "runs": [str(run) for run in each.runs.values()], "seeds": [*each.runs]}
+        row["settings"] = _changes(shown(differing(first.settings, each.settings)))
+        row["after"], row["gain"] = _means(each, "after", modes, means), _means(each, "gain", modes, differences)
+        if each is not first:
+            _check_tasks(first, each)
+            row["difference"] = {
+                mode: asdict(seed_difference(first.numbers(mode, "after"), each.numbers(mode, "after"), differences))
+                for mode in modes
+            }
+        rows.append(row)
+    return rows
+
+
+def _changes(differences: Mapping[str, tuple[Any, Any]]) -> Json:
+    """What the other configuration has, without the settings of the first's types, which it cannot have."""
+    sections = tuple(name.removesuffix("type") for name in differences if name.endswith(".type"))
+    return {name: new for name, (_, new) in differences.items() if new is not None or not name.startswith(sections)}
+
+
+def _check_tasks(first: Configuration, other: Configuration) -> None:
+    for seed in first.reports.keys() & other.reports.keys():
+        runs = first.runs[seed], other.runs[seed]
+        paths = [run / "data" / "held_out.jsonl" for run in runs]
+        tasks = [path.read_bytes() if path.exists() else b"" for path in paths]
+        if tasks[0] != tasks[1]:
+            raise ConfigError(f"{runs[0]} and {runs[1]} were measured on different held-out tasks; compare equal ones")

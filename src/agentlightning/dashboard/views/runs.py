@@ -1,27 +1,174 @@
-"""The list of runs, and the page of one: state, result, warnings, settings, checkpoints."""
+"""The list of runs; the page of one: curves, state, result, warnings, settings, checkpoints; several side by side."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import re
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, TypeVar
 
-from agentlightning.dashboard.data.catalog import Catalog
-from agentlightning.dashboard.data.configurations import bounds_of, joined_runs
-from agentlightning.dashboard.data.run_data import Source
-from agentlightning.dashboard.data.run_files import RunFiles
-from agentlightning.dashboard.data.status import seconds_left, status_record
+from agentlightning.dashboard.data.rollouts import shortened
+from agentlightning.dashboard.data.run_data import Catalog, Source
+from agentlightning.dashboard.data.run_files import (
+    RunFiles,
+    bounds_of,
+    compared_configurations,
+    configurations,
+    joined_runs,
+    status_record,
+)
 from agentlightning.dashboard.query import Query
-from agentlightning.dashboard.views.curves import charts_of
-from agentlightning.errors import AgentLightningError
-from agentlightning.evaluation.intervals import mean_interval, mean_of_seeds
-from agentlightning.training.persistence.checkpoints import prompts_of
+from agentlightning.errors import AgentLightningError, ConfigError, RewardError
+from agentlightning.evaluation.intervals import compare_tasks, mean_interval, mean_of_seeds
+from agentlightning.task import task_key
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.report.result import cost_of_steps
 from agentlightning.util.json_values import Json
+
+# -- curves -----------------------------------------------------------------------------------------------------------
+
+
+T = TypeVar("T")
+MOST_POINTS: Final = 2000
+"""Steps that are sent; of more, the last of each interval."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Metrics that are drawn together."""
+
+    name: str
+    title: str
+    metrics: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Name of a metric -> its label."""
+    others: str = ""
+    """All metrics whose whole names match this pattern belong to it, too; the group is the label."""
+    unit: str = ""
+    band: tuple[str, str] | None = None
+    """(metric, its spread): a band of metric - spread to metric + spread."""
+    log: bool = False
+
+
+CHARTS: Final = (
+    Chart("reward", "Reward of the step", {"reward": "mean"}, band=("reward", "reward_std")),
+    Chart("validation", "Validation reward", {}, others="validation_(.+)"),
+    Chart("dimensions", "Reward by dimension", {}, others="(?:reward_of|air)_(.+)"),
+    Chart("entropy", "Entropy", {"entropy": "of the trained tokens", "sampling_entropy": "as sampled"}, unit="nats"),
+    Chart(
+        "kl",
+        "Divergence",
+        {"approx_kl": "sampled from trained", "ref_kl": "from the reference", "mismatch_kl": "sampler and trainer"},
+        unit="nats a token",
+    ),
+    Chart("gradient", "Gradient norm", {"grad_norm": "before clipping"}, log=True),
+    Chart("clip", "Clipped tokens", {"clip_fraction": "share"}),
+    Chart("length", "Response length", {"response_tokens": "tokens of a rollout"}, unit="tokens"),
+    Chart("truncated", "Truncated, repeated", {"truncated": "truncated calls", "repeated_ngrams": "repeated n-grams"}),
+    Chart("staleness", "Staleness", {"staleness": "mean", "staleness_max": "highest"}, unit="updates"),
+    Chart(
+        "groups",
+        "Groups without spread",
+        {
+            "groups_without_spread": "all",
+            "groups_failed": "all failed",
+            "groups_solved": "all solved",
+            "groups_repeated": "repeated outputs",
+            "groups_certain": "certain outputs",
+            "groups_constant": "constant reward",
+        },
+        unit="groups",
+    ),
+    Chart(
+        "failures",
+        "Rollouts not learned from",
+        {"failed": "failed", "timeouts": "timed out"},
+        others="rejected_(.+)",
+        unit="rollouts",
+    ),
+    Chart("seconds", "Seconds by phase", {}, others="(.+)_seconds", unit="s"),
+    Chart("speed", "Sampling speed", {"tokens_per_second": "tokens a second"}, unit="tokens/s"),
+    Chart("loss", "Loss", {"loss": "loss"}),
+    Chart("lr", "Learning rate", {"lr": "learning rate"}),
+    Chart("guard", "Reward guard", {}, others="guard_(.+)"),
+)
+HIDDEN: Final = frozenset({"step", "revision"})
+
+
+def charts_of(metrics: Sequence[Mapping[str, Any]]) -> Json:
+    """The charts that have a number, whether it is the same at all steps, and the metrics that are in none of them."""
+    rows = thinned(metrics)
+    names = list(dict.fromkeys(name for row in metrics for name, value in row.items() if number_of(value) is not None))
+    used: set[str] = set(HIDDEN)
+    found: list[Json] = []
+    for chart in CHARTS:
+        series = [_series(rows, name, label) for name, label in _metrics_of(chart, names).items()]
+        known = [[value for value in each["values"] if value is not None] for each in series]
+        if any(known):
+            used.update(each["metric"] for each in series)
+            if chart.band is not None:
+                used.add(chart.band[1])
+            constant = any(len(own) > 1 for own in known) and all(len(set(own)) < 2 for own in known)
+            found.append({**_chart(chart, series, rows), "constant": constant})
+    others = [name for name in names if name not in used]
+    return {
+        "steps": [row.get("step") for row in rows],
+        "charts": found,
+        "others": [_series(rows, name, name.replace("_", " ")) for name in others],
+        "thinned": len(metrics) - len(rows),
+    }
+
+
+def _chart(chart: Chart, series: list[Json], rows: Sequence[Mapping[str, Any]]) -> Json:
+    band = None
+    if chart.band is not None:
+        metric, spread = chart.band
+        pairs = [(number_of(row.get(metric)), number_of(row.get(spread))) for row in rows]
+        if any(width is not None for _, width in pairs):
+            band = {
+                "metric": metric,
+                "label": "± standard deviation within a group",
+                "low": [None if m is None or w is None else m - w for m, w in pairs],
+                "high": [None if m is None or w is None else m + w for m, w in pairs],
+            }
+    return {
+        "name": chart.name,
+        "title": chart.title,
+        "unit": chart.unit,
+        "log": chart.log,
+        "series": series,
+        "band": band,
+    }
+
+
+def _metrics_of(chart: Chart, names: Iterable[str]) -> dict[str, str]:
+    found = {name: label for name, label in chart.metrics.items() if name in names}
+    for name in names:
+        if (matched := re.fullmatch(chart.others, name)) is not None:
+            found[name] = matched[1].replace("_", " ")
+    return found
+
+
+def _series(rows: Sequence[Mapping[str, Any]], name: str, label: str) -> Json:
+    return {"metric": name, "label": label, "values": [number_of(row.get(name)) for row in rows]}
+
+
+def number_of(value: Any) -> float | None:
+    """A value as a number; None for what is none."""
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if usable else None
+
+
+def thinned(steps: Sequence[T]) -> list[T]:
+    """At most MOST_POINTS of them, the last one included."""
+    stride = max(1, math.ceil(len(steps) / MOST_POINTS))
+    return [*steps[len(steps) - 1 :: -stride]][::-1]
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
 
 WINDOW: Final = 5
 """Steps that the reward at the start and the reward now are means of."""
@@ -38,7 +185,7 @@ async def list_runs(data: Catalog, query: Query) -> Json:
 async def show_status(data: Catalog, query: Query) -> Json:
     """One run as `agl status` prints it."""
     run = await data.run(query.part("run"))
-    record, rewards = await asyncio.to_thread(status_record, run.source.run().path)
+    record, rewards = await asyncio.to_thread(status_record, run.source.run())
     return {"status": record, "rewards": rewards}
 
 
@@ -65,11 +212,6 @@ def _show(source: Source, files: RunFiles) -> Json:
     }
 
 
-def prompts_now(files: RunFiles) -> Json:
-    """The prompts that would be the result if the run ended now, and what has changed in them."""
-    return prompts_of(files.path, "checkpoint" if files.status() == "finished" else files.state().checkpoint)
-
-
 def summary(source: Source) -> Json:
     """A line of the list of runs. One that cannot be read has an `error` that says why."""
     if source.files is None:
@@ -83,8 +225,6 @@ def summary(source: Source) -> Json:
 def _summary(name: str, files: RunFiles) -> Json:
     state, config, metrics, status = files.state(), files.config(), files.metrics(), files.status()
     algorithm = state.algorithm or (None if config is None else config.algorithm.type)
-    # The settings say nothing of the steps of an algorithm object.
-    total = None if config is None or state.algorithm else getattr(config.algorithm, "steps", None)
     rewards = [float(r) for row in metrics if isinstance(r := row.get("reward"), int | float) and math.isfinite(r)]
     speeds = [float(s) for row in metrics[-WINDOW:] if isinstance(s := row.get("tokens_per_second"), int | float)]
     return {
@@ -95,9 +235,9 @@ def _summary(name: str, files: RunFiles) -> Json:
         "model": config.policy.model if config is not None and state.learns_weights else None,
         "agent": None if config is None else config.agent or ("a live object" if "agent" in state.objects else None),
         "step": len(metrics) if state.step == 0 else max(state.step, len(metrics)),
-        "steps": total,
+        "steps": files.steps(),
         "seconds": state.seconds,
-        "time_left": seconds_left(state, total) if status == "running" else None,
+        "time_left": files.seconds_left() if status == "running" else None,
         "reward_start": window(rewards[:WINDOW]),
         "reward_now": window(rewards[-WINDOW:]),
         "rewards": rewards[-200:],
@@ -212,3 +352,134 @@ def _checkpoints(files: RunFiles, state: RunState) -> list[Json]:
         number = int(step) if step.isdecimal() else None
         found.append({"directory": name, "step": number, "bytes": size, "roles": roles.get(name, [])})
     return found
+
+
+# -- several runs -----------------------------------------------------------------------------------------------------
+
+
+MOST_RUNS: Final = 24
+MOST_TASKS: Final = 100
+"""Tasks that are listed as won, and as lost."""
+METRICS: Final = (
+    "reward",
+    "validation_greedy",
+    "validation_sampled",
+    "entropy",
+    "grad_norm",
+    "approx_kl",
+    "clip_fraction",
+    "response_tokens",
+    "groups_without_spread",
+    "tokens_per_second",
+)
+"""Those whose curves are shown."""
+Groups = Sequence[Sequence[str]]
+"""Names of runs by configuration."""
+
+
+async def compare(data: Catalog, query: Query) -> Json:
+    """`runs=A,B,...`: the runs by configuration, each compared with that of the first."""
+    names = list(dict.fromkeys(query.names("runs")))
+    if not 2 <= len(names) <= MOST_RUNS:
+        raise ConfigError(f"runs={','.join(names)!r} names {len(names)} runs; name 2 to {MOST_RUNS}, as runs=A,B")
+    sources = [data.source(name) for name in names]
+    files = {each.name: each.run() for each in sources}
+    return await asyncio.to_thread(_compare, files) | {
+        "summaries": [await asyncio.to_thread(summary, each) for each in sources]
+    }
+
+
+def _compare(files: Mapping[str, RunFiles]) -> Json:
+    groups: Groups = [[name] for name in files]
+    rows: list[Json] = []
+    ungrouped = ""
+    try:
+        found = configurations([each.path for each in files.values()])
+        names = {each.path: name for name, each in files.items()}
+        groups = [[names[run] for run in each.runs.values()] for each in found]
+        rows = compared_configurations(found)
+    except AgentLightningError as error:
+        ungrouped = str(error)
+    heads = [group[0] for group in groups]
+    first = heads[0]
+    return {
+        "groups": groups,
+        "configurations": rows,
+        "ungrouped": ungrouped,
+        "curves": [{"metric": each, "series": _curves(each, groups, files)} for each in METRICS],
+        "settings": _different_settings(heads, [files[name] for name in heads]),
+        "tasks": [_tasks(first, files[first], name, files[name]) for name in heads[1:]],
+    }
+
+
+def _curves(metric: str, groups: Groups, files: Mapping[str, RunFiles]) -> list[Json]:
+    """A metric by step: of each configuration the mean over its runs, as far as all of them are, with its interval."""
+    found: list[Json] = []
+    for group in groups:
+        lines = [{row["step"]: number_of(row.get(metric)) for row in files[name].metrics()} for name in group]
+        known = [{step: value for step, value in line.items() if value is not None} for line in lines]
+        steps = thinned(sorted(set.intersection(*map(set, known))))
+        means = [mean_of_seeds({seed: line[step] for seed, line in enumerate(known)}) for step in steps]
+        edges = [each.interval or (None, None) for each in means]
+        found.append(
+            {
+                "steps": steps,
+                "values": [each.mean for each in means],
+                "low": [low for low, _ in edges],
+                "high": [high for _, high in edges],
+            }
+        )
+    return found
+
+
+def _different_settings(names: Sequence[str], files: Sequence[RunFiles]) -> list[Json]:
+    """Settings whose values differ, by name."""
+    settings = [each.settings() for each in files]
+    found: list[Json] = []
+    for setting in sorted({name for each in settings for name in each}):
+        values = [each.get(setting) for each in settings]
+        if any(value != values[0] for value in values):
+            found.append({"setting": setting, "values": dict(zip(names, values, strict=True))})
+    return found
+
+
+def _tasks(first: str, files: RunFiles, second: str, others: RunFiles) -> Json:
+    """The held-out tasks that two runs share, by their content: reward after training, with the paired difference."""
+    found: Json = {"first": first, "second": second, "modes": {}, "error": ""}
+    try:
+        mine, theirs = files.state(), others.state()
+        own, other = files.tasks("held_out"), others.tasks("held_out")
+    except AgentLightningError as error:
+        return found | {"error": str(error)}
+    places = {task_key(task): place for place, task in enumerate(other)}
+    pairs = [(i, places[key], task) for i, task in enumerate(own) if (key := task_key(task)) in places]
+    for name in mine.evaluations:
+        mode = name.removeprefix("after-")
+        if mode == name or name not in theirs.evaluations:
+            continue
+        before, after = mine.evaluations[name], theirs.evaluations[name]
+        rows = [(before[i], after[j], task) for i, j, task in pairs if i < len(before) and j < len(after)]
+        found["modes"][mode] = _mode(rows)
+    if not found["modes"]:
+        found["error"] = "these runs have no held-out tasks in common that both have measured"
+    return found
+
+
+def _mode(rows: Sequence[tuple[float | None, float | None, Any]]) -> Json:
+    try:
+        result = asdict(compare_tasks([[a] for a, _, _ in rows], [[b] for _, b, _ in rows]))
+    except RewardError as error:
+        return {"error": str(error), "won": [], "lost": [], "tasks": len(rows)}
+    known = [(b - a, a, b, task) for a, b, task in rows if a is not None and b is not None]
+    won = sorted((each for each in known if each[0] > 0), key=lambda each: -each[0])
+    lost = sorted((each for each in known if each[0] < 0), key=lambda each: each[0])
+    return {
+        "result": result,
+        "won": [_task(*each) for each in won[:MOST_TASKS]],
+        "lost": [_task(*each) for each in lost[:MOST_TASKS]],
+        "tasks": len(rows),
+    }
+
+
+def _task(difference: float, first: float, second: float, task: Any) -> Json:
+    return {"task": shortened(task), "first": first, "second": second, "difference": difference}

@@ -9,10 +9,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from agentlightning.dashboard.data.catalog import Catalog
-from agentlightning.dashboard.data.run_data import RunData
+from agentlightning.dashboard.data.rollouts import RolloutSummary
+from agentlightning.dashboard.data.run_data import Catalog, RunData
 from agentlightning.dashboard.data.run_files import RunFiles
-from agentlightning.dashboard.data.summary import RolloutSummary
 from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views.runs import held_out_modes, measured
 from agentlightning.errors import RewardError

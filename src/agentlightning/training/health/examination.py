@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 import msgspec
 import orjson
 
-from agentlightning.errors import AgentLightningError, ConfigError
+from agentlightning.errors import AgentLightningError
 from agentlightning.evaluation.intervals import Gain
 from agentlightning.rollouts import Attempt
 from agentlightning.store import LightningStore
@@ -139,8 +139,6 @@ class Examination:
 
 def examine(run_dir: Path) -> Examination:
     """Raises ConfigError for a directory that holds no run, ResumeError for a state that cannot be read."""
-    if not run_dir.is_dir():
-        raise ConfigError(f"{run_dir} is no directory; give that of a run, such as runs/20260101-120000")
     check_run(run_dir)
     state, status = read_state(run_dir), status_of(run_dir)
     records, damaged = read_records(run_dir / "metrics.jsonl")
@@ -207,15 +205,18 @@ def status_of(run_dir: Path) -> Literal["running", "finished", "unfinished"]:
 def read_records(path: Path) -> tuple[list[StepRecord], tuple[int, ...]]:
     """The steps in a file of metrics, and the numbers of the lines that cannot be read. A last line without an end is
     being written."""
-    records: list[StepRecord] = []
-    damaged: list[int] = []
-    for number, line in enumerate(whole_lines(path), 1):
-        try:
-            found: Any = orjson.loads(line)
-            records.append(StepRecord.read(found | {"step": int(found["step"])}))
-        except (ValueError, TypeError, LookupError):
-            damaged.append(number)
-    return records, tuple(damaged)
+    lines = [*map(read_record, whole_lines(path))]
+    damaged = tuple(number for number, record in enumerate(lines, 1) if record is None)
+    return [record for record in lines if record is not None], damaged
+
+
+def read_record(line: bytes) -> StepRecord | None:
+    """The step in a line of metrics; None for one that cannot be read."""
+    try:
+        found: Any = orjson.loads(line)
+        return StepRecord.read(found | {"step": int(found["step"])})
+    except (ValueError, TypeError, LookupError):
+        return None
 
 
 def failures_of(path: Path, state: RunState, notes: list[str]) -> tuple[Failures, ...]:

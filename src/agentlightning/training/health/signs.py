@@ -10,7 +10,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from agentlightning.credit.rejection import describe_reasons
@@ -660,10 +660,10 @@ def comparable(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
     return records[max(0, start) :]
 
 
-def sign_history(records: Sequence[StepRecord]) -> list[SignHistory]:
-    """Every kind of sign that was seen, in order of its first step."""
-    found: dict[str, SignHistory] = {}
-    for end, record in enumerate(records, 1):
+def sign_history(records: Sequence[StepRecord], seen: Iterable[SignHistory] = (), begin: int = 0) -> list[SignHistory]:
+    """Every kind of sign that was seen, in order of its first step. `seen`: the history of the first `begin` steps."""
+    found = {each.sign.name: replace(each) for each in seen}
+    for end, record in enumerate(records[begin:], begin + 1):
         for sign in signs_of(records[:end]):
             known = found.setdefault(sign.name, SignHistory(sign, record.step))
             known.sign, known.until, known.count = sign, record.step, known.count + 1

@@ -20,12 +20,11 @@ from agentlightning.algorithms.base import Algorithm
 from agentlightning.config import RunConfig
 from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import Engine
-from agentlightning.errors import AgentLightningError, PolicyError, ResumeError
+from agentlightning.errors import PolicyError, ResumeError
 from agentlightning.policy.base import Policy
 from agentlightning.policy.learner import Learner
 from agentlightning.resources import LLM, NamedResources, ProxyLLM, named_resources, prompts_in
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.training.persistence.run_changes import settings_of_run
 from agentlightning.training.persistence.run_dir import (
     ALGORITHM_FILE,
     KeptCheckpoint,
@@ -34,7 +33,6 @@ from agentlightning.training.persistence.run_dir import (
     readable,
     write_atomically,
 )
-from agentlightning.training.report.result import prompt_diff
 
 # -- publisher -------------------------------------------------------------------------------------------------------
 
@@ -254,16 +252,6 @@ def read_resources(run_dir: Path, checkpoint: str | None) -> NamedResources:
         return {}
     with readable(path):
         return named_resources.validate_json(path.read_bytes())
-
-
-def prompts_of(run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
-    """The prompt templates in a checkpoint of a run, and what has changed in them since it began, as JSON values."""
-    found = prompts_in(read_resources(run_dir, checkpoint))
-    try:
-        start = settings_of_run(run_dir).prompts if found else {}
-    except AgentLightningError:  # Those of another version: the templates are shown as they are.
-        start = {}
-    return {"prompts": {name: each.template for name, each in found.items()}, "prompt_diff": prompt_diff(start, found)}
 
 
 async def load_weights(policy: Policy, run_dir: RunDir, state: RunState, store: LightningStoreBase) -> None:

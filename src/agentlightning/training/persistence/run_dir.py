@@ -297,6 +297,8 @@ def holds_run(run_dir: Path) -> bool:
 
 def check_run(path: Path) -> None:
     """Raises ConfigError where a directory holds no run."""
+    if not path.is_dir():
+        raise ConfigError(f"{path} holds no run: it is no directory; give that of a run, such as runs/20260101-120000")
     if not holds_run(path):
         raise ConfigError(f"{path} holds no run: there is no state.json in it; give the directory of a run")
 

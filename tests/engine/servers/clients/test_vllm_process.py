@@ -15,7 +15,7 @@ from agentlightning.engine.servers.clients.vllm import LaunchOptions, VllmProces
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.engine.servers.open import open_servers
 from agentlightning.errors import ConfigError, ServerError
-from agentlightning.testing.scripted_engine import ByteChatFormat
+from agentlightning.testing import ByteChatFormat
 from agentlightning.transport import Transport
 from agentlightning.util import guard_process
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentlightning.cli.formatting.units import read_duration, read_size, retention_from, show_size
+from agentlightning.cli.options import read_duration, read_size, retention_from
+from agentlightning.cli.output import show_size
 from agentlightning.errors import ConfigError
 from agentlightning.store.types import Retention
 

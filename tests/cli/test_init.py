@@ -14,8 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agentlightning.cli.main import build
-from agentlightning.cli.starting.folder import KINDS
-from agentlightning.cli.starting.tickets import INSTRUCTIONS
+from agentlightning.cli.start import INSTRUCTIONS, KINDS
 
 pytestmark = pytest.mark.integration
 

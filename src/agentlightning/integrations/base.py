@@ -1,14 +1,18 @@
-"""The address of an environment: `KIND:NAME?size=500&seed=1&option=value`."""
+"""What environments have in common: their addresses, `KIND:NAME?size=500&seed=1&option=value`, and one call of a chat
+model, for their agents."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 from urllib.parse import parse_qsl
 
-from agentlightning.errors import ConfigError
+import httpx
+
+from agentlightning.errors import AgentError, ConfigError
 
 DEFAULT_SIZE: Final = 500
 HELD_OUT_SHARE: Final = 0.2
@@ -64,3 +68,23 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+Message = dict[str, Any]
+
+
+async def chat(client: httpx.AsyncClient, messages: Sequence[Message], base_url: str, api_key: str, model: str) -> str:
+    """The text that the model answers. Raises AgentError with the server's reason if there is none."""
+    reply = await client.post(
+        f"{base_url.rstrip('/')}/chat/completions",
+        json={"model": model, "messages": list(messages)},
+        headers={"authorization": f"Bearer {api_key}"},
+    )
+    if reply.is_error:
+        raise AgentError(f"the model {model!r} answered {reply.status_code}: {reply.text[:500]}")
+    return str(reply.json()["choices"][0]["message"]["content"] or "")
+
+
+def client() -> httpx.AsyncClient:
+    """A client whose calls may take as long as the attempt may."""
+    return httpx.AsyncClient(timeout=None, trust_env=False)

@@ -1,20 +1,31 @@
-"""`ScriptedEngine`: an `Engine` with scripted answers instead of a model.
+"""Fakes for tests of agents and algorithms: engines and servers that need no model.
 
     engine = ScriptedEngine(["Hello.", "Good-bye."])                       # one answer per call
     engine = ScriptedEngine(lambda messages: messages[-1]["content"])      # computed from the conversation
+    with ScriptedServer({"echo": lambda text: text}) as server:
+        server.url        # base URL: /chat/completions, with the models above
 
-Tokens are those of the given chat format, by default `ByteChatFormat`, whose tokens are bytes and which needs no
-torch. Log-probabilities are a fixed function of the token.
+`ScriptedEngine`: an `Engine` with scripted answers instead of a model. Tokens are those of the given chat format, by
+default `ByteChatFormat`, whose tokens are bytes and which needs no torch. Log-probabilities are a fixed function of the
+token. `ScriptedServer`: an OpenAI-compatible endpoint on loopback whose models are functions, in a thread of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, cast
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Self, cast
 
 import orjson
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.tool_calls import HERMES
@@ -185,3 +196,54 @@ def _token_bytes(token: int, skip_special_tokens: bool) -> bytes:
     if token < 256:
         return bytes([token])
     return b"" if skip_special_tokens else _SPECIAL[token - 256].encode()
+
+
+class ScriptedServer:
+    """Use as `with`. `models`: by name, from the text of a request, all its messages, to the reply."""
+
+    def __init__(self, models: Mapping[str, Callable[[str], str]]) -> None:
+        self.models = dict(models)
+        self.calls: Counter[str] = Counter()
+        """Answered calls by model."""
+        self.app = Starlette(routes=[Route("/v1/chat/completions", self._complete, methods=["POST"])])
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"
+        self._server = uvicorn.Server(uvicorn.Config(self.app, log_level="error", lifespan="off"))
+        self._thread = threading.Thread(target=lambda: self._server.run([self._listener]), daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+
+    async def _complete(self, request: Request) -> JSONResponse:
+        body: dict[str, Any] = await request.json()
+        model = str(body.get("model"))
+        answer = self.models.get(model)
+        if answer is None:
+            return JSONResponse({"error": {"message": f"no model {model!r} here"}}, status_code=404)
+        text = "\n".join(_content(message.get("content")) for message in body["messages"])
+        reply = answer(text)
+        self.calls[model] += 1
+        usage = {"prompt_tokens": len(text.split()), "completion_tokens": len(reply.split())}
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": reply}}
+        return JSONResponse(
+            {
+                "id": f"chatcmpl-{self.calls.total()}",
+                "object": "chat.completion",
+                "created": 0,
+                "model": model,
+                "choices": [choice],
+                "usage": usage | {"total_tokens": sum(usage.values())},
+            }
+        )
+
+
+def _content(content: Any) -> str:
+    """The text of a message, which may come in parts."""
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text", "")) for part in content)
+    return str(content or "")

@@ -8,7 +8,7 @@ import signal
 
 import uvloop
 
-from agentlightning.cli.process.stop_signals import StopSignals
+from agentlightning.cli.serve import StopSignals
 
 
 def test_the_first_signal_requests_a_stop_and_afterwards_the_default_handler_is_back() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning.cli.formatting.advice import evaluation_advice, run_advice
+from agentlightning.cli.evaluate import evaluation_advice
+from agentlightning.cli.run import run_advice
 
 WHOLE: dict[str, Any] = {"error": None, "redirected": True, "calls": 2, "failed_calls": 0, "rewarded": True}
 

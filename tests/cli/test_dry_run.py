@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from agentlightning.cli.formatting.dry_run import print_dry_run
+from agentlightning.cli.train import print_dry_run
 from agentlightning.training.dry_run import DryRun, DryRunCheck, DryRunRollout
 
 OK, WARNING, FAILED = (

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.integration
 PROGRAM = """
 import time
 from rich.console import Console
-from agentlightning.cli.viewing.live import LiveProgress
+from agentlightning.cli.train import LiveProgress
 from agentlightning.util.progress import RolloutCounts
 
 with LiveProgress(Console(highlight=False)) as progress:

@@ -1,1 +1,0 @@
-"""`agl export`: a run for other programs."""

@@ -1,1 +1,0 @@
-"""Text for people: sizes and durations, a rollout, the report of a training run."""

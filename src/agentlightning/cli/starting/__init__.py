@@ -1,1 +1,0 @@
-"""`agl init`: a working folder for one's own agent."""

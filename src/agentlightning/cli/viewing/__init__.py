@@ -1,1 +1,0 @@
-"""The verbs that show runs: as a web page, as a report."""

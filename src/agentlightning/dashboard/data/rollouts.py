@@ -1,0 +1,611 @@
+"""What a rollout says: its values as text, its model calls as a conversation, its line in a table, and what sums up
+attempts of any length."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from array import array
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple, TypeAlias, cast
+
+import orjson
+from msgspec import structs
+
+from agentlightning import span as names
+from agentlightning.assemble import calls, link_rewards, scalar_reward, steps
+from agentlightning.assemble.model_calls import has_failed, is_call
+from agentlightning.errors import RewardError
+from agentlightning.rollouts import Attempt, Rollout
+from agentlightning.span import Span
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.task import task_key
+from agentlightning.trajectory import Reward, RewardWeights
+from agentlightning.util.common_prefix import common_prefix_length
+from agentlightning.util.json_values import Json, as_text, loads, recorded_objects
+
+SHORT: Final = 240
+"""Characters of a value in a table."""
+LONG: Final = 100_000
+"""Characters of one value on a page."""
+FAILED: Final = re.compile(r"\s*[\[({\"']*\s*(error|exception|traceback|failed)\b", re.IGNORECASE)
+
+
+def shortened(value: Any) -> str:
+    """The value on one line."""
+    line = " ".join(as_text(value)[: 4 * SHORT].split())
+    return line if len(line) <= SHORT else f"{line[: SHORT - 1]}…"
+
+
+def limited(text: str, limit: int = LONG) -> str:
+    """A text that may be cut, which it then says."""
+    return text if len(text) <= limit else f"{text[:limit]}\n[… {len(text) - limit} more characters]"
+
+
+def json_of(text: Any) -> Any:
+    """The value in a JSON text; anything else as it is."""
+    if not isinstance(text, str):
+        return text
+    try:
+        return loads(text)
+    except orjson.JSONDecodeError:
+        return text
+
+
+def tells_failure(result: Any) -> bool:
+    """Whether the result of a tool says that the tool has failed: it begins with "error", "exception", "traceback" or
+    "failed", or is an object with a field `error` that is not empty.
+
+    >>> tells_failure("error: division by zero"), tells_failure('{"error": null, "rows": 3}'), tells_failure("42")
+    (True, False, False)
+    """
+    value = json_of(result)
+    if isinstance(value, dict) and "error" in value:
+        return bool(value["error"])
+    return isinstance(value, str) and FAILED.match(value) is not None
+
+
+# -- the conversation -------------------------------------------------------------------------------------------------
+#
+# A request repeats the conversation so far. Shown is what it adds to the last call that it continues: one of the same
+# agent whose messages it begins with. A call that continues none starts a new thread, and is shown whole.
+
+
+Message = Json
+IMAGE: Final = ("data:image/png;", "data:image/jpeg;", "data:image/gif;", "data:image/webp;")
+"""What is shown as an image: nothing is loaded from elsewhere, and no SVG, which may hold a script."""
+MOST_IMAGE: Final = 4_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One model call."""
+
+    span: Span
+    new: tuple[Message, ...]
+    """Messages of the request that no earlier turn shows."""
+    answer: tuple[Message, ...]
+    starts: bool
+    """Whether it starts a thread."""
+    thread: int
+
+
+def turns_of(spans: Iterable[Span]) -> list[Turn]:
+    """The model calls among the spans of an attempt, failed ones included, in order."""
+    found: list[Turn] = []
+    threads: list[list[str]] = []
+    """What each thread has said, a line a message, without ids and times."""
+    for span in sorted((span for span in spans if is_call(span)), key=lambda span: span.sequence_id):
+        request, answer = messages_of(span, names.INPUT_MESSAGES), messages_of(span, names.OUTPUT_MESSAGES)
+        lines = [_line(message) for message in request]
+        thread, known = _continued(threads, lines)
+        if thread is None:
+            thread = len(threads)
+            threads.append([])
+        threads[thread] = [*lines, *map(_line, answer)]
+        found.append(Turn(span, tuple(request[known:]), tuple(answer), known == 0, thread))
+    return found
+
+
+def _continued(threads: Sequence[Sequence[str]], lines: Sequence[str]) -> tuple[int | None, int]:
+    """The thread that a request continues, and how many of its messages are known."""
+    best, known = None, 0
+    for index, said in enumerate(threads):
+        same = common_prefix_length(lines, said)
+        if same > known and same >= len(said) - 1:  # an answer may come back in another form
+            best, known = index, same
+    if best is not None and known < len(threads[best]) and known < len(lines):
+        known += _is_assistant(lines[known])
+    return best, known
+
+
+def _is_assistant(line: str) -> int:
+    return line.startswith("assistant\0")
+
+
+def _line(message: Message) -> str:
+    parts = [{k: v for k, v in part.items() if k != "id"} for part in parts_of(message)]
+    return f"{message.get('role')}\0{orjson.dumps(parts, default=repr, option=orjson.OPT_SORT_KEYS).decode()}"
+
+
+def messages_of(span: Span, attribute: str) -> list[Message]:
+    """The messages in an attribute; those that cannot be read are left out."""
+    return recorded_objects(span.attributes.get(attribute))
+
+
+def parts_of(message: Message) -> list[Json]:
+    parts = message.get("parts")
+    if isinstance(parts, list):
+        return [cast(Json, each) for each in cast("list[Any]", parts) if isinstance(each, dict)]
+    content = message.get("content")
+    return [] if content is None else [{"type": "text", "content": content}]
+
+
+def tool_results(messages: Iterable[Message]) -> list[Any]:
+    """The results of tools among messages, in order."""
+    return [
+        part.get("response", part.get("result"))
+        for message in messages
+        for part in parts_of(message)
+        if part.get("type") == "tool_call_response"
+    ]
+
+
+# -- as JSON -----------------------------------------------------------------------------------------------------------
+
+
+def message_json(message: Message) -> Json:
+    """A message for the page: its role and parts of kinds text, reasoning, tool_call, tool_result, image and other."""
+    return {"role": str(message.get("role", "?"))[:40], "parts": [_part(each) for each in parts_of(message)]}
+
+
+def _part(part: Json) -> Json:
+    kind = str(part.get("type", ""))
+    if kind == "tool_call":
+        arguments = limited(as_text(part.get("arguments")))
+        return {"kind": "tool_call", "name": str(part.get("name")), "text": arguments, "id": part.get("id")}
+    if kind == "tool_call_response":
+        result = part.get("response", part.get("result"))
+        failed = tells_failure(result)
+        return {"kind": "tool_result", "text": limited(as_text(result)), "failed": failed, "id": part.get("id")}
+    if (address := _image(part)) is not None:
+        return address
+    content = part.get("content")
+    if content is None:
+        return {"kind": "other", "type": kind, "text": limited(as_text(part))}
+    return {"kind": "reasoning" if kind == "reasoning" else "text", "text": limited(as_text(content))}
+
+
+def _image(part: Json) -> Json | None:
+    kind, mime = str(part.get("type", "")), str(part.get("mime_type", ""))
+    modality = str(part.get("modality", ""))
+    if kind not in ("image", "image_url", "blob", "uri") or (kind in ("blob", "uri") and modality not in ("", "image")):
+        return None
+    nested = part.get("image_url")
+    url = part.get("uri") or part.get("url") or (nested.get("url") if isinstance(nested, dict) else nested)
+    if kind == "blob" and isinstance(part.get("content"), str):
+        url = f"data:{mime or 'image/png'};base64,{part['content']}"
+    text = url if isinstance(url, str) else as_text(part)
+    shown = text.startswith(IMAGE) and len(text) <= MOST_IMAGE
+    return {"kind": "image", "source": text if shown else None, "text": "" if shown else text[: min(LONG, 500)]}
+
+
+# -- a line of a table ------------------------------------------------------------------------------------------------
+
+
+SUMMARIES: Final = 20_000
+"""Finished rollouts whose summaries are remembered."""
+
+
+Updates: TypeAlias = Callable[[int], int]
+"""The number of updates behind weights of a version. Pages show it: loading a checkpoint raises the version too."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSummary:
+    """A line of the table of rollouts."""
+
+    rollout_id: str
+    status: str
+    mode: str | None
+    queue: str
+    group: str
+    task: str
+    """Its beginning."""
+    task_key: str
+    start_time: float
+    end_time: float | None
+    seconds: float | None
+    """Of the latest attempt."""
+    attempts: int
+    attempt_start: float | None
+    """Of the latest attempt."""
+    worker: str | None
+    reward: Reward | None
+    reward_number: float | None
+    """The reward as one number; None: missing, or named dimensions without weights."""
+    spans_read: bool
+    """False: what follows is not known, but for failures and resources_id."""
+    calls: int
+    prompt_tokens: int
+    sampled_tokens: int
+    agents: tuple[str, ...]
+    versions: tuple[int, ...]
+    """Of the weights that answered, in order."""
+    tool_calls: int
+    tool_errors: int
+    failure: str | None
+    """Why it failed, or why it has no reward."""
+    failure_kind: str | None
+    """The type of the error, or how the attempt ended."""
+    labels: tuple[str, ...]
+    """What people have said of it."""
+    resources_id: str | None
+
+
+class Summaries:
+    """Reads summaries, and remembers those of finished rollouts."""
+
+    def __init__(self, store: LightningStoreBase, weights: RewardWeights = None, updates: Updates = int) -> None:
+        self._store, self._weights, self.updates = store, weights, updates
+        self._known: OrderedDict[tuple[str, float | None, str], RolloutSummary] = OrderedDict()
+
+    async def of(
+        self, rollouts: Sequence[Rollout], *, fresh: bool = False, open_spans: bool = True
+    ) -> list[RolloutSummary]:
+        """In the given order. `fresh`: what was remembered is read again, for rollouts that may have been annotated.
+        Without `open_spans`, no spans are read of rollouts that are not finished."""
+        missing = {each.rollout_id: each for each in rollouts if fresh or _key(each) not in self._known}
+        latest = await self._store.get_latest_attempts([*missing]) if missing else []
+        attempts = {each.rollout_id: each for each in latest}
+        found = {name: summarize(each, attempts.get(name), None) for name, each in missing.items()}
+        wanted = [name for name, each in missing.items() if name in attempts and (open_spans or each.finished)]
+        if wanted:
+            async for name, spans in self._store.iter_spans(wanted, tokens=False):
+                found[name] = summarize(missing[name], attempts[name], spans, self._weights)
+        self._known |= {_key(each): found[name] for name, each in missing.items() if each.finished}
+        result = [found.get(each.rollout_id) or self._known[_key(each)] for each in rollouts]
+        while len(self._known) > SUMMARIES:
+            self._known.popitem(last=False)
+        return [self.counted(each) for each in result]
+
+    def counted(self, summary: RolloutSummary) -> RolloutSummary:
+        """With updates in place of versions."""
+        return replace(summary, versions=tuple(map(self.updates, summary.versions)))
+
+
+def _key(rollout: Rollout) -> tuple[str, float | None, str]:
+    return rollout.rollout_id, rollout.end_time, rollout.status
+
+
+def summarize(
+    rollout: Rollout, attempt: Attempt | None, spans: Sequence[Span] | None, weights: RewardWeights = None
+) -> RolloutSummary:
+    """The summary of a rollout, from the spans of its latest attempt. None: they were not read."""
+    spans_read, spans = attempt is None or spans is not None, spans or ()
+    answered = calls(spans)
+    reward, problem = reward_of(spans)
+    kind, message = _failure(attempt) if rollout.status == "failed" or problem is None else (None, problem)
+    tools, failed = _tools(spans, answered)
+    return RolloutSummary(
+        rollout_id=rollout.rollout_id,
+        status=rollout.status,
+        mode=rollout.mode,
+        queue=rollout.queue,
+        group=group_of(rollout),
+        task=shortened(rollout.input),
+        task_key=_digest(rollout.input),
+        start_time=rollout.start_time,
+        end_time=rollout.end_time,
+        seconds=None if attempt is None or attempt.end_time is None else attempt.end_time - attempt.start_time,
+        attempts=0 if attempt is None else attempt.sequence_id,
+        attempt_start=None if attempt is None else attempt.start_time,
+        worker=None if attempt is None else attempt.worker_id,
+        reward=reward,
+        reward_number=number_of(reward, weights),
+        spans_read=spans_read,
+        calls=len(answered),
+        prompt_tokens=sum(token_count(span, names.INPUT_TOKENS, names.PROMPT_TOKEN_IDS) for span in answered),
+        sampled_tokens=sum(token_count(span, names.OUTPUT_TOKENS, names.RESPONSE_TOKEN_IDS) for span in answered),
+        agents=tuple(dict.fromkeys(str(a) for span in answered if (a := span.attributes.get(names.AGENT_NAME)))),
+        versions=tuple(dict.fromkeys(v for span in answered if isinstance(v := version_of(span), int))),
+        tool_calls=tools,
+        tool_errors=failed,
+        failure=message,
+        failure_kind=kind,
+        labels=tuple(dict.fromkeys(str(x) for span in spans if (x := span.attributes.get(names.FEEDBACK_LABEL)))),
+        resources_id=rollout.resources_id,
+    )
+
+
+def group_of(rollout: Rollout) -> str:
+    """The group that a rollout says it belongs to; empty where it says none."""
+    group = rollout.metadata.get("group")
+    return group if isinstance(group, str) else ""
+
+
+def reward_of(spans: Iterable[Span]) -> tuple[Reward | None, str | None]:
+    """The final reward of an attempt, and what is wrong with its rewards."""
+    try:
+        return link_rewards(spans).final, None
+    except RewardError as error:
+        return None, str(error)
+
+
+def number_of(reward: Reward | None, weights: RewardWeights) -> float | None:
+    """A reward as one number: a single named dimension as it is, several by their weights."""
+    if isinstance(reward, dict) and not weights:
+        return next(iter(reward.values())) if len(reward) == 1 else None
+    try:
+        return scalar_reward(reward, weights)
+    except RewardError:
+        return None
+
+
+def version_of(span: Span, updates: Updates = int) -> int | None:
+    version = span.attributes.get(names.POLICY_VERSION)
+    return updates(version) if isinstance(version, int) else None
+
+
+def call_facts(span: Span, updates: Updates) -> Json:
+    """Who made a model call, what answered it, and what it cost."""
+    attributes = span.attributes
+    return {
+        "span_id": span.span_id,
+        "agent": attributes.get(names.AGENT_NAME),
+        "model": attributes.get(names.RESPONSE_MODEL) or attributes.get(names.REQUEST_MODEL),
+        "version": version_of(span, updates),
+        "seconds": None if span.end_time is None else span.end_time - span.start_time,
+        "prompt_tokens": token_count(span, names.INPUT_TOKENS, names.PROMPT_TOKEN_IDS),
+        "sampled_tokens": token_count(span, names.OUTPUT_TOKENS, names.RESPONSE_TOKEN_IDS),
+        "failed": has_failed(span),
+    }
+
+
+def _digest(task: Any) -> str:
+    try:
+        return task_key(task)
+    except TypeError:
+        return ""
+
+
+def token_count(span: Span, usage: str, ids: str) -> int:
+    known = span.attributes.get(ids)
+    if isinstance(known, list):
+        return len(cast("list[int]", known))
+    number = span.attributes.get(usage)
+    return number if isinstance(number, int) else 0
+
+
+def _tools(spans: Sequence[Span], answered: Sequence[Span]) -> tuple[int, int]:
+    """Tool calls and those that went wrong: by their spans, else by the results that later requests show."""
+    own = [step for step in steps(spans) if step.kind == "tool"]
+    if own:
+        return len(own), sum(step.error is not None or tells_failure(step.result) for step in own)
+    longest: list[Any] = []
+    for span in answered:
+        found = tool_results(messages_of(span, names.INPUT_MESSAGES))
+        longest = found if len(found) > len(longest) else longest
+    return len(longest), sum(map(tells_failure, longest))
+
+
+def _failure(attempt: Attempt | None) -> tuple[str | None, str | None]:
+    if attempt is None or attempt.status == "succeeded":
+        return None, None
+    error: Any = attempt.metadata.get("error")
+    if not isinstance(error, dict):
+        return (None, None) if attempt.status in ("preparing", "running") else (attempt.status, None)
+    return str(error.get("type") or attempt.status), shortened(error.get("message") or "")
+
+
+# -- what an attempt holds --------------------------------------------------------------------------------------------
+#
+# A page shows some hundreds of spans; its totals are those of all. They are read once, without tokens, in chunks and in
+# the background, and later only what was added. The number of spans, which the store keeps, says whether that is
+# needed.
+
+
+CHUNK: Final = 10_000
+"""Spans that are read at once."""
+BUCKETS: Final = 100
+REMEMBERED: Final = 8
+MOST_REMEMBERED: Final = 300_000
+"""Attempts whose index is kept, and spans of all of them; that of the last one is kept however large it is."""
+REST: Final = 20
+"""Totals of an attempt that grows are computed again after so many times the time that they took."""
+CONTEXT_SPANS: Final = 500
+"""Spans before a page that are read again at most, so that its calls are shown as what they continue."""
+LARGE: Final = frozenset({names.INPUT_MESSAGES, names.OUTPUT_MESSAGES, names.TOP_LOGPROBS, names.KEPT_SETS})
+"""Attributes of calls that totals do not need."""
+Key = tuple[str, str]
+"""(rollout_id, attempt_id)"""
+
+
+def kind_of(span: Span) -> str:
+    """What a span is, for its colour: model, tool, reward, error or operation."""
+    if span.name == names.REWARD:
+        return "reward"
+    if span.name == names.EXCEPTION or span.status_code == "ERROR":
+        return "error"
+    if span.attributes.get(names.OPERATION_NAME) == "execute_tool":
+        return "tool"
+    if names.REQUEST_MODEL in span.attributes or names.INPUT_MESSAGES in span.attributes:
+        return "model"
+    return "operation"
+
+
+class Start(NamedTuple):
+    """Where a page is read from: some spans before it belong to calls that it continues."""
+
+    after: str | None
+    """The span to read after; None: from the first one."""
+    context: int
+    """Spans from there to the first one of the page."""
+
+
+@dataclass(slots=True)
+class AttemptIndex:
+    """The index of one attempt."""
+
+    ids: list[str] = field(default_factory=list[str])
+    """Of its spans, in order."""
+    calls: list[int] = field(default_factory=list[int])
+    """Places of the model calls among them, failed ones included."""
+    kinds: Counter[str] = field(default_factory=Counter[str])
+    start: float | None = None
+    end: float | None = None
+    starts: array[float] = field(default_factory=lambda: array("d"))
+    kept: list[Span] = field(default_factory=list[Span])
+    """The spans that a summary is made of: calls without their messages, tools, rewards, feedback."""
+    _totals: tuple[Any, RolloutSummary, list[int]] | None = None
+    """What was computed of them last, after what it depends on."""
+    _totals_until: float = 0.0
+    _longest: tuple[int, int] = -1, -1
+    """The call with the longest request, which keeps its messages: its place in `kept`, its length."""
+
+    def add(self, spans: Sequence[Span]) -> None:
+        """Add the spans that follow."""
+        for span in spans:
+            self.kinds[kind_of(span)] += 1
+            end = span.start_time if span.end_time is None else span.end_time
+            self.start = span.start_time if self.start is None else min(self.start, span.start_time)
+            self.end = end if self.end is None else max(self.end, end)
+            if is_call(span):
+                self.calls.append(len(self.ids))
+                self._keep_call(span)
+            elif _counts_in_summary(span):
+                self.kept.append(span)
+            self.ids.append(span.span_id)
+            self.starts.append(span.start_time)
+
+    def _keep_call(self, span: Span) -> None:
+        request = span.attributes.get(names.INPUT_MESSAGES)
+        size = len(request) if isinstance(request, str) else 0
+        place, longest = self._longest
+        if size > longest:
+            if place >= 0:
+                self.kept[place] = _without_messages(self.kept[place])
+            self._longest = len(self.kept), size
+            self.kept.append(span)
+        else:
+            self.kept.append(_without_messages(span))
+
+    async def totals(
+        self, rollout: Rollout, attempt: Attempt | None, weights: RewardWeights
+    ) -> tuple[RolloutSummary, list[int], bool]:
+        """The summary of the attempt, how many of its spans start in each of BUCKETS equal parts of its time, and
+        whether both are up to date: while spans are added, they take at most a share of the time."""
+        state = rollout.status, rollout.end_time, attempt and (attempt.status, attempt.end_time)
+        known, began = self._totals, time.monotonic()
+        if known is not None and known[0] == (state, len(self.ids)):
+            return known[1], known[2], True
+        if known is not None and known[0][0] == state and began < self._totals_until:
+            return known[1], known[2], False
+        count = len(self.ids)
+        summary, density = await asyncio.to_thread(
+            lambda: (summarize(rollout, attempt, list(self.kept), weights), self._density())
+        )
+        self._totals = (state, count), summary, density
+        self._totals_until = time.monotonic() + REST * (time.monotonic() - began)
+        return summary, density, True
+
+    def _density(self) -> list[int]:
+        low, high = self.start or 0.0, self.end or 0.0
+        scale = (BUCKETS - 1e-9) / (high - low) if high > low else 0.0
+        found = Counter(int((each - low) * scale) for each in tuple(self.starts))
+        return [found[bucket] for bucket in range(BUCKETS)]
+
+    def calls_before(self, place: int) -> int:
+        """The number of calls before a place."""
+        return bisect_left(self.calls, place)
+
+    def start_of(self, place: int, context: int) -> Start:
+        """Where to read a page from that begins at a place, with up to `context` calls before it."""
+        number = self.calls_before(place)
+        first = self.calls[max(0, number - context)] if number else place
+        first = max(first, place - CONTEXT_SPANS)
+        return Start(self.ids[first - 1] if first else None, place - first)
+
+
+def _counts_in_summary(span: Span) -> bool:
+    attributes = span.attributes
+    return (
+        span.name == names.REWARD
+        or names.FEEDBACK_LABEL in attributes
+        or attributes.get(names.OPERATION_NAME) == "execute_tool"
+    )
+
+
+def _without_messages(span: Span) -> Span:
+    return structs.replace(
+        span, attributes={name: value for name, value in span.attributes.items() if name not in LARGE}
+    )
+
+
+class AttemptIndexes:
+    """Reads indexes of the attempts of a store, and remembers the last ones."""
+
+    def __init__(self, store: LightningStoreBase) -> None:
+        self._store = store
+        self._known: OrderedDict[Key, AttemptIndex] = OrderedDict()
+        self._tasks: dict[Key, asyncio.Task[AttemptIndex]] = {}
+
+    async def of(self, key: Key, count: int, seconds: float | None = None) -> AttemptIndex | None:
+        """The index of an attempt that has `count` spans. None: it is not complete after `seconds`, and is read on
+        meanwhile."""
+        known = self._known.get(key)
+        if known is not None and len(known.ids) == count:
+            self._known.move_to_end(key)
+            return known
+        earlier = self._tasks.get(key)
+        task = earlier or asyncio.create_task(self._read(key, count))
+        if earlier is None:
+            self._tasks[key] = task
+            task.add_done_callback(lambda done: self._end(key, done))
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+        if not done:
+            return None
+        index = task.result()
+        if earlier is not None and len(index.ids) < count:  # it began before the last spans were stored
+            return await self.of(key, count, seconds)
+        return index
+
+    def _end(self, key: Key, task: asyncio.Task[AttemptIndex]) -> None:
+        self._tasks.pop(key, None)
+        if task.cancelled() or task.exception() is not None:
+            return  # whoever waits for it has the error
+        self._known[key] = task.result()
+        while len(self._known) > REMEMBERED or (len(self._known) > 1 and self._size() > MOST_REMEMBERED):
+            self._known.popitem(last=False)
+
+    def _size(self) -> int:
+        return sum(len(each.ids) for each in self._known.values())
+
+    async def _read(self, key: Key, count: int) -> AttemptIndex:
+        index = self._known.get(key)
+        if index is not None and index.ids and len(index.ids) < count:
+            await self._extend(index, key)
+            if len(index.ids) >= count:
+                return index
+        index = AttemptIndex()  # the first time, or where a span was stored between others
+        await self._extend(index, key)
+        return index
+
+    async def _extend(self, index: AttemptIndex, key: Key) -> None:
+        while True:
+            after = index.ids[-1] if index.ids else None
+            spans = await self._store.query_spans(*key, after=after, limit=CHUNK, tokens=False)
+            await asyncio.to_thread(index.add, spans)  # the gateway of the same server is not to wait
+            if len(spans) < CHUNK:
+                return
+
+    async def close(self) -> None:
+        """Stop reading."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
