@@ -56,7 +56,7 @@ from agentlightning.store.http.errors import RequestError, status_of
 from agentlightning.store.ids import claimed_id
 from agentlightning.store.types import UNSET
 from agentlightning.tracing.agent_spans import agent_attributes, late_mark
-from agentlightning.tracing.otlp.decode import (
+from agentlightning.tracing.otlp.codec import (
     EXPORTER_HEADER,
     PROCESS_ID,
     Request,

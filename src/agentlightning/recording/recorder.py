@@ -46,8 +46,8 @@ from agentlightning.span import Span
 from agentlightning.store import pending
 from agentlightning.store.base import LightningStore, store_url
 from agentlightning.store.types import RolloutRecord
+from agentlightning.tracing.agent_spans import sanitize_span, sanitize_value
 from agentlightning.tracing.outbox import Outbox, RecordingStatus, counters
-from agentlightning.tracing.sanitize import sanitize_span, sanitize_value
 from agentlightning.tracing.scope import Speaker, end_implicit_scopes, implicit_sessions
 
 LINGER_SECONDS: Final = 0.02

@@ -58,10 +58,9 @@ from agentlightning.span import (
 )
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.ids import new_id
-from agentlightning.tracing.agent_spans import event_span
+from agentlightning.tracing.agent_spans import event_span, sanitize_span
 from agentlightning.tracing.emit import exception_attributes
 from agentlightning.tracing.outbox import Outbox, Retry
-from agentlightning.tracing.sanitize import sanitize_span
 
 # -- heartbeat -------------------------------------------------------------------------------------------------------
 

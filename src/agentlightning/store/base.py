@@ -357,7 +357,7 @@ class LightningStore(TrajectoryQueries, abc.ABC):
         self, rollout_id: str, attempt_id: str, readable_span: ReadableSpan, sequence_id: int | None = None
     ) -> Span:
         """`add_span` for a span of the OpenTelemetry SDK."""
-        from agentlightning.tracing.otlp.otel_span import to_span
+        from agentlightning.tracing.tracer import to_span
 
         span = to_span(readable_span, rollout_id, attempt_id)
         return await self.add_span(span if sequence_id is None else replace(span, sequence_id=sequence_id))

@@ -10,7 +10,7 @@ from typing import Any, Final
 import orjson
 
 from agentlightning.errors import AgentLightningError
-from agentlightning.tracing.sanitize import valid_text
+from agentlightning.tracing.agent_spans import valid_text
 from agentlightning.util.json_values import dumps
 from agentlightning.util.json_values import loads as read_json_values
 

@@ -53,12 +53,11 @@ from agentlightning.runner.hosts.messages import (
     encode,
 )
 from agentlightning.span import JUDGE, REWARD_MISSING, Span
+from agentlightning.tracing.agent_spans import sanitize_span
 from agentlightning.tracing.emit import emit_annotation, emit_exception, emit_reward
-from agentlightning.tracing.otlp.otel_span import to_span
-from agentlightning.tracing.posting_sink import PostingSink
-from agentlightning.tracing.sanitize import sanitize_span
+from agentlightning.tracing.outbox import PostingSink
 from agentlightning.tracing.scope import inherited_scope, mark_owner, scope, serve_attempts
-from agentlightning.tracing.tracer import flush
+from agentlightning.tracing.tracer import flush, to_span
 from agentlightning.util.json_values import dumps, loads
 
 OUTPUT_CHARACTERS: Final = 16_384
