@@ -52,8 +52,8 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.local.service import LocalSettings
 from agentlightning.gateway.local.update_gate import UpdateGates
 from agentlightning.observability.metrics import counters
+from agentlightning.store.http.encoding import RequestError
 from agentlightning.store.http.endpoint import endpoint, read_body, respond
-from agentlightning.store.http.errors import RequestError
 
 log = logging.getLogger(__name__)
 

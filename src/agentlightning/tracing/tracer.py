@@ -258,11 +258,13 @@ def to_span(span: ReadableSpan, rollout_id: str, attempt_id: str, resource: dict
 
 
 def _link(link: Link) -> dict[str, Any]:
-    return {
-        "trace_id": format_trace_id(link.context.trace_id),
-        "span_id": format_span_id(link.context.span_id),
+    context, state = link.context, link.context.trace_state.to_header()
+    found = {
+        "trace_id": format_trace_id(context.trace_id),
+        "span_id": format_span_id(context.span_id),
         "attributes": plain_attributes(link.attributes),
     }
+    return found | {"trace_state": state} if state else found
 
 
 def plain_attributes(attributes: Mapping[str, Any] | None) -> dict[str, Any]:
