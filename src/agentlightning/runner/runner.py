@@ -46,8 +46,7 @@ from agentlightning.resources import LLM, NamedResources, ProxyLLM
 from agentlightning.rollouts import AttemptedRollout, AttemptStatus
 from agentlightning.runner.agents.arguments import first_llm
 from agentlightning.runner.agents.spec import AgentLike
-from agentlightning.runner.hosts.attempt_process import LostAttemptError
-from agentlightning.runner.hosts.host_pool import HostPool
+from agentlightning.runner.hosts.host_pool import HostPool, LostAttemptError
 from agentlightning.runner.hosts.messages import Done
 from agentlightning.span import (
     ERROR_TYPE,
