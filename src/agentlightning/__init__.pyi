@@ -41,12 +41,12 @@ from agentlightning.hierarchy import Level as Level
 from agentlightning.policy.config import Lora as Lora
 from agentlightning.recording.feedback import feedback_link as feedback_link
 from agentlightning.recording.instrumentors import track_all as track_all
+from agentlightning.recording.recorder import configure_recording as configure_recording
 from agentlightning.recording.recorder import flush_recording as flush_recording
 from agentlightning.recording.recorder import recording_status as recording_status
 from agentlightning.recording.session import carry_session as carry_session
 from agentlightning.recording.session import track_critical_path as track_critical_path
 from agentlightning.recording.session import track_session as track_session
-from agentlightning.recording.settings import configure_recording as configure_recording
 from agentlightning.rescorer import rescore as rescore
 from agentlightning.resources import LLM as LLM
 from agentlightning.resources import NamedResources as NamedResources

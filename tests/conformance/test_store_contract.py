@@ -725,3 +725,31 @@ async def test_a_closed_store_says_so(store: Store) -> None:
         await store.enqueue_rollout("task")
     with pytest.raises(StoreClosedError, match="closed"):
         await store.query_rollouts()
+
+
+@pytest.mark.parametrize(
+    ("method", "positional"),
+    [
+        ("enqueue_rollout", ("task", None, None, None, None, None, "queue")),
+        ("start_rollout", ("task", None, None, None, None, None, None, "queue")),
+        ("dequeue_rollout", (None, 0.0, ["queue"])),
+        ("dequeue_many_rollouts", (1, None, 0.0, ["queue"])),
+        ("start_attempt", ("ro-1", None, "cl-1")),
+        ("query_rollouts", (["queuing"],)),
+        ("count_rollouts", (["queuing"],)),
+        ("update_rollout", ("ro-1", "task")),
+        ("wait_for_rollouts", (["ro-1"],)),
+        ("query_attempts", ("ro-1", "start_time")),
+        ("update_attempt", ("ro-1", "at-1", "running")),
+        ("query_spans", ("ro-1", None, "name")),
+        ("query_resources", ("rs-1",)),
+        ("update_worker", ("w1", {}, 30.0)),
+        ("query_workers", (["idle"],)),
+    ],
+)
+async def test_what_has_a_name_in_the_contract_is_not_taken_by_position(
+    store: LightningStoreBase, method: str, positional: tuple[Any, ...]
+) -> None:
+    with pytest.raises(TypeError):
+        await getattr(store, method)(*positional)
+    assert await store.query_rollouts() == []

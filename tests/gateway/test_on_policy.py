@@ -11,7 +11,7 @@ from agentlightning import span as names
 from agentlightning.assemble import OVERRIDDEN_CALLS, trajectory
 from agentlightning.attempt_variables import attempt_environment
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.tracing.otlp.encode import encode
+from agentlightning.tracing.otlp.codec import encode
 
 WANTED = {"seed": 7, "top_p": 0.9, "presence_penalty": 0.5, "logit_bias": {"65": 5}, "temperature": 0.0}
 POLICY = LLM(endpoint="http://x", model="scripted", sampling_parameters={"temperature": 0.8})

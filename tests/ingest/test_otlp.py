@@ -438,6 +438,7 @@ def everywhere(site: Site, text: str) -> ExportTraceServiceRequest:
     inner.string_value = text
     first.status.code, first.status.message, first.trace_state = 2, text, text
     sent.resource_spans[0].scope_spans[0].scope.name = text
+    sent.resource_spans[0].resource.entity_refs.add(type="host", id_keys=["host", text])
     return sent
 
 
@@ -445,14 +446,14 @@ async def test_half_an_emoji_is_replaced_wherever_it_stands_and_nothing_is_lost(
     body = everywhere(site, CUT).SerializeToString()
     cut = body.replace(CUT.encode(), CUT.encode()[:-2] + b"..")
     rejected, why = partial(await site.post(cut))
-    assert (rejected, why) == (0, "13 characters that are not Unicode, such as half an emoji, were replaced by U+FFFD")
+    assert (rejected, why) == (0, "14 characters that are not Unicode, such as half an emoji, were replaced by U+FFFD")
     first, second = await site.spans()
     whole = "wo\ufffd.."
     assert (first.name, first.status_message, first.events[0].name) == (whole, whole, whole)
     assert first.attributes[whole] == first.events[0].attributes[whole] == whole
     assert first.attributes["deep"] == {whole: [whole]}
     assert (first.resource["host"], first.resource[whole], second.name) == (whole, "x", "work")
-    assert site.server.traces.counts["repaired"] == 13
+    assert site.server.traces.counts["repaired"] == 14
 
 
 @pytest.mark.parametrize("bad", [b"\xff", b"\xc3", b"\xed\xa0\xbd", b"\xf0\x9f\x98", b"\xe9t\xe9"])

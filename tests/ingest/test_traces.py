@@ -15,7 +15,7 @@ from agentlightning.ingest.otlp import QUEUE, OtlpReceiver, UnknownTraces, ids_o
 from agentlightning.rollouts import Rollout
 from agentlightning.span import Span
 from agentlightning.store import LightningStore, LightningStoreBase
-from agentlightning.tracing.otlp.decode import Request
+from agentlightning.tracing.otlp.codec import Request
 
 TRACE, OTHER = "0af7651916cd43dd8448eb211c80319c", "1" * 32
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from tests.support.waiting import until
 
-from agentlightning.runner.hosts.agent_log import trim
+from agentlightning.runner.hosts.host_pool import trim
 from agentlightning.span import MESSAGE_BODY
 
 pytestmark = pytest.mark.integration

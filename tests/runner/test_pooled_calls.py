@@ -105,10 +105,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from multiprocessing.pool import ThreadPool
 import anyio
 from agentlightning.runner import attempt_environ
-from agentlightning.runner.hosts import context_propagation
 from agentlightning.tracing.scope import current_scope, mark_owner, scope, serve_attempts, uncertainty
 
-attempt_environ.install(); context_propagation.install(); context_propagation.install()
+attempt_environ.install(); attempt_environ.carry_context(); attempt_environ.carry_context()
 told = []
 serve_attempts(alone=False, on_doubt=told.append)
 

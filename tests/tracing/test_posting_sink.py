@@ -15,7 +15,7 @@ import pytest
 from agentlightning.attempt_variables import attempt_environment
 from agentlightning.server.app import Server
 from agentlightning.span import AGENT_NAME, MESSAGE, OPERATION, REWARD, Span
-from agentlightning.tracing.posting_sink import PostingSink
+from agentlightning.tracing.outbox import PostingSink
 from agentlightning.tracing.rewards import find_final_reward
 from agentlightning.tracing.scope import process_scope
 

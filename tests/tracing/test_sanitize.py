@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from agentlightning.span import Span, SpanEvent
 from agentlightning.store.sql import pack as codec
-from agentlightning.tracing.sanitize import sanitize_span
+from agentlightning.tracing.agent_spans import sanitize_span
 
 texts = st.text(st.characters(codec=None))
 plain = st.none() | st.booleans() | st.integers() | st.floats() | texts | st.binary() | st.complex_numbers()

@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 
 from agentlightning.store.http.encoding import BASE_PATH
-from agentlightning.store.http.openapi import describe
-from agentlightning.store.http.operations import OPERATIONS
+from agentlightning.store.http.operations import OPERATIONS, describe
 from tools.reference import command_line, python_names, settings, signs, spans
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -34,9 +34,8 @@ from agentlightning.dashboard.views import (
     tasks,
 )
 from agentlightning.errors import AgentLightningError, NotFoundError
-from agentlightning.store.http.encoding import encode
+from agentlightning.store.http.encoding import RequestError, encode, error_response, status_of
 from agentlightning.store.http.endpoint import authorize, read_body
-from agentlightning.store.http.errors import RequestError, error_response, status_of
 
 PATH: Final = "/dashboard"
 MAX_BODY: Final = 256 * 1024

@@ -19,8 +19,8 @@ from agentlightning.attempt_address import read_attempt_key
 from agentlightning.errors import RewardError
 from agentlightning.span import MAX_REWARD, Span, usable_reward
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.http.encoding import RequestError
 from agentlightning.store.http.endpoint import endpoint, receive_body, respond
-from agentlightning.store.http.errors import RequestError
 from agentlightning.tracing.agent_spans import agent_attributes, event_span, late_mark
 from agentlightning.util.api_key import api_key
 from agentlightning.util.json_values import dumps, loads

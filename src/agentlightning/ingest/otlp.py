@@ -50,13 +50,12 @@ from agentlightning.errors import (
 from agentlightning.rollouts import FINISHED, AttemptStatus
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.encoding import MAX_BODY_BYTES
+from agentlightning.store.http.encoding import MAX_BODY_BYTES, RequestError, status_of
 from agentlightning.store.http.endpoint import ClientDisconnected, receive_body
-from agentlightning.store.http.errors import RequestError, status_of
 from agentlightning.store.ids import claimed_id
 from agentlightning.store.types import UNSET
 from agentlightning.tracing.agent_spans import agent_attributes, late_mark
-from agentlightning.tracing.otlp.decode import (
+from agentlightning.tracing.otlp.codec import (
     EXPORTER_HEADER,
     PROCESS_ID,
     Request,

@@ -26,8 +26,16 @@ import orjson
 
 from agentlightning.attempt_address import attempt_key, attempt_secret
 from agentlightning.errors import ConfigError, Failure
-from agentlightning.recording.recorder import SESSION, SessionRecord, end_implicit, recorder_of
-from agentlightning.recording.settings import SAMPLING_RATE, RecordingSettings, check_store, current_settings
+from agentlightning.recording.recorder import (
+    SAMPLING_RATE,
+    SESSION,
+    RecordingSettings,
+    SessionRecord,
+    check_store,
+    current_settings,
+    end_implicit,
+    recorder_of,
+)
 from agentlightning.rollouts import RolloutMode
 from agentlightning.span import EXCEPTION
 from agentlightning.store.base import LightningStore

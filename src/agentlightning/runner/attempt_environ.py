@@ -2,7 +2,7 @@
 
 `install()` makes the existing `os.environ` object, and so every reference to it, read through a context variable:
 inside `overlay(variables)` those variables lie over the process's own, and what is set or deleted there stays there.
-`subprocess` inherits them; a ThreadPoolExecutor runs each function in the context that it was submitted in.
+`subprocess` inherits them, and with `carry_context()` so do the threads of a ThreadPoolExecutor.
 
 Not covered, because they bypass Python: `os.system`, `os.posix_spawn` and C code that calls `getenv`.
 
@@ -19,12 +19,15 @@ import re
 import signal
 import subprocess
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from multiprocessing.process import BaseProcess
+from threading import Lock
 from typing import Any, Final, cast
 
 from agentlightning.errors import AgentError, ConfigError
+from agentlightning.tracing.scope import calls_of_pools
 from agentlightning.util.json_values import as_text
 
 _current: ContextVar[dict[str, str | None] | None] = ContextVar("agentlightning_environment", default=None)
@@ -231,3 +234,38 @@ def install() -> None:
 
 _ENV_POSITION = 10
 """Where `env` stands among the positional parameters of Popen, `args` being the first."""
+
+
+def carry_context() -> None:
+    """Have the threads of a ThreadPoolExecutor run each function in the context that it was submitted in, as
+    `asyncio.to_thread` does. Idempotent.
+
+    asyncio's tasks carry it by themselves. For other threads and for processes no attempt is guessed: what they do is
+    refused where attempts share a process (`tracing.scope.uncertainty`), and attempts of that agent get processes of
+    their own, in which everything belongs to the one that runs."""
+    submit = ThreadPoolExecutor.submit
+    if hasattr(submit, "__wrapped__"):
+        return
+
+    @functools.wraps(submit)
+    def submit_in_context(
+        self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Future[Any]:
+        context, submitted, futures = copy_context(), Lock(), list[Future[Any]]()
+        submitted.acquire()
+
+        def run() -> Any:
+            with submitted:  # until `submit` has returned
+                calls_of_pools.future = futures[0]
+            try:
+                return context.run(fn, *args, **kwargs)
+            finally:
+                del calls_of_pools.future
+
+        try:
+            futures.append(submit(self, run))
+        finally:
+            submitted.release()
+        return futures[0]
+
+    ThreadPoolExecutor.submit = submit_in_context

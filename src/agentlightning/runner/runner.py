@@ -46,8 +46,7 @@ from agentlightning.resources import LLM, NamedResources, ProxyLLM
 from agentlightning.rollouts import AttemptedRollout, AttemptStatus
 from agentlightning.runner.agents.arguments import first_llm
 from agentlightning.runner.agents.spec import AgentLike
-from agentlightning.runner.hosts.attempt_process import LostAttemptError
-from agentlightning.runner.hosts.host_pool import HostPool
+from agentlightning.runner.hosts.host_pool import HostPool, LostAttemptError
 from agentlightning.runner.hosts.messages import Done
 from agentlightning.span import (
     ERROR_TYPE,
@@ -58,10 +57,9 @@ from agentlightning.span import (
 )
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.ids import new_id
-from agentlightning.tracing.agent_spans import event_span
+from agentlightning.tracing.agent_spans import event_span, sanitize_span
 from agentlightning.tracing.emit import exception_attributes
 from agentlightning.tracing.outbox import Outbox, Retry
-from agentlightning.tracing.sanitize import sanitize_span
 
 # -- heartbeat -------------------------------------------------------------------------------------------------------
 

@@ -51,8 +51,8 @@ from agentlightning.errors import AgentLightningError, ConfigError, MissingExtra
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.local import LocalSettings, UpdateGates
 from agentlightning.observability.metrics import counters
+from agentlightning.store.http.encoding import RequestError
 from agentlightning.store.http.endpoint import endpoint, read_body, respond
-from agentlightning.store.http.errors import RequestError
 
 log = logging.getLogger(__name__)
 

@@ -59,7 +59,7 @@ from agentlightning.rollouts import (
     RolloutStatus,
 )
 from agentlightning.span import Span
-from agentlightning.store import pending, validation
+from agentlightning.store import validation
 from agentlightning.store.trajectory_query import TrajectoryQueries
 from agentlightning.store.types import (
     UNSET,
@@ -93,6 +93,16 @@ STORE_VARIABLE: Final = "AGL_STORE"
 REMOTE_STORE: Final = "agentlightning.store.http.client:LightningStoreClient"
 EMBEDDED_STORE: Final = "agentlightning.store.sql.store:SqlStore"
 """What `LightningStore(url)` opens. Loaded by name, as it implements the contract of this module."""
+
+
+pending_writers: Final[list[Callable[[], object]]] = []
+"""Write what this process has recorded and not yet written."""
+
+
+def write_pending() -> None:
+    """Write it, as far as that is possible in a few seconds: opening a store does, so that it is found there."""
+    for write in pending_writers:
+        write()
 
 
 ROLLOUTS_PER_READ: Final = 32
@@ -135,7 +145,7 @@ class LightningStore(TrajectoryQueries, abc.ABC):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if cls is not LightningStore:
             return super().__new__(cls)
-        pending.write_pending()
+        write_pending()
         named = store_url(args[0] if args else kwargs.get("url"))
         remote = str(named).startswith(("http://", "https://"))
         return super().__new__(pkgutil.resolve_name(REMOTE_STORE if remote else EMBEDDED_STORE))
@@ -357,7 +367,7 @@ class LightningStore(TrajectoryQueries, abc.ABC):
         self, rollout_id: str, attempt_id: str, readable_span: ReadableSpan, sequence_id: int | None = None
     ) -> Span:
         """`add_span` for a span of the OpenTelemetry SDK."""
-        from agentlightning.tracing.otlp.otel_span import to_span
+        from agentlightning.tracing.tracer import to_span
 
         span = to_span(readable_span, rollout_id, attempt_id)
         return await self.add_span(span if sequence_id is None else replace(span, sequence_id=sequence_id))
@@ -516,6 +526,11 @@ def implement(store: type[LightningStore], methods: Mapping[str, Callable[..., A
     for name, method in methods.items():  # `updated`: it must not be abstract
         setattr(store, name, functools.update_wrapper(method, getattr(LightningStore, name), updated=()))
     abc.update_abstractmethods(store)
+
+
+def count_positional(name: str) -> int:
+    """How many arguments of a method of the contract may be given by position; the others have names."""
+    return getattr(LightningStore, name).__code__.co_argcount - 1
 
 
 LightningStoreBase = LightningStore

@@ -1,16 +1,21 @@
-"""Makes spans of what happens to attempts, and strips attributes that only the gateway and the store may write.
+"""Makes spans of what happens to attempts, and valid ones of those that agents send: strips attributes that only the
+gateway and the store may write, and replaces values that no store can hold. Pure.
 
 Tokens, log-probabilities, policy versions, costs and retries determine what is learned and paid, so only the gateway
 records them. Every receiver of agents' spans (events, OTLP with an attempt's key, the runner) passes them through
 `agent_span`; an attribute of the span names what was stripped.
+
+A span that a store has rejected is sanitized: a text cut in the middle of an emoji or a NaN score must not lose it.
+Values that JSON cannot represent become text, as in OTLP; unpaired surrogates, and NUL in names, become U+FFFD.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from agentlightning import span as names
 from agentlightning.attempt_address import attempt_trace_id
@@ -81,3 +86,66 @@ def event_span(
     now, code = time.time(), "UNSET" if error is None else "ERROR"
     trace_id, span_id = attempt_trace_id(attempt_id), new_span_id()
     return Span(rollout_id, attempt_id, name, now, now, 0, trace_id, span_id, None, code, error, attributes)
+
+
+# -- values that no store can hold -------------------------------------------------------------------------------------
+
+_INT64: Final = 2**63
+_DEEPEST: Final = 64
+"""Maximum nesting of lists and objects; deeper values become text."""
+
+
+def sanitize_span(span: Span) -> Span:
+    """A span that every store accepts; equal to the given one if that is valid."""
+    return replace(
+        span,
+        name=_name(span.name),
+        status_message=None if span.status_message is None else valid_text(span.status_message),
+        attributes=_object(span.attributes, 0),
+        resource=_object(span.resource, 0),
+        events=tuple(
+            replace(event, name=valid_text(event.name), attributes=_object(event.attributes, 0))
+            for event in span.events
+        ),
+    )
+
+
+def sanitize_value(value: Any) -> Any:
+    """A JSON value that every store accepts; equal to the given one if that is valid."""
+    return _value(value, 0)
+
+
+def valid_text(text: str) -> str:
+    """The text with unpaired surrogates replaced, so that it can be encoded as UTF-8."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def number(value: float) -> float | str:
+    """The number if JSON can represent it, else its name: "NaN", "Infinity" or "-Infinity"."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _name(text: str) -> str:
+    return valid_text(text).replace("\0", "\N{REPLACEMENT CHARACTER}")
+
+
+def _object(values: Mapping[Any, Any], depth: int) -> dict[str, Any]:
+    return {valid_text(str(name)): _value(value, depth + 1) for name, value in values.items()}
+
+
+def _value(value: Any, depth: int) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return valid_text(value)
+    if isinstance(value, int):
+        return value if -_INT64 <= value < _INT64 else str(value)
+    if isinstance(value, float):
+        return number(value)
+    if depth < _DEEPEST and isinstance(value, Mapping):
+        return _object(cast("Mapping[Any, Any]", value), depth)
+    if depth < _DEEPEST and isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return [_value(item, depth + 1) for item in cast("Sequence[Any]", value)]
+    return valid_text(str(value))

@@ -28,6 +28,12 @@ WORKFLOW_NAME: Final = "gen_ai.workflow.name"
 CONVERSATION_ID: Final = "gen_ai.conversation.id"
 ORIGINAL_NAME: Final = "agentlightning.original_name"
 """The original name of a renamed span."""
+SCOPE_NAME: Final = "otel.scope.name"
+SCOPE_VERSION: Final = "otel.scope.version"
+SPAN_KIND: Final = "span.kind"
+"""client, server, producer or consumer; absent for internal spans."""
+LINKS: Final = "otel.links"
+TRACE_STATE: Final = "w3c.tracestate"
 
 Attributes = dict[str, Any]
 Step = Callable[[Attributes], None]
@@ -170,6 +176,42 @@ REWARD_SPANS: Final = frozenset({names.ANNOTATION, "agentlightning.reward"})
 """Names of 0.x spans that may carry a reward."""
 REWARDING_OUTPUTS: Final = frozenset({"agentops.task.output", "agentops.entity.output"})
 """Attributes in which 0.1 stored a reward, as JSON {"type": "reward", "value": ...}."""
+
+# -- fields of OpenTelemetry that a `Span` lacks -----------------------------------------------------------------------
+
+
+def add_extra_fields(
+    attributes: Attributes,
+    scope: tuple[str, str] = ("", ""),
+    kind: str = "",
+    state: str = "",
+    links: Sequence[Attributes] = (),
+) -> None:
+    """Add them as attributes, so that a round trip loses nothing. `scope`: its name and version; `links`: as
+    `links_of` returns them."""
+    if scope[0]:
+        attributes[SCOPE_NAME] = scope[0]
+    if scope[1]:
+        attributes[SCOPE_VERSION] = scope[1]
+    if kind:
+        attributes[SPAN_KIND] = kind
+    if state:
+        attributes[TRACE_STATE] = state
+    if links:
+        attributes[LINKS] = list(links)
+
+
+def links_of(attributes: Attributes) -> list[Attributes]:
+    """The links among the attributes of a span, each with trace_id, span_id, trace_state and attributes."""
+    given = attributes.get(LINKS)
+    items = cast("list[Any]", given) if isinstance(given, list) else []
+    found: list[Attributes] = []
+    for each in (cast("Attributes", item) for item in items if isinstance(item, dict)):
+        own = each.get("attributes")
+        texts = {name: str(each.get(name, "")) for name in ("trace_id", "span_id", "trace_state")}
+        found.append({**texts, "attributes": own if isinstance(own, dict) else {}})
+    return found
+
 
 # -- translation -----------------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from weakref import WeakSet
 
 from agentlightning.attempt_address import ENDED, UNCERTAIN, attempt_trace_id
 from agentlightning.span import EXCEPTION, REWARD, Span
-from agentlightning.tracing.posting_sink import PostingSink
+from agentlightning.tracing.outbox import PostingSink
 
 
 class SpanSink(Protocol):

@@ -14,27 +14,28 @@ apart from the `random` module: agents seed it and hosts fork, and the store wou
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from inspect import signature
-from typing import Any
+from typing import Any, Final
 from weakref import WeakValueDictionary
 
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import Event, ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace import Span as RecordingSpan
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
-from opentelemetry.trace import Status, StatusCode, format_span_id, format_trace_id
+from opentelemetry.trace import Link, SpanKind, Status, StatusCode, format_span_id, format_trace_id
 
-from agentlightning.span import AGENT_NAME, Span, new_span_id
-from agentlightning.tracing.otlp.otel_span import INSTRUMENTATION, NANOSECONDS, plain_attributes, to_span
+from agentlightning.span import AGENT_NAME, REWARD_VALUES, Span, SpanEvent, new_span_id
+from agentlightning.tracing import conventions
 from agentlightning.tracing.outbox import counters
 from agentlightning.tracing.scope import (
     Scope,
@@ -49,6 +50,11 @@ from agentlightning.tracing.scope import (
 from agentlightning.util.random_ids import random_bits
 
 logger = logging.getLogger(__name__)
+
+INSTRUMENTATION: Final = "agentlightning"
+"""Instrumentation scope of our own spans."""
+NANOSECONDS = 1e9
+JSON_TYPES = frozenset({str, bool, int, float, type(None)})
 
 _RESOURCE: dict[str, Any] = {SERVICE_NAME: INSTRUMENTATION}
 
@@ -214,3 +220,69 @@ def install_globally() -> None:
 def flush(timeout: float = 5.0) -> bool:
     """Wait up to `timeout` seconds for other processors of the provider; ours has no queue. False on timeout."""
     return tracer_provider().force_flush(int(timeout * 1000))
+
+
+# -- spans of the SDK --------------------------------------------------------------------------------------------------
+
+
+def to_span(span: ReadableSpan, rollout_id: str, attempt_id: str, resource: dict[str, Any] | None = None) -> Span:
+    """Convert a span: times in seconds, hexadecimal ids, JSON-like attributes. Its `sequence_id` is 0, because the
+    store assigns it. `resource` is the span's resource in plain form, if the caller has it already."""
+    context, parent, status = span.get_span_context(), span.parent, span.status
+    attributes = plain_attributes(span.attributes)
+    if isinstance(values := attributes.get(REWARD_VALUES), str):
+        attributes[REWARD_VALUES] = json.loads(values)
+    name, events = span.name, tuple(map(_event, span.events))
+    scope = span.instrumentation_scope
+    if scope is None or scope.name != INSTRUMENTATION:
+        kind = "" if span.kind is SpanKind.INTERNAL else span.kind.name.lower()
+        own = ("", "") if scope is None else (scope.name, scope.version or "")
+        state = "" if context is None else context.trace_state.to_header()
+        conventions.add_extra_fields(attributes, own, kind, state, list(map(_link, span.links)))
+        name = conventions.complete(name, attributes, events)
+    return Span(
+        rollout_id=rollout_id,
+        attempt_id=attempt_id,
+        name=name,
+        start_time=(span.start_time or 0) / NANOSECONDS,
+        end_time=None if span.end_time is None else span.end_time / NANOSECONDS,
+        trace_id="" if context is None else format_trace_id(context.trace_id),
+        span_id="" if context is None else format_span_id(context.span_id),
+        parent_id=None if parent is None else format_span_id(parent.span_id),
+        status_code=status.status_code.name,
+        status_message=status.description,
+        attributes=attributes,
+        events=events,
+        resource=plain_attributes(span.resource.attributes) if resource is None else resource,
+    )
+
+
+def _link(link: Link) -> dict[str, Any]:
+    context, state = link.context, link.context.trace_state.to_header()
+    found = {
+        "trace_id": format_trace_id(context.trace_id),
+        "span_id": format_span_id(context.span_id),
+        "attributes": plain_attributes(link.attributes),
+    }
+    return found | {"trace_state": state} if state else found
+
+
+def plain_attributes(attributes: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Attributes as JSON values: sequences become lists, bytes become base64 text (as in OTLP's JSON)."""
+    return {key: _plain(value) for key, value in attributes.items()} if attributes else {}
+
+
+def _plain(value: Any) -> Any:
+    if type(value) in JSON_TYPES:
+        return value
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [_plain(item) for item in value]
+    return str(value)
+
+
+def _event(event: Event) -> SpanEvent:
+    return SpanEvent(event.name, event.timestamp / NANOSECONDS, plain_attributes(event.attributes))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentlightning.rollouts import Attempt, AttemptedRollout
-from agentlightning.runner.hosts.attempt_process import AgentCrashedError, AttemptProcess, LostAttemptError
+from agentlightning.runner.hosts.host_pool import AgentCrashedError, AttemptProcess, LostAttemptError
 from agentlightning.runner.hosts.messages import Done, Exited, Job, Ready, Started, Stopping, encode
 
 

@@ -28,7 +28,6 @@ from agentlightning.server.app import Server
 from agentlightning.span import Span
 from agentlightning.store import LightningStore, LightningStoreBase, paging
 from agentlightning.store.http import client as client_module
-from agentlightning.store.http import transport
 
 Store = LightningStoreBase
 
@@ -486,7 +485,7 @@ async def test_a_closed_client_is_closed_for_every_loop(there: LightningStoreCli
 async def test_a_forked_process_is_told_to_open_its_own(
     there: LightningStoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport.os, "getpid", os.getppid)
+    monkeypatch.setattr(client_module.os, "getpid", os.getppid)
     with pytest.raises(StoreClosedError, match="parent process"):
         await there.enqueue_rollout("task")
 

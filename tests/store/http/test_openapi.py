@@ -17,8 +17,7 @@ from tools.reference.__main__ import requests
 from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore, LightningStoreBase
 from agentlightning.store.http.encoding import BASE_PATH
-from agentlightning.store.http.openapi import document
-from agentlightning.store.http.operations import OPERATIONS
+from agentlightning.store.http.operations import OPERATIONS, document
 
 
 @pytest.fixture(scope="module")

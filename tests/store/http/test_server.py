@@ -111,6 +111,38 @@ async def test_a_span_of_0_x_is_kept_and_shown_in_its_shape(http: httpx.AsyncCli
     assert shown["parent"]["span_id"] == "c" * 16
 
 
+async def test_links_of_a_span_are_kept_and_shown(
+    http: httpx.AsyncClient, claimed: AttemptedRollout, store: Store
+) -> None:
+    context = {
+        "trace_id": "d" * 32,
+        "span_id": "e" * 16,
+        "is_remote": False,
+        "trace_state": {"vendor": "a", "other": "b"},
+    }
+    links = [{"context": context, "attributes": {"why": "retry"}}, {"context": {**context, "trace_state": {}}}]
+    assert (await http.post("/spans", json=body_of_span(claimed, links=links))).status_code == 201
+    (kept,) = await store.query_spans(claimed.rollout_id)
+    plain = {"trace_id": "d" * 32, "span_id": "e" * 16}
+    assert kept.attributes["otel.links"] == [
+        {**plain, "attributes": {"why": "retry"}, "trace_state": "vendor=a,other=b"},
+        {**plain, "attributes": {}},
+    ]
+    (shown,) = (await http.get("/spans", params={"rollout_id": claimed.rollout_id})).json()["items"]
+    assert shown["links"] == [links[0], {**links[1], "attributes": {}}]
+    again = {**shown, "span_id": "f" * 16, "context": None, "sequence_id": 0}
+    assert (await http.post("/spans", json=again)).json()["links"] == shown["links"]
+    assert (await store.query_spans(claimed.rollout_id))[1].attributes == kept.attributes
+
+
+async def test_an_attribute_that_holds_no_links_is_none(http: httpx.AsyncClient, claimed: AttemptedRollout) -> None:
+    for given in ("text", [1, {"trace_id": 7, "attributes": []}]):
+        await http.post("/spans", json=body_of_span(claimed, attributes={"otel.links": given}))
+    first, second = (await http.get("/spans", params={"rollout_id": claimed.rollout_id})).json()["items"]
+    assert first["links"] == []
+    assert [each["context"]["trace_id"] for each in second["links"]] == ["7"]
+
+
 async def test_a_reward_of_0_x_is_a_reward(http: httpx.AsyncClient, claimed: AttemptedRollout) -> None:
     given = {"agentlightning.reward.0.name": "correct", "agentlightning.reward.0.value": 0.5}
     sent = body_of_span(claimed, name="agentlightning.annotation", attributes=given)

@@ -25,8 +25,7 @@ from agentlightning.span import LOGPROBS, PROMPT_TOKEN_IDS, REWARD, REWARD_VALUE
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.instrumented import instrument
 from agentlightning.tracing.otlp import exporter as exporter_module
-from agentlightning.tracing.otlp.decode import decode_protobuf
-from agentlightning.tracing.otlp.encode import encode
+from agentlightning.tracing.otlp.codec import decode_protobuf, encode
 from agentlightning.tracing.otlp.exporter import OtlpExporter, traces_url
 
 ATTEMPT = "at-019de2b4c1a3f00c55d0e6b1"

@@ -41,8 +41,7 @@ from agentlightning.credit.rejection import (
 from agentlightning.errors import ConfigError, DatasetError, RewardError
 from agentlightning.rollouts import Rollout, RolloutMode
 from agentlightning.span import Span
-from agentlightning.store import pending
-from agentlightning.store.base import LightningStore
+from agentlightning.store.base import LightningStore, write_pending
 from agentlightning.store.trajectory_query import TrajectoryQuery
 from agentlightning.task import load_dataset, task_key
 from agentlightning.trajectory import Reward, Trajectory, Transition
@@ -184,7 +183,7 @@ async def read_sessions(
 ) -> Sessions:
     """The succeeded rollouts of a store in the order of their creation, without those that are `known`; with `ids`, no
     others."""
-    await asyncio.to_thread(pending.write_pending)
+    await asyncio.to_thread(write_pending)
     rollouts = [each async for each in succeeded(store) if each.rollout_id not in known]
     if ids is not None:
         wanted = set(ids)

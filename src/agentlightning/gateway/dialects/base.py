@@ -33,7 +33,7 @@ from agentlightning.gateway.dialects.output_constraint import (
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.gateway.http import parse
-from agentlightning.tracing.sanitize import valid_text
+from agentlightning.tracing.agent_spans import valid_text
 from agentlightning.util.json_values import Json, dumps, loads
 
 ApiPath = Literal["chat/completions", "completions", "responses", "embeddings", "messages"]

@@ -1,5 +1,5 @@
-"""What travels between the store's server and its clients as JSON: the shapes of the REST API, and how any value of the
-store contract is decoded and encoded.
+"""What travels between the store's server and its clients as JSON: the shapes of the REST API, how any value of the
+store contract is decoded and encoded, and its errors as HTTP responses and back.
 
 Most shapes are the types of the contract themselves. Where the published 0.x API has another shape (spans, workers,
 resources), it is defined here once. Bodies are decoded with msgspec, which checks the types while it parses: a body of
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import logging
+import re
 import time
 from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache, partial
@@ -20,13 +22,26 @@ import orjson
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from pydantic import BaseModel, ValidationError
 
-from agentlightning.errors import ConfigError
+from agentlightning import errors
+from agentlightning.errors import (
+    AgentLightningError,
+    ConfigError,
+    ConflictError,
+    NotFoundError,
+    RewardError,
+    StoreAuthError,
+    StoreClosedError,
+    StoreError,
+    StoreFullError,
+    StoreServerError,
+)
 from agentlightning.resources import NamedResources, ResourcesUpdate, named_resources
 from agentlightning.rollouts import Attempt, Rollout, RolloutConfig
 from agentlightning.span import Span, SpanEvent
-from agentlightning.store.http.errors import decode_error
 from agentlightning.store.types import RolloutRecord, Worker
 from agentlightning.tracing import conventions
+
+logger = logging.getLogger(__name__)
 
 BASE_PATH: Final = "/v1/agl"
 PROTOCOL_VERSION: Final = 1
@@ -156,6 +171,7 @@ def span_body(span: Span) -> SpanBody:
         **same,
         status=SpanStatus(cast("Any", span.status_code), span.status_message),
         events=[EventBody(event.name, event.attributes, event.timestamp) for event in span.events],
+        links=[*map(_link_body, conventions.links_of(span.attributes))],
         context=SpanContext(span.trace_id, span.span_id),
         parent=SpanContext(span.trace_id, span.parent_id) if span.parent_id else None,
         resource=SpanResource(span.resource),
@@ -170,6 +186,8 @@ def span_of(body: SpanBody) -> Span:
         fields["span_id"] = body.span_id or body.context.span_id
     if body.parent is not None:
         fields["parent_id"] = body.parent_id or body.parent.span_id
+    if body.links:
+        fields["attributes"] = {**body.attributes, conventions.LINKS: [*map(_link_of, body.links)]}
     events = [
         SpanEvent(event.name, start if event.timestamp is None else event.timestamp, event.attributes or {})
         for event in body.events
@@ -181,6 +199,20 @@ def span_of(body: SpanBody) -> Span:
         events=tuple(events),
         resource=body.resource.attributes,
     )
+
+
+def _link_of(body: LinkBody) -> dict[str, Any]:
+    """A link as an attribute of its span holds it."""
+    context, attributes = body.context, body.attributes or {}
+    found = {"trace_id": context.trace_id, "span_id": context.span_id, "attributes": attributes}
+    state = ",".join(f"{key}={value}" for key, value in context.trace_state.items())
+    return found | {"trace_state": state} if state else found
+
+
+def _link_body(link: Mapping[str, Any]) -> LinkBody:
+    entries = [each.strip().partition("=") for each in link["trace_state"].split(",")]
+    state = {key: value for key, equals, value in entries if equals}
+    return LinkBody(SpanContext(link["trace_id"], link["span_id"], trace_state=state), link["attributes"])
 
 
 def _complete(span: Span) -> Span:
@@ -319,3 +351,108 @@ def decoder(kind: Any) -> Callable[[bytes | Raw], Any]:
             raise decode_error(error, bytes(data)) from None
 
     return decode
+
+
+# -- errors ---------------------------------------------------------------------------------------------------------
+
+
+class RequestError(ConfigError):
+    """An invalid request: malformed, of the wrong type, or too large."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+_STATUS: Final[tuple[tuple[type[AgentLightningError], int], ...]] = (
+    (ConfigError, 400),
+    (RewardError, 400),
+    (NotFoundError, 404),
+    (ConflictError, 409),
+    (StoreFullError, 507),
+    (StoreClosedError, 503),
+    (StoreAuthError, 401),
+    (StoreServerError, 502),
+)
+_TYPES: Final = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, AgentLightningError) and "__init__" not in vars(kind)
+}
+
+
+def status_of(error: AgentLightningError) -> int:
+    """The HTTP status of an error."""
+    if isinstance(error, RequestError):
+        return error.status
+    return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
+
+
+class ErrorBody(Struct):
+    type: str
+    message: str
+
+
+class Refusal(Struct):
+    """The response body of every request that fails."""
+
+    error: ErrorBody
+    detail: str
+    """The message again, for 0.x clients."""
+
+
+def error_response(error: AgentLightningError) -> Refusal:
+    return Refusal(ErrorBody(type(error).__name__.lstrip("_"), str(error)), str(error))
+
+
+def error_of(error: Exception) -> AgentLightningError:
+    """The error to respond with, for any exception that a call has raised."""
+    if isinstance(error, AgentLightningError):
+        return error
+    if isinstance(error, OverflowError | UnicodeError):
+        return ConfigError(f"a value cannot be stored: {error}")
+    logger.error("a call of the store failed", exc_info=error)
+    return StoreError(f"the server failed: {type(error).__name__}; see its log")
+
+
+def error_from(body: ErrorBody) -> AgentLightningError:
+    """The exception for an error that a server responded with."""
+    kind = _TYPES.get(body.type, ConfigError if body.type == RequestError.__name__ else StoreError)
+    return kind(body.message)
+
+
+_place = re.compile(r" - at `\$(.*)`$")
+_step = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
+
+
+def decode_error(error: Exception, data: bytes) -> RequestError:
+    """The error for a body that could not be decoded: it says where, and what is there."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, ConfigError):
+        return RequestError(str(error))
+    if isinstance(error, RecursionError):
+        return RequestError("the body is nested too deeply; send flatter values")
+    if not isinstance(error, msgspec.ValidationError):
+        return RequestError(f"the body is not JSON in UTF-8: {error}; NaN and Infinity are not JSON either")
+    text = str(error)
+    place = _place.search(text)
+    path = place[1] if place else ""
+    complaint = text[: place.start()] if place else text
+    if "Number out of range" in complaint:
+        return RequestError(f"a number in the body is out of range{path and f', in {path}'}; use finite numbers")
+    shown = _describe_value(data, path)
+    hint = "; times are seconds since the epoch (UTC), as a number" if "_time" in path or "timestamp" in path else ""
+    return RequestError(f"{path.lstrip('.') or 'the body'}{shown}: {complaint[:1].lower()}{complaint[1:]}{hint}")
+
+
+def _describe_value(data: bytes, path: str) -> str:
+    """` is VALUE` for the value at `path`; "" if it cannot be found."""
+    try:
+        value = orjson.loads(data)
+        for name, index in _step.findall(path):
+            value = value[name] if name else value[int(index)]
+        text = orjson.dumps(value).decode()
+    except (ValueError, LookupError, TypeError):
+        return ""
+    return f" is {text if len(text) <= 80 else text[:77] + '...'}"

@@ -13,8 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive
 
 from agentlightning.errors import StoreAuthError
-from agentlightning.store.http.encoding import encode
-from agentlightning.store.http.errors import RequestError, error_of, error_response, status_of
+from agentlightning.store.http.encoding import RequestError, encode, error_of, error_response, status_of
 from agentlightning.util.api_key import api_key
 from agentlightning.util.decompression import CodingError, decompress
 

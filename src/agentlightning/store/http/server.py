@@ -38,11 +38,15 @@ from agentlightning.store.http.encoding import (
     MAX_BODY_BYTES,
     PROTOCOL_HEADER,
     PROTOCOL_VERSION,
+    RequestError,
     RolloutBody,
     arguments_of,
+    decode_error,
     decode_unknown,
     decoder,
     encode,
+    error_of,
+    error_response,
     to_rest,
     version,
 )
@@ -55,9 +59,15 @@ from agentlightning.store.http.endpoint import (
     respond,
     respond_in_parts,
 )
-from agentlightning.store.http.errors import RequestError, decode_error, error_of, error_response
-from agentlightning.store.http.openapi import document
-from agentlightning.store.http.operations import ACCEPTS_KEY, CURSORS, OPERATIONS, Operation, decode_call, hints_of
+from agentlightning.store.http.operations import (
+    ACCEPTS_KEY,
+    CURSORS,
+    OPERATIONS,
+    Operation,
+    decode_call,
+    document,
+    hints_of,
+)
 from agentlightning.store.idempotency import AlreadyAnsweredError, IdempotentCall, use_key
 from agentlightning.store.instrumented import WAITING_CALLS
 from agentlightning.store.paging import PageSizer, read_pages

@@ -29,7 +29,7 @@ from agentlightning.rollouts import (
 )
 from agentlightning.span import Span
 from agentlightning.store import durability, idempotency, validation
-from agentlightning.store.base import LightningStoreBase, implement, store_url
+from agentlightning.store.base import LightningStoreBase, count_positional, implement, store_url
 from agentlightning.store.clock import Clock
 from agentlightning.store.ids import first_of_claim
 from agentlightning.store.sql import admin, mapping, queries
@@ -314,8 +314,16 @@ class SqlStore(LightningStoreBase):
         return await self.do("add_records", lambda tx: admin.add_records(tx, self.writer.spans, prepared), *ids)
 
 
+def _too_many(name: str, by_position: int, arguments: Sequence[Any]) -> TypeError:
+    return TypeError(f"{name} takes {by_position} arguments by position, not {len(arguments)}; name the others")
+
+
 def _reader(name: str, query: Callable[..., T]) -> Callable[..., Coroutine[Any, Any, T]]:
+    by_position = count_positional(name)
+
     async def read(self: SqlStore, *arguments: Any, **options: Any) -> T:
+        if len(arguments) > by_position:
+            raise _too_many(name, by_position, arguments)
         return await self.read(name, lambda connection: query(connection, *arguments, **options))
 
     return read
@@ -363,7 +371,12 @@ async def _query_spans(store: SqlStore, rollout_id: str, attempt_id: str | None 
 _BIND_START: Final = inspect.signature(LightningStoreBase.start_rollout).bind
 
 
+_ENQUEUE_POSITIONS: Final = count_positional("enqueue_rollout")
+
+
 async def _enqueue_rollout(store: SqlStore, *arguments: Any, **options: Any) -> Rollout:
+    if len(arguments) > _ENQUEUE_POSITIONS:
+        raise _too_many("enqueue_rollout", _ENQUEUE_POSITIONS, arguments)
     request = EnqueueRolloutRequest(*arguments, **options)
     return await store.enqueue("enqueue_rollout", [request], itemgetter(0))
 
@@ -393,11 +406,13 @@ Check = Callable[[Any, str], Any]
 
 def _writer(name: str, run: Callable[..., Any], checks: Mapping[str, Check]) -> Callable[..., Any]:
     _, *parameters = inspect.signature(getattr(LightningStoreBase, name)).parameters.values()
-    defaults = {each.name: each.default for each in parameters}
+    defaults, by_position = {each.name: each.default for each in parameters}, count_positional(name)
 
     async def write(self: SqlStore, *arguments: Any, **options: Any) -> Any:
+        if len(arguments) > by_position:
+            raise _too_many(name, by_position, arguments)
         options.update(zip(defaults, arguments, strict=False))
-        if len(arguments) > len(defaults) or options.keys() - checks.keys():
+        if options.keys() - checks.keys():
             raise TypeError(f"{name} takes {', '.join(defaults)}; it got {', '.join(map(str, [*arguments, *options]))}")
         changed = {each: value for each, value in options.items() if value is not defaults[each]}
         values = {each: checks[each](value, each) for each, value in changed.items()}

@@ -23,8 +23,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from agentlightning.errors import ConfigError
 from agentlightning.span import Span
-from agentlightning.tracing.otlp.decode import EXPORTER_HEADER, PROCESS_ID
-from agentlightning.tracing.otlp.encode import encode
+from agentlightning.tracing.otlp.codec import EXPORTER_HEADER, PROCESS_ID, encode
 from agentlightning.tracing.outbox import Outbox, Unavailable
 from agentlightning.transport.base import retry_after
 from agentlightning.util.printable import shown_url

@@ -9,8 +9,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import Link, SpanKind, Status, StatusCode
 
 from agentlightning.span import INPUT_MESSAGES, OPERATION_NAME, REQUEST_MODEL
-from agentlightning.tracing.otlp.otel_span import plain_attributes, to_span
-from agentlightning.tracing.tracer import tracer
+from agentlightning.tracing.tracer import plain_attributes, to_span, tracer
 
 
 def test_times_are_seconds_and_ids_are_hexadecimal() -> None:
