@@ -10,7 +10,7 @@ from openai import OpenAI
 from tests.support.waiting import until
 
 from agentlightning import span as names
-from agentlightning.assemble import transitions
+from agentlightning.assemble import trajectory
 from agentlightning.attempt_address import attempt_key, attempt_path
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.gateway.app import Gateway
@@ -382,7 +382,7 @@ async def test_a_caller_that_hangs_up_ends_the_sampling_and_is_recorded(serve, s
     drawn = bytes(span.attributes.get(names.RESPONSE_TOKEN_IDS, ())).decode()
     assert ("a long answer " * 1000).startswith(drawn)
     assert len(drawn) == span.attributes[names.OUTPUT_TOKENS]
-    assert transitions([span]) == ()
+    assert trajectory(span.rollout_id, span.attempt_id, [span]).transitions == ()
     assert (await service.ask()).choices[0].message.content == "Hello."
     assert service.gateway.counters.cancelled == 1
 

@@ -113,7 +113,7 @@ GATEWAY = "agentlightning.gateway."
 PACK, SPANS = "agentlightning.store.sql.store.group_by_attempt", GATEWAY + "forwarding.call.ProviderRecord.spans"
 TRANSLATE = GATEWAY + "forwarding.call.translate"
 WORK = {
-    "local": (GATEWAY + "local.conversation.Prompt.__post_init__", GATEWAY + "local.service.LocalCall._span", PACK),
+    "local": (GATEWAY + "conversation.Prompt.__post_init__", GATEWAY + "local.LocalCall._span", PACK),
     "forwarded": (GATEWAY + "forwarding.call.upstream_request", SPANS, PACK),
     "streamed": (GATEWAY + "forwarding.call.upstream_request", SPANS, PACK),
     "translated": (TRANSLATE, SPANS, PACK),

@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from agentlightning import span as names
-from agentlightning.assemble import trajectory, transitions
+from agentlightning.assemble import trajectory
 from agentlightning.attempt_address import attempt_key
 from agentlightning.attempt_variables import attempt_environment
 from agentlightning.gateway.upstream.limits import Account, spend_of_spans
@@ -115,7 +115,7 @@ async def test_attributes_of_the_gateway_are_removed_from_events(store, attempt)
     stripped = span.attributes.pop(names.STRIPPED)
     assert span.attributes == {names.OPERATION_NAME: "chat", "mine": 1}
     assert stripped == sorted(forged.keys() - {names.OPERATION_NAME, "mine"})
-    assert transitions([span]) == ()
+    assert trajectory(rollout_id, attempt_id, [span]).transitions == ()
     assert spend_of_spans([span]) == Account()
 
 

@@ -12,7 +12,7 @@ from tests.support.provider_streams import chat_events, messages_answer, message
 from tests.support.waiting import until
 
 from agentlightning import span as names
-from agentlightning.assemble import transitions
+from agentlightning.assemble import trajectory
 from agentlightning.errors import StoreFullError
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.forwarding.call import ForwardedCall
@@ -181,7 +181,7 @@ async def test_tokens_are_asked_for_recorded_and_shown_to_who_wants_them(ask, wa
 
     span = await one_span(service)
     assert span.attributes[names.TOKENS] == "provider"
-    (transition,) = transitions([span])
+    (transition,) = trajectory(span.rollout_id, span.attempt_id, [span]).transitions
     assert (list(transition.prompt_token_ids), list(transition.response_token_ids)) == ([1, 2, 3], [7, 8])
     assert list(span.attributes[names.LOGPROBS]) == [-0.5, -0.5]
 

@@ -12,7 +12,7 @@ from tests.support.provider import Reply, chat_answer
 from tests.support.provider_streams import chat_events, messages_answer, messages_events, response_answer
 
 from agentlightning import span as names
-from agentlightning.assemble import transitions
+from agentlightning.assemble import trajectory
 from agentlightning.gateway.dialects.chat import CHAT
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.forwarding.bodies import as_chat
@@ -146,9 +146,9 @@ async def test_tokens_that_a_server_of_chat_completions_reports_are_recorded(ask
     client = await service.anthropic()
     await client.messages.create(model="theirs", max_tokens=50, messages=HI)
     assert provider.seen[0].json["return_token_ids"] is True
-    (call,) = transitions(await service.spans())
-    assert (call.prompt_token_ids, call.response_token_ids, call.logprobs) == ((1, 2, 3), (7, 8), (-0.5, -0.25))
     (span,) = await service.spans()
+    (call,) = trajectory(span.rollout_id, span.attempt_id, [span]).transitions
+    assert (call.prompt_token_ids, call.response_token_ids, call.logprobs) == ((1, 2, 3), (7, 8), (-0.5, -0.25))
     assert span.attributes[names.TOKENS] == "provider"
 
 
