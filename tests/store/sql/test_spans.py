@@ -16,6 +16,7 @@ from agentlightning.span import PROMPT_TOKEN_IDS, Span
 from agentlightning.store.http.client import LightningStoreClient
 from agentlightning.store.sql import pack as codec
 from agentlightning.store.sql.schema import MAX_PACK, UNPLACED
+from agentlightning.store.sql.spans import RECENT_ROLLOUTS
 from agentlightning.store.sql.store import SqlStore
 
 pytestmark = pytest.mark.integration
@@ -214,6 +215,26 @@ async def test_what_another_process_has_written_is_read(tmp_path: Path) -> None:
     await other.close()
 
 
+async def test_spans_of_a_deleted_rollout_are_not_remembered(tmp_path: Path) -> None:
+    store = SqlStore(tmp_path / "store.db")
+    rollout_id, ids = await filled(store, 2, 1)
+    attempt = (await store.query_attempts(rollout_id))[0]
+    await store.update_attempt(rollout_id, attempt.attempt_id, status="succeeded")
+    assert [span.span_id for span in await store.query_spans(rollout_id)] == ids
+    await store.delete_rollouts([rollout_id])
+    with pytest.raises(NotFoundError):
+        await store.query_spans(rollout_id)
+    await store.close()
+
+
+async def test_only_the_rollouts_written_last_are_remembered() -> None:
+    store = SqlStore(":memory:")
+    filled_ids = [(await filled(store, 1, 1))[0] for _ in range(RECENT_ROLLOUTS + 1)]
+    recent = store.writer.spans.recent
+    assert [recent.of(each, None) is not None for each in filled_ids] == [False] + [True] * RECENT_ROLLOUTS
+    await store.close()
+
+
 @pytest.mark.parametrize("seed", range(12))
 async def test_reads_of_recent_spans_are_those_of_the_database(tmp_path: Path, seed: int) -> None:
     """Whatever is written before: numbers, repeated ids, retries, late spans, long prompts, deletions."""
@@ -240,18 +261,8 @@ async def test_reads_of_recent_spans_are_those_of_the_database(tmp_path: Path, s
                 prompt = {PROMPT_TOKEN_IDS: [1] * draw.choice([3, 200])} if draw.random() < 0.1 else {}
                 text = {"text": "x" * draw.choice([10, 10, 10, 40_000])}
                 ids = draw.choice(attempts) if draw.random() < 0.1 else attempts[-1]
-                spans.append(
-                    Span(
-                        *ids,
-                        "s",
-                        1.0,
-                        None,
-                        number,
-                        "",
-                        draw.choice(["", f"{draw.randrange(40):x}"]),
-                        attributes=prompt | text,
-                    )
-                )
+                span_id = draw.choice(["", f"{draw.randrange(40):x}"])
+                spans.append(Span(*ids, "s", 1.0, None, number, "", span_id, attributes=prompt | text))
             await store.add_many_spans(spans)
         for rollout_id, attempt_id in attempts:
             for which in (None, attempt_id):
