@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from collections import Counter
@@ -12,7 +13,7 @@ from tests.support.prompt_worlds import ADVICE, HEAD, START, TAIL, InteractingWo
 from agentlightning.algorithms.apo.beam import BeamSearch
 from agentlightning.algorithms.apo.gepa import GepaSearch
 from agentlightning.algorithms.apo.reflective import Finals, ReflectiveSearch
-from agentlightning.algorithms.apo.search import Trial
+from agentlightning.algorithms.apo.search import MAX_SKIPS, Trial
 from agentlightning.algorithms.apo.text import Texts, digest
 
 
@@ -210,6 +211,17 @@ async def test_a_gepa_candidate_that_breaks_its_template_is_not_run(made, model,
     assert (await run(search)) == {"prompt": START}
     assert search.skips["schema_violations"] > 0
     assert {text for text, _ in search.training.asked} == {START}
+
+
+async def test_a_useful_reply_in_gepa_starts_the_count_of_useless_ones_again(made, model, tmp_path):
+    pytest.importorskip("gepa")
+    search = made(GepaSearch, PromptWorld(0), search="gepa", budget={"calls": 300})
+    useful, asked = search.training.world.reflect, itertools.count()
+    search.critic = model(lambda text: useful(text) if next(asked) % 3 == 0 else "")
+    search.training.directory = tmp_path
+    await run(search)
+    assert search.skips["critic_empty"] > MAX_SKIPS
+    assert search.ended_for_budget
 
 
 # -- finals ----------------------------------------------------------------------------------------------------------

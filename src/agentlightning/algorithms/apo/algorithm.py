@@ -130,8 +130,8 @@ class APO(Algorithm[APOConfig]):
 
     async def prepare(self, training: Training) -> Mapping[str, str]:
         """A short call of critic and editor, where they are behind an endpoint, shows that it knows model and key."""
-        start, found = self._templates(training), dict[str, str]()
-        found["templates"] = f"the search changes {', '.join(start)}"
+        start = self._templates(training)
+        found = {"templates": f"the search changes {', '.join(start)}"}
         async with AsyncExitStack() as stack:
             search = await self._open(training, start, stack, load=False)
         if not self._learned:
@@ -223,6 +223,8 @@ class APO(Algorithm[APOConfig]):
         search.spending.load_state_dict(learned["spending"])
         search.counts.update(learned["counts"])
         search.skips.update(learned["skips"])
+        if "schema_violations" in search.counts:  # Of an earlier version, which counted those of gepa there alone.
+            search.skips["schema_violations"] = search.counts.pop("schema_violations")
         if learned["ended"] is not None:
             search.end(learned["ended"], budget=learned["for_budget"])
             if learned["for_budget"] and search.spending.exhausted() is None:

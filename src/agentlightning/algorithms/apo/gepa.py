@@ -138,7 +138,10 @@ class GepaSearch(Search):
         """A reply of the critic, which also writes in this search; empty where there was none."""
         self.counts["proposed"] += 1
         reply = self._call(self.ask("critic", ROLE, str(prompt)))
-        return "" if reply is None else reply.text
+        if reply is None:
+            return ""
+        self._in_a_row.clear()
+        return reply.text
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         if self.stopping:

@@ -36,11 +36,7 @@ from agentlightning.algorithms.apo.text import (
 )
 from agentlightning.algorithms.training import RolloutReport, Training
 from agentlightning.assemble import calls, steps
-from agentlightning.errors import (
-    ConfigError,
-    MissingRewardError,
-    TrainingStopped,
-)
+from agentlightning.errors import ConfigError, MissingRewardError, TrainingStopped
 from agentlightning.resources import PromptTemplate
 from agentlightning.rewards.base import post_json
 from agentlightning.span import Span
@@ -147,13 +143,13 @@ async def open_model(
 ) -> LanguageModel:
     """The model that settings name; the stack closes it. Raises ConfigError where they name none. Without `load` a
     model of this machine cannot be asked."""
-    if settings.path is not None and not load:
-        return LanguageModel(settings, partial(ask_engine, None))
     if settings.path is not None:
-        from agentlightning.policy.open import open_frozen
+        policy = None
+        if load:
+            from agentlightning.policy.open import open_frozen
 
-        policy = await open_frozen(part, settings.path)
-        stack.push_async_callback(policy.close)
+            policy = await open_frozen(part, settings.path)
+            stack.push_async_callback(policy.close)
         return LanguageModel(settings, partial(ask_engine, policy))
     if not settings.model:
         raise ConfigError(f"algorithm.{part} names no model; set its model (and base_url), or its path")
