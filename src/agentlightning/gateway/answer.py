@@ -1,9 +1,9 @@
 """What a model answers: events, and the `Answer` that they make, the same for our engines and for every provider.
 
-A source makes the events: the tokens of our engine (`local.answer`), or what a provider sends, whole or streamed, read
-by the format of its path (a `ProviderResponse`). They go once through the answer: in order to the writer of the
-caller's dialect (`take_new`), and as a whole to the record of the call. What providers send of tool calls may be mixed;
-events are not: a tool call is one event, and what follows it waits until it is complete.
+A source makes the events: the tokens of our engine (`sampling.SampledAnswer`), or what a provider sends, whole or
+streamed, read by the format of its path (a `ProviderResponse`). They go once through the answer: in order to the writer
+of the caller's dialect (`take_new`), and as a whole to the record of the call. What providers send of tool calls may be
+mixed; events are not: a tool call is one event, and what follows it waits until it is complete.
 """
 
 from __future__ import annotations

@@ -2,8 +2,12 @@
 
 import json
 
+import pytest
 from tests.support.provider import Reply, chat_answer
 from tests.support.provider_streams import chat_events, messages_events
+
+from agentlightning import span as names
+from agentlightning.gateway.dialects.base import SSEDecoder, event_data
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 6, "b": 7}'}}
 USE = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 6, "b": 7}}
@@ -114,3 +118,28 @@ async def test_log_probabilities_of_chat_completions_reach_a_response(ask):
         response = await stream.get_final_response()
     assert [(event.delta, event.logprobs[0].logprob) for event in deltas] == [("Hel", -0.5), ("lo.", -0.25)]
     assert [each.model_dump() for each in response.output[0].content[0].logprobs] == tokens
+
+
+# -- errors in the middle ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (b'data: {"error": {"message": "out of memory"}}\n\n', "out of memory"),
+        (b'data: {"choices": [{"index": 0, "delta": {"content": "!"}}], "error": {"message": "oom"}}\n\n', "oom"),
+        (b"data: {broken\n\n", "not JSON"),
+    ],
+)
+async def test_what_comes_in_one_read_with_an_error_is_sent_before_it(ask, error, message):
+    read = b"".join([*chat_events(["Hel", "lo."])[:3], error])
+    service, _ = await ask("openai", [Reply(events=[read])] * 2)
+    said, http, body = "Hello." + "!" * (b"!" in error), await service.http(), {"model": "theirs", "stream": True}
+    for path, asked in (("messages", {"messages": HI, "max_tokens": 50}), ("responses", {"input": "hi"})):
+        response = await http.post(f"{service.base_url}/{path}", headers={"x-api-key": service.key}, json=body | asked)
+        *events, last = [event_data(event) for event in SSEDecoder().feed(response.content)]
+        deltas = [event.get("delta") for event in events if event["type"].endswith(("block_delta", "text.delta"))]
+        assert "".join(delta if path == "responses" else delta["text"] for delta in deltas) == said
+        assert last["type"] == "error"
+        assert message in json.dumps(last)
+    assert [said in span.attributes[names.OUTPUT_MESSAGES] for span in await service.spans()] == [True, True]

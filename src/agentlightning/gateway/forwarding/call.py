@@ -388,8 +388,12 @@ class ForwardedCall:
         is_stream, response, data = self._request.stream, self.record.response, None
         if is_stream:
             async for events in call.events():
-                if chunk := self._read_events(events):
-                    await writer.send_events(chunk)
+                passed = list[bytes]()
+                try:
+                    self._read_events(events, passed)
+                finally:
+                    if chunk := b"".join(passed):
+                        await writer.send_events(chunk)
             self._read_unread()
             if not self._final_events and not any(choice.given_reason for choice in response.choices.values()):
                 raise unreadable_response(self._provider, "its stream ended before the response was complete")
@@ -435,21 +439,19 @@ class ForwardedCall:
         """The body for the caller."""
         return dumps(data) if self._added.remove_from(data) else call.body
 
-    def _read_events(self, events: list[bytes]) -> bytes:
-        """Read events, and return the bytes to send now. What can be passed on as it is waits to be read with others,
-        which costs a fraction."""
+    def _read_events(self, events: list[bytes], passed: list[bytes]) -> None:
+        """Read events, and add what to send now to `passed`, also before an error. What can be passed on as it is waits
+        to be read with others, which costs a fraction. Raises ApiError."""
         joined, waits = b"".join(events), not (self._final_events or self._added.fields)
         if waits and not _USED.search(joined) and not any(mark in joined for mark in _END_MARKS):
             self._unread += events
             if len(self._unread) >= _MAX_UNREAD:
                 self._read_unread()
-            return joined
+            return passed.append(joined)
         self._read_unread()
-        passed: list[bytes] = []
         for event, data in self._read(events):
             shown = self._added.filter_event(event, data)
             (self._final_events if self._final_events or is_final(event, data) else passed).append(shown)
-        return b"".join(passed)
 
     def _read(self, events: Sequence[bytes]) -> list[tuple[bytes, Any]]:
         """Read events, and return them with their data."""
@@ -539,18 +541,16 @@ class TranslatedCall(ForwardedCall):
         self._finish(call)
         return self.reply.body([self.answer])
 
-    def _read_events(self, events: list[bytes]) -> bytes:
-        return b"".join([self._read_event(event) for event in events])
-
-    def _read_event(self, event: bytes) -> bytes:
-        data = event_data(event)
-        if data is None and b"data:" in event and b"[DONE]" not in event:
-            raise unreadable_response(self._provider, "an event of its stream is not JSON")
-        self.record.response.read(data)
-        self._check_failed()
-        if is_final(event, data):
-            self._final_events.append(event)
-        return self._write()
+    def _read_events(self, events: list[bytes], passed: list[bytes]) -> None:
+        for event in events:
+            data = event_data(event)
+            if data is None and b"data:" in event and b"[DONE]" not in event:
+                raise unreadable_response(self._provider, "an event of its stream is not JSON")
+            self.record.response.read(data)
+            passed.append(self._write())
+            self._check_failed()
+            if is_final(event, data):
+                self._final_events.append(event)
 
     def _ending(self, call: UpstreamCall) -> bytes:
         self._finish(call)
@@ -568,11 +568,8 @@ class TranslatedCall(ForwardedCall):
             reply.store(self.service.responses, attempt, message_digests(self.request.messages), answer, body)
 
     def _write(self, done: bool = False) -> bytes:
-        """The new events as bytes, after the start of the reply if they are the first. Raises ApiError if the provider
-        broke the protocol."""
+        """The new events as bytes, after the start of the reply if they are the first."""
         events = self.answer.take_new(done)
-        if self.answer.protocol_error:
-            raise unreadable_response(self._provider, self.answer.protocol_error)
         if not (events or done):
             return b""
         opening = b"" if self._is_open else self.reply.start([self.answer])
@@ -592,10 +589,12 @@ class TranslatedCall(ForwardedCall):
         raise ApiError(status, message, code=UNFINISHED)
 
     def _check_failed(self) -> None:
-        """Raises ApiError if the provider reported an error instead of an answer."""
+        """Raises ApiError if the provider reported an error instead of an answer, or broke the protocol."""
         if (error := self.record.response.error) is not None:
             message = display_text(self._provider, f"the provider {self._provider.name!r} failed: {error}")
             raise ApiError(502, message, code="provider_error", retry=self._provider.final)
+        if problem := self.answer.protocol_error:
+            raise unreadable_response(self._provider, problem)
 
 
 # -- token count -------------------------------------------------------------------------------------------------------
