@@ -116,7 +116,7 @@ RESHAPED: Final = "agentlightning.reshaped"
 """list[str]: what changed the sampling distribution besides temperature, top_p and top_k."""
 OVERRIDDEN: Final = "agentlightning.sampling.overridden"
 """list[str]: sampling parameters of the request that were ignored in a training rollout
-(gateway/callers/on_policy.py)."""
+(gateway/sampling.py)."""
 POLICY_VERSION: Final = "agentlightning.policy_version"
 """Version of the weights that sampled the last token."""
 POLICY_VERSIONS: Final = "agentlightning.policy_versions"

@@ -14,6 +14,7 @@ import pytest
 from agentlightning.errors import NotFoundError
 from agentlightning.span import PROMPT_TOKEN_IDS, Span
 from agentlightning.store.http.client import LightningStoreClient
+from agentlightning.store.sql import committer
 from agentlightning.store.sql import pack as codec
 from agentlightning.store.sql.schema import MAX_PACK, UNPLACED
 from agentlightning.store.sql.store import SqlStore
@@ -212,6 +213,18 @@ async def test_what_another_process_has_written_is_read(tmp_path: Path) -> None:
             await reader.query_spans(rollout_id)
     await store.close()
     await other.close()
+
+
+async def test_idle_processes_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(committer, "POLL_SECONDS", 0.02)
+    stores = [SqlStore(tmp_path / "store.db") for _ in range(2)]
+    await filled(stores[0], 1, 1)
+    await asyncio.sleep(0.2)
+    log = (tmp_path / "store.db-wal").read_bytes()
+    await asyncio.sleep(0.3)
+    assert (tmp_path / "store.db-wal").read_bytes() == log
+    for store in stores:
+        await store.close()
 
 
 @pytest.mark.parametrize("seed", range(12))
