@@ -181,7 +181,7 @@ class SqliteConnection(Connection):
     def commit(self) -> None:
         if self.raw.total_changes > self._changes_before:
             self.check_files()
-            if self._observer is not None and not self._marked:
+            if self._observer and not self._marked:
                 self._cursor.execute(f"PRAGMA user_version = {self._mark}")
                 self._marked = True
         self._cursor.execute("COMMIT")
