@@ -135,6 +135,22 @@ async def test_links_of_a_span_are_kept_and_shown(
     assert (await store.query_spans(claimed.rollout_id))[1].attributes == kept.attributes
 
 
+async def test_the_trace_state_of_a_span_is_kept_and_shown(
+    http: httpx.AsyncClient, claimed: AttemptedRollout, store: Store
+) -> None:
+    context = {
+        "trace_id": "d" * 32,
+        "span_id": "e" * 16,
+        "is_remote": False,
+        "trace_state": {"vendor": "a=1", "b": "2"},
+    }
+    assert (await http.post("/spans", json=body_of_span(claimed, context=context))).status_code == 201
+    (kept,) = await store.query_spans(claimed.rollout_id)
+    assert kept.attributes["w3c.tracestate"] == "vendor=a=1,b=2"
+    (shown,) = (await http.get("/spans", params={"rollout_id": claimed.rollout_id})).json()["items"]
+    assert shown["context"] == {**context, "trace_id": shown["trace_id"], "span_id": shown["span_id"]}
+
+
 async def test_an_attribute_that_holds_no_links_is_none(http: httpx.AsyncClient, claimed: AttemptedRollout) -> None:
     for given in ("text", [1, {"trace_id": 7, "attributes": []}]):
         await http.post("/spans", json=body_of_span(claimed, attributes={"otel.links": given}))

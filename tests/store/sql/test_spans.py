@@ -14,6 +14,7 @@ import pytest
 from agentlightning.errors import NotFoundError
 from agentlightning.span import PROMPT_TOKEN_IDS, Span
 from agentlightning.store.http.client import LightningStoreClient
+from agentlightning.store.sql import committer
 from agentlightning.store.sql import pack as codec
 from agentlightning.store.sql.schema import MAX_PACK, UNPLACED
 from agentlightning.store.sql.spans import RECENT_ROLLOUTS
@@ -233,6 +234,18 @@ async def test_only_the_rollouts_written_last_are_remembered() -> None:
     recent = store.writer.spans.recent
     assert [recent.of(each, None) is not None for each in filled_ids] == [False] + [True] * RECENT_ROLLOUTS
     await store.close()
+
+
+async def test_idle_processes_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(committer, "POLL_SECONDS", 0.02)
+    stores = [SqlStore(tmp_path / "store.db") for _ in range(2)]
+    await filled(stores[0], 1, 1)
+    await asyncio.sleep(0.2)
+    log = (tmp_path / "store.db-wal").read_bytes()
+    await asyncio.sleep(0.3)
+    assert (tmp_path / "store.db-wal").read_bytes() == log
+    for store in stores:
+        await store.close()
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -172,7 +172,7 @@ def span_body(span: Span) -> SpanBody:
         status=SpanStatus(cast("Any", span.status_code), span.status_message),
         events=[EventBody(event.name, event.attributes, event.timestamp) for event in span.events],
         links=[*map(_link_body, conventions.links_of(span.attributes))],
-        context=SpanContext(span.trace_id, span.span_id),
+        context=_context(span.trace_id, span.span_id, span.attributes.get(conventions.TRACE_STATE)),
         parent=SpanContext(span.trace_id, span.parent_id) if span.parent_id else None,
         resource=SpanResource(span.resource),
     )
@@ -186,8 +186,7 @@ def span_of(body: SpanBody) -> Span:
         fields["span_id"] = body.span_id or body.context.span_id
     if body.parent is not None:
         fields["parent_id"] = body.parent_id or body.parent.span_id
-    if body.links:
-        fields["attributes"] = {**body.attributes, conventions.LINKS: [*map(_link_of, body.links)]}
+    conventions.add_extra_fields(body.attributes, state=_state_of(body.context), links=[*map(_link_of, body.links)])
     events = [
         SpanEvent(event.name, start if event.timestamp is None else event.timestamp, event.attributes or {})
         for event in body.events
@@ -203,16 +202,23 @@ def span_of(body: SpanBody) -> Span:
 
 def _link_of(body: LinkBody) -> dict[str, Any]:
     """A link as an attribute of its span holds it."""
-    context, attributes = body.context, body.attributes or {}
-    found = {"trace_id": context.trace_id, "span_id": context.span_id, "attributes": attributes}
-    state = ",".join(f"{key}={value}" for key, value in context.trace_state.items())
+    context, state = body.context, _state_of(body.context)
+    found = {"trace_id": context.trace_id, "span_id": context.span_id, "attributes": body.attributes or {}}
     return found | {"trace_state": state} if state else found
 
 
 def _link_body(link: Mapping[str, Any]) -> LinkBody:
-    entries = [each.strip().partition("=") for each in link["trace_state"].split(",")]
-    state = {key: value for key, equals, value in entries if equals}
-    return LinkBody(SpanContext(link["trace_id"], link["span_id"], trace_state=state), link["attributes"])
+    return LinkBody(_context(link["trace_id"], link["span_id"], link["trace_state"]), link["attributes"])
+
+
+def _state_of(context: SpanContext | None) -> str:
+    return ",".join(f"{key}={value}" for key, value in context.trace_state.items()) if context else ""
+
+
+def _context(trace_id: str, span_id: str, state: Any) -> SpanContext:
+    """state: as in the W3C header."""
+    entries = dict(each.strip().split("=", 1) for each in str(state).split(",") if "=" in each)
+    return SpanContext(trace_id, span_id, trace_state=entries)
 
 
 def _complete(span: Span) -> Span:

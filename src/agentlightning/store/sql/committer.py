@@ -89,7 +89,7 @@ class DatabaseThread:
         """Raises StoreClosedError where `submit` would."""
         if self._process_id != os.getpid():
             raise StoreClosedError(f"{self.name} was opened by a parent process; open it again in this one")
-        if self._closed and self.crash is not None:
+        if self.crash is not None:
             raise StoreClosedError(f"{self.name}: its thread ended with {self.crash!r}; open it again")
         if self._closed:
             raise StoreClosedError(f"{self.name} is closed; open it again with LightningStore(...)")

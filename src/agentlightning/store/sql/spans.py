@@ -166,11 +166,10 @@ class RecentSpans:
         found_id, packs = self._rollouts.get(rollout_id, ("", ()))
         if not packs or attempt_id not in (None, found_id):
             return None
-        ids = rollout_id, found_id
         return [
             span
             for each, numbers, superseded in packs
-            for span in pack.unpack(each.body, *ids, each.span_ids, numbers, superseded)
+            for span in pack.unpack(each.body, rollout_id, found_id, each.span_ids, numbers, superseded)
         ]
 
     def add(self, attempt: AttemptRow, new: SpanPack, numbers: Sequence[int]) -> None:

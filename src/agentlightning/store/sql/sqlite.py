@@ -154,8 +154,8 @@ class SqliteConnection(Connection):
         self._path = path
         self._observer, self._observing = observer, threading.Lock()
         self._mark, self._marked = random_bits(31), False
-        """What SQLite's `user_version` is while no other process has written. Set by the first transaction that writes
-        after one of another process, so that both are committed together."""
+        """What SQLite's `user_version` is while no other process has written. Set by the first transaction that changes
+        something after one of another process, so that both are committed together."""
         self._cursor = connection.cursor()
         self._files = None if path is None else OpenFiles(path)
         self._data_version = -1
@@ -181,6 +181,9 @@ class SqliteConnection(Connection):
     def commit(self) -> None:
         if self.raw.total_changes > self._changes_before:
             self.check_files()
+            if self._observer and not self._marked:
+                self._cursor.execute(f"PRAGMA user_version = {self._mark}")
+                self._marked = True
         self._cursor.execute("COMMIT")
 
     def rollback(self) -> None:
@@ -251,9 +254,6 @@ class SqliteConnection(Connection):
             self._check_version()  # where it raises, so it does in the next transaction
             self._data_version, self._marked = version, False
             self._keys.clear()
-        if self._writing and not self._marked:
-            self._cursor.execute(f"PRAGMA user_version = {self._mark}")
-            self._marked = True
         return before not in (-1, version)
 
     def fresh(self) -> bool:

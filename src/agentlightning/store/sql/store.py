@@ -314,16 +314,14 @@ class SqlStore(LightningStoreBase):
         return await self.do("add_records", lambda tx: admin.add_records(tx, self.writer.spans, prepared), *ids)
 
 
-def _too_many(name: str, by_position: int, arguments: Sequence[Any]) -> TypeError:
-    return TypeError(f"{name} takes {by_position} arguments by position, not {len(arguments)}; name the others")
+def _check_positions(name: str, arguments: Sequence[Any]) -> None:
+    if len(arguments) > (most := count_positional(name)):
+        raise TypeError(f"{name} takes {most} arguments by position, not {len(arguments)}; name the others")
 
 
 def _reader(name: str, query: Callable[..., T]) -> Callable[..., Coroutine[Any, Any, T]]:
-    by_position = count_positional(name)
-
     async def read(self: SqlStore, *arguments: Any, **options: Any) -> T:
-        if len(arguments) > by_position:
-            raise _too_many(name, by_position, arguments)
+        _check_positions(name, arguments)
         return await self.read(name, lambda connection: query(connection, *arguments, **options))
 
     return read
@@ -371,12 +369,8 @@ async def _query_spans(store: SqlStore, rollout_id: str, attempt_id: str | None 
 _BIND_START: Final = inspect.signature(LightningStoreBase.start_rollout).bind
 
 
-_ENQUEUE_POSITIONS: Final = count_positional("enqueue_rollout")
-
-
 async def _enqueue_rollout(store: SqlStore, *arguments: Any, **options: Any) -> Rollout:
-    if len(arguments) > _ENQUEUE_POSITIONS:
-        raise _too_many("enqueue_rollout", _ENQUEUE_POSITIONS, arguments)
+    _check_positions("enqueue_rollout", arguments)
     request = EnqueueRolloutRequest(*arguments, **options)
     return await store.enqueue("enqueue_rollout", [request], itemgetter(0))
 
@@ -406,11 +400,10 @@ Check = Callable[[Any, str], Any]
 
 def _writer(name: str, run: Callable[..., Any], checks: Mapping[str, Check]) -> Callable[..., Any]:
     _, *parameters = inspect.signature(getattr(LightningStoreBase, name)).parameters.values()
-    defaults, by_position = {each.name: each.default for each in parameters}, count_positional(name)
+    defaults = {each.name: each.default for each in parameters}
 
     async def write(self: SqlStore, *arguments: Any, **options: Any) -> Any:
-        if len(arguments) > by_position:
-            raise _too_many(name, by_position, arguments)
+        _check_positions(name, arguments)
         options.update(zip(defaults, arguments, strict=False))
         if options.keys() - checks.keys():
             raise TypeError(f"{name} takes {', '.join(defaults)}; it got {', '.join(map(str, [*arguments, *options]))}")
