@@ -174,6 +174,14 @@ def test_it_ends_with_the_command_that_trains_with_the_best_rule(agl: Agl, recor
     assert last == "next  agl train algorithm.credit=group_relative --dry-run"
 
 
+def test_no_rule_is_advised_where_none_has_a_signal(agl: Agl, tmp_path: Path) -> None:
+    records = [record(group, member, reward={"luck": float(member // 2)}) for group in range(8) for member in range(4)]
+    store = write(tmp_path / "luck.db", records)
+    options = ("--store", store, "--rule", "group_relative", "--reward-weights", '{"luck": 1}')
+    assert result(agl("compare", *options, "--json"))["rules"][0]["snr"] < 0
+    assert "next" not in agl("compare", *options).stdout
+
+
 def test_the_command_that_trains_has_the_settings_of_the_run(agl: Agl, tmp_path: Path) -> None:
     store = write(tmp_path / "store.db", [record(group, member) for group in range(20) for member in range(4)])
     settings = tmp_path / "config.toml"

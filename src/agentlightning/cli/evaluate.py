@@ -470,7 +470,7 @@ async def compare_rules(
     chosen = [_rule(each) for each in rules] if rules else RULES.names()
     recorded, unreadable = await _read_groups(place, groups, mode)
     found = compare_credit(recorded, chosen, target_agent=target_agent, reward_weights=weights, left_out=unreadable)
-    best = sorted(found.signals, key=lambda each: -each.snr)[:1]
+    best = [each for each in found.signals[:1] if each.snr > 0]
     settings = Path(place).with_name("config.toml") if place else None  # Of the run whose store it is.
     of_run = ["--config", settings] if settings is not None and settings.is_file() else []
     after = [agl("train", *of_run, f"algorithm.credit={each.rule}", "--dry-run") for each in best]
