@@ -21,7 +21,7 @@ ENGINES = Registry(
     "engine",
     "agentlightning.engine.servers.clients.http:HttpModelServer",
     {
-        "local": "agentlightning.engine.local.scheduler:Scheduler",
+        "local": "agentlightning.engine.local.scheduler:ContinuousBatcher",
         "vllm": "agentlightning.engine.servers.clients.vllm:VllmServer",
         "sglang": None,
     },
