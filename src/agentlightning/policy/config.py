@@ -76,7 +76,10 @@ class OptimizerConfig(Section):
     def check_warmup(self, total_steps: int) -> None:
         """Raises ValueError if the warmup is as long as a run of `total_steps`."""
         if self.warmup_steps >= total_steps:
-            raise ValueError(f"warmup_steps={self.warmup_steps} must be below total_steps={total_steps}")
+            raise ValueError(
+                f"optimizer.warmup_steps={self.warmup_steps} must be below total_steps={total_steps}; lower it, or"
+                " train for more steps"
+            )
 
     def factor(self, step: int) -> float:
         """The factor of the learning rates at optimiser step `step`, counted from 0."""

@@ -414,7 +414,7 @@ async def dry_run(
             if run.learner is not None:
                 checks += [check_model(config), *check_tool_format(run.learner.chat)]
             checks += [DryRunCheck(name, "ok", text) for name, text in run.prepared.items()]
-            rollouts = await run_beside(runner, rehearse(run, algorithm))
+            rollouts = await run_beside(runner, rehearse(run))
         checks += checks_of(rollouts, trains=trains, random_weights=trains and has_random_weights(config))
     except ConfigError:
         raise
@@ -457,15 +457,15 @@ def check_tasks(config: TrainConfig, tasks: Tasks) -> DryRunCheck:
     return DryRunCheck("tasks", "ok", counts)
 
 
-async def rehearse(run: TrainingRun, algorithm: Algorithm[Any]) -> tuple[DryRunRollout, ...]:
+async def rehearse(run: TrainingRun) -> tuple[DryRunRollout, ...]:
     """Run the rollouts. None of them stops it."""
     collector, progress, label = run.collector, run.progress, f"{run.state.run_id}-dry-run"
-    temperature = float(getattr(algorithm.config, "temperature", 1.0)) if hasattr(algorithm, "config") else 1.0
+    temperature = float(getattr(getattr(run.algorithm, "config", None), "temperature", 1.0))
     resources_id = await run.checkpoints.publisher.write(label, {"temperature": temperature})
     tasks = {f"{i}-{j}": task for i, task in enumerate(run.train_tasks[:TASKS]) for j in range(REPEATS)}
     progress.phase("rollouts", len(tasks))
     collected, reports = await run_trials(
-        collector, label, tasks, resources_id, algorithm.reward_weights, on_progress=progress.update
+        collector, label, tasks, resources_id, run.reward_weights, on_progress=progress.update
     )
     ids = [each.rollout_id for each in reports]
     attempts = {each.rollout_id: each for each in await collector.store.get_latest_attempts(ids)}

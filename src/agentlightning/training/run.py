@@ -546,8 +546,10 @@ class TrainingRun(Struct):
         if stage.number > len(state.stages):
             if state.stages:  # The next stage begins with the result of the one before it, which is measured.
                 await self.finish()
-                phase, place = f"measuring after stage {stage.place}", stage.place - 1
-                await self.measure_held_out(phase, f"stage-{place}", f"stage-{place:02d}")
+                place = stage.place - 1
+                await self.measure_held_out(
+                    f"measuring after stage {stage.place}", f"stage-{place}", f"stage-{place:02d}"
+                )
             state.begin_stage(
                 {
                     "name": stage.name,

@@ -173,6 +173,19 @@ def test_what_is_added_after_a_resume_is_no_part_of_a_line_that_a_full_disk_cut_
         assert own.read_bytes() == b'{"step": 1}\n{"step": 2, "rew', "a file of the user's"
 
 
+def test_a_last_line_that_lacks_only_its_end_stays(run_dir):
+    """An editor may have left it out; the step of a line that is gone would not run again."""
+    run_dir.write_state(RunState(run_id="r1"))
+    (run_dir.path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 2}')
+    (run_dir.path / "audit.jsonl").write_bytes(b'{"step": 1}\n')
+    run_dir.close()
+    with closing(RunDir.open(run_dir.path)) as opened:
+        opened.append_metrics({"step": 3})
+        assert [each["step"] for each in opened.read_metrics()] == [1, 2, 3]
+        assert (run_dir.path / "audit.jsonl").read_bytes() == b'{"step": 1}\n'
+        assert not (run_dir.path / "changes.jsonl").exists()
+
+
 def test_a_line_of_metrics_that_cannot_be_read_is_named(run_dir):
     (run_dir.path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 2, "rew{"step": 3}\n')
     for read in (run_dir.read_metrics, partial(forget_after, run_dir.path / "metrics.jsonl", 1)):

@@ -350,7 +350,7 @@ class RunDir(Struct):
             for folder in (path, path / "checkpoints"):
                 _remove_unfinished(folder)
             for name in GROWING:
-                _cut_unfinished_line(path / name)
+                _end_last_line(path / name)
             (path / ERROR_FILE).unlink(missing_ok=True)
             return run_dir
 
@@ -407,7 +407,7 @@ class RunDir(Struct):
         kept = [each["directory"] for each in state.kept.values()]
         named = {Path(name).name for name in (state.checkpoint, state.best_checkpoint, *kept) if name}
         found = sorted(entry for entry in folder.glob("step-*") if entry.is_dir())
-        for entry in found[: max(0, len(found) - keep)]:
+        for entry in found[:-keep]:
             if entry.name not in named:
                 shutil.rmtree(entry)
 
@@ -486,11 +486,16 @@ GROWING: Final = ("metrics.jsonl", "changes.jsonl", "audit.jsonl", "transcripts.
 """Files to which lines are added."""
 
 
-def _cut_unfinished_line(path: Path) -> None:
-    """Remove a last line that was not written to its end, so that the next one does not follow in the same line."""
-    content = path.read_bytes() if path.exists() else b""
-    if not content.endswith(b"\n") and content:
-        os.truncate(path, content.rfind(b"\n") + 1)
+def _end_last_line(path: Path) -> None:
+    """Remove a last line that was not written to its end, or end one that lacks only that, so that the next one does
+    not follow in the same line."""
+    with suppress(FileNotFoundError), path.open("rb+") as file:
+        last = file.read().rpartition(b"\n")[2]
+        try:
+            orjson.loads(last)
+            file.write(b"\n")
+        except orjson.JSONDecodeError:
+            file.truncate(file.tell() - len(last))
 
 
 def write_atomically(path: Path, content: bytes, *, private: bool = False) -> None:

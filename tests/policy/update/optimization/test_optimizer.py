@@ -150,7 +150,7 @@ def test_learning_rates_rise_and_fall(schedule: Any, expected: list[float]) -> N
 def test_impossible_settings_name_the_way_out() -> None:
     with pytest.raises(ConfigError, match='schedule="cosine" needs total_steps'):
         Optimizer(Tiny(), OptimizerConfig(schedule="cosine"))
-    with pytest.raises(ValidationError, match="warmup_steps=5 must be below total_steps=5"):
+    with pytest.raises(ValidationError, match=r"optimizer\.warmup_steps=5 must be below total_steps=5; lower it"):
         OptimizerConfig(total_steps=5, warmup_steps=5)
     with pytest.raises(ValidationError, match="learning_rate"):
         OptimizerConfig.model_validate({"learning_rate": 1e-3})
