@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
@@ -62,7 +63,6 @@ from agentlightning.gateway.upstream.limits import estimate_prompt_tokens
 from agentlightning.span import Span, new_span_id
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.util.json_values import Json
-from agentlightning.util.random_ids import random_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -277,7 +277,7 @@ class LocalService:
         shown, recorded = params.top_logprobs, settings.record_top_logprobs if caller.attempt else 0
         params = replace(params, top_logprobs=max(shown, recorded))
         tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        head = ReplyMetadata(dialect.id_prefix + random_bytes(12).hex(), model, int(time.time()), Usage(tokens))
+        head = ReplyMetadata(dialect.id_prefix + secrets.token_hex(12), model, int(time.time()), Usage(tokens))
         answer = partial(
             SampledAnswer,
             stops=params.stop,
