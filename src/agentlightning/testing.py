@@ -33,6 +33,8 @@ from agentlightning.chat.tool_calls.format import CallFormat, Tools
 from agentlightning.engine.base import ConstraintKind, FinishReason, Sample, SamplingParams
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 
+__all__ = ["ByteChatFormat", "ScriptedEngine", "ScriptedServer", "read_chatml"]
+
 _SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _TURN: Final = re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)(?:<\|im_end\|>|\Z)", re.DOTALL)
 

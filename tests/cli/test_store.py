@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from agentlightning.cli import store as verbs
 from agentlightning.cli.main import build
-from agentlightning.cli.store import rollout_lines
+from agentlightning.dashboard.data.rollouts import rollout_lines
 from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.server.app import Server
 from agentlightning.span import OPERATION_NAME, PROMPT_TOKEN_IDS, REQUEST_MODEL, Span

@@ -495,8 +495,6 @@ def exit_now() -> NoReturn:
 # -- agl runner -------------------------------------------------------------------------------------------------------
 
 
-logger = logging.getLogger(__name__)
-
 POLL_SECONDS = 10.0
 """How long one claim waits: with a thousand idle runners, the server gets a hundred claims a second."""
 

@@ -7,17 +7,16 @@ import asyncio
 import errno
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 from msgspec import structs
 from rich.console import Console
 
-from agentlightning import span as names
 from agentlightning.cli.options import (
     POSTGRES,
     GivenStore,
@@ -39,15 +38,10 @@ from agentlightning.cli.options import (
     weights_of,
 )
 from agentlightning.cli.output import Output, Result, agl, show_size
-from agentlightning.dashboard.data.rollouts import shortened
 from agentlightning.errors import ConfigError
 from agentlightning.models import Precision
-from agentlightning.rollouts import Attempt, Rollout
-from agentlightning.span import Span
-from agentlightning.tracing.rewards import get_reward_value
 from agentlightning.trajectory import RewardWeights as Weights
 from agentlightning.util.event_loop import in_background
-from agentlightning.util.json_values import recorded_objects
 from agentlightning.util.printable import printable
 from agentlightning.util.progress import Progress
 
@@ -112,6 +106,7 @@ async def show(
       agl store show
       agl store show ro-01a2 --run runs/first
     """
+    from agentlightning.dashboard.data.rollouts import rollout_lines
 
     place = store_to_read(run, store, server)
     async with open_named(place, token) as opened:
@@ -437,75 +432,6 @@ def print_rollouts(table: RolloutTable, console: Console) -> None:
     console.print(f"{len(table.rows)} of {table.matching:,} rollouts")
     if table.read < table.matching and len(table.rows) < table.read:
         console.print(f"sorted among the newest {table.read:,} only")
-
-
-# -- a rollout as text ------------------------------------------------------------------------------------------------
-
-
-def rollout_lines(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> Iterator[str]:
-    """The rollout, then each attempt with its spans in order. Control characters in the text of agents are escaped."""
-    yield from map(printable, _lines(rollout, attempts, spans))
-
-
-def _lines(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> Iterator[str]:
-    mode = f", {rollout.mode}" if rollout.mode else ""
-    yield f"{rollout.rollout_id} {rollout.status}{mode}"
-    yield f"  task     {shortened(rollout.input)}"
-    if command := rollout.metadata.get("command"):
-        yield f"  command  {shortened(command)}"
-    for attempt in attempts:
-        yield f"attempt {attempt.sequence_id} {attempt.attempt_id} {attempt.status}{_attempt_duration(attempt)}"
-        error = attempt.metadata.get("error")
-        if isinstance(error, dict):
-            yield f"  error    {shortened(cast('dict[str, Any]', error).get('message'))}"
-        for span in spans:
-            if span.attempt_id == attempt.attempt_id:
-                yield from _span(span)
-
-
-def _attempt_duration(attempt: Attempt) -> str:
-    return "" if attempt.end_time is None else f" in {attempt.end_time - attempt.start_time:.1f} s"
-
-
-def _span(span: Span) -> Iterator[str]:
-    values = span.attributes
-    number = f"  {span.sequence_id:>3}"
-    if names.OPERATION_NAME in values and names.REQUEST_MODEL in values:
-        yield from _call(span, number)
-    elif (reward := get_reward_value(span)) is not None:
-        yield f"{number} reward {reward}"
-    elif names.MESSAGE_BODY in values:
-        yield f"{number} {shortened(values[names.MESSAGE_BODY])}"
-    elif names.EXCEPTION_MESSAGE in values:
-        yield f"{number} {values.get(names.EXCEPTION_TYPE)}: {shortened(values[names.EXCEPTION_MESSAGE])}"
-    else:
-        yield f"{number} {span.name}"
-
-
-def _call(span: Span, number: str) -> Iterator[str]:
-    values = span.attributes
-    agent = f", {values[names.AGENT_NAME]}" if names.AGENT_NAME in values else ""
-    dollars = values.get(names.COST)
-    cost = f", ${dollars:.4f}" if isinstance(dollars, int | float) else ""
-    tokens = f"{values.get(names.INPUT_TOKENS) or 0} tokens in, {values.get(names.OUTPUT_TOKENS) or 0} out"
-    yield f"{number} {span.name}{agent}: {tokens}{cost}"
-    inputs, outputs = (recorded_objects(values.get(name)) for name in (names.INPUT_MESSAGES, names.OUTPUT_MESSAGES))
-    yield from (f"        {line}" for message in (*inputs[-1:], *outputs) for line in _message(message))
-    if span.status_code == "ERROR":
-        yield f"        failed: {shortened(span.status_message or values.get(names.ERROR_TYPE))}"
-
-
-def _message(message: dict[str, Any]) -> Iterator[str]:
-    role = str(message.get("role", "?"))
-    for part in message.get("parts") or ():
-        kind = part.get("type")
-        if kind == "tool_call":
-            yield f"{role:<10} {part.get('name')}({shortened(part.get('arguments'))})"
-        elif kind == "tool_call_response":
-            yield f"{role:<10} {shortened(part.get('response'))}"
-        else:
-            note = " (thinks)" if kind == "reasoning" else ""
-            yield f"{role:<10}{note} {shortened(part.get('content', kind))}"
 
 
 # -- agl export -------------------------------------------------------------------------------------------------------

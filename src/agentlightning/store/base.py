@@ -528,6 +528,7 @@ def implement(store: type[LightningStore], methods: Mapping[str, Callable[..., A
     abc.update_abstractmethods(store)
 
 
+@functools.cache
 def count_positional(name: str) -> int:
     """How many arguments of a method of the contract may be given by position; the others have names."""
     return getattr(LightningStore, name).__code__.co_argcount - 1

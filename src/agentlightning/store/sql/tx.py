@@ -479,8 +479,7 @@ class Tx:
             self.connection.write(_INSERT_PACK, self._packs)
             if self._places:
                 self.connection.write_places(self._places)
-            if self._prompts:
-                self.connection.write(_INSERT_PROMPT, self._prompts)
+            self.connection.write(_INSERT_PROMPT, self._prompts)
             self._packs, self._places, self._prompts = [], [], []
 
     def _write_rows(self) -> None:
