@@ -15,7 +15,9 @@ from agentlightning.util.settings import load_settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "get-started" / "one-gpu.md"
 TEXT = PAGE.read_text()
-COMMANDS = [block.body for block in blocks(PAGE) if block.body.startswith("agl train")]
+[COMMAND] = [block.body for block in blocks(PAGE) if block.body.startswith("agl train")]
+OTHERS = re.findall(r"^\| \d+ GB, [^|]*\| `([^`]*)`", TEXT, re.MULTILINE)
+COMMANDS = [COMMAND, *(f"{COMMAND.partition('--model')[0]}--model {other}" for other in OTHERS)]
 
 
 def formula() -> dict:
