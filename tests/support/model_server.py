@@ -89,6 +89,9 @@ class ScriptedModelServer:
         """The number of running answers that fill its key-value cache."""
         self.most_running = 0
         """The largest number of answers that were sampled at the same time."""
+        self.holds: Callable[[], bool] = lambda: False
+        """Whether answers wait now, other than greedy ones, as those of a full server do. How fast callers come then
+        decides nothing."""
         self.port = port
         self._generates, self._labels, self._admin, self._raw = generates, labels, admin, raw
         self._ties = ties
@@ -312,9 +315,12 @@ class ScriptedModelServer:
         finally:
             self.running -= 1
 
-    async def wait(self) -> None:
+    async def wait(self, sampling: Mapping[str, Any]) -> None:
         """Wait until the next token may be sampled."""
         await asyncio.sleep(self.delay)
+        is_greedy = sampling.get("temperature") == 0 or sampling.get("top_k") == 1
+        while not is_greedy and self.holds():  # noqa: ASYNC110  A function of anything sets no event.
+            await asyncio.sleep(0.005)
         await self._unpaused.wait()
 
     def logprob(self, token: int, sampling: Mapping[str, Any]) -> float:
@@ -362,7 +368,7 @@ class _Answer:
             if self.request.transport is not None:
                 self.request.transport.abort()
             return False
-        await self.server.wait()
+        await self.server.wait(self.sampling)
         ends = self.server.ends_at is not None and len(self.tokens) + 1 >= self.server.ends_at
         self.last = END if ends else next_token(self.last)
         self.tokens.append(self.last)
