@@ -25,7 +25,7 @@ from agentlightning.util.decompression import CodingError, decompress
 from agentlightning.util.printable import shown_url
 from agentlightning.util.random_ids import random_uniform
 
-RETRIED: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+RETRIED: Final = frozenset({408, 409, 425, 429, *range(500, 600)})
 """Statuses of a service that may answer the next time."""
 LONGEST_WAIT: Final = 60.0
 """Seconds between two tries, whatever the service asks for."""
