@@ -73,6 +73,8 @@ class ScriptedModelServer:
         """Path with query, and body, of each request."""
         self.running = 0
         """Number of answers being sampled."""
+        self.sampled = 0
+        """Number of tokens so far."""
         self.peers: set[Any] = set()
         """Addresses of the clients."""
         self.ends_at: int | None = None
@@ -374,6 +376,7 @@ class _Answer:
         self.tokens.append(self.last)
         self.logprobs.append(self.server.logprob(self.last, self.sampling))
         self.labels.append(self.server.label)
+        self.server.sampled += 1
         return True
 
     @property

@@ -16,6 +16,7 @@ import httpx
 import pytest
 from tests.support.model_server import ScriptedModelServer
 from tests.support.tokenizer import tiny_tokenizer
+from tests.support.waiting import until
 
 from agentlightning import span as names
 from agentlightning.attempt_variables import attempt_environment
@@ -23,10 +24,12 @@ from agentlightning.chat.hf import HFChatFormat
 from agentlightning.chat.tokenizer_archive import pack_tokenizer, probe_tokens
 from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.joining import BASE_PATH, PROTOCOL
+from agentlightning.gateway.app import Gateway
 from agentlightning.resources import ProxyLLM
 from agentlightning.server.serve import serve
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import ScriptedEngine
+from agentlightning.util import templates
 
 TOKEN, SECRET = "hub-token", "a-secret-nobody-prints"
 
@@ -76,8 +79,12 @@ class Trainer:
 
 
 class Hub:
-    def __init__(self, store: InMemoryLightningStore, url: str, client: httpx.AsyncClient) -> None:
-        self.store, self.url, self.client = store, url, client
+    def __init__(self, store: InMemoryLightningStore, url: str, client: httpx.AsyncClient, gateway: Gateway) -> None:
+        self.store, self.url, self.client, self.gateway = store, url, client, gateway
+
+    async def held(self) -> None:
+        """Wait until a call is held back."""
+        await until(lambda: any(gate.num_waiting for _, gate in self.gateway.gates._gates.values()))
 
     async def ask(
         self, model: str = "policy", resources: str | None = None, **options: Any
@@ -109,7 +116,8 @@ async def hub_of(engines: Mapping[str, Engine]) -> AsyncGenerator[Hub]:
         server = await stack.enter_async_context(serve(store, engines, secret=SECRET, token=TOKEN, accepts_runs=True))
         headers = {"authorization": f"Bearer {TOKEN}"}
         client = httpx.AsyncClient(base_url=server.url, headers=headers, timeout=30)
-        yield Hub(store, server.url, await stack.enter_async_context(client))
+        assert server.gateway is not None
+        yield Hub(store, server.url, await stack.enter_async_context(client), server.gateway)
 
 
 @pytest.fixture
@@ -124,14 +132,15 @@ async def trainer(hub: Hub, model_server: ScriptedModelServer) -> Trainer:
 
 
 async def settle() -> None:
-    """Time for a call to reach the gate."""
+    """Time for a call to end, or to do harm, that should not."""
     await asyncio.sleep(0.3)
 
 
 @pytest.mark.parametrize("place", ["{{ messages[0].content }}", "{% if tools %}x{% endif %}"])
 async def test_a_template_that_does_not_end_is_refused_while_the_server_answers_others(
-    trainer: Trainer, hub: Hub, place: str
+    trainer: Trainer, hub: Hub, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
+    monkeypatch.setattr(templates, "SECONDS", 0.5)
     loop = "{% for a in range(9999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     tokenizer = tiny_tokenizer()
     chat = HFChatFormat(tokenizer)
@@ -151,7 +160,7 @@ async def test_calls_wait_for_an_update_and_have_its_version(trainer: Trainer, h
     assert (await hub.ask())[1][names.POLICY_VERSION] == 0
     assert (await trainer.pause())["paused"]
     waiting = asyncio.create_task(hub.ask())
-    await settle()
+    await hub.held()
     assert not waiting.done()
     status = (await trainer.state(1)).json()
     answer, span = await asyncio.wait_for(waiting, 5)
@@ -164,9 +173,9 @@ async def test_an_update_waits_for_answers_under_way_unless_they_go_on_across_it
     trainer: Trainer, hub: Hub, model_server: ScriptedModelServer
 ):
     await trainer.join()
-    model_server.delay = 0.05
+    model_server.delay, before = 0.05, model_server.sampled
     call = asyncio.create_task(hub.ask(max_tokens=30))
-    await settle()
+    await until(lambda: model_server.sampled > before)
     status = await trainer.pause(in_flight=True)
     assert (status["paused"], status["going_on"]) == (True, 1)
     await trainer.state(1)
@@ -175,7 +184,7 @@ async def test_an_update_waits_for_answers_under_way_unless_they_go_on_across_it
     versions = list(span[names.POLICY_VERSIONS])
     assert (versions[::2], sum(versions[1::2])) == ([0, 1], 30)
     call = asyncio.create_task(hub.ask(max_tokens=10))
-    await settle()
+    await until(lambda: model_server.running)
     assert (await trainer.pause())["going_on"] == 0
     await asyncio.wait_for(call, 5)
     assert call.result()[1][names.POLICY_VERSION] == 1
@@ -187,18 +196,18 @@ async def test_an_update_waits_for_answers_under_way_unless_they_go_on_across_it
 async def test_calls_of_a_trainer_that_died_during_an_update_are_refused_and_the_run_can_come_back(
     trainer: Trainer, hub: Hub, model_server: ScriptedModelServer
 ):
-    await trainer.join(lease_seconds=1.0)
+    await trainer.join(lease_seconds=2.0)
     model_server.delay = 0.05
     under_way = asyncio.create_task(hub.ask(max_tokens=400))
-    await settle()
+    await until(lambda: model_server.running)
     await trainer.pause(in_flight=True)
     model_server._unpaused.clear()  # As the trainer leaves it.
     waiting = asyncio.create_task(hub.ask())
     for call in (waiting, under_way):
-        answer, _ = await asyncio.wait_for(call, 10)
+        answer, _ = await asyncio.wait_for(call, 30)
         assert answer.status_code == 503
         assert "the trainer of run r1" in answer.json()["error"]["message"]
-        assert "has not been heard from for 1 s" in answer.json()["error"]["message"]
+        assert "has not been heard from for 2 s" in answer.json()["error"]["message"]
     answer, _ = await hub.ask()
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "policy_unavailable")
     assert (await trainer.state()).status_code == 404
@@ -213,7 +222,7 @@ async def test_a_trainer_that_was_started_again_takes_over_the_calls_it_had_held
     await trainer.join()
     await trainer.pause()
     waiting = asyncio.create_task(hub.ask())
-    await settle()
+    await hub.held()
     trainer.model_server.label = "resumed"
     assert (await trainer.join(label="resumed", version=3)).status_code == 200
     answer, span = await asyncio.wait_for(waiting, 5)
@@ -321,7 +330,7 @@ async def test_a_call_keeps_the_version_of_the_adapter_it_began_with_and_the_tra
     await join_with_adapters(trainer)
     model_server.delay = 0.05
     call = asyncio.create_task(hub.ask("policy:writer", max_tokens=30))
-    await settle()
+    await until(lambda: model_server.running)
     assert (await trainer.pause(in_flight=True))["going_on"] == 1
     model_server.adapters["writer@1.r"] = "dir"
     status = (await trainer.state(adapters=[adapter(1)])).json()
@@ -474,7 +483,7 @@ async def test_a_pause_during_the_end_of_an_update_is_one_of_its_own(
         await ending
     assert (await asyncio.wait_for(pausing, 5))["paused"]
     waiting = asyncio.create_task(hub.ask())
-    await settle()
+    await hub.held()
     assert not waiting.done()
     assert not (await trainer.state()).json()["paused"]
     assert (await asyncio.wait_for(waiting, 5))[0].status_code == 200
@@ -490,7 +499,7 @@ async def test_the_gate_opens_whatever_ends_the_resume(
     await trainer.join()
     await trainer.pause()
     waiting = asyncio.create_task(hub.ask())
-    await settle()
+    await hub.held()
     with monkeypatch.context() as patched:
         patched.setattr("agentlightning.engine.servers.pool.ReplicaPool.update_replicas", broken)
         assert (await trainer.state()).status_code == 500
