@@ -381,17 +381,28 @@ async def test_a_silent_attempt_becomes_unresponsive_and_another_runner_gets_the
 
 @pytest.mark.parametrize("sign", ["span", "heartbeat", "worker"])
 async def test_signs_of_life_keep_an_attempt_alive(store: Store, sign: str) -> None:
-    attempted = await claimed(store, RolloutConfig(unresponsive_seconds=0.5), worker_id="w1")
-    end = time.monotonic() + 1.0
-    while time.monotonic() < end:
+    longest, status = math.inf, ""
+    while longest > 0.4:  # A machine that held up the signs for so long says nothing of the store.
+        attempted = await claimed(store, RolloutConfig(unresponsive_seconds=0.5), worker_id="w1")
+        longest, status = await send_signs(store, attempted, sign)
+    assert status in ("preparing", "running")
+
+
+async def send_signs(store: Store, attempted: AttemptedRollout, sign: str) -> tuple[float, str]:
+    """Signs of life for a second. Returns the longest that the store can have waited for one, and the status then."""
+    pauses, since = [0.0], time.monotonic()
+    while sum(pauses) < 1.0:
         if sign == "span":
             await store.add_span(a_span(attempted))
         elif sign == "heartbeat":
             await store.update_attempt(attempted.rollout_id, "latest", last_heartbeat_time=time.time())
         else:
             await store.update_worker("w1")
+        pauses.append(time.monotonic() - since)
+        since += pauses[-1]
         await asyncio.sleep(0.05)
-    assert await status_of(store, attempted.rollout_id) in ("preparing", "running")
+    status = await status_of(store, attempted.rollout_id)
+    return max(*pauses, time.monotonic() - since), status
 
 
 @pytest.mark.parametrize("before", ["preparing", "unresponsive"])

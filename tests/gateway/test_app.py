@@ -221,7 +221,7 @@ async def test_an_attempt_that_has_ended_or_was_superseded_takes_no_more_calls(s
     service = await serve(["Hello."], check_seconds=0.02)
     await service.ask()
     await service.store.update_attempt(service.rollout_id, service.attempt_id, status="failed")
-    await asyncio.sleep(0.5)
+    await until(lambda: not len(service.gateway.attempts))
     with pytest.raises(openai.ConflictError, match="ended as failed"):
         await service.ask()
     assert len(service.gateway.conversations) == 0

@@ -386,8 +386,8 @@ async def test_a_superseded_attempt_changes_nothing(start: Any, store: Any, roll
 
 
 async def test_a_runner_keeps_its_attempts_alive(start: Any, roll: Any) -> None:
-    await start(lambda task: time.sleep(0.8), heartbeat_seconds=0.1)
-    [ended] = await roll({}, unresponsive_seconds=0.4)
+    await start(lambda task: time.sleep(2.0), heartbeat_seconds=0.1)
+    [ended] = await roll({}, unresponsive_seconds=1.2)
     assert ended.status == "succeeded"
 
 
