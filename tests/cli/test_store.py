@@ -211,6 +211,11 @@ def test_an_export_is_imported_elsewhere(agl: Agl, path: str, name: str) -> None
     assert f"0 rollouts and 0 resources imported from {name}; 11 were already there" in again.stdout
 
 
+@pytest.mark.parametrize(("name", "leads_on"), [("all.jsonl", True), ("all.parquet", False)])
+def test_an_export_leads_on_to_its_import_where_there_is_one(agl: Agl, path: str, name: str, leads_on: bool) -> None:
+    assert ("agl store import" in agl("export", name, "--store", path).stdout) == leads_on
+
+
 def test_some_rollouts_are_exported(agl: Agl, path: str) -> None:
     result = agl("export", "some.jsonl", "--store", path, "--status", "queuing", "--mode", "val", "--queue", "val")
     assert "1 rollouts with 0 spans and 0 resources in some.jsonl" in result.stdout

@@ -309,7 +309,8 @@ async def export_(
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 raise ConfigError(f"{file} cannot be written: {error}") from error
-    record, after = {"file": str(file), **asdict(exported)}, [agl("store", "import", file, store="copy.db")]
+    after = [] if file.suffix == ".parquet" else [agl("store", "import", file, store="copy.db")]
+    record = {"file": str(file), **asdict(exported)}
     return Result(record, lambda console: _show_exported(file, exported, console), after)
 
 
