@@ -310,8 +310,9 @@ async def export_(
                     raise
                 raise ConfigError(f"{file} cannot be written: {error}") from error
     after = [] if file.suffix == ".parquet" else [agl("store", "import", file, store="copy.db")]
-    record = {"file": str(file), **asdict(exported)}
-    return Result(record, lambda console: _show_exported(file, exported, console), after)
+    return Result(
+        {"file": str(file), **asdict(exported)}, lambda console: _show_exported(file, exported, console), after
+    )
 
 
 def _report(progress: Progress, name: str) -> Report:
@@ -366,8 +367,11 @@ async def import_(
             imported = await import_store(opened, file, report=_report(progress, "importing"))
     known = f"; {imported.known:,} were already there" if imported.known else ""
     text = f"{imported.rollouts:,} rollouts and {imported.resources:,} resources imported from {file}{known}"
-    record, after = {"file": str(file), **asdict(imported)}, [agl("store", "list", store=place)]
-    return Result(record, lambda console: console.print(text), after)
+    return Result(
+        {"file": str(file), **asdict(imported)},
+        lambda console: console.print(text),
+        [agl("store", "list", store=place)],
+    )
 
 
 VERBS: Final = {
