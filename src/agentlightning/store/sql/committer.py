@@ -462,7 +462,7 @@ class Committer(DatabaseThread):
         writes, changed_elsewhere = self._begin(bool(batch or notifications), wanted, durable)
         tx.begin(outdated=self._database.shared or changed_elsewhere)
         if changed_elsewhere and not self._database.shared:
-            self.spans.clear()
+            self.spans.outdate()
         self._prefetch(writing)
         for command, value in undelivered:
             command.undo(tx, value)

@@ -90,18 +90,18 @@ def group_by_attempt(spans: Sequence[Span]) -> list[AttemptSpans]:
 
 # -- adding ----------------------------------------------------------------------------------------------------------
 
-_IDS_OF: Final = "SELECT ids FROM span_packs WHERE attempt_key = ?"
+_IDS_AFTER: Final = "SELECT key, ids FROM span_packs WHERE attempt_key = ? AND key > ? ORDER BY key"
 CACHED_IDS: Final = 1 << 16
 """Then the cache is emptied."""
 
 
 class SpanIds:
     """Cache of the span ids of recent attempts, by which a span that is sent twice is stored once. The entry of an
-    attempt is valid while the attempt has as many spans as when it was made."""
+    attempt is valid while the attempt has as many spans; of those that another process adds, only the new are read."""
 
     def __init__(self) -> None:
-        self.entries: dict[int, tuple[int, set[str]]] = {}
-        """(number of spans, their ids) by attempt key."""
+        self.entries: dict[str, tuple[int, set[str]]] = {}
+        """(key of a pack: the ids of all up to it are there, ids) by attempt id."""
         self._added = 0
         """Ids since the cache was empty."""
 
@@ -111,28 +111,31 @@ class SpanIds:
 
     def of(self, tx: Tx, attempt: AttemptRow) -> set[str]:
         """Every span id of an attempt."""
-        count, ids = self.entries.get(attempt.key, (-1, set[str]()))
-        if count != attempt.spans:
-            packs = tx.all(_IDS_OF, attempt.key) if attempt.spans else ()
-            ids = {span_id for (packed,) in packs for span_id in pack.split_ids(bytes(packed))}
-            self._put(attempt, ids, len(ids))
+        last, ids = self.entries.get(attempt.attempt_id, (0, set[str]()))
+        while len(ids) != attempt.spans:
+            rows = tx.all(_IDS_AFTER, attempt.key, last)
+            ids = ids.union(*[pack.split_ids(bytes(packed)) for _, packed in rows])
+            if len(ids) == attempt.spans or not last:
+                self._put(attempt, ids, len(ids), rows[-1][0] if rows else last)
+                break
+            last, ids = 0, set[str]()  # other servers have stored packs with lower keys
         return ids
 
     def add(self, attempt: AttemptRow, spans_before: int, ids: Sequence[str], named: bool) -> None:
         """Record spans that were added to an attempt that had `spans_before`. An entry is made only for callers that
         name their spans: others never ask."""
-        count, known = self.entries.get(attempt.key, (-1, set[str]()))
+        last, known = self.entries.get(attempt.attempt_id, (0, None))
         if not spans_before and named:
-            count, known = 0, set()
-        if count == spans_before:
+            last, known = 0, set[str]()
+        if known is not None and len(known) == spans_before:
             known.update(ids)
-            self._put(attempt, known, len(ids))
+            self._put(attempt, known, len(ids), last)
 
-    def _put(self, attempt: AttemptRow, ids: set[str], added: int) -> None:
+    def _put(self, attempt: AttemptRow, ids: set[str], added: int, last: int) -> None:
         if self._added > CACHED_IDS:
             self.clear()
         self._added += added
-        self.entries[attempt.key] = (attempt.spans, ids)
+        self.entries[attempt.attempt_id] = (last, ids)
 
 
 RECENT_ROLLOUTS: Final = 128
@@ -217,11 +220,15 @@ class SpanWriter:
         self._prompts = PromptCache(connection)
         self.recent = RecentSpans(connection)
 
-    def clear(self) -> None:
-        """After something was undone, or another process has written: what is remembered may not be in the database."""
-        self._ids.clear()
+    def outdate(self) -> None:
+        """Another process has written."""
         self._prompts.clear()
         self.recent.clear()
+
+    def clear(self) -> None:
+        """After something was undone: what is remembered may not be in the database."""
+        self._ids.clear()
+        self.outdate()
 
     def add(self, tx: Tx, groups: Sequence[AttemptSpans]) -> list[SpanWriteResult]:
         """Store the spans of one call, all or none."""
@@ -253,7 +260,7 @@ class SpanWriter:
                 size += self.add_pack(tx, attempt, part, first)
             last = max(last, *sequence_ids)
             beat(tx, attempt, tx.wall, spans=before + count, bytes=size, last_span=last)
-            if new.named or attempt.key in self._ids.entries:
+            if new.named or attempt.attempt_id in self._ids.entries:
                 self._ids.add(attempt, before, new.span_ids, new.named)
         return SpanWriteResult(attempt.attempt_id, sequence_ids, bool(attempt.superseded), existing)
 
