@@ -25,7 +25,7 @@ from agentlightning.store.base import DEFAULT_STORE, store_url
 from agentlightning.store.clock import SYNC_SECONDS, Clock
 from agentlightning.store.sql.rollouts import NEXT_WAITING
 from agentlightning.store.sql.schema import FIND_VERSION, check_version, ddl, migrate
-from agentlightning.store.sql.tx import LAST_SIGN_OF_LIFE, Connection, Database, Statement, chunks
+from agentlightning.store.sql.tx import Connection, Database, Statement, chunks
 from agentlightning.util.printable import shown_url
 from agentlightning.util.random_ids import random_bits
 
@@ -219,8 +219,7 @@ class SqliteConnection(Connection):
                 return
             steady = clock.advance(reading, steady, now)
         else:
-            ((last_event,),) = self.all(LAST_SIGN_OF_LIFE)
-            steady = clock.wall() if last_event is None else last_event
+            steady = clock.wall()
         self.run("INSERT OR REPLACE INTO clocks (name, reading, steady) VALUES ('', ?, ?)", now, steady)
         clock.sync(now, steady)
 

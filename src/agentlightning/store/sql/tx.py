@@ -265,12 +265,6 @@ OWNERS: Final = (
     "WHERE a.attempt_id = ANY (?)"
 )
 
-LAST_SIGN_OF_LIFE: Final = (
-    "SELECT max(seconds) FROM (SELECT max(start_time) AS seconds FROM rollouts UNION ALL "
-    "SELECT max(end_time) FROM rollouts UNION ALL SELECT max(start_time) FROM attempts UNION ALL "
-    "SELECT max(end_time) FROM attempts UNION ALL SELECT max(last_heartbeat_time) FROM workers) AS signs"
-)
-"""When anything last happened in a database without a clock."""
 ATTEMPTS: Final = "attempts"
 SPANS: Final = "spans"
 """What is counted beside rollouts."""

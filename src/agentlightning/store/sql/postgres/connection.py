@@ -32,7 +32,7 @@ from agentlightning.store.sql.postgres.server import (
 )
 from agentlightning.store.sql.rollouts import NEXT_WAITING
 from agentlightning.store.sql.schema import FIND_VERSION, check_version, migrate
-from agentlightning.store.sql.tx import LAST_SIGN_OF_LIFE, Connection, Statement, Wake, chunks
+from agentlightning.store.sql.tx import Connection, Statement, Wake, chunks
 
 MIN_VERSION: Final = 130_000
 """PostgreSQL 13."""
@@ -110,8 +110,8 @@ _SYNC_CLOCK: Final = (
 """`Clock.advance`, by the database's own clock: those of its servers are never compared. For a server that had to wait
 for this row, slightly negative time has passed."""
 _START_CLOCK: Final = (
-    f"INSERT INTO clocks (name, reading, steady) SELECT '', now.t, coalesce(({LAST_SIGN_OF_LIFE}), now.t) "
-    f"FROM (SELECT {_NOW} AS t) AS now ON CONFLICT DO NOTHING"
+    f"INSERT INTO clocks (name, reading, steady) SELECT '', now.t, now.t FROM (SELECT {_NOW} AS t) AS now "
+    "ON CONFLICT DO NOTHING"
 )
 _WRITE: Final = b"BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
 _RELAXED: Final = b"; SET LOCAL synchronous_commit = off"
