@@ -278,8 +278,9 @@ class SpanWriter:
         return found
 
     def forget(self, attempt: AttemptRow) -> None:
-        """The attempt is new, though its key may not be."""
+        """The attempt is new, though its key or its id may not be."""
         self._prompts.forget(attempt.key)
+        self._ids.entries.pop(attempt.attempt_id, None)
 
     def add_pack(self, tx: Tx, attempt: AttemptRow, part: SpanPack, first: int, superseded: int | None = None) -> int:
         """Add a pack of new spans with consecutive numbers; returns the bytes of its prompts. superseded: whether the
