@@ -169,20 +169,6 @@ async def test_a_quiet_store_says_that_it_is_alive_only_while_there_are_deadline
     await store.close()
 
 
-async def test_a_database_of_before_goes_on_from_its_last_sign_of_life(tmp_path: Path) -> None:
-    machine = Machine()
-    store = SqlStore(tmp_path / "store.db", machine)
-    claimed = await claim(store, unresponsive_seconds=20.0)
-    await store.close()
-    with sqlite3.connect(tmp_path / "store.db") as raw:
-        raw.execute("DELETE FROM clocks")
-    raw.close()
-    machine.away += 86_400.0
-    store = SqlStore(tmp_path / "store.db", machine.restarted())
-    assert (await attempt_of(store, claimed)).status == "preparing"
-    await store.close()
-
-
 # -- retries ---------------------------------------------------------------------------------------------------------
 
 

@@ -216,6 +216,31 @@ async def test_what_another_process_has_written_is_read(tmp_path: Path) -> None:
     await other.close()
 
 
+async def test_processes_that_write_in_turn_read_only_the_ids_that_are_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores = [SqlStore(tmp_path / "store.db") for _ in range(2)]
+    rollout_id, ids = await filled(stores[0], 100, 1)
+    (attempt,) = await stores[0].query_attempts(rollout_id)
+    read: list[str] = []
+    split_ids = codec.split_ids
+
+    def counted(data: bytes) -> tuple[str, ...]:
+        read.extend(found := split_ids(data))
+        return found
+
+    monkeypatch.setattr(codec, "split_ids", counted)
+    for number in range(40):
+        span = Span(rollout_id, attempt.attempt_id, "more", 1.0, span_id=f"{1000 + number:016x}")
+        await stores[number % 2].add_span(span)
+    assert len(read) < 3 * (len(ids) + 40)
+    monkeypatch.undo()
+    again = await stores[0].add_span(span)  # the other one has stored it
+    assert (again.sequence_id, len(await stores[1].query_spans(rollout_id))) == (140, 140)
+    for store in stores:
+        await store.close()
+
+
 async def test_spans_of_a_deleted_rollout_are_not_remembered(tmp_path: Path) -> None:
     store = SqlStore(tmp_path / "store.db")
     rollout_id, ids = await filled(store, 2, 1)

@@ -90,5 +90,5 @@ async def test_the_log_beside_the_database_does_not_grow_with_what_is_written(tm
     for _ in range(50):
         await store.add_many_spans([Span(*ids, "work", 1.0, attributes={"text": "x" * 50_000}) for _ in range(10)])
     assert (tmp_path / "store.db").stat().st_size > 15_000_000
-    assert (tmp_path / "store.db-wal").stat().st_size < 8_000_000
+    assert (tmp_path / "store.db-wal").stat().st_size < 10_000_000
     await store.close()

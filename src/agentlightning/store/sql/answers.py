@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from agentlightning.errors import ConflictError
 from agentlightning.store.idempotency import AlreadyAnsweredError, IdempotentCall
-from agentlightning.store.sql.tx import Tx, insert_sql
+from agentlightning.store.sql.tx import Tx, insert
 
 RETENTION_SECONDS: Final = 86_400.0
 MAX_BYTES: Final = 64 << 20
@@ -21,6 +21,7 @@ TRIM_INTERVAL: Final = 64
 TRIM_BATCH: Final = 256
 _BYTES: Final = "answered bytes"
 """The counter of the estimated size of the table."""
+_INSERT: Final = insert("answered_calls", ("key", "digest", "answered_at", "answer"))
 _OLDEST: Final = (
     "SELECT key, answered_at, length(answer) FROM answered_calls ORDER BY answered_at LIMIT ? FOR UPDATE SKIP LOCKED"
 )
@@ -64,7 +65,7 @@ class AnsweredCalls:
             return
         rows = [(key, digest, tx.wall, answer) for key, (digest, answer) in sorted(self._new.items())]
         self._new = {}
-        tx.connection.write(insert_sql("answered_calls", ("key", "digest", "answered_at", "answer")), rows)
+        tx.connection.write(_INSERT, rows)
         tx.count(_BYTES, sum([ROW_BYTES + len(answer or b"") for *_, answer in rows]))
         self._since_trim += len(rows)
         if self._since_trim >= TRIM_INTERVAL:

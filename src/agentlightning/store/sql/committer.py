@@ -82,7 +82,8 @@ class DatabaseThread:
             command.submitted_at = time.perf_counter()
         self.check_open()
         with self._submitting:
-            self.check_open()
+            if self._closed:
+                self.check_open()
             self._queue.put(command)
 
     def check_open(self) -> None:
@@ -461,7 +462,7 @@ class Committer(DatabaseThread):
         writes, changed_elsewhere = self._begin(bool(batch or notifications), wanted, durable)
         tx.begin(outdated=self._database.shared or changed_elsewhere)
         if changed_elsewhere and not self._database.shared:
-            self.spans.clear()
+            self.spans.outdate()
         self._prefetch(writing)
         for command, value in undelivered:
             command.undo(tx, value)
@@ -539,15 +540,22 @@ class Committer(DatabaseThread):
     def _prefetch(self, commands: list[Command]) -> None:
         """Load the rows that the commands name: on a shared database, in the one order in which rows are locked."""
         tx = self.tx
-        tx.new_rollouts = sum([command.new_rollouts for command in commands])
-        self._answered.load(tx, [command.idempotent.key for command in commands if command.idempotent is not None])
-        tx.load_workers([name for command in commands for name in command.workers])
-        beats = [name for command in commands if command.name == "update_worker" for name in command.workers]
+        rollouts, attempts, workers, beats, keys = list[str](), list[str](), list[str](), list[str](), list[str]()
+        tx.new_rollouts = 0
+        for command in commands:
+            rollouts += command.rollouts
+            attempts += command.attempts
+            workers += command.workers
+            tx.new_rollouts += command.new_rollouts
+            if command.name == "update_worker":
+                beats += command.workers
+            if command.idempotent is not None:
+                keys.append(command.idempotent.key)
+        self._answered.load(tx, keys)
+        tx.load_workers(workers)
         tx.load_open_attempts(beats)
-        attempt_ids = [name for command in commands for name in command.attempts]
-        tx.load_owners(attempt_ids)
-        owners = [owner for owner in map(tx.owners.get, attempt_ids) if owner is not None]
-        tx.load([*[name for command in commands for name in command.rollouts], *owners])
+        tx.load_owners(attempts)
+        tx.load([*rollouts, *filter(None, map(tx.owners.get, attempts))])
 
     # -- running commands --------------------------------------------------------------------------------------------
 
@@ -578,12 +586,12 @@ class Committer(DatabaseThread):
             return True
         tx = self.tx
         tx.changed = False
-        run = partial(command.run, self._connection if command.reads else tx)
+        argument = self._connection if command.reads else tx
         try:
             if command.idempotent is None:
-                value = run()
+                value = command.run(argument)
             else:
-                value = self._answered.run(command.idempotent, run, command.convert)
+                value = self._answered.run(command.idempotent, partial(command.run, argument), command.convert)
         except self._database.errors:
             raise
         except Exception as error:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Hashable, Sequence
 from functools import lru_cache
 from typing import Any, Final, cast, get_args, get_type_hints
 
-from msgspec import Struct
+from msgspec import Struct, structs
 from pydantic import ValidationError
 
 from agentlightning.errors import ConfigError, StoreError
@@ -156,22 +156,24 @@ def _check(columns: Sequence[Any], kinds: Sequence[Any], status: Any, known: Con
         raise TypeError("a column has a value of another type")
 
 
-def to_rollout(row: RolloutColumns) -> Rollout:
-    return Rollout(*_rollout_fields(row))
-
-
 def to_attempted(attempt: AttemptRow) -> AttemptedRollout:
-    row = attempt.rollout
-    return AttemptedRollout(*_rollout_fields(row), attempt=to_attempt(attempt, row.rollout_id))
+    return with_attempt(to_rollout(attempt.rollout), attempt)
 
 
-def _rollout_fields(row: RolloutColumns) -> tuple[Any, ...]:
+def with_attempt(rollout: Rollout, attempt: AttemptRow) -> AttemptedRollout:
+    """rollout: as it is, or was before the attempt was claimed."""
+    row, fields = attempt.rollout, structs.asdict(rollout)
+    fields |= {"status": row.status, "end_time": row.end_time}
+    return AttemptedRollout(**fields, attempt=to_attempt(attempt, row.rollout_id))
+
+
+def to_rollout(row: RolloutColumns) -> Rollout:
     try:
         _check(rollout_columns(row), _ROLLOUT, row.status, ROLLOUT_TRANSITIONS)
         config = DEFAULT_CONFIG if row.config is None else load_config(row.config)
-        return (
-            *(row.rollout_id, loads(row.input), row.start_time, row.status, row.mode, row.resources_id, row.end_time),
-            *(config, load_dict(row.metadata), row.queue, row.priority),
+        return Rollout(
+            *(row.rollout_id, loads(row.input), row.start_time, cast("Any", row.status), cast("Any", row.mode)),
+            *(row.resources_id, row.end_time, config, load_dict(row.metadata), row.queue, row.priority),
         )
     except UNREADABLE as error:
         raise damaged(f"rollout {row.rollout_id!r}", row.rollout_id, error) from error

@@ -71,8 +71,10 @@ class SpanPack(Struct, frozen=True, gc=False):
     """As the caller gave them; 0: the store assigns the next one."""
     body: bytes
     """The encoded spans, which `unpack` decodes."""
-    prompts: tuple[tuple[int, bytes], ...] = ()
+    prompts: tuple[tuple[int, bytes], ...]
     """(index of the span, tokens of its prompt), for those that are kept apart."""
+    named: bool
+    """The caller chose the id of at least one span."""
 
     @property
     def count(self) -> int:
@@ -87,9 +89,8 @@ def pack(spans: Sequence[Span]) -> SpanPack:
     back as it is: no JSON, NaN or infinity, text that is not Unicode, a NUL in an id or a name, a negative
     sequence_id."""
     rows: list[tuple[Any, ...]] = []
-    requested_ids: list[str] = []
+    span_ids: list[str] = []
     sequence_ids: list[int] = []
-    texts: list[str] = []
     numbers: list[bytes] = []
     prompts: list[tuple[int, bytes]] = []
     before: dict[str, Any] | None = None
@@ -98,9 +99,12 @@ def pack(spans: Sequence[Span]) -> SpanPack:
         _, _, name, start, end, sequence_id, trace_id, span_id, parent, code, message, attributes, events, resource = (
             fields
         )
-        requested_ids.append(span_id)
+        text = f"{name}{trace_id}{span_id}{parent or ''}"
+        usual = text.isascii() and "\0" not in text and len(text) <= validation.MAX_TEXT
+        if not usual or tuple(map(type, fields[2:12])) not in _EXPECTED or not 0 <= sequence_id <= MAX_SEQUENCE_ID:
+            _check_fields(span)
+        span_ids.append(span_id)
         sequence_ids.append(sequence_id)
-        texts += (name, trace_id, parent or "")
         row = (
             name,
             start,
@@ -111,20 +115,21 @@ def pack(spans: Sequence[Span]) -> SpanPack:
             False if message is None else message,
             attributes,
         )
-        if not _has_expected_types(row):
-            _check_fields(span)
         if events or resource or not _TOKENS.isdisjoint(attributes):
             row = _long_row(row, span, before, numbers, prompts, len(rows))
         before = resource
         rows.append(row)
-    generated = b"" if any(requested_ids) else b"\0" + random_bytes(8 * len(requested_ids))
-    span_ids = split_ids(generated) if generated else tuple([span_id or new_span_id() for span_id in requested_ids])
-    _check_text(spans, span_ids, texts)
-    _check_sequence_ids(spans, sequence_ids)
-    ids, body = generated or join_ids(span_ids), _dump(rows, spans)
+    named = any(span_ids)
+    if named:
+        names = tuple([span_id or new_span_id() for span_id in span_ids])
+        ids = join_ids(names)
+    else:
+        ids = b"\0" + random_bytes(8 * len(span_ids))
+        names = split_ids(ids)
+    body = _dump(rows, spans)
     if any(numbers) or prompts:
         body = b"".join([_header.pack(len(body)), body, *numbers])
-    return SpanPack(span_ids, ids, tuple(sequence_ids), body, tuple(prompts))
+    return SpanPack(names, ids, tuple(sequence_ids), body, tuple(prompts), named)
 
 
 def _long_row(
@@ -229,7 +234,6 @@ def unpack(
     resource: dict[str, Any] = {}
     for index, (row, span_id, sequence_id) in enumerate(zip(rows, span_ids, sequence_ids, strict=True)):
         name, start, end, trace_id, parent, code, message, attributes = row[:8]
-        end, parent, message = _with_none((end, parent, message))
         events: tuple[SpanEvent, ...] = ()
         resource_of: dict[str, Any] = {}
         if len(row) > 8:
@@ -240,8 +244,10 @@ def unpack(
         resource = resource_of
         if superseded:
             attributes[SUPERSEDED] = True
-        many = start, end, sequence_id, trace_id, span_id, parent, code, message, attributes, events, resource_of
-        spans.append(Span(*ids, name, *many))
+        times = start, None if end is False else end
+        parent, message = None if parent is False else parent, None if message is False else message
+        rest = sequence_id, trace_id, span_id, parent, code, message, attributes, events, resource_of
+        spans.append(Span(*ids, name, *times, *rest))
     return spans
 
 
@@ -388,69 +394,43 @@ def read_logprobs(data: bytes) -> list[float]:
 MAX_SEQUENCE_ID: Final = 2**53
 """Larger integers are rounded by JSON parsers of other languages."""
 
+_NONE: Final = type(None)
 _EXPECTED: Final = frozenset(
-    (str, start, end, str, parent, str, message, dict)
+    (str, start, end, int, str, str, parent, str, message, dict)
     for start in (float, int)
-    for end in (float, int, bool)
-    for parent in (str, bool)
-    for message in (str, bool)
+    for end in (float, int, _NONE)
+    for parent in (str, _NONE)
+    for message in (str, _NONE)
 )
-"""The types of the fields in a row of a pack, where None is False."""
-
-
-def _has_expected_types(row: tuple[Any, ...]) -> bool:
-    """Whether the fields of a span have exactly the expected types; if not, `_check_fields` decides."""
-    return tuple(map(type, row)) in _EXPECTED
+"""The types of the fields of a span from `name` to `attributes`."""
 
 
 def _check_fields(span: Span) -> None:
-    """Refuse fields of a wrong type; subclasses are accepted."""
-    texts: dict[str, Any] = {"name": span.name, "trace_id": span.trace_id, "status_code": span.status_code}
-    texts |= {"parent_id": span.parent_id or "", "status_message": span.status_message or ""}
-    for field, value in texts.items():
+    """Refuse fields of a wrong type, of which subclasses are accepted, and an id or a name that not every database can
+    store."""
+    of = f" of span {span.name!r}"
+    for field in ("name", "span_id", "trace_id", "parent_id"):
+        value = getattr(span, field)
+        if value is not None or field != "parent_id":
+            validation.check_text(value, field, of, sys.maxsize if field == "name" else validation.MAX_TEXT)
+    for field, value in (("status_code", span.status_code), ("status_message", span.status_message or "")):
         if not isinstance(value, str):
-            validation.check_text(value, field, _of(span))
+            validation.check_text(value, field, of)
     for field, time in (("start_time", span.start_time), ("end_time", 0 if span.end_time is None else span.end_time)):
         if not isinstance(time, int | float) or isinstance(time, bool):
-            raise ConfigError(f"{field}={time!r} of span {span.name!r} is not a number of seconds since 1970")
+            raise ConfigError(f"{field}={time!r}{of} is not a number of seconds since 1970")
     if not isinstance(span.attributes, dict):
-        raise ConfigError(f"attributes={span.attributes!r} of span {span.name!r} is not a dict")
-
-
-def _check_text(spans: Sequence[Span], span_ids: Sequence[str], others: Sequence[str]) -> None:
-    """Refuse an id or a name that not every database can store. others: every name and other id of the spans."""
-    parts = [*span_ids, *others]
-    if set(map(type, span_ids)) <= {str}:
-        text = "".join(parts)
-        if "\0" not in text and text.isascii() and max(map(len, parts), default=0) <= validation.MAX_TEXT:
-            return
-    for span, span_id in zip(spans, span_ids, strict=True):
-        validation.check_text(span.name, "name", _of(span), sys.maxsize)
-        for field, value in (("span_id", span_id), ("trace_id", span.trace_id), ("parent_id", span.parent_id or "")):
-            validation.check_text(value, field, _of(span))
-
-
-def _of(span: Span) -> str:
-    return f" of span {span.name!r}"
-
-
-def _check_sequence_ids(spans: Sequence[Span], sequence_ids: Sequence[int]) -> None:
-    if set(map(type, sequence_ids)) <= {int} and (
-        not sequence_ids or 0 <= min(sequence_ids) <= max(sequence_ids) <= MAX_SEQUENCE_ID
-    ):
-        return
-    for span in spans:
-        if not isinstance(span.sequence_id, int) or not 0 <= span.sequence_id <= MAX_SEQUENCE_ID:
-            raise ConfigError(
-                f"sequence_id={span.sequence_id!r} of span {span.name!r}: use 0 for the next, or 1 to {MAX_SEQUENCE_ID}"
-            )
+        raise ConfigError(f"attributes={span.attributes!r}{of} is not a dict")
+    if not isinstance(span.sequence_id, int) or not 0 <= span.sequence_id <= MAX_SEQUENCE_ID:
+        raise ConfigError(f"sequence_id={span.sequence_id!r}{of}: use 0 for the next, or 1 to {MAX_SEQUENCE_ID}")
 
 
 def _refuse_values(span: Span) -> None:
     """Refuse a value that JSON cannot hold."""
+    of = f" of span {span.name!r}"
     for field in ("name", "start_time", "end_time", "status_code", "status_message", "events", "resource"):
-        validation.to_json(getattr(span, field), field, _of(span))
+        validation.to_json(getattr(span, field), field, of)
     for name, value in span.attributes.items():
         if not isinstance(name, str):
             raise ConfigError(f"{name!r}, the name of an attribute of span {span.name!r}, is not a string")
-        validation.to_json(value, f"attributes[{name!r}]", _of(span))
+        validation.to_json(value, f"attributes[{name!r}]", of)

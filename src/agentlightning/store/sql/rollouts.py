@@ -286,7 +286,7 @@ def start(tx: Tx, new: New, has_id: bool, worker_id: str | None, claim_id: str |
         return mapping.to_attempted(before[0])
     if has_id and tx.find_rollout(row.rollout_id) is not None:
         raise ConflictError(f"rollout {row.rollout_id!r} exists already; use start_attempt")
-    return claim(tx, add(tx, row), worker_id, first_of_claim(claim_id))
+    return mapping.to_attempted(claim(tx, add(tx, row), worker_id, first_of_claim(claim_id)))
 
 
 def start_attempt(
@@ -294,7 +294,7 @@ def start_attempt(
 ) -> AttemptedRollout:
     if before := claimed_before(tx, claim_id, 1):
         return mapping.to_attempted(before[0])
-    return claim(tx, tx.rollout(rollout_id), worker_id, first_of_claim(claim_id))
+    return mapping.to_attempted(claim(tx, tx.rollout(rollout_id), worker_id, first_of_claim(claim_id)))
 
 
 # -- claims ----------------------------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ def check_claimer(worker_id: str | None, claim_id: str | None) -> None:
         validation.check_text(claim_id, "claim_id")
 
 
-def claim(tx: Tx, rollout: RolloutRow, worker_id: str | None, attempt_id: str | None = None) -> AttemptedRollout:
+def claim(tx: Tx, rollout: RolloutRow, worker_id: str | None, attempt_id: str | None = None) -> AttemptRow:
     """Start the next attempt of a rollout."""
     allowed = ROLLOUT_TRANSITIONS[rollout.status]
     if "preparing" not in allowed and "requeuing" not in allowed:
@@ -337,7 +337,7 @@ def claim(tx: Tx, rollout: RolloutRow, worker_id: str | None, attempt_id: str | 
             tx.note_deadline(deadline)
     if worker is not None:
         beat_worker(tx, worker)
-    return mapping.to_attempted(attempt)
+    return attempt
 
 
 def beat_worker(tx: Tx, worker: WorkerRow, **changes: Any) -> None:
@@ -427,21 +427,23 @@ class ClaimRollouts(Command):
             return []  # its lease ran out while it waited: it would claim what that has just given back
         found = self._take(tx)
         self._answer_counts = [1] * len(found)
-        ids = [None if self._claim_id is None else claimed_id(self._claim_id, index) for index in range(len(found))]
-        return [claim(tx, row, self._worker_id, name) for row, name in zip(found, ids, strict=True)] or WAIT
+        claimed: list[AttemptedRollout] = []
+        for index, (row, rollout) in enumerate(found):
+            name = None if self._claim_id is None else claimed_id(self._claim_id, index)
+            claimed.append(mapping.with_attempt(rollout, claim(tx, row, self._worker_id, name)))
+        return claimed or WAIT
 
-    def _take(self, tx: Tx) -> list[RolloutRow]:
+    def _take(self, tx: Tx) -> list[tuple[RolloutRow, Rollout]]:
         """The rollouts to claim. Damaged ones are set aside."""
         while True:
-            found, sound = self._claims.take(self.queues, self.limit), list[RolloutRow]()
-            for rollout in found:
+            found, sound = self._claims.take(self.queues, self.limit), list[tuple[RolloutRow, Rollout]]()
+            for row in found:
                 try:
-                    mapping.to_rollout(rollout)
-                    sound.append(rollout)
+                    sound.append((row, mapping.to_rollout(row)))
                 except StoreError as error:
-                    set_aside(tx, rollout, error)
+                    set_aside(tx, row, error)
             if len(sound) == len(found):
-                return found
+                return sound
             self._claims.clear()
 
     def undo(self, tx: Tx, result: Sequence[AttemptedRollout]) -> None:

@@ -137,15 +137,23 @@ def select(alias: str, columns: tuple[str, ...]) -> str:
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 
-_TYPES: Final = {int: "{int}", str: "{text}", float: "{float}", bytes: "{blob}"}
+_TYPES: Final = {int: "BIGINT", str: "TEXT", float: "DOUBLE PRECISION"}
+
+
+def _types_of(kind: type[Struct]) -> dict[str, str]:
+    """The standard SQL type of each column."""
+    return {name: _TYPES[(get_args(hint) or (hint,))[0]] for name, hint in get_type_hints(kind).items()}
+
+
+SQL_TYPES: Final = {"rollouts": _types_of(RolloutColumns), "attempts": _types_of(AttemptColumns)}
 
 
 def _columns(kind: type[Struct], unique: str) -> str:
-    parts: list[str] = []
-    for name, hint in get_type_hints(kind).items():
-        kinds = [each for each in get_args(hint) or (hint,) if each is not type(None)]
-        suffix = "" if len(get_args(hint)) else " NOT NULL"
-        parts.append("key {key}" if name == "key" else f"{name} {_TYPES[kinds[0]]}{suffix}")
+    names = {"BIGINT": "{int}", "TEXT": "{text}", "DOUBLE PRECISION": "{float}"}
+    hints, parts = get_type_hints(kind), list[str]()
+    for name, sql_type in _types_of(kind).items():
+        suffix = "" if get_args(hints[name]) else " NOT NULL"
+        parts.append("key {key}" if name == "key" else f"{name} {names[sql_type]}{suffix}")
     return ", ".join([*parts, f"UNIQUE ({unique})"])
 
 

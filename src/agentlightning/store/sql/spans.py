@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import chain, dropwhile, islice, repeat
+from itertools import chain, dropwhile, islice, pairwise, repeat
 from operator import attrgetter
 from typing import Any, Final
 
@@ -42,97 +42,100 @@ class AttemptSpans:
     """The spans of one call that belong to one attempt: packed in the caller's thread, then stored, then returned as
     stored."""
 
-    __slots__ = ("_positions", "_spans", "attempt_id", "named", "pack", "rollout_id")
+    __slots__ = ("_positions", "_spans", "attempt_id", "pack", "rollout_id")
 
-    def __init__(self, rollout_id: str, attempt_id: str, positions: Sequence[int], spans: Sequence[Span]) -> None:
-        """positions: the indexes of its spans among all `spans` of the call."""
-        self.rollout_id = validation.check_text(rollout_id, "rollout_id")
-        self.attempt_id = validation.check_text(attempt_id, "attempt_id")
+    def __init__(self, positions: Sequence[int], spans: Sequence[Span]) -> None:
+        """positions: the indexes of these spans among all those of the call."""
+        self.rollout_id = validation.check_text(spans[0].rollout_id, "rollout_id")
+        self.attempt_id = validation.check_text(spans[0].attempt_id, "attempt_id")
         self._positions = positions
-        self._spans = [spans[position] for position in positions]
-        self.named = any(span.span_id for span in self._spans)
-        """The caller chose the id of at least one span."""
-        self.pack = pack.pack(self._spans)
+        self._spans = spans
+        self.pack = pack.pack(spans)
 
     def read_result(self, result: SpanWriteResult, output: list[Any]) -> None:
         """Put each span, as it was stored, at its position in `output`."""
         sequence_ids = iter(result.sequence_ids)
         new: dict[str, Span] = {}
         existing, attempt_id, superseded = result.existing, result.attempt_id, result.superseded
-        for index, (position, span) in enumerate(zip(self._positions, self._spans, strict=True)):
-            span_id = self.pack.span_ids[index]
+        for index, (position, span, span_id) in enumerate(
+            zip(self._positions, self._spans, self.pack.span_ids, strict=True)
+        ):
             if index in existing:
                 output[position] = existing[index]
                 continue
             if span_id not in new:
-                new[span_id] = _as_stored(span, attempt_id, span_id, next(sequence_ids), superseded)
+                attributes = {**span.attributes, SUPERSEDED: True} if superseded else span.attributes
+                new[span_id] = replace(
+                    span,
+                    attempt_id=attempt_id,
+                    span_id=span_id,
+                    sequence_id=next(sequence_ids),
+                    attributes=attributes,
+                )
             output[position] = new[span_id]
-
-
-def _as_stored(span: Span, attempt_id: str, span_id: str, sequence_id: int, superseded: bool) -> Span:
-    attributes = {**span.attributes, SUPERSEDED: True} if superseded else span.attributes
-    return replace(span, attempt_id=attempt_id, span_id=span_id, sequence_id=sequence_id, attributes=attributes)
 
 
 def group_by_attempt(spans: Sequence[Span]) -> list[AttemptSpans]:
     """The spans of one call, packed for each attempt, MAX_PACK at most in a group."""
+    if len(spans) == 1:
+        return [AttemptSpans((0,), spans)]
     positions: dict[tuple[str, str], list[int]] = {}
     for position, span in enumerate(spans):
         positions.setdefault((span.rollout_id, span.attempt_id), []).append(position)
     ids = [span.span_id for span in spans if span.span_id]
     most = MAX_PACK if len(set(ids)) == len(ids) else len(spans)  # equal ids are told apart within one group
-    return [
-        AttemptSpans(*key, own[start : start + most], spans)
-        for key, own in positions.items()
-        for start in range(0, len(own), most)
-    ]
+    groups = [own[start : start + most] for own in positions.values() for start in range(0, len(own), most)]
+    return [AttemptSpans(group, [spans[position] for position in group]) for group in groups]
 
 
 # -- adding ----------------------------------------------------------------------------------------------------------
 
-_IDS_OF: Final = "SELECT ids FROM span_packs WHERE attempt_key = ?"
+_IDS_AFTER: Final = "SELECT key, ids FROM span_packs WHERE attempt_key = ? AND key > ? ORDER BY key"
 CACHED_IDS: Final = 1 << 16
 """Then the cache is emptied."""
 
 
 class SpanIds:
     """Cache of the span ids of recent attempts, by which a span that is sent twice is stored once. The entry of an
-    attempt is valid while the attempt has as many spans as when it was made."""
+    attempt is valid while the attempt has as many spans; of those that another process adds, only the new are read."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[int, set[str]]] = {}
-        """(number of spans, their ids) by attempt key."""
+        self.entries: dict[str, tuple[int, set[str]]] = {}
+        """(key of a pack: the ids of all up to it are there, ids) by attempt id."""
         self._added = 0
         """Ids since the cache was empty."""
 
     def clear(self) -> None:
-        self._entries.clear()
+        self.entries.clear()
         self._added = 0
 
     def of(self, tx: Tx, attempt: AttemptRow) -> set[str]:
         """Every span id of an attempt."""
-        count, ids = self._entries.get(attempt.key, (-1, set[str]()))
-        if count != attempt.spans:
-            packs = tx.all(_IDS_OF, attempt.key) if attempt.spans else ()
-            ids = {span_id for (packed,) in packs for span_id in pack.split_ids(bytes(packed))}
-            self._put(attempt, ids, len(ids))
+        last, ids = self.entries.get(attempt.attempt_id, (0, set[str]()))
+        while len(ids) != attempt.spans:
+            rows = tx.all(_IDS_AFTER, attempt.key, last)
+            ids = ids.union(*[pack.split_ids(bytes(packed)) for _, packed in rows])
+            if len(ids) == attempt.spans or not last:
+                self._put(attempt, ids, len(ids), rows[-1][0] if rows else last)
+                break
+            last, ids = 0, set[str]()  # other servers have stored packs with lower keys
         return ids
 
     def add(self, attempt: AttemptRow, spans_before: int, ids: Sequence[str], named: bool) -> None:
         """Record spans that were added to an attempt that had `spans_before`. An entry is made only for callers that
         name their spans: others never ask."""
-        count, known = self._entries.get(attempt.key, (-1, set[str]()))
+        last, known = self.entries.get(attempt.attempt_id, (0, None))
         if not spans_before and named:
-            count, known = 0, set()
-        if count == spans_before:
+            last, known = 0, set[str]()
+        if known is not None and len(known) == spans_before:
             known.update(ids)
-            self._put(attempt, known, len(ids))
+            self._put(attempt, known, len(ids), last)
 
-    def _put(self, attempt: AttemptRow, ids: set[str], added: int) -> None:
+    def _put(self, attempt: AttemptRow, ids: set[str], added: int, last: int) -> None:
         if self._added > CACHED_IDS:
             self.clear()
         self._added += added
-        self._entries[attempt.key] = (attempt.spans, ids)
+        self.entries[attempt.attempt_id] = (last, ids)
 
 
 RECENT_ROLLOUTS: Final = 128
@@ -141,58 +144,70 @@ SMALL_BYTES: Final = 64 << 10
 """Of the packs of one of them at most, estimated: an event loop decodes them."""
 SMALL_PACKS: Final = 32
 
-_Recent = tuple[str, tuple[tuple[SpanPack, Sequence[int], bool], ...]]
-"""(id of an attempt, its packs: with their sequence numbers, and whether it was superseded)"""
+
+class _RecentRollout:
+    """All spans of a rollout that has them in one attempt."""
+
+    __slots__ = ("attempt_id", "committed", "packs", "size")
+
+    def __init__(self, attempt_id: str) -> None:
+        self.attempt_id = attempt_id
+        self.packs: list[tuple[SpanPack, range, bool]] = []
+        """With their sequence numbers, and whether the attempt was superseded."""
+        self.committed = 0
+        """How many of them are."""
+        self.size = 0
 
 
 class RecentSpans:
-    """Every span of small rollouts that were just written and have spans in one attempt only: to read them soon needs
-    neither the database nor its thread. What a transaction changes is left out from before its commit until after it.
-    Changed by the committer; any thread may read."""
+    """Every span of small rollouts that were just written: to read them soon needs neither the database nor its thread.
+    Changed by the committer; any thread may read what is committed."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.clear()
 
     def clear(self) -> None:
-        self._rollouts: dict[str, _Recent] = {}
-        self._new: dict[str, _Recent] = {}
-        """Of this transaction."""
+        self._rollouts: dict[str, _RecentRollout] = {}
+        self._changed: list[_RecentRollout] = []
+        """By this transaction."""
 
     def of(self, rollout_id: str, attempt_id: str | None) -> list[Span] | None:
         """The spans of a rollout or of one attempt; None: ask the database."""
         if rollout_id not in self._rollouts or not self._connection.fresh():
             return None
-        found_id, packs = self._rollouts.get(rollout_id, ("", ()))
-        if not packs or attempt_id not in (None, found_id):
+        found = self._rollouts.get(rollout_id)
+        if found is None or not found.committed or attempt_id not in (None, found.attempt_id):
             return None
         return [
             span
-            for each, numbers, superseded in packs
-            for span in pack.unpack(each.body, rollout_id, found_id, each.span_ids, numbers, superseded)
+            for each, numbers, superseded in found.packs[: found.committed]
+            for span in pack.unpack(each.body, rollout_id, found.attempt_id, each.span_ids, numbers, superseded)
         ]
 
     def add(self, attempt: AttemptRow, new: SpanPack, numbers: Sequence[int]) -> None:
         """Before the row of the attempt has these spans."""
-        rollout = attempt.rollout
-        found_id, packs = self.forget(rollout.rollout_id)
-        if not attempt.spans and len(rollout.attempts) == 1:
-            found_id, packs = attempt.attempt_id, ()
-        follows = type(numbers) is range and (not packs or packs[-1][1][-1] < numbers[0])
-        packs = *packs, (new, numbers, bool(attempt.superseded))
-        size = sum([len(each.body) + 100 * each.count for each, *_ in packs])
-        small = size <= SMALL_BYTES and len(packs) <= SMALL_PACKS and not new.prompts
-        if follows and small and found_id == attempt.attempt_id:
-            self._new[rollout.rollout_id] = found_id, packs
+        rollout_id = attempt.rollout.rollout_id
+        found = self._rollouts.get(rollout_id)
+        if not attempt.spans and len(attempt.rollout.attempts) == 1:
+            found = self._rollouts[rollout_id] = _RecentRollout(attempt.attempt_id)
+        if found is None:
+            return
+        found.size += len(new.body) + 100 * new.count
+        small = found.size <= SMALL_BYTES and len(found.packs) < SMALL_PACKS and not new.prompts
+        if small and found.attempt_id == attempt.attempt_id and isinstance(numbers, range):
+            found.packs.append((new, numbers, bool(attempt.superseded)))
+            self._changed.append(found)
+        else:
+            self.forget(rollout_id)
 
-    def forget(self, rollout_id: str) -> _Recent:
-        """The rollout changes in this transaction."""
-        found = self._rollouts.pop(rollout_id, ("", ()))
-        return self._new.pop(rollout_id, found)
+    def forget(self, rollout_id: str) -> None:
+        self._rollouts.pop(rollout_id, None)
 
     def committed(self) -> None:
-        self._rollouts |= self._new
-        self._new = {}
+        for each in self._changed:
+            each.committed = len(each.packs)
+        self._changed = []
         while len(self._rollouts) > RECENT_ROLLOUTS:
             self._rollouts.pop(next(iter(self._rollouts)))
 
@@ -205,52 +220,53 @@ class SpanWriter:
         self._prompts = PromptCache(connection)
         self.recent = RecentSpans(connection)
 
-    def clear(self) -> None:
-        """After something was undone, or another process has written: what is remembered may not be in the database."""
-        self._ids.clear()
+    def outdate(self) -> None:
+        """Another process has written."""
         self._prompts.clear()
         self.recent.clear()
 
+    def clear(self) -> None:
+        """After something was undone: what is remembered may not be in the database."""
+        self._ids.clear()
+        self.outdate()
+
     def add(self, tx: Tx, groups: Sequence[AttemptSpans]) -> list[SpanWriteResult]:
         """Store the spans of one call, all or none."""
-        pairs = [(group, tx.attempt(group.rollout_id, group.attempt_id)) for group in groups]
-        return [self._add(tx, group, attempt) for group, attempt in pairs]
+        attempts = [tx.attempt(group.rollout_id, group.attempt_id) for group in groups]
+        return list(map(self._add, repeat(tx), groups, attempts))
 
     def _add(self, tx: Tx, group: AttemptSpans, attempt: AttemptRow) -> SpanWriteResult:
         if not attempt.spans:
             self.forget(attempt)
-        repeated = self._repeated(tx, group, attempt)
-        existing: dict[int, Span] = {}
-        new = group.pack
+        new, existing = group.pack, dict[int, Span]()
+        repeated = self._repeated(tx, new.span_ids, attempt) if new.named else None
         if repeated:
             stored = _by_id(tx, attempt, set(repeated.values()))
             existing = {index: stored[span_id] for index, span_id in repeated.items() if span_id in stored}
             new = pack.select(new, [index for index in range(new.count) if index not in repeated])
-        sequence_ids = _assign_sequence_ids(new.sequence_ids, attempt.last_span)
-        superseded = attempt.superseded
-        count = len(new.span_ids)
-        if count:
-            size = len(new.body) + 9 * count
+        before, last, count = attempt.spans, attempt.last_span, new.count
+        if count > MAX_PACK or any(new.sequence_ids):
+            sequence_ids = _assign_sequence_ids(new.sequence_ids, last)
+            parts = [(first, pack.select(new, indexes)) for first, indexes in _runs(sequence_ids)]
+        else:
+            sequence_ids, parts = range(last + 1, last + 1 + count), [(last + 1, new)]
+        if not count:
+            beat(tx, attempt, tx.wall)
+        else:
             if not tx.database.shared:
                 self.recent.add(attempt, new, sequence_ids)
-            for start, end in _runs(sequence_ids):
-                part = new if end - start == count else pack.select(new, range(start, end))
-                size += self.add_pack(tx, attempt, part, sequence_ids[start])
-            before = attempt.spans
-            last_span = max(attempt.last_span, max(sequence_ids))
-            size += attempt.bytes
-            beat(tx, attempt, tx.wall, spans=before + count, bytes=size, last_span=last_span)
-            self._ids.add(attempt, before, new.span_ids, group.named)
-        else:
-            beat(tx, attempt, tx.wall)
-        return SpanWriteResult(attempt.attempt_id, sequence_ids, bool(superseded), existing)
+            size = attempt.bytes + len(new.body) + 9 * count
+            for first, part in parts:
+                size += self.add_pack(tx, attempt, part, first)
+            last = max(last, *sequence_ids)
+            beat(tx, attempt, tx.wall, spans=before + count, bytes=size, last_span=last)
+            if new.named or attempt.attempt_id in self._ids.entries:
+                self._ids.add(attempt, before, new.span_ids, new.named)
+        return SpanWriteResult(attempt.attempt_id, sequence_ids, bool(attempt.superseded), existing)
 
-    def _repeated(self, tx: Tx, group: AttemptSpans, attempt: AttemptRow) -> dict[int, str]:
+    def _repeated(self, tx: Tx, span_ids: Sequence[str], attempt: AttemptRow) -> dict[int, str]:
         """By index, the ids that are stored already, or occur twice."""
-        if not group.named:
-            return {}
         known = self._ids.of(tx, attempt)
-        span_ids = group.pack.span_ids
         if known.isdisjoint(span_ids) and len(set(span_ids)) == len(span_ids):
             return {}
         found: dict[int, str] = {}
@@ -262,21 +278,26 @@ class SpanWriter:
         return found
 
     def forget(self, attempt: AttemptRow) -> None:
-        """The attempt is new, though its key may not be."""
+        """The attempt is new, though its key or its id may not be."""
         self._prompts.forget(attempt.key)
+        self._ids.entries.pop(attempt.attempt_id, None)
 
     def add_pack(self, tx: Tx, attempt: AttemptRow, part: SpanPack, first: int, superseded: int | None = None) -> int:
         """Add a pack of new spans with consecutive numbers; returns the bytes of its prompts. superseded: whether the
         attempt was, when it sent them; by default, whether it is now."""
         tx.changed = True  # from here on, what is remembered is
         key = tx.connection.new_key("span_packs", 0)
-        prompts: list[tuple[Any, ...]] = []
-        for index, ids in part.prompts:
-            may_be_stored = attempt.stored and attempt.spans > 0
-            prompts.append(self._prompts.add(attempt.key, place_of(key, index), ids, may_be_stored))
         mark, span_ids = attempt.superseded if superseded is None else superseded, part.span_ids
-        tx.add_pack((key, attempt.key, first, len(span_ids), mark, part.ids, part.body), span_ids, prompts)
-        return sum([len(row[-1]) for row in prompts]) if prompts else 0
+        row = key, attempt.key, first, len(span_ids), mark, part.ids, part.body
+        if not part.prompts:
+            tx.add_pack(row, span_ids)
+            return 0
+        may_be_stored = attempt.stored and attempt.spans > 0
+        prompts = [
+            self._prompts.add(attempt.key, place_of(key, index), ids, may_be_stored) for index, ids in part.prompts
+        ]
+        tx.add_pack(row, span_ids, prompts)
+        return sum([len(row[-1]) for row in prompts])
 
 
 def _by_id(tx: Tx, attempt: AttemptRow, span_ids: set[str]) -> dict[str, Span]:
@@ -287,20 +308,16 @@ def _by_id(tx: Tx, attempt: AttemptRow, span_ids: set[str]) -> dict[str, Span]:
     return {span.span_id: span for spans in unpacked for span in spans if span.span_id in span_ids}
 
 
-def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """The bounds of the packs to make: consecutive numbers, MAX_PACK at most."""
-    if type(numbers) is range and len(numbers) <= MAX_PACK:
-        return [(0, len(numbers))]
+def _runs(numbers: Sequence[int]) -> list[tuple[int, range]]:
+    """The packs to make, of consecutive numbers, MAX_PACK at most: (the first number, the indexes)."""
     starts = [0]
     for index in range(1, len(numbers)):
         if numbers[index] != numbers[index - 1] + 1 or index - starts[-1] == MAX_PACK:
             starts.append(index)
-    return list(zip(starts, [*starts[1:], len(numbers)], strict=True))
+    return [(numbers[start], range(start, end)) for start, end in pairwise([*starts, len(numbers)])]
 
 
-def _assign_sequence_ids(requested: Sequence[int], last: int) -> Sequence[int]:
-    if not any(requested):
-        return range(last + 1, last + 1 + len(requested))
+def _assign_sequence_ids(requested: Sequence[int], last: int) -> list[int]:
     numbers: list[int] = []
     for sequence_id in requested:
         last = max(last, sequence_id) if sequence_id else last + 1
@@ -320,7 +337,7 @@ def reserve_sequence_ids(tx: Tx, attempt_ids: Sequence[tuple[str, str]]) -> list
 # -- reading packs -----------------------------------------------------------------------------------------------------
 
 FIRST_BATCH: Final = 4
-"""Packs read at once at first: a page is often in one."""
+"""Packs read at once at first for a page, which is often in one."""
 PACK_BATCH: Final = 64
 """Packs read at once in the end."""
 BATCH_WITHOUT_TOKENS: Final = 256
@@ -459,7 +476,8 @@ def query(
     if after is not None:
         rows, start = _find(connection, rows, rollout_id, after)
     streams = zip(rows, chain([start], repeat(-1)), strict=False)
-    spans = chain.from_iterable(_stream(connection, rollout_id, row, begin, tokens) for row, begin in streams)
+    batch = FIRST_BATCH if limit >= 0 else PACK_BATCH
+    spans = chain.from_iterable(_stream(connection, rollout_id, row, begin, batch, tokens) for row, begin in streams)
     if after is not None:
         spans = islice(dropwhile(lambda span: span.span_id != after, spans), 1, None)
     matching = filter(lambda span: enough(test(span) for test in tests), spans) if tests else spans
@@ -482,11 +500,13 @@ def _find(connection: Connection, rows: list[AttemptKey], rollout_id: str, after
 _number_of: Final = attrgetter("sequence_id")
 
 
-def _stream(connection: Connection, rollout_id: str, attempt: AttemptKey, start: int, tokens: bool) -> Iterator[Span]:
+def _stream(
+    connection: Connection, rollout_id: str, attempt: AttemptKey, start: int, batch: int, tokens: bool
+) -> Iterator[Span]:
     """The spans of the packs of an attempt that begin at or after a sequence number, by sequence number. Packs whose
     numbers interleave are merged."""
     ahead: list[Span] = []
-    for spans in _packs(connection, rollout_id, attempt, start, tokens):
+    for spans in _packs(connection, rollout_id, attempt, start, batch, tokens):
         over = bisect_left(ahead, spans[0].sequence_id, key=_number_of)
         yield from ahead[:over]
         ahead = spans if over == len(ahead) else sorted([*ahead[over:], *spans], key=_number_of)
@@ -494,10 +514,10 @@ def _stream(connection: Connection, rollout_id: str, attempt: AttemptKey, start:
 
 
 def _packs(
-    connection: Connection, rollout_id: str, attempt: AttemptKey, start: int, tokens: bool
+    connection: Connection, rollout_id: str, attempt: AttemptKey, start: int, batch: int, tokens: bool
 ) -> Iterator[list[Span]]:
-    """The spans of each pack, by its first sequence number."""
-    skip, batch = 0, FIRST_BATCH
+    """The spans of each pack, by its first sequence number. batch: how many are read at once at first."""
+    skip = 0
     reader = PromptReader(connection)
     while True:
         rows = connection.all(_PACKS_OF, attempt.key, start, batch, skip)

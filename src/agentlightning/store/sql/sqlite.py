@@ -25,7 +25,7 @@ from agentlightning.store.base import DEFAULT_STORE, store_url
 from agentlightning.store.clock import SYNC_SECONDS, Clock
 from agentlightning.store.sql.rollouts import NEXT_WAITING
 from agentlightning.store.sql.schema import FIND_VERSION, check_version, ddl, migrate
-from agentlightning.store.sql.tx import LAST_SIGN_OF_LIFE, Connection, Database
+from agentlightning.store.sql.tx import Connection, Database, Statement, chunks
 from agentlightning.util.printable import shown_url
 from agentlightning.util.random_ids import random_bits
 
@@ -33,11 +33,9 @@ BUSY_SECONDS: Final = 30.0
 """How long a write waits for another process."""
 CACHE_KIB: Final = 8 * 1024
 """Page cache of each connection."""
+PAGE_BYTES: Final = 8 * 1024
+"""Of a new file. A commit writes whole pages, in which packs of spans of some KB fit well."""
 _TYPES: Final = {"key": "INTEGER PRIMARY KEY", "int": "INTEGER", "text": "TEXT", "float": "REAL", "blob": "BLOB"}
-CHUNK_SIZES: Final = (64, 32, 16, 8)
-"""Rows written by one statement; the rest by one more. Few sizes, so that few statements are compiled."""
-_UPDATE: Final = re.compile(r"UPDATE (\w+) SET (.*) WHERE key = \?")
-_VALUES: Final = re.compile(r"\((\?, )*\?\)")
 _LOCK: Final = re.compile(r" FOR UPDATE( OF \w)?( SKIP LOCKED)?")
 
 
@@ -83,7 +81,7 @@ class SqliteDatabase(Database):
         connection: sqlite3.Connection | None = None
         try:
             connection = _connect(self.path, create=True)
-            _allow_shrinking(connection)
+            _set_layout(connection)
             _use_wal(connection, self.path)
             migrate(SqliteSchema(connection, str(self.path)))
         except sqlite3.Error as error:
@@ -125,22 +123,6 @@ def _translated(sql: str) -> str:
     """Of the SQL that is written for every database (tx.py)."""
     sql = _LOCK.sub("", sql).replace("= ANY (?)", "IN (SELECT value FROM json_each(?))")
     return sql.replace("strpos(", "instr(")
-
-
-@cache
-def _for_rows(sql: str, rows: int) -> str:
-    """A statement for one row, for several."""
-    update = _UPDATE.fullmatch(sql)
-    if update is not None:
-        table, changes = update.groups()
-        names = [part.removesuffix(" = ?") for part in changes.split(", ")]
-        changes = ", ".join([f"{name} = new.{name}" for name in names])
-        values = ", ".join("?" * (len(names) + 1))
-        sql = (
-            f"WITH new ({', '.join(names)}, key) AS (VALUES ({values})) "
-            f"UPDATE {table} SET {changes} FROM new WHERE {table}.key = new.key"
-        )
-    return _VALUES.sub(lambda values: ", ".join([values[0]] * rows), sql, count=1)
 
 
 class SqliteConnection(Connection):
@@ -215,13 +197,10 @@ class SqliteConnection(Connection):
     def run(self, sql: str, *values: Any) -> int:
         return self._cursor.execute(_translated(sql), [_adapt(value) for value in values]).rowcount
 
-    def write(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
+    def write(self, statement: Statement, rows: Sequence[Sequence[Any]]) -> None:
         """In few statements: the driver gives the interpreter lock away with each, and must wait to get it back."""
-        start = 0
-        while left := len(rows) - start:
-            size = next((size for size in CHUNK_SIZES if size <= left), left)
-            self._cursor.execute(_for_rows(sql, size), [value for row in rows[start : start + size] for value in row])
-            start += size
+        for sql, values in chunks(statement, rows):
+            self._cursor.execute(sql, values)
 
     def new_key(self, table: str, expected: int) -> int:
         last = self._keys.get(table)
@@ -240,8 +219,7 @@ class SqliteConnection(Connection):
                 return
             steady = clock.advance(reading, steady, now)
         else:
-            ((last_event,),) = self.all(LAST_SIGN_OF_LIFE)
-            steady = clock.wall() if last_event is None else last_event
+            steady = clock.wall()
         self.run("INSERT OR REPLACE INTO clocks (name, reading, steady) VALUES ('', ?, ?)", now, steady)
         clock.sync(now, steady)
 
@@ -321,9 +299,10 @@ def _connect(path: Path | None, create: bool = False) -> sqlite3.Connection:
     return connection
 
 
-def _allow_shrinking(connection: sqlite3.Connection) -> None:
+def _set_layout(connection: sqlite3.Connection) -> None:
     """Has an effect on an empty file only."""
     if connection.execute("PRAGMA page_count").fetchone()[0] == 0:
+        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
 
 
@@ -425,7 +404,7 @@ def _identity(path: str) -> tuple[int, int] | None:
 # pages further up. Each step holds the write lock for milliseconds, and between steps the lock is free for at least as
 # long.
 
-STEP_PAGES: Final = 256
+STEP_PAGES: Final = 128
 """1 MiB."""
 CHECKPOINT_STEPS: Final = 32
 """The write-ahead log is checkpointed after this many steps, so that it stays small."""

@@ -12,8 +12,9 @@ and FOR UPDATE locks rows on databases that several processes write to at once. 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any, ClassVar, Final, Protocol
 
 from agentlightning.errors import NotFoundError, StoreError
@@ -73,13 +74,9 @@ class Connection(Protocol):
         """The number of rows changed."""
         ...
 
-    def write(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
-        """Execute a statement for each row of values, at the latest before the next query or the commit."""
+    def write(self, statement: Statement, rows: Sequence[Sequence[Any]]) -> None:
+        """Execute a statement for these rows of values, at the latest before the next query or the commit."""
         ...
-
-    def write_places(self, rows: Sequence[tuple[int, str, int]]) -> None:
-        """Insert rows of `span_places`, of which there may be as many as spans."""
-        self.write(_INSERT_PLACE, rows)
 
     def lock(self, sql: str, *values: Any) -> None:
         """Lock the rows of a query until the transaction ends, at the latest before the next query, which sees what
@@ -181,32 +178,71 @@ class Database(Protocol):
 # -- SQL of rows -------------------------------------------------------------------------------------------------------
 
 
+Statement = Callable[[int], str]
+"""The SQL that writes so many rows at once, whose values follow one another."""
+CHUNK_SIZES: Final = (64, 32, 16, 8)
+"""Rows that are written by one statement; the rest by one more. Few sizes, so that few statements are compiled."""
+
+
+def insert(table: str, columns: Sequence[str], otherwise: str = "") -> Statement:
+    """otherwise: what happens in place of a conflict."""
+    start, row = f"INSERT INTO {table} ({', '.join(columns)}) VALUES", f"({', '.join('?' * len(columns))})"
+
+    @cache
+    def statement(rows: int) -> str:
+        return f"{start} {', '.join([row] * rows)} {otherwise}"
+
+    return statement
+
+
 def insert_sql(table: str, columns: Sequence[str]) -> str:
-    return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
-
-
-_INSERTS: Final = {
-    "rollouts": (insert_sql("rollouts", ROLLOUT), rollout_columns),
-    "attempts": (insert_sql("attempts", ATTEMPT), attempt_columns),
-}
-"""By table: how rows are inserted, and their values."""
+    return insert(table, columns)(1)
 
 
 @cache
-def _update_sql(table: str, columns: tuple[str, ...]) -> str:
-    return f"UPDATE {table} SET {', '.join([f'{name} = ?' for name in columns])} WHERE key = ?"
+def _update(table: str, columns: tuple[str, ...]) -> Statement:
+    """Of rows by their keys, which come last."""
+    one = f"UPDATE {table} SET {', '.join([f'{name} = ?' for name in columns])} WHERE key = ?"
+    types = schema.SQL_TYPES[table]
+    first = ", ".join([f"CAST(? AS {types[name]})" for name in (*columns, "key")])
+    row = f", ({', '.join('?' * (len(columns) + 1))})"
+    start = f"WITH new ({', '.join(columns)}, key) AS (VALUES ({first})"
+    end = f"UPDATE {table} SET {', '.join([f'{name} = new.{name}' for name in columns])} FROM new"
+
+    @cache
+    def statement(rows: int) -> str:
+        return one if rows == 1 else f"{start}{row * (rows - 1)}) {end} WHERE {table}.key = new.key"
+
+    return statement
 
 
-_WRITE_WORKER: Final = f"{insert_sql('workers', WORKER)} ON CONFLICT (worker_id) DO UPDATE SET " + ", ".join(
-    f"{name} = excluded.{name}" for name in WORKER[1:]
+def chunks(statement: Statement, rows: Sequence[Sequence[Any]]) -> Iterator[tuple[str, list[Any]]]:
+    """The statements that write the rows, with the values of each."""
+    start = 0
+    while left := len(rows) - start:
+        size = next((size for size in CHUNK_SIZES if size <= left), left)
+        yield statement(size), list(chain.from_iterable(rows[start : start + size]))
+        start += size
+
+
+_INSERTS: Final = {
+    "rollouts": (insert("rollouts", ROLLOUT), rollout_columns),
+    "attempts": (insert("attempts", ATTEMPT), attempt_columns),
+}
+"""By table: how rows are inserted, and their values."""
+_WRITE_WORKER: Final = insert(
+    "workers",
+    WORKER,
+    f"ON CONFLICT (worker_id) DO UPDATE SET {', '.join([f'{name} = excluded.{name}' for name in WORKER[1:]])}",
 )
-_INSERT_PACK: Final = insert_sql("span_packs", PACK)
-_INSERT_PLACE: Final = insert_sql("span_places", ("attempt_key", "span_id", "pack_key")) + " ON CONFLICT DO NOTHING"
-_INSERT_PROMPT: Final = insert_sql("prompts", ("place", "attempt_key", "root", "base", "keep", "ids"))
-_NAME_QUEUE: Final = "INSERT INTO queues (name) VALUES (?) ON CONFLICT DO NOTHING"
-_ADD_COUNT: Final = (
-    f"{insert_sql('counts', ('shard', 'name', 'queue', 'number'))} ON CONFLICT (shard, name, queue) "
-    "DO UPDATE SET number = counts.number + excluded.number"
+_INSERT_PACK: Final = insert("span_packs", PACK)
+_INSERT_PLACE: Final = insert("span_places", ("attempt_key", "span_id", "pack_key"), "ON CONFLICT DO NOTHING")
+_INSERT_PROMPT: Final = insert("prompts", ("place", "attempt_key", "root", "base", "keep", "ids"))
+_NAME_QUEUE: Final = insert("queues", ("name",), "ON CONFLICT DO NOTHING")
+_ADD_COUNT: Final = insert(
+    "counts",
+    ("shard", "name", "queue", "number"),
+    "ON CONFLICT (shard, name, queue) DO UPDATE SET number = counts.number + excluded.number",
 )
 
 _LOAD: Final = (
@@ -229,12 +265,6 @@ OWNERS: Final = (
     "WHERE a.attempt_id = ANY (?)"
 )
 
-LAST_SIGN_OF_LIFE: Final = (
-    "SELECT max(seconds) FROM (SELECT max(start_time) AS seconds FROM rollouts UNION ALL "
-    "SELECT max(end_time) FROM rollouts UNION ALL SELECT max(start_time) FROM attempts UNION ALL "
-    "SELECT max(end_time) FROM attempts UNION ALL SELECT max(last_heartbeat_time) FROM workers) AS signs"
-)
-"""When anything last happened in a database without a clock."""
 ATTEMPTS: Final = "attempts"
 SPANS: Final = "spans"
 """What is counted beside rollouts."""
@@ -285,8 +315,7 @@ class Tx:
         self.open_attempts: dict[str, list[tuple[str, str]]] = {}
         """By worker: (rollout id, attempt id), the newest last, as of when they were loaded."""
         self._changed: dict[Row, dict[str, Any]] = {}
-        """The columns of each row that differ from what is stored. Only these are written, so that few indexes are
-        touched."""
+        """The columns of each row that were set. Only these are written, so that few indexes are touched."""
         self._packs: list[tuple[Any, ...]] = []
         self._places: list[tuple[int, str, int]] = []
         self._prompts: list[tuple[Any, ...]] = []
@@ -377,7 +406,7 @@ class Tx:
 
     def attempt(self, rollout_id: str, attempt_id: str) -> AttemptRow:
         """An attempt; "latest" is the latest one."""
-        rollout = self.rollout(rollout_id)
+        rollout = self.rollouts.get(rollout_id) or self.rollout(rollout_id)
         row = rollout.latest if attempt_id == "latest" else rollout.attempts.get(attempt_id)
         if row is None:
             raise NotFoundError(f"rollout {rollout_id!r} has no attempt {attempt_id!r}")
@@ -417,11 +446,9 @@ class Tx:
     def set(self, row: Row, **changes: Any) -> None:
         """Change columns of a row."""
         self.changed = True
-        columns = self._changed.setdefault(row, {})
         for name, value in changes.items():
-            if getattr(row, name) != value:
-                setattr(row, name, value)
-                columns[name] = value
+            setattr(row, name, value)
+        self._changed[row] = {**self._changed[row], **changes} if row in self._changed else changes
 
     def add_rollout(self, row: RolloutRow) -> RolloutRow:
         """Add a row that is not stored; assigns its key."""
@@ -448,7 +475,7 @@ class Tx:
         del row.rollout.attempts[row.attempt_id]
         self.owners.pop(row.attempt_id, None)
 
-    def add_pack(self, pack: tuple[Any, ...], span_ids: Sequence[str], prompts: Sequence[tuple[Any, ...]]) -> None:
+    def add_pack(self, pack: tuple[Any, ...], span_ids: Sequence[str], prompts: Sequence[tuple[Any, ...]] = ()) -> None:
         """Add the columns PACK of a pack of new spans, whose key is new, and rows of the table `prompts`."""
         self.changed = True
         self._packs.append(pack)
@@ -477,34 +504,37 @@ class Tx:
             self._write_rows()
         if self._packs:
             self.connection.write(_INSERT_PACK, self._packs)
-            if self._places:
-                self.connection.write_places(self._places)
+            self.connection.write(_INSERT_PLACE, self._places)
             self.connection.write(_INSERT_PROMPT, self._prompts)
             self._packs, self._places, self._prompts = [], [], []
 
     def _write_rows(self) -> None:
         changed, self._changed = self._changed, {}
-        workers, groups = list[WorkerRow](), defaultdict[tuple[str, ...], list[tuple[Any, ...]]](list)
+        workers: list[WorkerRow] = []
+        groups: defaultdict[tuple[str, ...], list[tuple[Any, ...]]] = defaultdict(list)
         for row, columns in changed.items():
             if isinstance(row, WorkerRow):
                 workers.append(row)
-            elif not row.stored:
+                continue
+            if row.stored:
+                if columns:
+                    groups[row.table, *columns].append((*columns.values(), row.key))
+            else:
                 groups[row.table,].append(_INSERTS[row.table][1](row))
-            elif columns:
-                groups[row.table, *columns].append((*columns.values(), row.key))
+            if isinstance(row, RolloutRow):
+                self._count_status(row)
+            elif not row.stored:
+                self.count(ATTEMPTS, 1)
+            row.stored = True
         if workers:
             if not all(row.stored for row in workers):
                 self.connection.commit_in_order("workers")
             self.connection.write(_WRITE_WORKER, sorted([worker_columns(row) for row in workers]))
+            for row in workers:
+                row.stored = True
         # Rollouts before their attempts, new rows before others; rows with the same changes together.
         for (table, *names), rows in sorted(groups.items(), key=lambda each: (each[0][0] == "attempts", each[0])):
-            self.connection.write(_update_sql(table, tuple(names)) if names else _INSERTS[table][0], rows)
-        for row in changed:
-            if isinstance(row, RolloutRow):
-                self._count_status(row)
-            elif isinstance(row, AttemptRow) and not row.stored:
-                self.count(ATTEMPTS, 1)
-            row.stored = True
+            self.connection.write(_update(table, tuple(names)) if names else _INSERTS[table][0], rows)
 
     def _count_status(self, row: RolloutRow) -> None:
         if row.counted != row.status:

@@ -15,10 +15,12 @@ from agentlightning.errors import StoreError
 from agentlightning.store.sql.postgres import PostgresDatabase
 from agentlightning.store.sql.postgres.connection import PostgresConnection
 from agentlightning.store.sql.store import SqlStore
+from agentlightning.store.sql.tx import insert
 
 pytestmark = pytest.mark.integration
 
 ADD = "INSERT INTO queues (name, max_open) VALUES (?, NULL) ON CONFLICT (name) DO NOTHING"
+QUEUES = insert("queues", ("name",), "ON CONFLICT DO NOTHING")
 TAKE = "SELECT key FROM queues WHERE name = ? FOR UPDATE"
 ALL = "SELECT name, max_open FROM queues ORDER BY name"
 
@@ -56,10 +58,12 @@ def test_writes_wait_for_the_next_query_or_the_commit(
 ) -> None:
     connection.begin(write=True)
     assert (add(connection, "a"), add(connection, "a")) == (1, 0)
-    connection.write(ADD, [(f"{number:04}",) for number in range(2_000)])  # more than are sent at once
-    connection.write("UPDATE queues SET max_open = ? WHERE name = ?", [(1, "a"), (2, "0000")])
-    assert connection.all("SELECT count(*), max(max_open) FROM queues") == [(2_001, 2)]
-    connection.write("DELETE FROM queues WHERE name <> ?", [("a",)])
+    for number in range(2_000):  # more than are sent at once
+        connection.write(QUEUES, [(f"{number:04}",), (f"{number:04}-",)])
+    for row in [(1, "a"), (2, "0000")]:
+        connection.write(lambda _: "UPDATE queues SET max_open = ? WHERE name = ?", [row])
+    assert connection.all("SELECT count(*), max(max_open) FROM queues") == [(4_001, 2)]
+    connection.write(lambda _: "DELETE FROM queues WHERE name <> ?", [("a",)])
     assert seen(database) == []
     connection.commit()
     assert seen(database) == [("a", 1)]
@@ -69,7 +73,7 @@ def test_a_write_that_is_refused_is_told_by_the_commit_and_undoes_it(
     connection: PostgresConnection, database: PostgresDatabase
 ) -> None:
     connection.begin(write=True)
-    connection.write("INSERT INTO queues (name) VALUES (?)", [("a",), ("b",), ("a",), ("c",)])
+    connection.write(insert("queues", ("name",)), [("a",), ("b",), ("a",), ("c",)])
     with pytest.raises(psycopg.errors.UniqueViolation):
         connection.commit()
     connection.rollback()

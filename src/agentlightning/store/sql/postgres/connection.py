@@ -32,7 +32,7 @@ from agentlightning.store.sql.postgres.server import (
 )
 from agentlightning.store.sql.rollouts import NEXT_WAITING
 from agentlightning.store.sql.schema import FIND_VERSION, check_version, migrate
-from agentlightning.store.sql.tx import LAST_SIGN_OF_LIFE, Connection, Wake
+from agentlightning.store.sql.tx import Connection, Statement, Wake, chunks
 
 MIN_VERSION: Final = 130_000
 """PostgreSQL 13."""
@@ -96,10 +96,6 @@ _PLACE: Final = (
     "WHERE rollouts.key = new.key AND ? <= (SELECT last_value FROM rollouts_shown)"
 )
 """With a commit: where pages have shown what comes after the first of some new rollouts, move these to the end."""
-_INSERT_PLACES: Final = (
-    "INSERT INTO span_places (attempt_key, span_id, pack_key) SELECT unnest(CAST(? AS BIGINT[])), "
-    "unnest(CAST(? AS TEXT[])), unnest(CAST(? AS BIGINT[])) ON CONFLICT DO NOTHING"
-)
 _NOTE_NUMBER: Final = (
     "INSERT INTO servers (server, number) VALUES (?, ?) "
     "ON CONFLICT (server) DO UPDATE SET number = excluded.number, seen = now()"
@@ -114,8 +110,8 @@ _SYNC_CLOCK: Final = (
 """`Clock.advance`, by the database's own clock: those of its servers are never compared. For a server that had to wait
 for this row, slightly negative time has passed."""
 _START_CLOCK: Final = (
-    f"INSERT INTO clocks (name, reading, steady) SELECT '', now.t, coalesce(({LAST_SIGN_OF_LIFE}), now.t) "
-    f"FROM (SELECT {_NOW} AS t) AS now ON CONFLICT DO NOTHING"
+    f"INSERT INTO clocks (name, reading, steady) SELECT '', now.t, now.t FROM (SELECT {_NOW} AS t) AS now "
+    "ON CONFLICT DO NOTHING"
 )
 _WRITE: Final = b"BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
 _RELAXED: Final = b"; SET LOCAL synchronous_commit = off"
@@ -299,15 +295,10 @@ class PostgresConnection(Connection):
         self._queue(sql, values)
         return self._exchange().command_tuples or 0
 
-    def write(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
-        self._wrote = True
-        for row in rows:
-            self._queue(sql, row)
-
-    def write_places(self, rows: Sequence[tuple[int, str, int]]) -> None:
-        """In one statement: each costs more than the row it writes."""
-        self._wrote = True
-        self._queue(_INSERT_PLACES, [list(column) for column in zip(*rows, strict=True)])
+    def write(self, statement: Statement, rows: Sequence[Sequence[Any]]) -> None:
+        for text, values in chunks(statement, rows):
+            self._wrote = True
+            self._queue(text, values)
 
     def lock(self, sql: str, *values: Any) -> None:
         self._queue(sql, values)
@@ -319,7 +310,7 @@ class PostgresConnection(Connection):
         if name is None:
             name = self._statements[sql] = b"agl_%d" % next(self._names)
             self._calls.append(_Call(name, [], [], sql))
-        encoded = [encode(value) for value in values]
+        encoded = [_ENCODERS.get(type(value), _encode_subclass)(value) for value in values]
         self._calls.append(_Call(name, encoded, [int(type(value) is bytes) for value in values]))
 
     def _exchange(self) -> pq.abc.PGresult:
@@ -456,10 +447,11 @@ def fetch_row(connection: psycopg.Connection[Any], query: str, *values: Any) -> 
 
 def encode(value: Any) -> bytes | None:
     """A value as a parameter of libpq: bytes unchanged, everything else as text."""
-    encoder = _ENCODERS.get(type(value))
-    if encoder is None:  # a subclass
-        encoder = next((each for kind, each in _ENCODERS.items() if isinstance(value, kind)), bytes)
-    return encoder(value)
+    return _ENCODERS.get(type(value), _encode_subclass)(value)
+
+
+def _encode_subclass(value: Any) -> bytes | None:
+    return next((each for kind, each in _ENCODERS.items() if isinstance(value, kind)), bytes)(value)
 
 
 def _text(value: str) -> bytes:
@@ -479,10 +471,10 @@ def _quoted(value: str) -> bytes:
 
 
 _ENCODERS: Final[Mapping[type, Callable[[Any], bytes | None]]] = {
-    type(None): lambda _: None,
-    bytes: lambda value: value,
+    type(None): dict[None, bytes]().get,
+    bytes: bytes,
     str: _text,
-    int: lambda value: b"%d" % value,
+    int: b"%d".__mod__,
     float: lambda value: float.__repr__(value).encode(),
     list: _array,
 }
