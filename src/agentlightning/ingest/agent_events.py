@@ -16,12 +16,12 @@ from starlette.routing import Route
 
 from agentlightning import span as names
 from agentlightning.attempt_address import read_attempt_key
-from agentlightning.errors import RewardError
-from agentlightning.span import MAX_REWARD, Span, usable_reward
+from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.encoding import RequestError
 from agentlightning.store.http.endpoint import endpoint, receive_body, respond
 from agentlightning.tracing.agent_spans import agent_attributes, event_span, late_mark
+from agentlightning.tracing.rewards import check_reward
 from agentlightning.util.api_key import api_key
 from agentlightning.util.json_values import dumps, loads
 
@@ -78,26 +78,12 @@ def read_event(body: bytes, rollout_id: str, attempt_id: str) -> Span:
 def _name_and_attributes(kind: str, data: Any) -> tuple[str, dict[str, Any]]:
     """The (name, attributes) of the span."""
     if kind == "reward":
-        return names.REWARD, _reward(data.get("value") if isinstance(data, dict) else data)
+        reward = check_reward(data.get("value") if isinstance(data, dict) else data, "the event")
+        kind = names.REWARD_VALUES if isinstance(reward, dict) else names.SCORE_VALUE
+        return names.REWARD, {names.EVALUATION_NAME: "reward", kind: reward}
     attributes: dict[str, Any] = agent_attributes(data) if isinstance(data, dict) else {"value": data}
     if kind != "message":
         return kind, attributes
     body = attributes.get("message", attributes.get("content", attributes.get("body")))
     text = body if isinstance(body, str) else dumps(data).decode()
     return names.MESSAGE, attributes | {names.MESSAGE_BODY: text}
-
-
-def _reward(value: Any) -> dict[str, Any]:
-    if isinstance(value, dict) and value:
-        return {names.EVALUATION_NAME: "reward", names.REWARD_VALUES: {key: _checked(key, value[key]) for key in value}}
-    return {names.EVALUATION_NAME: "reward", names.SCORE_VALUE: _checked("value", value)}
-
-
-def _checked(name: str, value: Any) -> float:
-    reward = None if isinstance(value, bool) else usable_reward(value)
-    if reward is None:
-        shown = dumps(value).decode()[:80]
-        raise RewardError(
-            f"the reward {name}={shown} is not a number from {-MAX_REWARD:g} to {MAX_REWARD:g}; send one, or no reward"
-        )
-    return reward

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import math
 import reprlib
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -51,6 +50,7 @@ from agentlightning.tracing.messages import (
     tool_response_part,
 )
 from agentlightning.tracing.outbox import counters
+from agentlightning.tracing.rewards import check_reward
 from agentlightning.tracing.scope import (
     Lifetime,
     WaitingPrompt,
@@ -125,11 +125,11 @@ def emit_reward(
 
 
 def _reward(reward: float | bool | Mapping[str, float], name: str, primary_key: str | None) -> dict[str, Any]:
-    if not isinstance(reward, Mapping):
+    values = check_reward(reward, "emit_reward")
+    if not isinstance(values, Mapping):
         if primary_key is not None:
             raise RewardError(f"primary_key={primary_key!r} chooses one of several dimensions; {reward!r} has none")
-        return {names.EVALUATION_NAME: name, names.SCORE_VALUE: _number(reward)}
-    values = _dimensions(reward)
+        return {names.EVALUATION_NAME: name, names.SCORE_VALUE: values}
     if primary_key is None:
         return {names.EVALUATION_NAME: name, names.REWARD_VALUES: values}
     if primary_key not in values:
@@ -221,32 +221,6 @@ def record_event(
     further = dict(flatten(attributes)) if attributes else {}
     if propagate:
         record(name, {**further, **own} if further else own, error)
-
-
-def _number(value: Any, dimension: str | None = None) -> float:
-    """The value as a finite float; NumPy scalars and one-element tensors are accepted."""
-    limit, number = names.MAX_REWARD, math.nan
-    try:
-        number = value.__float__()
-        problem = "a reward must be finite; emit none if there is no score"
-    except (AttributeError, TypeError, ValueError, OverflowError):
-        problem = "a reward is a finite number or a dict of them; emit none if there is no reward"
-    if abs(number) <= limit:
-        return number
-    if math.isfinite(number):
-        problem = f"rewards range from {-limit:g} to {limit:g}; scale it"
-    shown = reprlib.repr(value)
-    shown = shown if dimension is None else f"{{{dimension!r}: {shown}}}"
-    raise RewardError(f"emit_reward({shown}): {problem}")
-
-
-def _dimensions(values: Mapping[str, float]) -> dict[str, float]:
-    if not values:
-        raise RewardError("emit_reward({}) has no dimensions; pass at least one")
-    for name in values:
-        if not isinstance(name, str):
-            raise RewardError(f"emit_reward: the dimension {name!r} is not a string")
-    return {name: _number(value, name) for name, value in values.items()}
 
 
 # -- actions -----------------------------------------------------------------------------------------------------------

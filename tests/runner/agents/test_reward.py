@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentlightning.errors import AgentError, RewardError
-from agentlightning.runner.agents.reward import RewardFunction, check_reward, looks_like_reward
+from agentlightning.runner.agents.reward import RewardFunction
+from agentlightning.tracing.rewards import check_reward, looks_like_reward
 
 pytestmark = pytest.mark.integration
 

@@ -54,7 +54,7 @@ from agentlightning.runner.agents.agent import Agent, load_agent, load_object
 from agentlightning.runner.agents.arguments import Invocation, OwnProcessNeededError, bind_resources
 from agentlightning.runner.agents.command import CommandError, signal_group, task_variable
 from agentlightning.runner.agents.loading import user_traceback
-from agentlightning.runner.agents.reward import RewardFunction, check_reward, looks_like_reward
+from agentlightning.runner.agents.reward import RewardFunction
 from agentlightning.runner.hosts.messages import (
     Done,
     Exited,
@@ -79,6 +79,7 @@ from agentlightning.tracing import client_headers
 from agentlightning.tracing.agent_spans import sanitize_span
 from agentlightning.tracing.emit import emit_annotation, emit_exception, emit_reward
 from agentlightning.tracing.outbox import PostingSink
+from agentlightning.tracing.rewards import check_reward, looks_like_reward
 from agentlightning.tracing.scope import inherited_scope, mark_owner, scope, serve_attempts
 from agentlightning.tracing.tracer import flush, install_globally, to_span
 from agentlightning.util.json_values import dumps, loads
