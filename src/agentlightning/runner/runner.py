@@ -51,7 +51,6 @@ from agentlightning.runner.hosts.messages import Done
 from agentlightning.span import (
     ERROR_TYPE,
     EXCEPTION,
-    SUPERSEDED,
     TURN_LIMIT_REACHED,
     Span,
 )
@@ -71,6 +70,8 @@ logger = logging.getLogger(__name__)
 
 HUNG_AFTER_SECONDS = 300.0
 """An event loop that has not run for this long counts as hung."""
+STOP_SECONDS = 1.0
+"""How long the end of the runner waits for a heartbeat under way."""
 
 
 class Heartbeat:
@@ -88,14 +89,11 @@ class Heartbeat:
         self._store, self._worker_id, self._lease, self._interval = store, worker_id, lease_seconds, interval
         self._stats = stats
         self._last_alive = time.monotonic()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._work: asyncio.Task[None] | None = None
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="agl-heartbeat", daemon=True)
-        self._ready = threading.Event()
 
     def start(self) -> None:
         self._thread.start()
-        self._ready.wait()
 
     def loop_is_alive(self) -> None:
         """Called by the runner's event loop to show that it runs."""
@@ -103,34 +101,21 @@ class Heartbeat:
 
     async def stop(self) -> None:
         """Stop sending. Idempotent, and harmless before `start`."""
-        if self._loop is None or self._work is None:
-            return
-        loop, self._loop = self._loop, None
-        try:
-            loop.call_soon_threadsafe(self._work.cancel)
-        except RuntimeError:
-            return  # it has ended already
-        await asyncio.to_thread(self._thread.join)
+        self._ended.set()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join, STOP_SECONDS)
 
     def _run(self) -> None:
-        try:
-            asyncio.run(self._beat())
-        except asyncio.CancelledError:
-            return
-
-    async def _beat(self) -> None:
-        self._loop, self._work = asyncio.get_running_loop(), asyncio.current_task()
-        self._ready.set()
-        while True:
-            await asyncio.sleep(self._interval)
-            if time.monotonic() - self._last_alive > HUNG_AFTER_SECONDS:
-                continue
-            try:
-                await self._store.update_worker(self._worker_id, self._stats(), lease_seconds=self._lease)
-            except StoreClosedError:
-                return
-            except AgentLightningError as error:
-                logger.warning("the heartbeat of %s did not reach the store: %s", self._worker_id, error)
+        with asyncio.Runner() as runner:
+            while not self._ended.wait(self._interval):
+                if time.monotonic() - self._last_alive > HUNG_AFTER_SECONDS:
+                    continue
+                try:
+                    runner.run(self._store.update_worker(self._worker_id, self._stats(), lease_seconds=self._lease))
+                except StoreClosedError:
+                    return
+                except AgentLightningError as error:
+                    logger.warning("the heartbeat of %s did not reach the store: %s", self._worker_id, error)
 
 
 # -- spans -----------------------------------------------------------------------------------------------------------
@@ -138,20 +123,16 @@ class Heartbeat:
 
 class SpanWriter(Outbox[Span]):
     """An outbox in the runner's event loop, which ends with an error where the store cannot be used for longer than
-    `retry` tries: nothing that an agent emits is dropped, but for what the store rejects. `on_fenced` is called with
-    the id of each attempt that the store has superseded."""
+    `retry` tries: nothing that an agent emits is dropped, but for what the store rejects."""
 
     rejections = (ConfigError, ConflictError, NotFoundError)
 
-    def __init__(self, store: LightningStoreBase, retry: Retry, on_fenced: Callable[[str], None]) -> None:
+    def __init__(self, store: LightningStoreBase, retry: Retry) -> None:
         super().__init__("the store", patience=retry.patience)
-        self._store, self._on_fenced = store, on_fenced
-        self.failed = retry.failed
+        self._store, self.failed = store, retry.failed
 
     async def send(self, batch: list[Span]) -> None:
-        kept = await self._store.add_many_spans(batch)
-        for attempt_id in {span.attempt_id for span in kept if span.attributes.get(SUPERSEDED)}:
-            self._on_fenced(attempt_id)
+        await self._store.add_many_spans(batch)
 
     def repair(self, item: Span) -> Span:
         return sanitize_span(item)
@@ -289,7 +270,7 @@ class Runner:
         )
         self._counts = Counter[str]()
         self._active: dict[str, _ActiveAttempt] = {}
-        self._writer = SpanWriter(store, self._retry, self._discard)
+        self._writer = SpanWriter(store, self._retry)
         self._ended = asyncio.Event()
         self._stop_at_once = asyncio.Event()
         self._started = False

@@ -47,14 +47,15 @@ class SpanSink(Protocol):
 
 Location = tuple[int, object]
 """A thread and the asyncio task that runs in it, or None."""
+Place = tuple[str | None, Location]
+"""An agent, and where it works."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingPrompt:
     """A prompt whose response was not emitted yet."""
 
-    agent: str | None
-    location: Location
+    place: Place
     time: float
     attributes: dict[str, Any]
     emitted: bool = True
@@ -68,7 +69,7 @@ class Lifetime:
     ended: bool = False
     only_marked: bool = False
     """Only what lies in a block of `track_critical_path` is recorded."""
-    prompts: list[WaitingPrompt] = field(default_factory=list["WaitingPrompt"])
+    prompts: dict[Place, WaitingPrompt] = field(default_factory=dict["Place", "WaitingPrompt"])
     """Prompts that wait for their responses (`emit.py`)."""
     is_known: Callable[[], bool] | None = None
     """Whether the server knows the attempt; asked before a model call names it. None: it does."""

@@ -68,7 +68,6 @@ from agentlightning.runner.hosts.messages import (
     Program,
     Ready,
     Spans,
-    Started,
     Stopping,
     ToForkServer,
     ToHost,
@@ -189,7 +188,6 @@ class Host:
 
     async def _attempt(self, job: Job, invocation: Invocation) -> None:
         """Error boundary: every exception of the agent becomes a record."""
-        self._send(Started(job.job_id))
         failure: Failure | None = None
         output: Any = None
         ids = invocation.rollout.rollout_id, invocation.rollout.attempt.attempt_id

@@ -54,7 +54,6 @@ from agentlightning.runner.hosts.messages import (
     Program,
     Ready,
     Spans,
-    Started,
     Stopping,
     encode,
 )
@@ -105,7 +104,6 @@ class RunningAttempt:
     job: Job
     done: asyncio.Future[Done]
     on_spans: OnSpans
-    started: bool = False
     stopped: bool = False
     """Its caller waits no longer."""
     acknowledged: bool = False
@@ -191,7 +189,7 @@ class AttemptProcess(asyncio.Protocol):
         if not attempt.acknowledged:
             self.ending = True
             self._kill_because("another attempt blocked its event loop and did not end at its timeout")
-            self._fail_all(lambda _: LostAttemptError(f"the process the agent ran in {self._killed}", alone=False))
+            self._fail_all(LostAttemptError(f"the process the agent ran in {self._killed}", alone=False))
         self.retire()
 
     def retire(self) -> None:
@@ -249,9 +247,7 @@ class AttemptProcess(asyncio.Protocol):
         attempt = self.attempts.get(message.job_id)
         if attempt is None:
             return
-        if isinstance(message, Started):
-            attempt.started = True
-        elif isinstance(message, Program):
+        if isinstance(message, Program):
             attempt.program = message.group
         elif isinstance(message, Spans):
             if not attempt.stopped:
@@ -290,27 +286,24 @@ class AttemptProcess(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
         self.kill_programs()
-        suspects = sum(each.stopped or each.started for each in self.attempts.values())
-        self._fail_all(lambda attempt: self._error_of(attempt, exited, suspects - 1))
+        error: AgentError = AgentCrashedError(exited, self._killed)
+        if not self.ready:
+            error = LostAttemptError(str(error), alone=False)
+        elif (others := len(self.attempts) - 1) > 0:  # nobody knows whose fault it was
+            error = LostAttemptError(f"{error}, which {others} other attempts shared", alone=True)
+        self._fail_all(error)
         self.attempts.clear()
 
-    def _fail_all(self, error_of: Callable[[RunningAttempt], AgentError]) -> None:
+    def _fail_all(self, error: AgentError) -> None:
         for attempt in self.attempts.values():
             if not attempt.done.done():
-                attempt.done.set_exception(error_of(attempt))
+                attempt.done.set_exception(error)
 
     def kill_programs(self) -> None:
         """Kill the programs that the process has left: each has a process group of its own."""
         for attempt in self.attempts.values():
             if attempt.program > 1:
                 signal_group(attempt.program, signal.SIGKILL)
-
-    def _error_of(self, attempt: RunningAttempt, exited: Exited, others: int) -> AgentError:
-        """Whose fault an exit was is known only where one attempt ran."""
-        crash = AgentCrashedError(exited, self._killed)
-        if not attempt.started:
-            return LostAttemptError(str(crash), alone=False)
-        return crash if others < 1 else LostAttemptError(f"{crash}, which {others} other attempts shared", alone=True)
 
 
 # -- all of them -----------------------------------------------------------------------------------------------------

@@ -114,12 +114,6 @@ class Ready(Message, frozen=True):
     pid: int
 
 
-class Started(Message, frozen=True):
-    """The host has started an attempt. Attempts that it never started can run on another host if it dies."""
-
-    job_id: int
-
-
 class Program(Message, frozen=True):
     """An attempt has started a program, or it has ended."""
 
@@ -157,7 +151,7 @@ class Done(Message, frozen=True):
 ToForkServer = Fork | Kill
 FromForkServer = Loaded | Exited
 ToHost = Job | Cancel
-FromHost = Ready | Started | Program | Spans | Stopping | Done
+FromHost = Ready | Program | Spans | Stopping | Done
 
 # -- framing ---------------------------------------------------------------------------------------------------------
 
