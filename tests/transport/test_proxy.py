@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 from base64 import b64decode
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from unittest import mock
 from urllib.parse import quote
 
 import pytest
@@ -27,7 +29,8 @@ SET = {"HTTP_PROXY": PROXY, "HTTPS_PROXY": PROXY}
 def found(url: str, **environment: str) -> str | None:
     secure, _, rest = url.partition("://")
     host, _, port = rest.rpartition(":")
-    proxy = ProxySettings.from_environment(environment).find(Origin(secure == "https", host.strip("[]"), int(port)))
+    with mock.patch.dict(os.environ, environment, clear=True):
+        proxy = ProxySettings.from_environment().find(Origin(secure == "https", host.strip("[]"), int(port)))
     return proxy and str(proxy)
 
 
@@ -99,7 +102,9 @@ def test_a_proxy_nobody_goes_through_may_be_of_any_kind_and_one_that_is_needed_i
     environment = {"ALL_PROXY": "socks5://me:hidden-word@sox:1080", "NO_PROXY": "example"}
     assert found("http://127.0.0.1:80", **environment) is None
     assert found("http://api.example:80", **environment) is None
-    with pytest.raises(ConfigError, match=r"ALL_PROXY names a proxy of the kind 'socks5'.*NO_PROXY=\*") as caught:
+    with pytest.raises(
+        ConfigError, match=r"HTTP_PROXY \(or ALL_PROXY\) names a proxy of the kind 'socks5'.*NO_PROXY=\*"
+    ) as caught:
         found("http://elsewhere:80", **environment)
     assert "hidden-word" not in str(caught.value)
 

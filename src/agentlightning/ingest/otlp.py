@@ -522,14 +522,12 @@ class OtlpReceiver:
             await self._store.add_many_spans(spans)
             return len(spans)
         except (NotFoundError, ConflictError, ConfigError) as error:
-            groups: dict[AttemptIds, list[Span]] = {}
-            for span in spans:
-                groups.setdefault((span.rollout_id, span.attempt_id), []).append(span)
-            if len(spans) == 1 or (len(groups) == 1 and isinstance(error, NotFoundError)):
+            missing = isinstance(error, NotFoundError) and len({span.attempt_id for span in spans}) == 1
+            if missing or len(spans) == 1:
                 rejected[str(error)] += len(spans)
                 return 0
-        parts = [[span] for span in spans] if len(groups) == 1 else groups.values()
-        return sum([await self._add(part, rejected) for part in parts])
+        middle = len(spans) // 2
+        return await self._add(spans[:middle], rejected) + await self._add(spans[middle:], rejected)
 
 
 def _spans(attributed: Iterable[tuple[AttemptIds, Span]]) -> list[Span]:

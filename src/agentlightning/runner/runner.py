@@ -60,63 +60,10 @@ from agentlightning.tracing.agent_spans import event_span, sanitize_span
 from agentlightning.tracing.emit import exception_attributes
 from agentlightning.tracing.outbox import Outbox, Retry
 
-# -- heartbeat -------------------------------------------------------------------------------------------------------
-
-# Heartbeats of a runner: a thread that renews the worker's lease, however busy the runner's event loop is.
-#
-# It pauses while that loop has not run for HUNG_AFTER_SECONDS: a runner that hangs must lose its attempts.
-
 logger = logging.getLogger(__name__)
 
 HUNG_AFTER_SECONDS = 300.0
-"""An event loop that has not run for this long counts as hung."""
-STOP_SECONDS = 1.0
-"""How long the end of the runner waits for a heartbeat under way."""
-
-
-class Heartbeat:
-    """Sends a heartbeat every `interval` seconds from `start` to `stop`. `stats` is called in its thread."""
-
-    def __init__(
-        self,
-        store: LightningStoreBase,
-        worker_id: str,
-        *,
-        lease_seconds: float | None,
-        interval: float,
-        stats: Callable[[], dict[str, Any]],
-    ) -> None:
-        self._store, self._worker_id, self._lease, self._interval = store, worker_id, lease_seconds, interval
-        self._stats = stats
-        self._last_alive = time.monotonic()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="agl-heartbeat", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def loop_is_alive(self) -> None:
-        """Called by the runner's event loop to show that it runs."""
-        self._last_alive = time.monotonic()
-
-    async def stop(self) -> None:
-        """Stop sending. Idempotent, and harmless before `start`."""
-        self._ended.set()
-        if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join, STOP_SECONDS)
-
-    def _run(self) -> None:
-        with asyncio.Runner() as runner:
-            while not self._ended.wait(self._interval):
-                if time.monotonic() - self._last_alive > HUNG_AFTER_SECONDS:
-                    continue
-                try:
-                    runner.run(self._store.update_worker(self._worker_id, self._stats(), lease_seconds=self._lease))
-                except StoreClosedError:
-                    return
-                except AgentLightningError as error:
-                    logger.warning("the heartbeat of %s did not reach the store: %s", self._worker_id, error)
-
+"""A runner whose event loop has not run for this long hangs, and must lose its attempts."""
 
 # -- spans -----------------------------------------------------------------------------------------------------------
 
@@ -143,6 +90,8 @@ class SpanWriter(Outbox[Span]):
 
 # -- the runner ------------------------------------------------------------------------------------------------------
 
+STOP_SECONDS = 1.0
+"""How long the end of the runner waits for a heartbeat under way."""
 SIGN_OFF_SECONDS = 10.0
 """Time limit for requeuing rollouts and deregistering while stopping; afterwards the lease expires instead."""
 
@@ -186,9 +135,9 @@ class Runner:
     """Executes an agent on the rollouts of a store.
 
     The forms of `agent` and `reward` are described in `agents/agent.py` and `agents/reward.py`. `concurrency` attempts
-    run at once, spread over `hosts` processes; with `fresh_process`, each attempt runs on the main thread of its own
-    process, forked from one that has imported the agent, and `hosts` is ignored. Processes of their own begin by
-    themselves, with a warning, once an attempt or a reward changes what its process shares (working directory, signals,
+    run at once, spread over `hosts` processes; with `fresh_process`, each attempt runs on the main thread of a new
+    process, forked from one that has imported the agent, and `hosts` is ignored. That begins by itself, with a
+    warning, once an attempt or a reward changes what its process shares (working directory, signals,
     redirected output), or calls a model from where its attempt cannot be told. An attempt lost to another's crash is
     repeated in a process of its own. Neither counts against `max_attempts`. `env` maps environment variables to the
     fields of a dict task that they hold; the fields in `hide` are given to the reward function only. `cwd` is the
@@ -261,13 +210,9 @@ class Runner:
         self._poll_seconds = poll_seconds
         self._lease_seconds = lease_seconds
         self._retry = Retry(patience)
-        self._heartbeat = Heartbeat(
-            store,
-            self.worker_id,
-            lease_seconds=lease_seconds,
-            interval=self._heartbeat_seconds,
-            stats=lambda: asdict(self.statistics),
-        )
+        self._heart = threading.Thread(target=self._beat, name="agl-heartbeat", daemon=True)
+        self._heart_ends = threading.Event()
+        self._last_alive = time.monotonic()
         self._counts = Counter[str]()
         self._active: dict[str, _ActiveAttempt] = {}
         self._writer = SpanWriter(store, self._retry)
@@ -309,13 +254,31 @@ class Runner:
         await self.load()
         await self._retry(self._register)
         self._started = True
-        self._heartbeat.start()
+        self._heart.start()
         self._claiming = self._create_supervised_task(self._claim())
         self._helpers = [self._create_supervised_task(self._watch()), self._create_supervised_task(self._writer.run())]
 
     async def _register(self, **more: Any) -> None:
         stats = asdict(self.statistics) | more
         await self.store.update_worker(self.worker_id, stats, lease_seconds=self._lease_seconds)
+
+    def _beat(self) -> None:
+        """Renew the lease, however busy the event loop of the runner is."""
+        with asyncio.Runner() as own:
+            while not self._heart_ends.wait(self._heartbeat_seconds):
+                if time.monotonic() - self._last_alive > HUNG_AFTER_SECONDS:
+                    continue
+                try:
+                    own.run(self._register())
+                except StoreClosedError:
+                    return
+                except AgentLightningError as error:
+                    logger.warning("the heartbeat of %s did not reach the store: %s", self.worker_id, error)
+
+    async def _stop_heart(self) -> None:
+        self._heart_ends.set()
+        if self._heart.is_alive():
+            await asyncio.to_thread(self._heart.join, STOP_SECONDS)
 
     def stop_at_once(self) -> None:
         """End the draining of `stop`: attempts that still run are stopped and their rollouts requeued."""
@@ -334,7 +297,7 @@ class Runner:
         finally:
             for task in self._helpers:
                 task.cancel()
-            await self._heartbeat.stop()
+            await self._stop_heart()
             await self.pool.close()
             self._ended.set()
         if self.error is not None and started:
@@ -363,11 +326,10 @@ class Runner:
         )
 
     async def _drain(self, seconds: float | None) -> None:
-        until = None if seconds is None else time.monotonic() + seconds
         if self._claiming is not None:
             self._claiming.cancel()  # the store requeues what it had already assigned
             await asyncio.wait({self._claiming})
-        await self._wait_for([attempt.task for attempt in self._active.values()], until)
+        await self._wait_for([attempt.task for attempt in self._active.values()], seconds)
         left = list(self._active.values())
         for attempt in left:
             if self.error is not None or not attempt.reporting or self._stop_at_once.is_set():
@@ -377,13 +339,12 @@ class Runner:
         if self.error is None:
             await self._deregister([*self._claimed, *(each.claimed for each in left if each.task.cancelled())])
 
-    async def _wait_for(self, tasks: Sequence[asyncio.Task[None]], until: float | None) -> None:
-        """Wait for the tasks, at most until a monotonic time, `stop_at_once` or an error."""
+    async def _wait_for(self, tasks: Sequence[asyncio.Task[None]], seconds: float | None) -> None:
+        """Wait for the tasks, at most so many seconds, and until `stop_at_once` or an error."""
         if not tasks or self.error is not None:
             return
         stop_at_once = asyncio.ensure_future(self._stop_at_once.wait())
         ended = asyncio.ensure_future(asyncio.wait(tasks))
-        seconds = None if until is None else max(0.0, until - time.monotonic())
         await asyncio.wait({stop_at_once, ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         for task in (stop_at_once, ended):
             task.cancel()
@@ -402,6 +363,7 @@ class Runner:
             reason = f"the runner {self.worker_id} was stopped"
             await asyncio.gather(*(self._requeue(each, reason) for each in left))
             await self._writer.written()
+            await self._stop_heart()  # it would register the runner again
             await self._retry(lambda: self._register(stopped=True))
         except StoreError as error:
             logger.warning("the runner %s could not sign off: %s", self.worker_id, error)
@@ -585,8 +547,7 @@ class Runner:
 
     async def _repeat(self, claimed: AttemptedRollout, lost: LostAttemptError) -> None:
         """Requeue a rollout whose attempt was lost for no fault of its own."""
-        if lost.alone:
-            self._alone.add(claimed.rollout_id)
+        self._alone.add(claimed.rollout_id)
         if self._remaining_claims is not None:
             self._remaining_claims += 1
         logger.info("an attempt is repeated: %s", lost)
@@ -598,7 +559,7 @@ class Runner:
         """Stop attempts whose rollouts were cancelled, finished or reassigned in the store."""
         while True:
             await asyncio.sleep(self._heartbeat_seconds)
-            self._heartbeat.loop_is_alive()
+            self._last_alive = time.monotonic()
             running = [attempt for attempt in self._active.values() if not attempt.reporting]
             for attempt, lost in zip(running, await asyncio.gather(*map(self._is_lost, running)), strict=True):
                 if lost:

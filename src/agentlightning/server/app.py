@@ -36,8 +36,6 @@ from agentlightning.ingest.otlp import OtlpReceiver
 from agentlightning.observability.logs import SlowLog
 from agentlightning.observability.metrics import Metrics, counters, metrics_routes
 from agentlightning.server.http import (
-    MAX_UNFINISHED_BYTES,
-    STALLED_SECONDS,
     BoundedHttpProtocol,
     Bounds,
     OriginGuard,
@@ -62,10 +60,8 @@ class Server:
     It listens at `host` and `port`, of which 0 takes a free one (see `url`), or on a socket made by `listen`. `secret`
     signs the keys of attempts. With a `token`, requests to the store, for traces and metrics must carry it. `metrics`
     enables `/metrics`, `slow` logs slow requests, `adopt_traces` stores traces of unknown programs as rollouts of their
-    own. Requests to the store and of traces may have up to `max_body_bytes`. A request that stalls for
-    `stalled_seconds` before its end gets a 408, and its connection is closed; incomplete request bodies take at most
-    `max_unfinished_bytes` together. `pages` are further routes, those of the dashboard. `shared` is a folder for what
-    several processes of one server share.
+    own. Requests to the store and of traces may have up to `max_body_bytes`; `bounds` limits connections. `pages` are
+    further routes, those of the dashboard. `shared` is a folder for what several processes of one server share.
 
     Pages of other sites are rejected, except those of `allowed_origins` (CORS): `https://name:port`, or "*" if there is
     a token; anything else is a ConfigError. Against DNS rebinding, a server without a token accepts only requests whose
@@ -87,9 +83,7 @@ class Server:
         host: str = "127.0.0.1",
         port: int = 0,
         grace_seconds: int = 10,
-        stalled_seconds: float = STALLED_SECONDS,
         listener: socket.socket | None = None,
-        max_unfinished_bytes: int = MAX_UNFINISHED_BYTES,
         allowed_hosts: Iterable[str] = (),
         allowed_origins: Iterable[str] = (),
         pages: Iterable[BaseRoute] = (),
@@ -127,7 +121,7 @@ class Server:
         keyless = gateway is not None and not gateway.attribution.requires_key
         guard = OriginGuard((host, *allowed_hosts), origins, any_host=token is not None, keyless=keyless)
         self._tracker = RequestTracker(self.app, guard, metrics, slow)
-        self.bounds = Bounds(stalled_seconds, max_unfinished_bytes)
+        self.bounds = Bounds()
         self._grace = grace_seconds
         self.gateway = gateway
         self._store, self._has_answered = store, False

@@ -13,11 +13,12 @@ import os
 import re
 import ssl
 from base64 import b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Self, TypeVar, cast
 from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.request import getproxies_environment
 
 from agentlightning.errors import ConfigError
 from agentlightning.transport.base import MAX_HEAD_BYTES, Origin, Reason, TransportError, request_bytes
@@ -110,47 +111,34 @@ def _excludes(entry: str, origin: Origin) -> bool:
 class ProxySettings:
     """Maps servers to proxies. URLs are parsed when first used, so an invalid one that is never used is no error."""
 
-    http: tuple[str, str] | None = field(default=None, repr=False)
-    """(name of the setting, URL) for http; None: no proxy."""
-    https: tuple[str, str] | None = field(default=None, repr=False)
+    http: str | None = field(default=None, repr=False)
+    """Its URL, for http; None: no proxy."""
+    https: str | None = field(default=None, repr=False)
     no_proxy: tuple[str, ...] = ()
-    loopback: bool = False
-    """Whether calls to this machine itself use the proxy too."""
+    given: bool = False
+    """Whether they come from a setting, not from the environment: then calls to this machine itself use them, too."""
 
     @classmethod
     def for_all(cls, url: str) -> Self:
         """One proxy for every call. Raises ConfigError for an invalid URL."""
         Proxy.parse(url, "proxy")
-        return cls(("proxy", url), ("proxy", url), loopback=True)
+        return cls(url, url, given=True)
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> Self:
+    def from_environment(cls) -> Self:
         """The settings of `http_proxy`, `https_proxy`, `all_proxy` and `no_proxy`, in lower or upper case."""
-        if "REQUEST_METHOD" in environment:  # A CGI server sets HTTP_PROXY from the header `Proxy` of a request.
-            environment = {name: value for name, value in environment.items() if name != "HTTP_PROXY"}
-        fallback = _variable(environment, "all_proxy")
-        _, no_proxy = _variable(environment, "no_proxy") or ("", "")
-        return cls(
-            _variable(environment, "http_proxy") or fallback,
-            _variable(environment, "https_proxy") or fallback,
-            tuple(re.split(r"[,\s]+", no_proxy)),
-        )
+        found = getproxies_environment()
+        http, https = (found.get(kind) or found.get("all") for kind in _SCHEMES)
+        return cls(http, https, tuple(re.split(r"[,\s]+", found.get("no", ""))))
 
     def find(self, origin: Origin) -> Proxy | None:
         """The proxy for a server; None for a direct connection. Raises ConfigError if the proxy is invalid."""
-        setting = self.https if origin.secure else self.http
-        if setting is None or (not self.loopback and is_this_machine(origin.host)):
+        url = self.https if origin.secure else self.http
+        if url is None or (not self.given and is_this_machine(origin.host)):
             return None
         if any(_excludes(entry, origin) for entry in self.no_proxy):
             return None
-        return Proxy.parse(setting[1], setting[0])
-
-
-def _variable(environment: Mapping[str, str], name: str) -> tuple[str, str] | None:
-    """(name, value); the lower-case variable takes precedence, even if it is empty."""
-    name = name if name in environment else name.upper()
-    value = environment.get(name, "").strip()
-    return (name, value) if value else None
+        return Proxy.parse(url, "proxy" if self.given else f"{origin.scheme.upper()}_PROXY (or ALL_PROXY)")
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -295,16 +283,14 @@ class ConnectOptions:
         cls,
         proxy: str | Literal[False] | None = None,
         ca_file: str | None = None,
-        environment: Mapping[str, str] | None = None,
     ) -> Self:
         """`proxy` is the URL of a proxy for every call, False for none, None for those of the environment. Raises
         ConfigError for an invalid URL or file."""
-        variables = os.environ if environment is None else environment
-        for name, file in (("ca_file", ca_file), ("SSL_CERT_FILE", variables.get("SSL_CERT_FILE"))):
+        for name, file in (("ca_file", ca_file), ("SSL_CERT_FILE", os.environ.get("SSL_CERT_FILE"))):
             if file:
                 check_certificates(name, file)
         if proxy is None:
-            return cls(ProxySettings.from_environment(variables), ca_file)
+            return cls(ProxySettings.from_environment(), ca_file)
         return cls(ProxySettings.for_all(proxy) if proxy else ProxySettings(), ca_file)
 
     def check(self, url: str) -> Self:

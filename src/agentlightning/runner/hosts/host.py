@@ -1,6 +1,6 @@
 """A host: the process that runs attempts of an agent; and the fork server, which imports the agent and forks hosts.
 
-It runs many attempts at a time (async agents as tasks, commands and rewards in threads), or one at a time on its main
+It runs many attempts at a time (async agents as tasks, commands and rewards in threads), or a single one on its main
 thread, where it may change directory and handle signals, and where whatever has no context belongs to it. An attempt
 that does so beside others is interrupted, and the runner repeats it in a process of its own. A host sends emitted spans
 to the runner immediately, and the end of an attempt after all of its spans. This is the only place where an exception
@@ -205,7 +205,7 @@ class Host:
                     emit_exception(error)
             flush()
         del self._running[job.job_id]
-        self._send(Done(job.job_id, failure, output, invocation.needs_process, self._tidy_up()))
+        self._send(Done(job.job_id, failure, output, invocation.needs_process))
 
     async def _result(self, job: Job, invocation: Invocation, sink: _Sink) -> Any:
         """The agent's return value, unless it was the reward. Rewards are recorded."""
@@ -215,7 +215,7 @@ class Host:
         invocation.environment = {**fields, **job.environment}  # of a command, in its own process
         variables = fields | in_process_environment(job.environment, job.rollout.attempt.worker_id or "")
         variables |= task_variable(invocation.task)
-        with attempt_environ.own_variables(variables) if self.alone else attempt_environ.overlay(variables):
+        with attempt_environ.process_variables(variables) if self.alone else attempt_environ.overlay(variables):
             output = await self._run(invocation)
         if invocation.needs_process:
             raise OwnProcessNeededError(invocation.needs_process)
@@ -257,10 +257,6 @@ class Host:
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call code of the user, and await what it returns, if that is to be awaited."""
         raise NotImplementedError
-
-    def _tidy_up(self) -> bool:
-        """Undo what an attempt has changed. Whether this process is of no further use."""
-        return False
 
 
 class SharedHost(Host):
@@ -332,16 +328,15 @@ class SharedHost(Host):
 
 
 class LoneHost(Host):
-    """Runs one attempt at a time on the main thread, where signals and libraries that insist on it work."""
+    """Runs one attempt on the main thread, where signals and libraries that insist on it work."""
 
     alone = True
 
     def __init__(self, sock: socket.socket, setup: Setup) -> None:
         self._work: SimpleQueue[Coroutine[Any, Any, None]] = SimpleQueue()
         self._loop = asyncio.Runner()
-        """One loop for all attempts: a client that is made once belongs to it."""
+        """One loop for agent and reward: a client that is made once belongs to it."""
         self._awaiting: asyncio.Task[Any] | None = None
-        attempt_environ.process_state.save()
         super().__init__(sock, setup)
 
     def serve(self) -> None:
@@ -369,11 +364,6 @@ class LoneHost(Host):
             raise asyncio.CancelledError
         mark_owner()
         return await value
-
-    def _tidy_up(self) -> bool:
-        attempt_environ.process_state.restore()
-        pools = sys.modules.get("multiprocessing.process")
-        return pools is not None and bool(pools.active_children())  # which work in the name of this attempt
 
 
 def _encoded(message: FromHost) -> bytes:

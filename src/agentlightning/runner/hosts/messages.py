@@ -57,7 +57,7 @@ class Fork(Message, frozen=True):
 
     host_id: int
     alone: bool = False
-    """For one attempt at a time, which runs on the main thread."""
+    """For one attempt, which runs on the main thread."""
 
 
 class Kill(Message, frozen=True):
@@ -144,8 +144,6 @@ class Done(Message, frozen=True):
     """The agent's return value as shortened JSON; None if it was the reward."""
     needs_process: str = ""
     """What the attempt touched that all attempts in its process share: its result means nothing."""
-    last: bool = False
-    """The process is of no further use: workers of pools are left in it."""
 
 
 ToForkServer = Fork | Kill
