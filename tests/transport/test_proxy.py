@@ -20,7 +20,7 @@ from tests.support.proxy import LocalProxy
 from agentlightning.errors import ConfigError
 from agentlightning.transport import Transport, TransportError
 from agentlightning.transport.base import Origin
-from agentlightning.transport.connector import ConnectOptions, Proxy, ProxySettings, secrets_of, without_credentials
+from agentlightning.transport.connector import ConnectOptions, Proxy, secrets_of, without_credentials
 
 PROXY = "http://proxy:3128"
 SET = {"HTTP_PROXY": PROXY, "HTTPS_PROXY": PROXY}
@@ -30,7 +30,7 @@ def found(url: str, **environment: str) -> str | None:
     secure, _, rest = url.partition("://")
     host, _, port = rest.rpartition(":")
     with mock.patch.dict(os.environ, environment, clear=True):
-        proxy = ProxySettings.from_environment().find(Origin(secure == "https", host.strip("[]"), int(port)))
+        proxy = ConnectOptions.create().proxy(Origin(secure == "https", host.strip("[]"), int(port)))
     return proxy and str(proxy)
 
 
@@ -95,7 +95,7 @@ def test_no_proxy_excepts_domains_addresses_networks_and_ports(listed, url, thro
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST.", "here.localhost", "127.0.0.1", "127.1.2.3", "[::1]"])
 def test_this_machine_is_never_called_through_a_proxy_unless_a_setting_says_so(host):
     assert found(f"http://{host}:8000", **SET, ALL_PROXY=PROXY) is None
-    assert str(ProxySettings.for_all(PROXY).find(Origin(False, host.strip("[]"), 8000))) == PROXY
+    assert str(ConnectOptions.create(PROXY).proxy(Origin(False, host.strip("[]"), 8000))) == PROXY
 
 
 def test_a_proxy_nobody_goes_through_may_be_of_any_kind_and_one_that_is_needed_is_refused_by_name():
@@ -121,23 +121,22 @@ def test_an_address_that_is_none_is_refused(url):
 @given(st.text(st.characters(exclude_categories=["C", "Z"]), min_size=8, max_size=20))
 def test_a_password_is_sent_and_shown_nowhere(password):
     url = f"http://me:{quote(password, safe='')}@proxy:3128"
-    proxies = ProxySettings.for_all(url)
-    proxy = proxies.find(Origin(True, "api.example", 443))
+    options = ConnectOptions.create(url)
+    proxy = options.proxy(Origin(True, "api.example", 443))
     assert proxy is not None
     ((name, value),) = proxy.headers
     assert (name, b64decode(value.removeprefix(b"Basic ")).decode()) == (b"proxy-authorization", f"me:{password}")
     assert password in secrets_of(url)
     for text in (
-        repr(proxies),
-        str(proxies),
+        repr(options),
+        str(options),
         repr(proxy),
         str(proxy),
-        repr(ConnectOptions(proxies)),
         without_credentials(url),
     ):
         assert not any(secret in text for secret in secrets_of(url))
     assert without_credentials(url) == "http://***@proxy:3128"
-    assert pickle.loads(pickle.dumps(proxies)) == proxies
+    assert pickle.loads(pickle.dumps(options)) == options
 
 
 # -- how ---------------------------------------------------------------------------------------------------------------

@@ -33,14 +33,6 @@ _EVENT_PATHS: Final = (
 )
 
 
-class EventError(RequestError):
-    """An invalid event."""
-
-
-class KeyRefusedError(RequestError):
-    """A key that is missing, or not that of the attempt."""
-
-
 def event_routes(store: LightningStoreBase, secret: str) -> list[Route]:
     """Routes for a Starlette application; `secret` signs the keys of attempts."""
 
@@ -48,7 +40,7 @@ def event_routes(store: LightningStoreBase, secret: str) -> list[Route]:
         rollout_id, attempt_id = request.path_params["rollout_id"], request.path_params["attempt_id"]
         key = api_key(request.headers)
         if not key or read_attempt_key(secret, key) != (rollout_id, attempt_id):
-            raise KeyRefusedError("events need the AGL_KEY of this attempt, as `Authorization: Bearer <key>`", 401)
+            raise RequestError("events need the AGL_KEY of this attempt, as `Authorization: Bearer <key>`", 401)
         body = await receive_body(request.headers, request.receive, MAX_EVENT_BYTES, "send less")
         span = read_event(body, rollout_id, attempt_id)
         span.attributes.update(late_mark(await store.get_attempt(attempt_id)))
@@ -60,17 +52,17 @@ def event_routes(store: LightningStoreBase, secret: str) -> list[Route]:
 
 
 def read_event(body: bytes, rollout_id: str, attempt_id: str) -> Span:
-    """The span for a posted event. Raises EventError, or RewardError if the reward is invalid."""
+    """The span for a posted event. Raises RequestError, or RewardError if the reward is invalid."""
     try:
         event = loads(body)
         dumps(event)  # deeply nested JSON can be parsed, but not written
     except orjson.JSONDecodeError as error:
-        raise EventError(f"the event is not JSON ({error}); NaN and Infinity are not JSON either") from None
+        raise RequestError(f"the event is not JSON ({error}); NaN and Infinity are not JSON either") from None
     except orjson.JSONEncodeError as error:
-        raise EventError(f"the event cannot be stored: {error}; send flatter values") from None
+        raise RequestError(f"the event cannot be stored: {error}; send flatter values") from None
     kind = event.get("event_type") if isinstance(event, dict) else None
     if not isinstance(kind, str) or not kind:
-        raise EventError('an event is an object like {"event_type": "reward", "data": {"value": 1.0}}')
+        raise RequestError('an event is an object like {"event_type": "reward", "data": {"value": 1.0}}')
     name, attributes = _name_and_attributes(kind, event.get("data"))
     return event_span(rollout_id, attempt_id, name, attributes)
 

@@ -15,7 +15,6 @@ from math import ceil
 from pathlib import Path
 from typing import Self
 
-import orjson
 import uvicorn
 from prometheus_client.metrics_core import Metric
 from starlette.applications import Starlette
@@ -23,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from uvicorn.server import ServerState
 
@@ -140,7 +139,7 @@ class Server:
             raise ServerError(f"the server is already listening at {self.url}; stop it first")
         listener, self._listener = self._listener or listen(self.host, self.port), None
         self.port = listener.getsockname()[1]
-        await self.traces.__aenter__()
+        await self.traces.start()
         self._tracker.open()
         self._stopped.clear()
         config = uvicorn.Config(
@@ -171,7 +170,7 @@ class Server:
         listening.close()
         try:
             await self._end_connections()
-            await self.traces.__aexit__()
+            await self.traces.close()
             if self.gateway is not None:
                 await self.gateway.close()
         finally:
@@ -232,7 +231,7 @@ class Server:
 
 
 def _status(code: int, text: str) -> Response:
-    return Response(orjson.dumps({"status": text}), code, media_type="application/json")
+    return JSONResponse({"status": text}, code)
 
 
 def is_loopback(host: str) -> bool:

@@ -107,40 +107,6 @@ def _excludes(entry: str, origin: Origin) -> bool:
     return address is not None and address in network
 
 
-@dataclass(frozen=True, slots=True)
-class ProxySettings:
-    """Maps servers to proxies. URLs are parsed when first used, so an invalid one that is never used is no error."""
-
-    http: str | None = field(default=None, repr=False)
-    """Its URL, for http; None: no proxy."""
-    https: str | None = field(default=None, repr=False)
-    no_proxy: tuple[str, ...] = ()
-    given: bool = False
-    """Whether they come from a setting, not from the environment: then calls to this machine itself use them, too."""
-
-    @classmethod
-    def for_all(cls, url: str) -> Self:
-        """One proxy for every call. Raises ConfigError for an invalid URL."""
-        Proxy.parse(url, "proxy")
-        return cls(url, url, given=True)
-
-    @classmethod
-    def from_environment(cls) -> Self:
-        """The settings of `http_proxy`, `https_proxy`, `all_proxy` and `no_proxy`, in lower or upper case."""
-        found = getproxies_environment()
-        http, https = (found.get(kind) or found.get("all") for kind in _SCHEMES)
-        return cls(http, https, tuple(re.split(r"[,\s]+", found.get("no", ""))))
-
-    def find(self, origin: Origin) -> Proxy | None:
-        """The proxy for a server; None for a direct connection. Raises ConfigError if the proxy is invalid."""
-        url = self.https if origin.secure else self.http
-        if url is None or (not self.given and is_this_machine(origin.host)):
-            return None
-        if any(_excludes(entry, origin) for entry in self.no_proxy):
-            return None
-        return Proxy.parse(url, "proxy" if self.given else f"{origin.scheme.upper()}_PROXY (or ALL_PROXY)")
-
-
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         return ipaddress.ip_address(host)
@@ -272,30 +238,45 @@ Kind = TypeVar("Kind", bound=asyncio.Protocol)
 
 @dataclass(frozen=True, slots=True)
 class ConnectOptions:
-    """Proxies and certificates of connections. Equal options can share connections."""
+    """Proxies and certificates of connections. Equal options can share connections. The URL of a proxy is parsed when
+    it is used first, so an invalid one that is never used is no error."""
 
-    proxies: ProxySettings = field(default_factory=ProxySettings)
+    http: str | None = field(default=None, repr=False)
+    """The URL of the proxy for http; None: no proxy."""
+    https: str | None = field(default=None, repr=False)
+    no_proxy: tuple[str, ...] = ()
+    given: bool = False
+    """Whether a setting names the proxy, not the environment: then calls to this machine itself use it, too."""
     ca_file: str | None = None
     """Certificates (PEM) of trusted authorities, in addition to those of the system."""
 
     @classmethod
-    def create(
-        cls,
-        proxy: str | Literal[False] | None = None,
-        ca_file: str | None = None,
-    ) -> Self:
-        """`proxy` is the URL of a proxy for every call, False for none, None for those of the environment. Raises
-        ConfigError for an invalid URL or file."""
+    def create(cls, proxy: str | Literal[False] | None = None, ca_file: str | None = None) -> Self:
+        """`proxy` is the URL of a proxy for every call, False for none, None for those of the environment
+        (`http_proxy`, `https_proxy`, `all_proxy` and `no_proxy`, in lower or upper case). Raises ConfigError for an
+        invalid URL or file."""
         for name, file in (("ca_file", ca_file), ("SSL_CERT_FILE", os.environ.get("SSL_CERT_FILE"))):
             if file:
                 check_certificates(name, file)
-        if proxy is None:
-            return cls(ProxySettings.from_environment(), ca_file)
-        return cls(ProxySettings.for_all(proxy) if proxy else ProxySettings(), ca_file)
+        if proxy:
+            Proxy.parse(proxy, "proxy")
+            return cls(proxy, proxy, given=True, ca_file=ca_file)
+        found = getproxies_environment() if proxy is None else {}
+        http, https = (found.get(kind) or found.get("all") for kind in _SCHEMES)
+        return cls(http, https, tuple(re.split(r"[,\s]+", found.get("no", ""))), ca_file=ca_file)
+
+    def proxy(self, origin: Origin) -> Proxy | None:
+        """The proxy for a server; None for a direct connection. Raises ConfigError if the proxy is invalid."""
+        url = self.https if origin.secure else self.http
+        if url is None or (not self.given and is_this_machine(origin.host)):
+            return None
+        if any(_excludes(entry, origin) for entry in self.no_proxy):
+            return None
+        return Proxy.parse(url, "proxy" if self.given else f"{origin.scheme.upper()}_PROXY (or ALL_PROXY)")
 
     def check(self, url: str) -> Self:
         """Raises ConfigError if the proxy for `url` cannot be used."""
-        self.proxies.find(Origin.of(urlsplit(url)))
+        self.proxy(Origin.of(urlsplit(url)))
         return self
 
 
@@ -303,17 +284,13 @@ class Connector:
     """Opens connections with the same `ConnectOptions`; for one event loop."""
 
     def __init__(self, options: ConnectOptions) -> None:
-        self._options = options
+        self.options = options
         self._tls: ssl.SSLContext | None = None
-
-    def proxy(self, origin: Origin) -> Proxy | None:
-        """The proxy for a server. Raises ConfigError if it cannot be used."""
-        return self._options.proxies.find(origin)
 
     async def connect(self, origin: Origin, make: Callable[[], Kind], seconds: float) -> Kind:
         """Connect a protocol made by `make` to a server. `seconds` limits the time until a request can be sent. Raises
         TransportError."""
-        proxy = self.proxy(origin)
+        proxy = self.options.proxy(origin)
         via = f" through the proxy {proxy}" if proxy else ""
         try:
             async with asyncio.timeout(seconds):
@@ -357,5 +334,5 @@ class Connector:
 
     def _context(self) -> ssl.SSLContext:
         if self._tls is None:
-            self._tls = ssl_context(self._options.ca_file)
+            self._tls = ssl_context(self.options.ca_file)
         return self._tls
