@@ -163,6 +163,25 @@ async def test_a_claim_that_waits_for_a_lost_worker_takes_nothing(store: Any) ->
     assert await waiting is None
 
 
+async def test_the_store_is_asked_once_for_all_attempts_that_run(store: Any) -> None:
+    class Counting(Proxy):
+        asked: list[int]
+
+        async def get_latest_attempts(self, rollout_ids: Any) -> Any:
+            self.asked.append(len(rollout_ids))
+            return await self._store.get_latest_attempts(rollout_ids)
+
+    counting, options = Counting(store), {**OPTIONS, "heartbeat_seconds": 0.05, "concurrency": 8}
+    counting.asked = []
+    async with Runner(counting, endless, **options) as runner:  # type: ignore[arg-type]
+        queued = [await store.enqueue_rollout(number) for number in range(8)]
+        await until(lambda: 8 in counting.asked)
+        await store.cancel_rollout(queued[0].rollout_id)
+        await until(lambda: runner.statistics.discarded == 1)
+        assert runner.statistics.running == 7
+        await runner.stop(0.0)
+
+
 async def test_an_attempt_thought_lost_comes_back_while_nobody_else_has_it(store: Any) -> None:
     class Late(Proxy):
         silent = False
@@ -171,11 +190,9 @@ async def test_an_attempt_thought_lost_comes_back_while_nobody_else_has_it(store
             if not self.silent:
                 return await self._store.update_worker(*args, **options)
 
-        async def get_latest_attempt(self, rollout_id: str) -> Any:
-            found = await self._store.get_latest_attempt(rollout_id)
-            if self.silent and found.status != "unresponsive":
-                return found
-            self.silent = False
+        async def get_latest_attempts(self, rollout_ids: Any) -> Any:
+            found = await self._store.get_latest_attempts(rollout_ids)
+            self.silent = self.silent and any(each.status != "unresponsive" for each in found)
             return found
 
     late = Late(store)

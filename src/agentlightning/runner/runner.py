@@ -42,7 +42,7 @@ from agentlightning.errors import (
 )
 from agentlightning.observability.logs import about
 from agentlightning.resources import LLM, NamedResources, ProxyLLM
-from agentlightning.rollouts import AttemptedRollout, AttemptStatus
+from agentlightning.rollouts import Attempt, AttemptedRollout, AttemptStatus
 from agentlightning.runner.agents.arguments import first_llm
 from agentlightning.runner.agents.spec import AgentLike
 from agentlightning.runner.hosts.host_pool import HostPool, LostAttemptError
@@ -557,25 +557,26 @@ class Runner:
         while True:
             await asyncio.sleep(self._heartbeat_seconds)
             self._last_alive = time.monotonic()
-            running = [attempt for attempt in self._active.values() if not attempt.reporting]
-            for attempt, lost in zip(running, await asyncio.gather(*map(self._is_lost, running)), strict=True):
-                if lost:
-                    self._discard(attempt.claimed.attempt.attempt_id)
+            claims = [attempt.claimed for attempt in self._active.values() if not attempt.reporting]
+            running = {claimed.attempt.attempt_id: claimed.rollout_id for claimed in claims}
+            if not running:
+                continue
+            latest = await self._retry(lambda running=running: self.store.get_latest_attempts([*running.values()]))
+            ours = await asyncio.gather(*(self._is_ours(each) for each in latest if each.attempt_id in running))
+            for attempt_id in running.keys() - set(ours):
+                self._discard(attempt_id)
 
-    async def _is_lost(self, attempt: _ActiveAttempt) -> bool:
-        """Whether an attempt is no longer assigned to this runner. An `unresponsive` one that was not reassigned yet is
-        revived by a heartbeat."""
-        ids = attempt.claimed.rollout_id, attempt.claimed.attempt.attempt_id
-        try:
-            latest = await self._retry(lambda: self.store.get_latest_attempt(ids[0]))
-            if latest is None or latest.attempt_id != ids[1]:
-                return True
-            if latest.status != "unresponsive":
-                return latest.status not in ("preparing", "running")
-            back = await self._retry(lambda: self.store.update_attempt(*ids, last_heartbeat_time=time.time()))
-        except NotFoundError:
-            return True
-        return bool(back.metadata.get("superseded"))
+    async def _is_ours(self, attempt: Attempt) -> str | None:
+        """The id of an attempt that is still assigned to this runner, as the latest of its rollout. An `unresponsive`
+        one that was not reassigned yet is revived by a heartbeat."""
+        ids = attempt.rollout_id, attempt.attempt_id
+        if attempt.status == "unresponsive":
+            try:
+                attempt = await self._retry(lambda: self.store.update_attempt(*ids, last_heartbeat_time=time.time()))
+            except NotFoundError:
+                return None
+        still = attempt.status in ("preparing", "running") and not attempt.metadata.get("superseded")
+        return attempt.attempt_id if still else None
 
     def _discard(self, attempt_id: str) -> None:
         attempt = self._active.get(attempt_id)
