@@ -45,11 +45,11 @@ from agentlightning.util.json_values import dumps, loads
 
 if TYPE_CHECKING:
     from agentlightning.rollouts import AttemptedRollout, AttemptStatus
-    from agentlightning.runner.agents.reward import Reward as RewardValue
     from agentlightning.runner.agents.reward import RewardFunction
     from agentlightning.server.app import Server
     from agentlightning.span import Span
     from agentlightning.store.base import LightningStoreBase
+    from agentlightning.trajectory import Reward as RewardValue
 
 
 LEASE_SECONDS: Final = 30.0
