@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 import agentlightning as agl
@@ -28,7 +28,6 @@ from agentlightning.span import Span
 from agentlightning.store.ids import new_id
 from agentlightning.tracing.emit import emit_reward
 from agentlightning.tracing.scope import scope
-from agentlightning.tracing.tracer import tracer_provider
 
 
 class Nowhere(SpanExporter):
@@ -80,9 +79,6 @@ def main() -> None:
 
     arms: dict[str, Callable[[], None]] = {"bare OpenTelemetry span": bare, "emit_reward": lambda: emit_reward(0.5)}
     with scope(new_id("ro"), new_id("at"), Sink()):
-        report(rounds(arms, options))
-        tracer_provider().add_span_processor(SpanProcessor())
-        arms["emit_reward, user's processor"] = arms.pop("emit_reward")
         report(rounds(arms, options))
     provider.shutdown()
 

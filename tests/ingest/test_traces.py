@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,12 @@ def span(span_id: str, parent_id: str | None = None, trace_id: str = TRACE, **fi
     return Span("", "", "work", 1.0, 2.0, 0, trace_id, span_id, parent_id, status, None, attributes, (), resource)
 
 
-def receiver(store: LightningStoreBase) -> OtlpReceiver:
-    return OtlpReceiver(store, "secret", adopt=True)
+@asynccontextmanager
+async def receiver(store: LightningStoreBase) -> AsyncGenerator[OtlpReceiver]:
+    otlp = OtlpReceiver(store, "secret", adopt=True)
+    await otlp.start()
+    yield otlp
+    await otlp.close()
 
 
 async def adopted(store: LightningStoreBase, trace_id: str = TRACE) -> Rollout:

@@ -22,7 +22,7 @@ from agentlightning.observability.logs import JsonFormatter
 from agentlightning.rollouts import EnqueueRolloutRequest, RolloutConfig
 from agentlightning.runner import runner
 from agentlightning.runner.hosts.messages import Done
-from agentlightning.runner.runner import Heartbeat, Runner
+from agentlightning.runner.runner import Runner
 from agentlightning.span import EXCEPTION
 from agentlightning.store import LightningStore
 from agentlightning.store.http.client import LightningStoreClient
@@ -81,35 +81,48 @@ async def test_a_runner_is_registered_before_it_claims_and_signs_off_when_it_sto
     assert known.stats["stopped"] is True
 
 
+class Beats(Proxy):
+    """Counts the calls of `update_worker`; the first `away` of them after the registration fail."""
+
+    def __init__(self, store: Any, away: int = 0) -> None:
+        super().__init__(store)
+        self.calls, self._away = 0, away
+
+    async def update_worker(self, *args: Any, **options: Any) -> Any:
+        self.calls += 1
+        if 1 < self.calls <= 1 + self._away:
+            raise StoreServerError("away")
+        return await self._store.update_worker(*args, **options)
+
+
 async def test_the_heart_beats_while_the_loop_is_busy(store: Any) -> None:
-    heart = Heartbeat(store, "w", lease_seconds=1, interval=0.02, stats=lambda: {"n": 1})
-    heart.start()
-    time.sleep(0.3)  # noqa: ASYNC251  a loop that does nothing else is what this is about
-    await heart.stop()
-    [known] = await store.query_workers()
-    assert known.stats == {"n": 1}
-    await heart.stop()
+    beats = Beats(store)
+    async with Runner(beats, quick, heartbeat_seconds=0.02, **OPTIONS):  # type: ignore[arg-type]
+        time.sleep(0.3)  # noqa: ASYNC251  a loop that does nothing else is what this is about
+        assert beats.calls > 3
     assert not [thread for thread in threading.enumerate() if thread.name == "agl-heartbeat"]
 
 
 async def test_a_heart_survives_a_store_that_is_away(store: Any) -> None:
-    class Away(Proxy):
-        calls = 0
+    beats = Beats(store, away=2)
+    async with Runner(beats, quick, heartbeat_seconds=0.02, **OPTIONS):  # type: ignore[arg-type]
+        await until(lambda: beats.calls > 4)
 
-        async def update_worker(self, *args: Any, **options: Any) -> Any:
-            self.calls += 1
-            if self.calls == 1:
-                raise StoreServerError("away")
-            return await self._store.update_worker(*args, **options)
 
-    heart = Heartbeat(Away(store), "w", lease_seconds=1, interval=0.02, stats=dict)  # type: ignore[arg-type]
-    heart.start()
+async def test_no_heartbeat_comes_after_the_runner_has_signed_off(store: Any) -> None:
+    class Slow(Proxy):
+        """Takes its time to sign a runner off."""
 
-    async def known() -> bool:
-        return bool(await store.query_workers())
+        async def update_worker(self, worker_id: str, stats: Any, **options: Any) -> Any:
+            found = await self._store.update_worker(worker_id, stats, **options)
+            if stats.get("stopped"):
+                await asyncio.sleep(0.2)
+            return found
 
-    await until(known)
-    await heart.stop()
+    async with Runner(Slow(store), quick, heartbeat_seconds=0.02, **OPTIONS):  # type: ignore[arg-type]
+        await asyncio.sleep(0.1)
+    [known] = await store.query_workers()
+    assert known.stats.get("stopped") is True
 
 
 def test_a_lease_of_no_time_is_refused(store: Any) -> None:
@@ -150,6 +163,25 @@ async def test_a_claim_that_waits_for_a_lost_worker_takes_nothing(store: Any) ->
     assert await waiting is None
 
 
+async def test_the_store_is_asked_once_for_all_attempts_that_run(store: Any) -> None:
+    class Counting(Proxy):
+        asked: list[int]
+
+        async def get_latest_attempts(self, rollout_ids: Any) -> Any:
+            self.asked.append(len(rollout_ids))
+            return await self._store.get_latest_attempts(rollout_ids)
+
+    counting, options = Counting(store), {**OPTIONS, "heartbeat_seconds": 0.05, "concurrency": 8}
+    counting.asked = []
+    async with Runner(counting, endless, **options) as runner:  # type: ignore[arg-type]
+        queued = [await store.enqueue_rollout(number) for number in range(8)]
+        await until(lambda: 8 in counting.asked)
+        await store.cancel_rollout(queued[0].rollout_id)
+        await until(lambda: runner.statistics.discarded == 1)
+        assert runner.statistics.running == 7
+        await runner.stop(0.0)
+
+
 async def test_an_attempt_thought_lost_comes_back_while_nobody_else_has_it(store: Any) -> None:
     class Late(Proxy):
         silent = False
@@ -158,11 +190,9 @@ async def test_an_attempt_thought_lost_comes_back_while_nobody_else_has_it(store
             if not self.silent:
                 return await self._store.update_worker(*args, **options)
 
-        async def get_latest_attempt(self, rollout_id: str) -> Any:
-            found = await self._store.get_latest_attempt(rollout_id)
-            if self.silent and found.status != "unresponsive":
-                return found
-            self.silent = False
+        async def get_latest_attempts(self, rollout_ids: Any) -> Any:
+            found = await self._store.get_latest_attempts(rollout_ids)
+            self.silent = self.silent and any(each.status != "unresponsive" for each in found)
             return found
 
     late = Late(store)

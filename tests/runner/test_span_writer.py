@@ -70,7 +70,7 @@ async def test_one_span_that_no_store_takes_costs_nothing_but_itself(
         fields = {"span_id": new_span_id(), "attributes": {"cut": "\ud83d"}, **fields}
         return Span(claimed.rollout_id, claimed.attempt.attempt_id, name, 1.0, 2.0, **fields)
 
-    writer = SpanWriter(written, Retry(5.0), lambda _: None)
+    writer = SpanWriter(written, Retry(5.0))
     work = asyncio.create_task(writer.run())
     writer.put([span("one"), span("two", span_id="x" * 600), span("three")])
     await asyncio.wait_for(writer.written(), 10)

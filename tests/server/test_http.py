@@ -26,10 +26,12 @@ async def serve(store):
     """serve(script, ...) -> (the server, the path of an attempt's chat completions)."""
     started = []
 
-    async def start(script, engine=None, gateway=None, **options):
+    async def start(script, engine=None, gateway=None, bounds=None, **options):
         scripted = ScriptedEngine(script, **(engine or {}))
         gateway = Gateway(store, {"scripted": scripted}, secret="s", **(gateway or {}))
-        server = await Server(store, gateway, secret="s", **options).start()
+        server = Server(store, gateway, secret="s", **options)
+        vars(server.bounds).update(bounds or {})
+        await server.start()
         server.engine = scripted
         started.append(server)
         attempted = await store.start_rollout({})
@@ -194,7 +196,7 @@ async def test_the_metrics_name_the_route_of_a_call(serve, dial, store):
     ],
 )
 async def test_a_request_that_does_not_come_to_its_end_gets_408_and_frees_its_place(serve, dial, said):
-    server, path = await serve(["one"], stalled_seconds=0.05)
+    server, path = await serve(["one"], bounds={"stalled_seconds": 0.05})
     line = await dial(server)
     line.send(said.replace(b"{path}", path.encode()))
     status, headers, body = await asyncio.wait_for(line.answer(), 5)
@@ -207,7 +209,7 @@ async def test_a_request_that_does_not_come_to_its_end_gets_408_and_frees_its_pl
 
 
 async def test_a_client_that_drips_bytes_is_not_waited_for(serve, dial):
-    server, path = await serve(["one"], stalled_seconds=0.1)
+    server, path = await serve(["one"], bounds={"stalled_seconds": 0.1})
     line = await dial(server)
     line.send(f"POST {path} HTTP/1.1\r\n".encode())
     answer = asyncio.create_task(line.answer())
@@ -219,7 +221,7 @@ async def test_a_client_that_drips_bytes_is_not_waited_for(serve, dial):
 
 
 async def test_a_call_that_takes_long_is_not_taken_for_one_that_stalls(serve, dial):
-    server, path = await serve(["one"], engine={"delay": 0.05}, stalled_seconds=0.02)
+    server, path = await serve(["one"], engine={"delay": 0.05}, bounds={"stalled_seconds": 0.02})
     line = await dial(server)
     line.send(post(path))
     assert text(await line.answer()) == "one"
@@ -267,7 +269,7 @@ async def slow_reader(server, request):
 
 
 async def test_a_caller_that_reads_nothing_more_of_its_answer_is_hung_up_on(serve):
-    server, path = await serve(["x" * 400_000], engine={"context_length": 10**6}, stalled_seconds=0.2)
+    server, path = await serve(["x" * 400_000], engine={"context_length": 10**6}, bounds={"stalled_seconds": 0.2})
     async with slow_reader(server, post(path)):
         await until(lambda: not server._connections.connections)
 
@@ -337,7 +339,7 @@ async def test_nothing_is_kept_of_what_a_stranger_sends(serve, dial):
 
 
 async def test_bodies_that_do_not_come_to_their_end_are_bounded_in_all(serve, dial):
-    server, path = await serve(["one", "two"], max_unfinished_bytes=300_000)
+    server, path = await serve(["one", "two"], bounds={"max_unfinished_bytes": 300_000})
     first, second = await dial(server), await dial(server)
     large = post(path, BODY + b" " * 200_000)
     first.send(large[:-1])

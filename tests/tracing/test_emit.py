@@ -62,17 +62,20 @@ def test_a_reward_may_have_named_dimensions(recorded: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (math.nan, r"emit_reward\(nan\): a reward must be finite"),
-        (-math.inf, r"emit_reward\(-inf\): a reward must be finite"),
-        ("0.5", r"emit_reward\('0.5'\): a reward is a finite number"),
-        (None, r"emit_reward\(None\): a reward is a finite number or a dict of them; emit none"),
-        ([1.0], r"emit_reward\(\[1.0\]\)"),
+        (math.nan, "emit_reward gave nan, which cannot be learned from"),
+        (-math.inf, "emit_reward gave -inf, which cannot be learned from"),
+        ("0.5", "emit_reward gave '0.5', which is not a reward"),
+        (
+            None,
+            "which is not a reward: give a number, a dict of numbers by name, or none at all",
+        ),
+        ([1.0], r"emit_reward gave \[1.0\]"),
         (np.zeros(2), "emit_reward"),
-        (10**400, "a reward is a finite number"),
-        ({}, "no dimension"),
-        ({"format": math.nan}, r"emit_reward\(\{'format': nan\}\): a reward must be finite"),
-        ({"format": "good"}, r"emit_reward\(\{'format': 'good'\}\)"),
-        ({1: 0.5}, "the dimension 1 is not a string"),
+        (10**400, "emit_reward gave inf"),
+        ({}, "emit_reward gave {}"),
+        ({"format": math.nan}, r"emit_reward\['format'\] gave nan"),
+        ({"format": "good"}, "emit_reward gave {'format': 'good'}"),
+        ({1: 0.5}, "emit_reward gave {1: 0.5}"),
     ],
 )
 def test_what_is_no_finite_number_is_refused_by_name(recorded: Any, value: Any, message: str) -> None:

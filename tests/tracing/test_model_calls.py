@@ -176,16 +176,6 @@ def test_a_message_of_a_framework_is_recorded_with_its_text(recorded: Any) -> No
     assert json.loads(recorded[1].attributes["agentlightning.message.json"])["role"] == "assistant"
 
 
-def test_nothing_is_recorded_without_propagation(recorded: Any) -> None:
-    agl.emit_prompt("a", "b", propagate=False)
-    agl.emit_prompt("a", propagate=False)
-    agl.emit_response("b", propagate=False)
-    agl.emit_completion("b", propagate=False)
-    agl.emit_tool_call("a", propagate=False)
-    agl.emit_step("a", propagate=False)
-    assert recorded == []
-
-
 def sides(span: agl.Span) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     output = json.loads(span.attributes["gen_ai.output.messages"])
     return json.loads(span.attributes["gen_ai.input.messages"]), output[0]["parts"][0]

@@ -7,19 +7,16 @@ import logging
 import random
 import subprocess
 import sys
-from dataclasses import replace
-from functools import cache
-from importlib import import_module
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import TracerProvider
 
 from agentlightning.attempt_address import trace_id_of
-from agentlightning.span import AGENT_NAME, EXCEPTION, MESSAGE_BODY, OPERATION, REWARD, REWARD_VALUES, Span
+from agentlightning.span import AGENT_NAME, MESSAGE_BODY, Span
 from agentlightning.store.ids import new_id
-from agentlightning.tracing import tracer as tracing
-from agentlightning.tracing.emit import emit_exception, emit_message, emit_reward, operation, track_agent
+from agentlightning.tracing.emit import emit_message, emit_reward, operation, track_agent
+from agentlightning.tracing.outbox import counters
 from agentlightning.tracing.scope import scope
 from agentlightning.tracing.tracer import ScopeProcessor, flush, tracer, tracer_provider
 
@@ -68,6 +65,7 @@ def test_a_span_that_outlives_its_block_is_kept_while_anything_remembers_the_att
 
 
 def test_spans_of_no_attempt_are_dropped_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    counters.settle("outside")
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(ScopeProcessor())
     with caplog.at_level(logging.WARNING):
@@ -111,33 +109,6 @@ def test_an_attempt_is_one_trace_whoever_starts_its_spans() -> None:
             tracer().start_span("three").end()
     assert {span.trace_id for span in kept} == {trace_id_of(attempt_id)}
     assert len({span.span_id for span in kept}) == len(kept) == 8
-
-
-class Listener(SpanProcessor):
-    def __init__(self) -> None:
-        self.ended: list[Any] = []
-
-    def on_end(self, span: Any) -> None:
-        self.ended.append(span)
-
-
-def test_a_processor_of_the_users_own_sees_what_is_emitted(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "tracer_provider", cache(tracing.tracer_provider.__wrapped__))
-    monkeypatch.setattr(tracing, "tracer", cache(tracing.tracer.__wrapped__))
-    monkeypatch.setattr(import_module("agentlightning.tracing.emit"), "tracer", tracing.tracer)
-    listener = Listener()
-    emit_reward({"format": 0.5})
-    tracing.tracer_provider().add_span_processor(listener)
-    emit_reward({"format": 0.5})
-    with operation("plan"), track_agent("writer"):
-        emit_exception(ValueError("no"))
-    assert [span.name for span in listener.ended] == [REWARD, EXCEPTION, OPERATION]
-    assert listener.ended[0].attributes[REWARD_VALUES] == '{"format": 0.5}'
-    unseen, seen, exception, plan = recorded
-    assert replace(unseen, start_time=0, end_time=0, span_id="") == replace(seen, start_time=0, end_time=0, span_id="")
-    assert (exception.status_code, exception.status_message) == ("ERROR", "ValueError: no")
-    assert (exception.parent_id, exception.attributes[AGENT_NAME]) == (plan.span_id, "writer")
-    assert int(exception.span_id, 16) == listener.ended[1].get_span_context().span_id
 
 
 def test_an_agent_name_that_a_library_gave_is_kept(recorded: Any) -> None:

@@ -58,12 +58,13 @@ def test_where_the_system_knows_no_authorities_those_of_the_world_are_believed(m
     assert ssl_context(None).cert_store_stats()["x509_ca"] > 50
 
 
-def test_a_file_that_holds_no_certificates_is_refused_before_the_first_call(tmp_path):
+def test_a_file_that_holds_no_certificates_is_refused_before_the_first_call(tmp_path, monkeypatch):
     (tmp_path / "empty.pem").write_text("nothing")
     with pytest.raises(ConfigError, match=r"ca_file: .*contains no certificate"):
         ConnectOptions.create(ca_file=str(tmp_path / "empty.pem"))
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none.pem"))
     with pytest.raises(ConfigError, match=r"SSL_CERT_FILE: .*cannot be read"):
-        ConnectOptions.create(environment={"SSL_CERT_FILE": str(tmp_path / "none.pem")})
+        ConnectOptions.create()
 
 
 def test_a_certificate_that_only_newer_pythons_refuse_is_named_with_the_way_out():

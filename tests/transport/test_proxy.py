@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 from base64 import b64decode
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from unittest import mock
 from urllib.parse import quote
 
 import pytest
@@ -18,7 +20,7 @@ from tests.support.proxy import LocalProxy
 from agentlightning.errors import ConfigError
 from agentlightning.transport import Transport, TransportError
 from agentlightning.transport.base import Origin
-from agentlightning.transport.connector import ConnectOptions, Proxy, ProxySettings, secrets_of, without_credentials
+from agentlightning.transport.connector import ConnectOptions, Proxy, secrets_of, without_credentials
 
 PROXY = "http://proxy:3128"
 SET = {"HTTP_PROXY": PROXY, "HTTPS_PROXY": PROXY}
@@ -27,7 +29,8 @@ SET = {"HTTP_PROXY": PROXY, "HTTPS_PROXY": PROXY}
 def found(url: str, **environment: str) -> str | None:
     secure, _, rest = url.partition("://")
     host, _, port = rest.rpartition(":")
-    proxy = ProxySettings.from_environment(environment).find(Origin(secure == "https", host.strip("[]"), int(port)))
+    with mock.patch.dict(os.environ, environment, clear=True):
+        proxy = ConnectOptions.create().proxy(Origin(secure == "https", host.strip("[]"), int(port)))
     return proxy and str(proxy)
 
 
@@ -92,14 +95,16 @@ def test_no_proxy_excepts_domains_addresses_networks_and_ports(listed, url, thro
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST.", "here.localhost", "127.0.0.1", "127.1.2.3", "[::1]"])
 def test_this_machine_is_never_called_through_a_proxy_unless_a_setting_says_so(host):
     assert found(f"http://{host}:8000", **SET, ALL_PROXY=PROXY) is None
-    assert str(ProxySettings.for_all(PROXY).find(Origin(False, host.strip("[]"), 8000))) == PROXY
+    assert str(ConnectOptions.create(PROXY).proxy(Origin(False, host.strip("[]"), 8000))) == PROXY
 
 
 def test_a_proxy_nobody_goes_through_may_be_of_any_kind_and_one_that_is_needed_is_refused_by_name():
     environment = {"ALL_PROXY": "socks5://me:hidden-word@sox:1080", "NO_PROXY": "example"}
     assert found("http://127.0.0.1:80", **environment) is None
     assert found("http://api.example:80", **environment) is None
-    with pytest.raises(ConfigError, match=r"ALL_PROXY names a proxy of the kind 'socks5'.*NO_PROXY=\*") as caught:
+    with pytest.raises(
+        ConfigError, match=r"HTTP_PROXY \(or ALL_PROXY\) names a proxy of the kind 'socks5'.*NO_PROXY=\*"
+    ) as caught:
         found("http://elsewhere:80", **environment)
     assert "hidden-word" not in str(caught.value)
 
@@ -116,23 +121,22 @@ def test_an_address_that_is_none_is_refused(url):
 @given(st.text(st.characters(exclude_categories=["C", "Z"]), min_size=8, max_size=20))
 def test_a_password_is_sent_and_shown_nowhere(password):
     url = f"http://me:{quote(password, safe='')}@proxy:3128"
-    proxies = ProxySettings.for_all(url)
-    proxy = proxies.find(Origin(True, "api.example", 443))
+    options = ConnectOptions.create(url)
+    proxy = options.proxy(Origin(True, "api.example", 443))
     assert proxy is not None
     ((name, value),) = proxy.headers
     assert (name, b64decode(value.removeprefix(b"Basic ")).decode()) == (b"proxy-authorization", f"me:{password}")
     assert password in secrets_of(url)
     for text in (
-        repr(proxies),
-        str(proxies),
+        repr(options),
+        str(options),
         repr(proxy),
         str(proxy),
-        repr(ConnectOptions(proxies)),
         without_credentials(url),
     ):
         assert not any(secret in text for secret in secrets_of(url))
     assert without_credentials(url) == "http://***@proxy:3128"
-    assert pickle.loads(pickle.dumps(proxies)) == proxies
+    assert pickle.loads(pickle.dumps(options)) == options
 
 
 # -- how ---------------------------------------------------------------------------------------------------------------

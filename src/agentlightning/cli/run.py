@@ -45,11 +45,11 @@ from agentlightning.util.json_values import dumps, loads
 
 if TYPE_CHECKING:
     from agentlightning.rollouts import AttemptedRollout, AttemptStatus
-    from agentlightning.runner.agents.reward import Reward as RewardValue
     from agentlightning.runner.agents.reward import RewardFunction
     from agentlightning.server.app import Server
     from agentlightning.span import Span
     from agentlightning.store.base import LightningStoreBase
+    from agentlightning.trajectory import Reward as RewardValue
 
 
 LEASE_SECONDS: Final = 30.0
@@ -165,8 +165,9 @@ def _task(text: str | None, file: Path | None) -> Any:
 
 def _reward(text: str) -> float | RewardFunction:
     from agentlightning.runner.agents.agent import load_object
-    from agentlightning.runner.agents.reward import RewardFunction, check_reward
+    from agentlightning.runner.agents.reward import RewardFunction
     from agentlightning.runner.agents.spec import function_spec
+    from agentlightning.tracing.rewards import check_reward
 
     try:
         number = float(text)
@@ -324,7 +325,7 @@ async def _record_reward(
         return None
     from agentlightning.ingest.agent_events import read_event
     from agentlightning.runner.agents.arguments import Invocation
-    from agentlightning.runner.agents.reward import check_reward
+    from agentlightning.tracing.rewards import check_reward
 
     if isinstance(reward, float | int):
         value: RewardValue = reward

@@ -16,12 +16,12 @@ from starlette.routing import Route
 
 from agentlightning import span as names
 from agentlightning.attempt_address import read_attempt_key
-from agentlightning.errors import RewardError
-from agentlightning.span import MAX_REWARD, Span, usable_reward
+from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.encoding import RequestError
 from agentlightning.store.http.endpoint import endpoint, receive_body, respond
 from agentlightning.tracing.agent_spans import agent_attributes, event_span, late_mark
+from agentlightning.tracing.rewards import check_reward
 from agentlightning.util.api_key import api_key
 from agentlightning.util.json_values import dumps, loads
 
@@ -33,14 +33,6 @@ _EVENT_PATHS: Final = (
 )
 
 
-class EventError(RequestError):
-    """An invalid event."""
-
-
-class KeyRefusedError(RequestError):
-    """A key that is missing, or not that of the attempt."""
-
-
 def event_routes(store: LightningStoreBase, secret: str) -> list[Route]:
     """Routes for a Starlette application; `secret` signs the keys of attempts."""
 
@@ -48,7 +40,7 @@ def event_routes(store: LightningStoreBase, secret: str) -> list[Route]:
         rollout_id, attempt_id = request.path_params["rollout_id"], request.path_params["attempt_id"]
         key = api_key(request.headers)
         if not key or read_attempt_key(secret, key) != (rollout_id, attempt_id):
-            raise KeyRefusedError("events need the AGL_KEY of this attempt, as `Authorization: Bearer <key>`", 401)
+            raise RequestError("events need the AGL_KEY of this attempt, as `Authorization: Bearer <key>`", 401)
         body = await receive_body(request.headers, request.receive, MAX_EVENT_BYTES, "send less")
         span = read_event(body, rollout_id, attempt_id)
         span.attributes.update(late_mark(await store.get_attempt(attempt_id)))
@@ -60,17 +52,17 @@ def event_routes(store: LightningStoreBase, secret: str) -> list[Route]:
 
 
 def read_event(body: bytes, rollout_id: str, attempt_id: str) -> Span:
-    """The span for a posted event. Raises EventError, or RewardError if the reward is invalid."""
+    """The span for a posted event. Raises RequestError, or RewardError if the reward is invalid."""
     try:
         event = loads(body)
         dumps(event)  # deeply nested JSON can be parsed, but not written
     except orjson.JSONDecodeError as error:
-        raise EventError(f"the event is not JSON ({error}); NaN and Infinity are not JSON either") from None
+        raise RequestError(f"the event is not JSON ({error}); NaN and Infinity are not JSON either") from None
     except orjson.JSONEncodeError as error:
-        raise EventError(f"the event cannot be stored: {error}; send flatter values") from None
+        raise RequestError(f"the event cannot be stored: {error}; send flatter values") from None
     kind = event.get("event_type") if isinstance(event, dict) else None
     if not isinstance(kind, str) or not kind:
-        raise EventError('an event is an object like {"event_type": "reward", "data": {"value": 1.0}}')
+        raise RequestError('an event is an object like {"event_type": "reward", "data": {"value": 1.0}}')
     name, attributes = _name_and_attributes(kind, event.get("data"))
     return event_span(rollout_id, attempt_id, name, attributes)
 
@@ -78,26 +70,12 @@ def read_event(body: bytes, rollout_id: str, attempt_id: str) -> Span:
 def _name_and_attributes(kind: str, data: Any) -> tuple[str, dict[str, Any]]:
     """The (name, attributes) of the span."""
     if kind == "reward":
-        return names.REWARD, _reward(data.get("value") if isinstance(data, dict) else data)
+        reward = check_reward(data.get("value") if isinstance(data, dict) else data, "the event")
+        kind = names.REWARD_VALUES if isinstance(reward, dict) else names.SCORE_VALUE
+        return names.REWARD, {names.EVALUATION_NAME: "reward", kind: reward}
     attributes: dict[str, Any] = agent_attributes(data) if isinstance(data, dict) else {"value": data}
     if kind != "message":
         return kind, attributes
     body = attributes.get("message", attributes.get("content", attributes.get("body")))
     text = body if isinstance(body, str) else dumps(data).decode()
     return names.MESSAGE, attributes | {names.MESSAGE_BODY: text}
-
-
-def _reward(value: Any) -> dict[str, Any]:
-    if isinstance(value, dict) and value:
-        return {names.EVALUATION_NAME: "reward", names.REWARD_VALUES: {key: _checked(key, value[key]) for key in value}}
-    return {names.EVALUATION_NAME: "reward", names.SCORE_VALUE: _checked("value", value)}
-
-
-def _checked(name: str, value: Any) -> float:
-    reward = None if isinstance(value, bool) else usable_reward(value)
-    if reward is None:
-        shown = dumps(value).decode()[:80]
-        raise RewardError(
-            f"the reward {name}={shown} is not a number from {-MAX_REWARD:g} to {MAX_REWARD:g}; send one, or no reward"
-        )
-    return reward

@@ -20,7 +20,6 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -161,78 +160,6 @@ class TraceOwners:
         change = f"ON CONFLICT DO UPDATE SET (rollout_id, attempt_id) = ({changed})"
         self._run(f"INSERT INTO owners ({columns}) VALUES (?, ?, ?, ?) {change}", noted)
         self._run("DELETE FROM owners WHERE number <= last_insert_rowid() - ?", (TRACES,))
-
-
-@dataclass(slots=True)
-class AttemptResolver:
-    """Finds the attempts of spans, and caches those of the latest traces."""
-
-    store: LightningStoreBase
-    owners: TraceOwners
-    attempts: dict[str, AttemptIds] = field(default_factory=dict[str, AttemptIds])
-
-    async def resolve(
-        self, spans: Sequence[Span], caller: AttemptIds | None, rejected: Counter[str]
-    ) -> tuple[list[tuple[AttemptIds, Span]], list[Span]]:
-        """(spans with their attempts, in order, spans without one). Counts spans that must be rejected in `rejected`,
-        by reason."""
-        known: dict[NamedIds | None, AttemptIds | str | None] = {}
-        named: list[tuple[Span, AttemptIds | str | None]] = []
-        for span in spans:
-            given = _named_ids(span.attributes) or _named_ids(span.resource)
-            if given not in known:
-                ids = await self._complete(*given) if given else None
-                if caller is not None and ids not in (None, caller):
-                    ids = f"the key is that of attempt {caller[1]!r}, which may not send spans of another"
-                known[given] = ids or caller
-            named.append((span, known[given]))
-        traces = {span.trace_id: ids for span, ids in named if isinstance(ids, tuple)}
-        unnamed = {span.trace_id for span, ids in named if ids is None} - traces.keys()
-        by_trace = traces | {trace_id: await self.by_trace(trace_id) for trace_id in unnamed}
-        attributed: list[tuple[AttemptIds, Span]] = []
-        unattributed: list[Span] = []
-        for span, ids in named:
-            ids = by_trace[span.trace_id] if ids is None else ids
-            if isinstance(ids, tuple):
-                attributed.append((ids, span))
-            elif ids is None:
-                unattributed.append(span)
-            else:
-                rejected[ids] += 1
-        for trace_id, ids in traces.items():
-            self.owners.note(trace_id, ids, by_token=caller is None)
-        return attributed, unattributed
-
-    async def _complete(self, rollout_id: str | None, attempt_id: str | None) -> AttemptIds | str | None:
-        """Both ids, or the reason why there are none; None if no id is given."""
-        if rollout_id is not None and attempt_id is not None:
-            return rollout_id, attempt_id
-        if attempt_id is not None:
-            return await self._of_attempt(attempt_id) or f"no attempt {attempt_id!r} in this store"
-        if rollout_id is None:
-            return None
-        try:
-            attempt = await self.store.get_latest_attempt(rollout_id)
-        except NotFoundError as error:
-            return str(error)
-        return f"rollout {rollout_id!r} has no attempt yet" if attempt is None else (rollout_id, attempt.attempt_id)
-
-    async def _of_attempt(self, attempt_id: str) -> AttemptIds | None:
-        ids = self.attempts.get(attempt_id)
-        if ids is None and (attempt := await self.store.get_attempt(attempt_id)) is not None:
-            ids = attempt.rollout_id, attempt_id
-            if len(self.attempts) >= CACHED:
-                self.attempts.clear()
-            self.attempts[attempt_id] = ids
-        return ids
-
-    async def by_trace(self, trace_id: str) -> AttemptIds | None:
-        """The attempt of a trace. No claim can override the attempt from which the trace id was made; what holders of
-        the access token sent takes precedence over claims of attempts."""
-        attempt_id = attempt_of_trace(trace_id)
-        if attempt_id is not None and (ids := await self._of_attempt(attempt_id)) is not None:
-            return ids
-        return self.owners.find(trace_id)
 
 
 def _named_ids(attributes: Mapping[str, Any]) -> NamedIds | None:
@@ -396,7 +323,7 @@ MAX_CONCURRENT: Final = 4
 
 class OtlpReceiver:
     """Receives traces. `secret` signs the keys of attempts, `token` is the access token of the server; `adopt` stores
-    unknown traces as rollouts of their own. With `adopt`, use it as an async context manager."""
+    unknown traces as rollouts of their own. With `adopt`, `start` it."""
 
     def __init__(
         self,
@@ -412,18 +339,20 @@ class OtlpReceiver:
         self._secret = secret
         self._token = token
         self._max_body_bytes = max_body_bytes
-        self._attempts = AttemptResolver(store, TraceOwners(shared))
+        self._owners = TraceOwners(shared)
+        self._rollouts: dict[str, AttemptIds] = {}
+        """By attempt: some of the latest."""
         self._unknown, self._adopts = UnknownTraces(store), adopt
         self._large = asyncio.Semaphore(MAX_CONCURRENT)
         self.counts: dict[str, int] = dict.fromkeys(("requests", "accepted", "refused", "repaired"), 0)
         """What happened to the spans that were received; shown as metrics under these names."""
 
-    async def __aenter__(self) -> OtlpReceiver:
+    async def start(self) -> None:
+        """Take care of unknown traces, until `close`."""
         if self._adopts:
             await self._unknown.start()
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def close(self) -> None:
         await self._unknown.close()
 
     def routes(self) -> list[Route]:
@@ -434,13 +363,13 @@ class OtlpReceiver:
 
     async def owner_of(self, trace_id: str) -> AttemptIds | None:
         """The attempt of a trace. With `adopt`, an unknown trace gets a rollout now."""
-        ids = await self._attempts.by_trace(trace_id)
+        ids = await self._by_trace(trace_id)
         return await self._unknown.begin(trace_id) if ids is None and self._adopts else ids
 
     def claim(self, trace_id: str, ids: AttemptIds) -> None:
         """Note that an attempt has made a call in this trace: other spans of it then belong to the attempt, unless two
         attempts claim the trace."""
-        self._attempts.owners.note(trace_id, ids, by_token=False)
+        self._owners.note(trace_id, ids, by_token=False)
 
     # -- HTTP --------------------------------------------------------------------------------------------------------
 
@@ -495,7 +424,7 @@ class OtlpReceiver:
         key the request carried."""
         rejected = request.refused
         spans = request.spans if caller is None else await self._untrusted(request.spans, caller)
-        attributed, unattributed = await self._attempts.resolve(spans, caller, rejected)
+        attributed, unattributed = await self._resolve(spans, caller, rejected)
         if unattributed and self._adopts:
             attributed += await self._unknown.adopt(unattributed)
         elif unattributed:
@@ -522,14 +451,77 @@ class OtlpReceiver:
             await self._store.add_many_spans(spans)
             return len(spans)
         except (NotFoundError, ConflictError, ConfigError) as error:
-            groups: dict[AttemptIds, list[Span]] = {}
-            for span in spans:
-                groups.setdefault((span.rollout_id, span.attempt_id), []).append(span)
-            if len(spans) == 1 or (len(groups) == 1 and isinstance(error, NotFoundError)):
+            missing = isinstance(error, NotFoundError) and len({span.attempt_id for span in spans}) == 1
+            if missing or len(spans) == 1:
                 rejected[str(error)] += len(spans)
                 return 0
-        parts = [[span] for span in spans] if len(groups) == 1 else groups.values()
-        return sum([await self._add(part, rejected) for part in parts])
+        middle = len(spans) // 2
+        return await self._add(spans[:middle], rejected) + await self._add(spans[middle:], rejected)
+
+    # -- their attempts ------------------------------------------------------------------------------------------------
+
+    async def _resolve(
+        self, spans: Sequence[Span], caller: AttemptIds | None, rejected: Counter[str]
+    ) -> tuple[list[tuple[AttemptIds, Span]], list[Span]]:
+        """(spans with their attempts, in order, spans without one). Counts spans that must be rejected in `rejected`,
+        by reason."""
+        known: dict[NamedIds | None, AttemptIds | str | None] = {}
+        named: list[tuple[Span, AttemptIds | str | None]] = []
+        for span in spans:
+            given = _named_ids(span.attributes) or _named_ids(span.resource)
+            if given not in known:
+                ids = await self._complete(*given) if given else None
+                if caller is not None and ids not in (None, caller):
+                    ids = f"the key is that of attempt {caller[1]!r}, which may not send spans of another"
+                known[given] = ids or caller
+            named.append((span, known[given]))
+        traces = {span.trace_id: ids for span, ids in named if isinstance(ids, tuple)}
+        unnamed = {span.trace_id for span, ids in named if ids is None} - traces.keys()
+        by_trace = traces | {trace_id: await self._by_trace(trace_id) for trace_id in unnamed}
+        attributed: list[tuple[AttemptIds, Span]] = []
+        unattributed: list[Span] = []
+        for span, ids in named:
+            ids = by_trace[span.trace_id] if ids is None else ids
+            if isinstance(ids, tuple):
+                attributed.append((ids, span))
+            elif ids is None:
+                unattributed.append(span)
+            else:
+                rejected[ids] += 1
+        for trace_id, ids in traces.items():
+            self._owners.note(trace_id, ids, by_token=caller is None)
+        return attributed, unattributed
+
+    async def _complete(self, rollout_id: str | None, attempt_id: str | None) -> AttemptIds | str | None:
+        """Both ids, or the reason why there are none; None if no id is given."""
+        if rollout_id is not None and attempt_id is not None:
+            return rollout_id, attempt_id
+        if attempt_id is not None:
+            return await self._of_attempt(attempt_id) or f"no attempt {attempt_id!r} in this store"
+        if rollout_id is None:
+            return None
+        try:
+            attempt = await self._store.get_latest_attempt(rollout_id)
+        except NotFoundError as error:
+            return str(error)
+        return f"rollout {rollout_id!r} has no attempt yet" if attempt is None else (rollout_id, attempt.attempt_id)
+
+    async def _of_attempt(self, attempt_id: str) -> AttemptIds | None:
+        ids = self._rollouts.get(attempt_id)
+        if ids is None and (attempt := await self._store.get_attempt(attempt_id)) is not None:
+            ids = attempt.rollout_id, attempt_id
+            if len(self._rollouts) >= CACHED:
+                self._rollouts.clear()
+            self._rollouts[attempt_id] = ids
+        return ids
+
+    async def _by_trace(self, trace_id: str) -> AttemptIds | None:
+        """The attempt of a trace. No claim can override the attempt from which the trace id was made; what holders of
+        the access token sent takes precedence over claims of attempts."""
+        attempt_id = attempt_of_trace(trace_id)
+        if attempt_id is not None and (ids := await self._of_attempt(attempt_id)) is not None:
+            return ids
+        return self._owners.find(trace_id)
 
 
 def _spans(attributed: Iterable[tuple[AttemptIds, Span]]) -> list[Span]:

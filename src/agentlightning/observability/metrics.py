@@ -170,19 +170,17 @@ class Metrics:
 
     async def _query_database(self) -> list[Metric]:
         """The counts of the database. `agentlightning_up` is 0 if the store fails."""
-        up = GaugeMetricFamily("agentlightning_up", "Whether the store answers.")
+        up = "Whether the store answers."
         try:
             counts, queues, workers = await asyncio.gather(
                 self._store.statistics(), self._store.query_queues(), self._store.query_workers()
             )
         except AgentLightningError:
-            up.add_metric([], 0)
-            return [up]
-        up.add_metric([], 1)
+            return [_metric("up", up, 0)]
         statuses = Counter("stopped" if worker.stats.get("stopped") else worker.status for worker in workers)
         statuses.update(dict.fromkeys(("idle", "busy", "lost", "stopped"), 0))
         return [
-            up,
+            _metric("up", up, 1),
             *_database_counts(counts),
             _metric("queue_waiting", "Rollouts that wait to be claimed.", {q.name: q.waiting for q in queues}, "queue"),
             _metric("queue_open", "Rollouts claimed and unfinished.", {q.name: q.open for q in queues}, "queue"),
@@ -197,7 +195,7 @@ class Metrics:
 
     def _observed_metrics(self) -> Iterable[Metric]:
         yield _metric("claims", "Attempts started, by queue.", self._claims, "queue", kind=CounterMetricFamily)
-        yield CounterMetricFamily("agentlightning_spans_received", "Spans kept by this server.", self._spans)
+        yield _metric("spans_received", "Spans kept by this server.", self._spans, kind=CounterMetricFamily)
         yield _histogram("spans_per_call", "Spans in one call.", {"": self._batches})
         yield _histogram(
             "store_call_seconds", "Calls of the store; those that wait are left out.", self._calls, "method"
@@ -216,9 +214,7 @@ class Metrics:
         yield _histogram(
             "http_request_seconds", "Time to answer, without waiting for rollouts.", self._request_seconds, "route"
         )
-        yield GaugeMetricFamily(
-            "agentlightning_http_requests_under_way", "Requests not answered yet.", self._open_requests
-        )
+        yield _metric("http_requests_under_way", "Requests not answered yet.", self._open_requests)
         for source in self._sources:
             yield from source()
 
@@ -255,21 +251,21 @@ def _database_counts(counts: Mapping[str, int]) -> Iterable[Metric]:
     yield _metric("rollouts", "Rollouts in the store, by status.", rollouts, "status")
     for name in ("attempts", "spans", "resources"):
         if name in counts:
-            yield GaugeMetricFamily(f"agentlightning_{name}", f"{name.capitalize()} in the store.", counts[name])
+            yield _metric(name, f"{name.capitalize()} in the store.", counts[name])
     if "bytes" in counts:
-        yield GaugeMetricFamily("agentlightning_store_bytes", "Size of the database.", counts["bytes"])
+        yield _metric("store_bytes", "Size of the database.", counts["bytes"])
 
 
 def _metric(
     name: str,
     help_text: str,
-    values: Mapping[str, float] | Mapping[tuple[Any, ...], float],
+    values: float | Mapping[str, float] | Mapping[tuple[Any, ...], float],
     *labels: str,
     kind: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily,
 ) -> Metric:
-    """`values` by their label, or by several."""
+    """`values` by their label, or by several; a single one has none."""
     metric = kind(f"agentlightning_{name}", help_text, labels=labels)
-    for value, number in values.items():
+    for value, number in values.items() if isinstance(values, Mapping) else [((), values)]:
         metric.add_metric([value] if isinstance(value, str) else [*map(str, value)], number)
     return metric
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -37,24 +39,21 @@ INFRASTRUCTURE: Final = frozenset(_NO_AGENTS.split())
 """Libraries that are no agents: they are switched on by name alone."""
 
 
-class Instrumentation:
+@dataclass
+class Instrumentation(AbstractContextManager["Instrumentation"]):
     """What `track_all` has switched on, until `stop` or the end of its block.
 
     >>> with agl.track_all() as instrumentation:
     ...     failed = instrumentation.failed
     """
 
-    def __init__(self) -> None:
-        self.switched_on: tuple[str, ...] = ()
-        """Names of the libraries that are recorded now."""
-        self.failed: dict[str, str] = {}
-        """Names of those that could not be switched on, and why."""
-        self.skipped: dict[str, str] = {}
-        """Names of those that were left as they are, and why."""
-        self._switch_off: dict[str, Callable[[], object]] = {}
-
-    def __repr__(self) -> str:
-        return f"Instrumentation(switched_on={self.switched_on}, failed={self.failed}, skipped={self.skipped})"
+    switched_on: tuple[str, ...] = ()
+    """Names of the libraries that are recorded now."""
+    failed: dict[str, str] = field(default_factory=dict[str, str])
+    """Names of those that could not be switched on, and why."""
+    skipped: dict[str, str] = field(default_factory=dict[str, str])
+    """Names of those that were left as they are, and why."""
+    _switch_off: dict[str, Callable[[], object]] = field(default_factory=dict[str, Callable[[], object]], repr=False)
 
     def stop(self) -> None:
         """Switch off what was switched on; idempotent. What fails is logged and counts as failed."""
@@ -66,9 +65,6 @@ class Instrumentation:
                 self.failed[name] = f"it cannot be switched off: {type(error).__name__}: {error}"
                 logger.warning("the instrumentation of %s cannot be switched off: %s", name, error)
         self.switched_on = ()
-
-    def __enter__(self) -> Instrumentation:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.stop()

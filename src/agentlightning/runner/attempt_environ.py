@@ -45,20 +45,6 @@ def overlay(variables: Mapping[str, str]) -> Generator[None]:
 
 
 @contextmanager
-def own_variables(variables: Mapping[str, str]) -> Generator[None]:
-    """Within the block, the process itself has `variables`; whatever was set or deleted there, it has its own again
-    afterwards."""
-    own = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name in os.environ.keys() - own.keys():
-            del os.environ[name]
-        os.environ.update(own)
-
-
-@contextmanager
 def process_variables(variables: Mapping[str, str]) -> Generator[None]:
     """Within the block, the process itself has `variables`, for agent code that configures the whole process (including
     C libraries). Afterwards the original values are restored; other variables set in the block remain."""
@@ -135,25 +121,11 @@ class ProcessState:
     on_change: Callable[[str], None] | None = None
     on_bare_use: Callable[[str], None] | None = None
     """Told of each variable that is read outside of any attempt's, and of programs that are started there."""
-    _home: str
-    _handlers: dict[int, Any]
 
     def install(self) -> None:
         """Before the agent is imported, so that it finds these functions by every name."""
         for owner, name in PROCESS_STATE:
             self._watch(owner, name, f"{owner.__name__}.{name}".removesuffix(".__enter__"))
-
-    def save(self) -> None:
-        """Remember directory and handlers of signals. On the main thread, as `restore`."""
-        self._home, self._handlers = os.getcwd(), {each: signal.getsignal(each) for each in signal.valid_signals()}
-
-    def restore(self) -> None:
-        """What one attempt has changed is not seen by the next one."""
-        os.chdir(self._home)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in self._handlers.items():
-            if handler is not None and signal.getsignal(number) != handler:
-                signal.signal(number, handler)
 
     def _watch(self, owner: Any, name: str, shown: str) -> None:
         original = getattr(owner, name)

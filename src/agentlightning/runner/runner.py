@@ -20,7 +20,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from agentlightning.attempt_variables import (
@@ -43,7 +42,7 @@ from agentlightning.errors import (
 )
 from agentlightning.observability.logs import about
 from agentlightning.resources import LLM, NamedResources, ProxyLLM
-from agentlightning.rollouts import AttemptedRollout, AttemptStatus
+from agentlightning.rollouts import Attempt, AttemptedRollout, AttemptStatus
 from agentlightning.runner.agents.arguments import first_llm
 from agentlightning.runner.agents.spec import AgentLike
 from agentlightning.runner.hosts.host_pool import HostPool, LostAttemptError
@@ -51,7 +50,6 @@ from agentlightning.runner.hosts.messages import Done
 from agentlightning.span import (
     ERROR_TYPE,
     EXCEPTION,
-    SUPERSEDED,
     TURN_LIMIT_REACHED,
     Span,
 )
@@ -61,97 +59,26 @@ from agentlightning.tracing.agent_spans import event_span, sanitize_span
 from agentlightning.tracing.emit import exception_attributes
 from agentlightning.tracing.outbox import Outbox, Retry
 
-# -- heartbeat -------------------------------------------------------------------------------------------------------
-
-# Heartbeats of a runner: a thread that renews the worker's lease, however busy the runner's event loop is.
-#
-# It pauses while that loop has not run for HUNG_AFTER_SECONDS: a runner that hangs must lose its attempts.
-
 logger = logging.getLogger(__name__)
 
 HUNG_AFTER_SECONDS = 300.0
-"""An event loop that has not run for this long counts as hung."""
-
-
-class Heartbeat:
-    """Sends a heartbeat every `interval` seconds from `start` to `stop`. `stats` is called in its thread."""
-
-    def __init__(
-        self,
-        store: LightningStoreBase,
-        worker_id: str,
-        *,
-        lease_seconds: float | None,
-        interval: float,
-        stats: Callable[[], dict[str, Any]],
-    ) -> None:
-        self._store, self._worker_id, self._lease, self._interval = store, worker_id, lease_seconds, interval
-        self._stats = stats
-        self._last_alive = time.monotonic()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._work: asyncio.Task[None] | None = None
-        self._thread = threading.Thread(target=self._run, name="agl-heartbeat", daemon=True)
-        self._ready = threading.Event()
-
-    def start(self) -> None:
-        self._thread.start()
-        self._ready.wait()
-
-    def loop_is_alive(self) -> None:
-        """Called by the runner's event loop to show that it runs."""
-        self._last_alive = time.monotonic()
-
-    async def stop(self) -> None:
-        """Stop sending. Idempotent, and harmless before `start`."""
-        if self._loop is None or self._work is None:
-            return
-        loop, self._loop = self._loop, None
-        try:
-            loop.call_soon_threadsafe(self._work.cancel)
-        except RuntimeError:
-            return  # it has ended already
-        await asyncio.to_thread(self._thread.join)
-
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._beat())
-        except asyncio.CancelledError:
-            return
-
-    async def _beat(self) -> None:
-        self._loop, self._work = asyncio.get_running_loop(), asyncio.current_task()
-        self._ready.set()
-        while True:
-            await asyncio.sleep(self._interval)
-            if time.monotonic() - self._last_alive > HUNG_AFTER_SECONDS:
-                continue
-            try:
-                await self._store.update_worker(self._worker_id, self._stats(), lease_seconds=self._lease)
-            except StoreClosedError:
-                return
-            except AgentLightningError as error:
-                logger.warning("the heartbeat of %s did not reach the store: %s", self._worker_id, error)
-
+"""A runner whose event loop has not run for this long hangs, and must lose its attempts."""
 
 # -- spans -----------------------------------------------------------------------------------------------------------
 
 
 class SpanWriter(Outbox[Span]):
     """An outbox in the runner's event loop, which ends with an error where the store cannot be used for longer than
-    `retry` tries: nothing that an agent emits is dropped, but for what the store rejects. `on_fenced` is called with
-    the id of each attempt that the store has superseded."""
+    `retry` tries: nothing that an agent emits is dropped, but for what the store rejects."""
 
     rejections = (ConfigError, ConflictError, NotFoundError)
 
-    def __init__(self, store: LightningStoreBase, retry: Retry, on_fenced: Callable[[str], None]) -> None:
+    def __init__(self, store: LightningStoreBase, retry: Retry) -> None:
         super().__init__("the store", patience=retry.patience)
-        self._store, self._on_fenced = store, on_fenced
-        self.failed = retry.failed
+        self._store, self.failed = store, retry.failed
 
     async def send(self, batch: list[Span]) -> None:
-        kept = await self._store.add_many_spans(batch)
-        for attempt_id in {span.attempt_id for span in kept if span.attributes.get(SUPERSEDED)}:
-            self._on_fenced(attempt_id)
+        await self._store.add_many_spans(batch)
 
     def repair(self, item: Span) -> Span:
         return sanitize_span(item)
@@ -162,6 +89,8 @@ class SpanWriter(Outbox[Span]):
 
 # -- the runner ------------------------------------------------------------------------------------------------------
 
+STOP_SECONDS = 1.0
+"""How long the end of the runner waits for a heartbeat under way."""
 SIGN_OFF_SECONDS = 10.0
 """Time limit for requeuing rollouts and deregistering while stopping; afterwards the lease expires instead."""
 
@@ -205,9 +134,9 @@ class Runner:
     """Executes an agent on the rollouts of a store.
 
     The forms of `agent` and `reward` are described in `agents/agent.py` and `agents/reward.py`. `concurrency` attempts
-    run at once, spread over `hosts` processes; with `fresh_process`, each attempt runs on the main thread of its own
-    process, forked from one that has imported the agent, and `hosts` is ignored. Processes of their own begin by
-    themselves, with a warning, once an attempt or a reward changes what its process shares (working directory, signals,
+    run at once, spread over `hosts` processes; with `fresh_process`, each attempt runs on the main thread of a new
+    process, forked from one that has imported the agent, and `hosts` is ignored. That begins by itself, with a
+    warning, once an attempt or a reward changes what its process shares (working directory, signals,
     redirected output), or calls a model from where its attempt cannot be told. An attempt lost to another's crash is
     repeated in a process of its own. Neither counts against `max_attempts`. `env` maps environment variables to the
     fields of a dict task that they hold; the fields in `hide` are given to the reward function only. `cwd` is the
@@ -280,16 +209,12 @@ class Runner:
         self._poll_seconds = poll_seconds
         self._lease_seconds = lease_seconds
         self._retry = Retry(patience)
-        self._heartbeat = Heartbeat(
-            store,
-            self.worker_id,
-            lease_seconds=lease_seconds,
-            interval=self._heartbeat_seconds,
-            stats=lambda: asdict(self.statistics),
-        )
+        self._heart = threading.Thread(target=self._beat, name="agl-heartbeat", daemon=True)
+        self._heart_ends = threading.Event()
+        self._last_alive = time.monotonic()
         self._counts = Counter[str]()
         self._active: dict[str, _ActiveAttempt] = {}
-        self._writer = SpanWriter(store, self._retry, self._discard)
+        self._writer = SpanWriter(store, self._retry)
         self._ended = asyncio.Event()
         self._stop_at_once = asyncio.Event()
         self._started = False
@@ -328,13 +253,31 @@ class Runner:
         await self.load()
         await self._retry(self._register)
         self._started = True
-        self._heartbeat.start()
+        self._heart.start()
         self._claiming = self._create_supervised_task(self._claim())
         self._helpers = [self._create_supervised_task(self._watch()), self._create_supervised_task(self._writer.run())]
 
     async def _register(self, **more: Any) -> None:
         stats = asdict(self.statistics) | more
         await self.store.update_worker(self.worker_id, stats, lease_seconds=self._lease_seconds)
+
+    def _beat(self) -> None:
+        """Renew the lease, however busy the event loop of the runner is."""
+        with asyncio.Runner() as own:
+            while not self._heart_ends.wait(self._heartbeat_seconds):
+                if time.monotonic() - self._last_alive > HUNG_AFTER_SECONDS:
+                    continue
+                try:
+                    own.run(self._register())
+                except StoreClosedError:
+                    return
+                except AgentLightningError as error:
+                    logger.warning("the heartbeat of %s did not reach the store: %s", self.worker_id, error)
+
+    async def _stop_heart(self) -> None:
+        self._heart_ends.set()
+        if self._heart.is_alive():
+            await asyncio.to_thread(self._heart.join, STOP_SECONDS)
 
     def stop_at_once(self) -> None:
         """End the draining of `stop`: attempts that still run are stopped and their rollouts requeued."""
@@ -353,7 +296,7 @@ class Runner:
         finally:
             for task in self._helpers:
                 task.cancel()
-            await self._heartbeat.stop()
+            await self._stop_heart()
             await self.pool.close()
             self._ended.set()
         if self.error is not None and started:
@@ -369,9 +312,7 @@ class Runner:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     @property
@@ -382,11 +323,10 @@ class Runner:
         )
 
     async def _drain(self, seconds: float | None) -> None:
-        until = None if seconds is None else time.monotonic() + seconds
         if self._claiming is not None:
             self._claiming.cancel()  # the store requeues what it had already assigned
             await asyncio.wait({self._claiming})
-        await self._wait_for([attempt.task for attempt in self._active.values()], until)
+        await self._wait_for([attempt.task for attempt in self._active.values()], seconds)
         left = list(self._active.values())
         for attempt in left:
             if self.error is not None or not attempt.reporting or self._stop_at_once.is_set():
@@ -396,13 +336,12 @@ class Runner:
         if self.error is None:
             await self._deregister([*self._claimed, *(each.claimed for each in left if each.task.cancelled())])
 
-    async def _wait_for(self, tasks: Sequence[asyncio.Task[None]], until: float | None) -> None:
-        """Wait for the tasks, at most until a monotonic time, `stop_at_once` or an error."""
+    async def _wait_for(self, tasks: Sequence[asyncio.Task[None]], seconds: float | None) -> None:
+        """Wait for the tasks, at most so many seconds, and until `stop_at_once` or an error."""
         if not tasks or self.error is not None:
             return
         stop_at_once = asyncio.ensure_future(self._stop_at_once.wait())
         ended = asyncio.ensure_future(asyncio.wait(tasks))
-        seconds = None if until is None else max(0.0, until - time.monotonic())
         await asyncio.wait({stop_at_once, ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         for task in (stop_at_once, ended):
             task.cancel()
@@ -421,6 +360,7 @@ class Runner:
             reason = f"the runner {self.worker_id} was stopped"
             await asyncio.gather(*(self._requeue(each, reason) for each in left))
             await self._writer.written()
+            await self._stop_heart()  # it would register the runner again
             await self._retry(lambda: self._register(stopped=True))
         except StoreError as error:
             logger.warning("the runner %s could not sign off: %s", self.worker_id, error)
@@ -604,8 +544,7 @@ class Runner:
 
     async def _repeat(self, claimed: AttemptedRollout, lost: LostAttemptError) -> None:
         """Requeue a rollout whose attempt was lost for no fault of its own."""
-        if lost.alone:
-            self._alone.add(claimed.rollout_id)
+        self._alone.add(claimed.rollout_id)
         if self._remaining_claims is not None:
             self._remaining_claims += 1
         logger.info("an attempt is repeated: %s", lost)
@@ -617,26 +556,27 @@ class Runner:
         """Stop attempts whose rollouts were cancelled, finished or reassigned in the store."""
         while True:
             await asyncio.sleep(self._heartbeat_seconds)
-            self._heartbeat.loop_is_alive()
-            running = [attempt for attempt in self._active.values() if not attempt.reporting]
-            for attempt, lost in zip(running, await asyncio.gather(*map(self._is_lost, running)), strict=True):
-                if lost:
-                    self._discard(attempt.claimed.attempt.attempt_id)
+            self._last_alive = time.monotonic()
+            claims = [attempt.claimed for attempt in self._active.values() if not attempt.reporting]
+            running = {claimed.attempt.attempt_id: claimed.rollout_id for claimed in claims}
+            if not running:
+                continue
+            latest = await self._retry(lambda running=running: self.store.get_latest_attempts([*running.values()]))
+            ours = await asyncio.gather(*(self._is_ours(each) for each in latest if each.attempt_id in running))
+            for attempt_id in running.keys() - set(ours):
+                self._discard(attempt_id)
 
-    async def _is_lost(self, attempt: _ActiveAttempt) -> bool:
-        """Whether an attempt is no longer assigned to this runner. An `unresponsive` one that was not reassigned yet is
-        revived by a heartbeat."""
-        ids = attempt.claimed.rollout_id, attempt.claimed.attempt.attempt_id
-        try:
-            latest = await self._retry(lambda: self.store.get_latest_attempt(ids[0]))
-            if latest is None or latest.attempt_id != ids[1]:
-                return True
-            if latest.status != "unresponsive":
-                return latest.status not in ("preparing", "running")
-            back = await self._retry(lambda: self.store.update_attempt(*ids, last_heartbeat_time=time.time()))
-        except NotFoundError:
-            return True
-        return bool(back.metadata.get("superseded"))
+    async def _is_ours(self, attempt: Attempt) -> str | None:
+        """The id of an attempt that is still assigned to this runner, as the latest of its rollout. An `unresponsive`
+        one that was not reassigned yet is revived by a heartbeat."""
+        ids = attempt.rollout_id, attempt.attempt_id
+        if attempt.status == "unresponsive":
+            try:
+                attempt = await self._retry(lambda: self.store.update_attempt(*ids, last_heartbeat_time=time.time()))
+            except NotFoundError:
+                return None
+        still = attempt.status in ("preparing", "running") and not attempt.metadata.get("superseded")
+        return attempt.attempt_id if still else None
 
     def _discard(self, attempt_id: str) -> None:
         attempt = self._active.get(attempt_id)

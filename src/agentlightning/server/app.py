@@ -15,7 +15,6 @@ from math import ceil
 from pathlib import Path
 from typing import Self
 
-import orjson
 import uvicorn
 from prometheus_client.metrics_core import Metric
 from starlette.applications import Starlette
@@ -23,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from uvicorn.server import ServerState
 
@@ -36,8 +35,6 @@ from agentlightning.ingest.otlp import OtlpReceiver
 from agentlightning.observability.logs import SlowLog
 from agentlightning.observability.metrics import Metrics, counters, metrics_routes
 from agentlightning.server.http import (
-    MAX_UNFINISHED_BYTES,
-    STALLED_SECONDS,
     BoundedHttpProtocol,
     Bounds,
     OriginGuard,
@@ -62,10 +59,8 @@ class Server:
     It listens at `host` and `port`, of which 0 takes a free one (see `url`), or on a socket made by `listen`. `secret`
     signs the keys of attempts. With a `token`, requests to the store, for traces and metrics must carry it. `metrics`
     enables `/metrics`, `slow` logs slow requests, `adopt_traces` stores traces of unknown programs as rollouts of their
-    own. Requests to the store and of traces may have up to `max_body_bytes`. A request that stalls for
-    `stalled_seconds` before its end gets a 408, and its connection is closed; incomplete request bodies take at most
-    `max_unfinished_bytes` together. `pages` are further routes, those of the dashboard. `shared` is a folder for what
-    several processes of one server share.
+    own. Requests to the store and of traces may have up to `max_body_bytes`; `bounds` limits connections. `pages` are
+    further routes, those of the dashboard. `shared` is a folder for what several processes of one server share.
 
     Pages of other sites are rejected, except those of `allowed_origins` (CORS): `https://name:port`, or "*" if there is
     a token; anything else is a ConfigError. Against DNS rebinding, a server without a token accepts only requests whose
@@ -87,9 +82,7 @@ class Server:
         host: str = "127.0.0.1",
         port: int = 0,
         grace_seconds: int = 10,
-        stalled_seconds: float = STALLED_SECONDS,
         listener: socket.socket | None = None,
-        max_unfinished_bytes: int = MAX_UNFINISHED_BYTES,
         allowed_hosts: Iterable[str] = (),
         allowed_origins: Iterable[str] = (),
         pages: Iterable[BaseRoute] = (),
@@ -127,7 +120,7 @@ class Server:
         keyless = gateway is not None and not gateway.attribution.requires_key
         guard = OriginGuard((host, *allowed_hosts), origins, any_host=token is not None, keyless=keyless)
         self._tracker = RequestTracker(self.app, guard, metrics, slow)
-        self.bounds = Bounds(stalled_seconds, max_unfinished_bytes)
+        self.bounds = Bounds()
         self._grace = grace_seconds
         self.gateway = gateway
         self._store, self._has_answered = store, False
@@ -146,7 +139,7 @@ class Server:
             raise ServerError(f"the server is already listening at {self.url}; stop it first")
         listener, self._listener = self._listener or listen(self.host, self.port), None
         self.port = listener.getsockname()[1]
-        await self.traces.__aenter__()
+        await self.traces.start()
         self._tracker.open()
         self._stopped.clear()
         config = uvicorn.Config(
@@ -177,7 +170,7 @@ class Server:
         listening.close()
         try:
             await self._end_connections()
-            await self.traces.__aexit__()
+            await self.traces.close()
             if self.gateway is not None:
                 await self.gateway.close()
         finally:
@@ -238,7 +231,7 @@ class Server:
 
 
 def _status(code: int, text: str) -> Response:
-    return Response(orjson.dumps({"status": text}), code, media_type="application/json")
+    return JSONResponse({"status": text}, code)
 
 
 def is_loopback(host: str) -> bool:

@@ -59,9 +59,8 @@ _LATE: Final = b'{"error":{"message":"the request did not come to its end in tim
 class Bounds:
     """The limits of a server's connections together."""
 
-    def __init__(self, stalled_seconds: float, max_unfinished_bytes: int) -> None:
-        self.stalled_seconds = stalled_seconds
-        self.max_unfinished_bytes = max_unfinished_bytes
+    def __init__(self) -> None:
+        self.stalled_seconds, self.max_unfinished_bytes = STALLED_SECONDS, MAX_UNFINISHED_BYTES
         self.unfinished_bytes = 0
         """Size of all incomplete bodies."""
         self._timer: asyncio.TimerHandle | None = None

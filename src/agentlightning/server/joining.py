@@ -37,7 +37,6 @@ from agentlightning.engine.servers.clients.http import PROBE_PROMPT, ModelServer
 from agentlightning.engine.servers.joining import (
     BASE_PATH,
     COUNTS,
-    PROTOCOL,
     CheckRequest,
     JoinRequest,
     JoinStatus,
@@ -319,14 +318,10 @@ def _read(kind: type[RunRequest], body: bytes) -> RunRequest:
     """Raises RequestError for a request of another version, or none at all."""
     try:
         content = orjson.loads(body)
-        if kind is JoinRequest and isinstance(content, dict) and content.get("protocol") != PROTOCOL:
-            here, there = version("agentlightning"), content.get("package", "of an older version")
-            raise RequestError(
-                f"this server has agentlightning {here}, which speaks version {PROTOCOL} of the protocol for joining,"
-                f" and the run has agentlightning {there}, which speaks version {content.get('protocol')}; install the"
-                " same version on both",
-                422,
-            )
+        here = version("agentlightning")
+        if kind is JoinRequest and isinstance(content, dict) and (there := content.get("package")) != here:
+            message = f"this server has agentlightning {here}, and the run {there}; install the same version on both"
+            raise RequestError(message, 422)
         return kind.model_validate(content)
     except (orjson.JSONDecodeError, ValidationError) as error:
         raise RequestError(f"the request cannot be read: {error}") from None

@@ -1,10 +1,10 @@
 """Several processes that serve one port: `agl serve --workers N`.
 
 The parent binds a socket for each process and forks them; the kernel divides new connections between the sockets
-(SO_REUSEPORT). The parent serves nothing itself: it passes signals on, kills a process whose event loop has stopped, to
-which the kernel would send connections for ever, and starts a process again that has died. The
-socket of such a process keeps the connections that come meanwhile. What the processes share beside the store lies in a
-directory that the parent makes and removes.
+(SO_REUSEPORT). The parent serves nothing itself: for each process it has a task that starts it, again if it dies, and
+kills it if its event loop has stopped, since the kernel would send it connections for ever. Signals are passed on. The
+socket of a process that is started again keeps the connections that come meanwhile. What the processes share beside the
+store lies in a directory that the parent makes and removes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ import os
 import signal
 import socket
 import sys
-import time
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager, suppress
-from multiprocessing.connection import wait
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager, closing, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,20 +27,17 @@ from typing import Final
 from agentlightning.errors import ConfigError
 from agentlightning.observability.metrics import Metrics, counters
 from agentlightning.server.app import listen
-from agentlightning.util.event_loop import in_background
 
 logger = logging.getLogger(__name__)
 
 RESTART_SECONDS: Final = 1.0
 """Time before a process is started again that died before it served."""
-POLL_SECONDS: Final = 0.05
-"""Between two looks at a process that is about to serve."""
 BEAT_SECONDS: Final = 1.0
 """How often the event loop of a process shows that it runs."""
 LOOK_SECONDS: Final = 5.0
-"""How often the parent looks."""
+"""How long the parent waits for that."""
 MOST_SILENT_LOOKS: Final = 12
-"""After so many in which its event loop has not run, a process hangs."""
+"""After so many in a row, a process hangs. They are counted, not the seconds: the parent may have stopped with it."""
 ASK_SECONDS: Final = 2.0
 """How long a process waits for what another one says."""
 _PR_SET_PDEATHSIG: Final = 1
@@ -58,38 +53,32 @@ class ServerProcess:
         """From 1, and of all processes."""
         self.listener, self.directory = listener, directory
         self.restarts = 0
+        self.serves = False
         self.running: BaseProcess | None = None
-        self.start_at = 0.0
-        """When it may be started (monotonic seconds)."""
-        self.end = ""
-        """How it ended last."""
-        self._serves = _FORK.RawValue("b", False)
-        self._beats = _FORK.RawValue("Q", 0)
-        """Both in memory that it shares with its parent."""
-        self._beats_seen, self._silent_looks = 0, 0
-
-    # -- in the process --------------------------------------------------------------------------------------------
+        self.parent: socket.socket
+        """Receives a byte whenever the event loop of the process runs; closed where the process has ended."""
 
     def ready(self) -> None:
-        """To be called once it serves."""
-        self._serves.value = True
+        """To be called in its event loop once it serves."""
+        self._beating = asyncio.create_task(self._beat())
+
+    async def _beat(self) -> None:
+        while True:
+            with suppress(OSError):
+                self.parent.send(b"\0", socket.MSG_DONTWAIT)
+            await asyncio.sleep(BEAT_SECONDS)
 
     @asynccontextmanager
     async def sharing(self, metrics: Metrics) -> AsyncGenerator[None]:
-        """Give the metrics of this process to the others, and `metrics` theirs; show the parent that it runs."""
+        """Give the metrics of this process to the others, and `metrics` theirs."""
 
         async def give(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(metrics.render_own())
             writer.close()
 
-        async def beat() -> None:
-            while True:
-                self._beats.value += 1
-                await asyncio.sleep(BEAT_SECONDS)
-
         metrics.add_source(lambda: counters("process", "The process of the server", {"restarts": self.restarts}))
         metrics.process, metrics.others = self.number, self._ask_others
-        async with await asyncio.start_unix_server(give, self._socket_of(self.number)), in_background(beat()):
+        async with await asyncio.start_unix_server(give, self._socket_of(self.number)):
             yield
 
     async def _ask_others(self) -> dict[int, bytes]:
@@ -110,34 +99,6 @@ class ServerProcess:
     def _socket_of(self, number: int) -> Path:
         return self.directory / f"{number}.sock"
 
-    # -- in the parent ---------------------------------------------------------------------------------------------
-
-    @property
-    def serves(self) -> bool:
-        return bool(self._serves.value)
-
-    def hangs(self) -> bool:
-        """Whether its event loop has stopped. Looks are counted, not seconds: the parent may have stopped with it."""
-        silent = self.serves and self._beats.value == self._beats_seen
-        self._beats_seen, self._silent_looks = self._beats.value, self._silent_looks + 1 if silent else 0
-        return self._silent_looks >= MOST_SILENT_LOOKS
-
-    def take_end(self) -> int | None:
-        """The exit status of a process that has ended, once; as in a shell, 128 and the number of a signal."""
-        if self.running is None or self.running.is_alive():
-            return None
-        running, self.running = self.running, None
-        code = running.exitcode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        self.end = f"process {self.number} of the server (pid {running.pid}) {how}"
-        return 128 - code if code < 0 else code
-
-    def plan_restart(self) -> None:
-        self.start_at = time.monotonic() + (0.0 if self.serves else RESTART_SECONDS)
-        self._serves.value = False
-        self.restarts += 1
-        logger.error("%s; it is started again, time %d", self.end, self.restarts)
-
 
 class Processes:
     """The parent. `work` is what each process does until it is stopped, and returns its exit status; `on_ready(port)`
@@ -152,42 +113,93 @@ class Processes:
                 " servers on ports of their own instead, behind a load balancer"
             )
         self._work, self._on_ready = work, on_ready
-        listeners, self._num_signals, self._look_at = _listen(count, host, port), 0, 0.0
+        listeners = _listen(count, host, port)
         self._directory = TemporaryDirectory(prefix="agl-serve-")
         directory = Path(self._directory.name)
         self._children = [ServerProcess(number, count, each, directory) for number, each in enumerate(listeners, 1)]
+        self._announced = self._stopping = False
+        self._first_serves = asyncio.Event()
+        """Or all are to end: one that fails at the first start, for its options perhaps, reports that itself."""
 
     def run(self) -> int:
-        """Returns the exit status once all processes have ended. One that fails at the first start, for its options
-        perhaps, reports that itself and ends the others."""
-        first, announced = self._children[0], False
-        with self._directory, _received_signals() as signals:
-            while not self._num_signals:
-                for child in self._children if announced or first.serves else [first]:
-                    if child.running is None and child.start_at <= time.monotonic():
-                        self._start(child)
-                self._wait(signals)
-                self._kill_hanging()
-                for child in self._children:
-                    status = child.take_end()
-                    if status is not None and not announced:
-                        logger.error(child.end)
-                        return max(status, self._end(signals))
-                    if status is not None:
-                        child.plan_restart()
-                if not announced and all(child.serves for child in self._children):
-                    announced = True
-                    self._on_ready(first.listener.getsockname()[1])
-            return self._end(signals)
+        """Returns the exit status once all processes have ended."""
+        with self._directory:
+            return asyncio.run(self._serve())
 
-    def _start(self, child: ServerProcess) -> None:
-        child.running = _FORK.Process(target=self._run_child, args=(child, os.getpid()), daemon=True)
+    async def _serve(self) -> int:
+        for number in _SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._stop)
+        return max(await asyncio.gather(*map(self._keep, self._children)))
+
+    def _stop(self) -> None:
+        """Have all processes end; a further signal is passed on, too."""
+        self._stopping = True
+        self._first_serves.set()
+        for child in self._children:
+            child.listener.close()  # it takes connections until the process, too, closes it
+            if child.running is not None:
+                child.running.terminate()
+
+    async def _keep(self, child: ServerProcess) -> int:
+        """Have a process run until all are to end. Returns the exit status."""
+        if child is not self._children[0]:
+            await self._first_serves.wait()
+        status = 0
+        while not self._stopping:
+            status, end = await self._run(child)
+            if self._announced and not self._stopping:
+                child.restarts, status = child.restarts + 1, 0
+                logger.error("%s; it is started again, time %d", end, child.restarts)
+                await asyncio.sleep(0.0 if child.serves else RESTART_SECONDS)
+            elif status or not self._stopping:
+                logger.error(end)
+            if not self._announced and not self._stopping:
+                self._stop()
+        return status
+
+    async def _run(self, child: ServerProcess) -> tuple[int, str]:
+        """Run a process until it ends: its exit status, as in a shell, and what that means."""
+        beats, child.parent = socket.socketpair()
+        child.serves = False
+        process = child.running = _FORK.Process(target=self._run_child, args=(child, os.getpid()), daemon=True)
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the child has let go of our handlers
-        child.running.start()
+        process.start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        child.parent.close()
+        with beats:
+            beats.setblocking(False)
+            await self._watch(child, beats)
+        process.join()
+        code = process.exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        return 128 - code if code < 0 else code, f"process {child.number} of the server (pid {process.pid}) {how}"
+
+    async def _watch(self, child: ServerProcess, beats: socket.socket) -> None:
+        """Until a process has ended. One that hangs is killed."""
+        silent_looks = 0
+        while True:
+            try:
+                async with asyncio.timeout(LOOK_SECONDS if child.serves else None):
+                    if not await asyncio.get_running_loop().sock_recv(beats, 64):
+                        return
+            except TimeoutError:
+                silent_looks += 1
+                if silent_looks == MOST_SILENT_LOOKS and child.running is not None:
+                    seconds = LOOK_SECONDS * MOST_SILENT_LOOKS
+                    logger.error(
+                        "process %d of the server has done nothing for %g s; it is killed", child.number, seconds
+                    )
+                    child.running.kill()
+                continue
+            silent_looks, child.serves = 0, True
+            self._first_serves.set()
+            if not self._announced and all(each.serves for each in self._children):
+                self._announced = True
+                self._on_ready(child.listener.getsockname()[1])
 
     def _run_child(self, process: ServerProcess, parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # where the parent is killed
+        signal.set_wakeup_fd(-1)
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -198,65 +210,6 @@ class Processes:
             if child.number != process.number:
                 child.listener.close()
         sys.exit(self._work(process))
-
-    def _kill_hanging(self) -> None:
-        if time.monotonic() < self._look_at:
-            return
-        self._look_at = time.monotonic() + LOOK_SECONDS
-        for child in self._children:
-            if child.running and child.hangs():
-                seconds = LOOK_SECONDS * MOST_SILENT_LOOKS
-                logger.error("process %d of the server has done nothing for %g s; it is killed", child.number, seconds)
-                child.running.kill()
-
-    def _wait(self, signals: socket.socket) -> None:
-        """Until a signal has come, a process has ended, or one may be started, and no longer than to the next look; a
-        while, if one is about to serve."""
-        running = [child.running.sentinel for child in self._children if child.running]
-        starts = [child.start_at for child in self._children if not child.running and child.start_at]
-        due = [LOOK_SECONDS, *(start_at - time.monotonic() for start_at in starts)]
-        if any(child.running and not child.serves for child in self._children):
-            due.append(POLL_SECONDS)
-        wait([signals, *running], max(0.0, min(due)))
-        with suppress(BlockingIOError):
-            self._num_signals += len(signals.recv(64))
-
-    def _end(self, signals: socket.socket) -> int:
-        """Pass signals on until all processes have ended; the first is SIGTERM in any case."""
-        for child in self._children:  # that of a process takes connections until the process closes it
-            child.listener.close()
-            child.start_at = 0.0
-        status, passed, self._num_signals = 0, 0, max(1, self._num_signals)
-        while running := [child.running for child in self._children if child.running]:
-            if passed == self._num_signals:
-                self._wait(signals)
-            else:
-                passed += 1
-                for process in running:
-                    process.terminate()
-            for child in self._children:
-                if ended := child.take_end():
-                    logger.error(child.end)
-                    status = max(status, ended)
-        return status
-
-
-@contextmanager
-def _received_signals() -> Generator[socket.socket]:
-    """A socket that receives a byte for each SIGTERM and SIGINT."""
-    reader, writer = socket.socketpair()
-
-    def received(*_: object) -> None:
-        writer.send(b"\0")
-
-    with reader, writer:
-        reader.setblocking(False)
-        before = {number: signal.signal(number, received) for number in _SIGNALS}
-        try:
-            yield reader
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def _listen(count: int, host: str, port: int) -> Sequence[socket.socket]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Final, cast
 
 import orjson
@@ -215,7 +215,6 @@ def links_of(attributes: Attributes) -> list[Attributes]:
 
 # -- translation -----------------------------------------------------------------------------------------------------
 
-_plans: dict[tuple[str, ...], tuple[Step, ...]] = {}
 PLANS: Final = 4096
 PLANNED_KEYS: Final = 64
 """Plans of larger sets of keys (mostly conversations) are not cached."""
@@ -225,13 +224,7 @@ def complete(name: str, attributes: Attributes, events: Sequence[SpanEvent] = ()
     """Add the equivalents of `attributes` and events in our vocabulary. Returns the name of the span, which changes
     only for 0.x annotations that are rewards."""
     keys = tuple(attributes)
-    plan = _plans.get(keys)
-    if plan is None:
-        plan = _plan(keys)
-        if len(keys) <= PLANNED_KEYS:
-            if len(_plans) >= PLANS:
-                _plans.clear()
-            _plans[keys] = plan
+    plan = _cached_plan(keys) if len(keys) <= PLANNED_KEYS else _plan(keys)
     if not plan and not events:
         return name
     for step in plan:
@@ -266,6 +259,9 @@ def _plan(keys: tuple[str, ...]) -> tuple[Step, ...]:
         steps.append(_read_first_dimension)
     steps += [partial(_read_old_reward, key) for key in ("reward", *sorted(REWARDING_OUTPUTS)) if key in known]
     return tuple(steps)
+
+
+_cached_plan = lru_cache(PLANS)(_plan)
 
 
 def _copy(source: str, target: str, read: Callable[[Any], Any], attributes: Attributes) -> None:

@@ -3,8 +3,8 @@
 
 Each call creates one OpenTelemetry span, which the store records with the current attempt (see `scope.py`). The agent's
 behaviour does not change; a value that cannot be recorded raises where it was emitted. `attributes` are further
-attributes of the span; nested ones are flattened with dots. With `propagate=False` a value is validated and not
-recorded.
+attributes of the span; nested ones are flattened with dots. With `propagate=False`, which those of 0.x take, a value is
+validated and not recorded.
 
 A prompt and the response that follows it become one span of the operation `chat`, with the messages of both in OTel's
 form, as if the gateway had seen the call; only its tokens are unknown. A prompt waits for the response of the same
@@ -18,12 +18,12 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import math
 import reprlib
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, ParamSpec, Self, TypeVar, cast, overload
 
 from opentelemetry.trace import INVALID_SPAN
@@ -51,6 +51,7 @@ from agentlightning.tracing.messages import (
     tool_response_part,
 )
 from agentlightning.tracing.outbox import counters
+from agentlightning.tracing.rewards import check_reward
 from agentlightning.tracing.scope import (
     Lifetime,
     WaitingPrompt,
@@ -125,11 +126,11 @@ def emit_reward(
 
 
 def _reward(reward: float | bool | Mapping[str, float], name: str, primary_key: str | None) -> dict[str, Any]:
-    if not isinstance(reward, Mapping):
+    values = check_reward(reward, "emit_reward")
+    if not isinstance(values, Mapping):
         if primary_key is not None:
             raise RewardError(f"primary_key={primary_key!r} chooses one of several dimensions; {reward!r} has none")
-        return {names.EVALUATION_NAME: name, names.SCORE_VALUE: _number(reward)}
-    values = _dimensions(reward)
+        return {names.EVALUATION_NAME: name, names.SCORE_VALUE: values}
     if primary_key is None:
         return {names.EVALUATION_NAME: name, names.REWARD_VALUES: values}
     if primary_key not in values:
@@ -213,40 +214,14 @@ def emit_annotation(annotation: Mapping[str, Any], propagate: bool = True) -> No
 def record_event(
     name: str,
     own: Mapping[str, Any],
-    attributes: Mapping[str, Any] | None,
-    propagate: bool,
+    attributes: Mapping[str, Any] | None = None,
+    propagate: bool = True,
     error: str | None = None,
 ) -> None:
     """Record a span. Where names collide, its own attributes take precedence over the user's."""
     further = dict(flatten(attributes)) if attributes else {}
     if propagate:
         record(name, {**further, **own} if further else own, error)
-
-
-def _number(value: Any, dimension: str | None = None) -> float:
-    """The value as a finite float; NumPy scalars and one-element tensors are accepted."""
-    limit, number = names.MAX_REWARD, math.nan
-    try:
-        number = value.__float__()
-        problem = "a reward must be finite; emit none if there is no score"
-    except (AttributeError, TypeError, ValueError, OverflowError):
-        problem = "a reward is a finite number or a dict of them; emit none if there is no reward"
-    if abs(number) <= limit:
-        return number
-    if math.isfinite(number):
-        problem = f"rewards range from {-limit:g} to {limit:g}; scale it"
-    shown = reprlib.repr(value)
-    shown = shown if dimension is None else f"{{{dimension!r}: {shown}}}"
-    raise RewardError(f"emit_reward({shown}): {problem}")
-
-
-def _dimensions(values: Mapping[str, float]) -> dict[str, float]:
-    if not values:
-        raise RewardError("emit_reward({}) has no dimensions; pass at least one")
-    for name in values:
-        if not isinstance(name, str):
-            raise RewardError(f"emit_reward: the dimension {name!r} is not a string")
-    return {name: _number(value, name) for name, value in values.items()}
 
 
 # -- actions -----------------------------------------------------------------------------------------------------------
@@ -262,7 +237,6 @@ def emit_tool_call(
     error: BaseException | str | None = None,
     call_id: str | None = None,
     attributes: Mapping[str, Any] | None = None,
-    propagate: bool = True,
 ) -> None:
     """Record a call of a tool: its name, arguments and result, or the error it ended with.
 
@@ -286,9 +260,8 @@ def emit_tool_call(
     message = f"{type(error).__qualname__}: {error}" if isinstance(error, BaseException) else error
     if error is not None:
         own[names.ERROR_TYPE] = "error" if isinstance(error, str) else type(error).__qualname__
-    if propagate:
-        answer_with_tool_call(call_id, name, args, result if message is None else message)
-    record_event(f"{TOOL_OPERATION} {name}", own, attributes, propagate, error=message)
+    answer_with_tool_call(call_id, name, args, result if message is None else message)
+    record_event(f"{TOOL_OPERATION} {name}", own, attributes, error=message)
 
 
 def emit_step(
@@ -297,7 +270,6 @@ def emit_step(
     output: Any = None,
     *,
     attributes: Mapping[str, Any] | None = None,
-    propagate: bool = True,
 ) -> None:
     """Record a step that the agent has taken: its name with input and output, or a step of a framework.
 
@@ -309,13 +281,13 @@ def emit_step(
     if not isinstance(step, str) and (action := _action(step)) is not None:
         tool, tool_input, observation = action
         observed = observation if output is None else output
-        emit_tool_call(tool, tool_input, observed, attributes=attributes, propagate=propagate)
+        emit_tool_call(tool, tool_input, observed, attributes=attributes)
         return
     label = step if isinstance(step, str) else type(step).__name__
     described = step if output is None and not isinstance(step, str) else output
     own = {names.OPERATION_INPUT: input, names.OPERATION_OUTPUT: described}
     own = {key: json_text(value) for key, value in own.items() if value is not None}
-    record_event(names.OPERATION, {names.OPERATION_LABEL: label, **own}, attributes, propagate)
+    record_event(names.OPERATION, {names.OPERATION_LABEL: label, **own}, attributes)
 
 
 def _action(step: Any) -> tuple[str, Any, Any] | None:
@@ -349,7 +321,6 @@ def emit_prompt(
     *,
     model: str | None = None,
     attributes: Mapping[str, Any] | None = None,
-    propagate: bool = True,
 ) -> None:
     """Record what was sent to a model, with its response or before an `emit_response`.
 
@@ -361,15 +332,13 @@ def emit_prompt(
     """
     own = _further(attributes, model)
     own[names.INPUT_MESSAGES] = messages_json(read_messages(prompt, "user"))
-    if not propagate:
-        return
     scope = recording_scope()
     if response is not None:
         _record_call(own, read_result(response), None)
     elif scope is None:
         _record_unanswered(own, None)
     else:
-        _wait(scope.lifetime, WaitingPrompt(agent_in(scope), current_location(), time.time(), own))
+        _wait(scope.lifetime, WaitingPrompt((agent_in(scope), current_location()), time.time(), own))
 
 
 def emit_response(
@@ -377,16 +346,13 @@ def emit_response(
     *,
     model: str | None = None,
     attributes: Mapping[str, Any] | None = None,
-    propagate: bool = True,
 ) -> None:
     """Record what a model has answered to the prompt that was emitted before.
 
     >>> agl.emit_prompt("6 x 7?")
     >>> agl.emit_response("42", attributes={"cached": True})
     """
-    result = read_result(response)
-    if propagate:
-        _record_response(result, None, model, attributes)
+    _record_response(read_result(response), None, model, attributes)
 
 
 def emit_completion(
@@ -395,7 +361,6 @@ def emit_completion(
     *,
     model: str | None = None,
     attributes: Mapping[str, Any] | None = None,
-    propagate: bool = True,
 ) -> None:
     """Record what a framework returns for a call: the answer, its model, tokens and reason to stop.
 
@@ -407,9 +372,7 @@ def emit_completion(
     conversation = split_conversation(completion)
     before, last = ([], completion) if conversation is None else conversation
     given = read_messages(prompt, "user") if prompt is not None else before
-    result = read_result(last)
-    if propagate:
-        _record_response(result, given, model, attributes, given_first=prompt is not None)
+    _record_response(read_result(last), given, model, attributes, given_first=prompt is not None)
 
 
 def _record_response(
@@ -427,7 +390,7 @@ def _record_response(
         _record_call({**further, names.INPUT_MESSAGES: messages_json(given)}, result, None)
     else:
         counters.add("responses_unprompted")
-        record_event(names.RESPONSE, {**further, **_described(result)}, None, True)
+        record_event(names.RESPONSE, {**further, **_described(result)})
 
 
 def _further(attributes: Mapping[str, Any] | None, model: str | None) -> dict[str, Any]:
@@ -479,36 +442,29 @@ def _record_unanswered(attributes: Mapping[str, Any], start_time: float | None) 
 
 
 def _wait(lifetime: Lifetime, waiting: WaitingPrompt) -> None:
-    for other in lifetime.prompts[:]:
-        if (other.agent, other.location) == (waiting.agent, waiting.location):
-            lifetime.prompts.remove(other)
-            if other.emitted:
-                _record_unanswered(other.attributes, other.time)
-    lifetime.prompts.append(waiting)
-    if lifetime.at_end is None:
-        lifetime.at_end = lambda: _record_rest(lifetime)
+    earlier = lifetime.prompts.pop(waiting.place, None)
+    if earlier is not None and earlier.emitted:
+        _record_unanswered(earlier.attributes, earlier.time)
+    lifetime.prompts[waiting.place] = waiting
+    lifetime.at_end = lifetime.at_end or partial(_record_rest, lifetime)
 
 
 def _take_waiting() -> WaitingPrompt | None:
     scope = recording_scope()
     if scope is None or not scope.lifetime.prompts:
         return None
-    agent, location, prompts = agent_in(scope), current_location(), scope.lifetime.prompts
-    of_agent = [each for each in prompts if each.agent == agent]
-    here = [each for each in of_agent if each.location == location]
-    found = here[0] if here else of_agent[0] if len(of_agent) == 1 else None
-    if found is not None:
-        prompts.remove(found)
-    return found
+    prompts, place = scope.lifetime.prompts, (agent_in(scope), current_location())
+    of_agent = [each for each in prompts if each[0] == place[0]]
+    return prompts.pop(of_agent[0] if place not in prompts and len(of_agent) == 1 else place, None)
 
 
 def _record_rest(lifetime: Lifetime) -> None:
     """The attempt ends: what still waits was not answered."""
-    prompts, lifetime.prompts = lifetime.prompts, []
-    for each in prompts:
+    prompts, lifetime.prompts = lifetime.prompts, {}
+    for (agent, _), each in prompts.items():
         if each.emitted:
-            agent = {} if each.agent is None else {names.AGENT_NAME: each.agent}
-            _record_unanswered({**agent, **each.attributes}, each.time)
+            own = {} if agent is None else {names.AGENT_NAME: agent}
+            _record_unanswered({**own, **each.attributes}, each.time)
 
 
 # -- steps with a duration ---------------------------------------------------------------------------------------------

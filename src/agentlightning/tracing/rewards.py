@@ -1,13 +1,61 @@
-"""Reads rewards back from spans."""
+"""What a reward is, wherever it comes from; and rewards read back from spans."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+import reprlib
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any, cast
 
 from agentlightning import span as names
-from agentlightning.span import Span
+from agentlightning.errors import RewardError
+from agentlightning.span import MAX_REWARD, Span
 from agentlightning.trajectory import Reward
+
+
+def looks_like_reward(value: Any) -> bool:
+    """Whether a value is a number, or a non-empty dict of numbers by name."""
+    if isinstance(value, Mapping):
+        items = cast(Mapping[Any, Any], value)
+        return bool(items) and all(isinstance(k, str) and _is_number(v) for k, v in items.items())
+    return _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    """Scalars of NumPy (`(a == b).all()`) and torch are numbers, as they are to `emit_reward`."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    return isinstance(value, Real)
+
+
+def check_reward(value: Any, source: str) -> Reward:
+    """The value as a reward: a finite number, or finite numbers by the name of their dimension. Raises RewardError,
+    naming `source`, for anything else."""
+    if not looks_like_reward(value):
+        raise RewardError(
+            f"{source} gave {reprlib.repr(value)}, which is not a reward: give a number, a dict of numbers by name, or"
+            " none at all"
+        )
+    if isinstance(value, Mapping):
+        return {name: _finite(number, f"{source}[{name!r}]") for name, number in cast(Mapping[str, Any], value).items()}
+    return _finite(value, source)
+
+
+def _finite(value: Any, source: str) -> float:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf if value > 0 else -math.inf
+    if abs(number) <= MAX_REWARD:
+        return number
+    raise RewardError(
+        f"{source} gave {number:g}, which cannot be learned from: rewards range from {-MAX_REWARD:g} to "
+        f"{MAX_REWARD:g}; scale it, or raise an exception if there is no reward"
+    )
+
+
+# -- of spans ----------------------------------------------------------------------------------------------------------
 
 
 def get_reward_value(span: Span) -> Reward | None:

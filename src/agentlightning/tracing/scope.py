@@ -3,7 +3,7 @@
 The runner enters `scope(...)` around an agent. Everything emitted within, in the same thread, in tasks it starts and in
 `asyncio.to_thread`, belongs to that attempt, until the attempt ends. Bare threads inherit no context.
 
-In a process that a runner gives to one attempt at a time, what has no context belongs to that attempt. Where attempts
+In a process that a runner has made for one attempt, what has no context belongs to that attempt. Where attempts
 share one, none is guessed: `uncertainty` says which code may work for another attempt than its context names.
 
 A program whose environment names an attempt (`AGL_EVENT_URL`, `AGL_KEY`) is in that attempt's scope wherever no other
@@ -29,7 +29,6 @@ from pkgutil import resolve_name
 from types import CellType
 from typing import Any, Final, Literal, Protocol
 from urllib.parse import unquote
-from weakref import WeakSet
 
 from agentlightning.attempt_address import ENDED, UNCERTAIN, attempt_trace_id
 from agentlightning.span import EXCEPTION, REWARD, Span
@@ -47,14 +46,15 @@ class SpanSink(Protocol):
 
 Location = tuple[int, object]
 """A thread and the asyncio task that runs in it, or None."""
+Place = tuple[str | None, Location]
+"""An agent, and where it works."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingPrompt:
     """A prompt whose response was not emitted yet."""
 
-    agent: str | None
-    location: Location
+    place: Place
     time: float
     attributes: dict[str, Any]
     emitted: bool = True
@@ -68,7 +68,7 @@ class Lifetime:
     ended: bool = False
     only_marked: bool = False
     """Only what lies in a block of `track_critical_path` is recorded."""
-    prompts: list[WaitingPrompt] = field(default_factory=list["WaitingPrompt"])
+    prompts: dict[Place, WaitingPrompt] = field(default_factory=dict["Place", "WaitingPrompt"])
     """Prompts that wait for their responses (`emit.py`)."""
     is_known: Callable[[], bool] | None = None
     """Whether the server knows the attempt; asked before a model call names it. None: it does."""
@@ -258,15 +258,13 @@ class RunnerProcess:
     """This process, if a runner runs attempts in it."""
 
     alone: bool
-    """One attempt at a time."""
+    """It runs one attempt."""
     on_doubt: Callable[[str], None]
     """Told what nobody knows the attempt of."""
     address: str = ""
     """URL of the server of its attempts."""
     attempt: Scope | None = None
     """With `alone`: the one that runs."""
-    earlier: WeakSet[threading.Thread] = field(default_factory=WeakSet[threading.Thread])
-    """Threads from before it."""
 
 
 _process: RunnerProcess | None = None
@@ -296,14 +294,14 @@ def uncertainty(report: bool = True) -> str:
     elif process is None:
         return ""
     elif inside is None:
-        if process.alone and threading.current_thread() not in process.earlier:
+        if process.alone:
             return ""
-        found, what = UNCERTAIN, "a thread of an earlier attempt" if process.alone else "a thread without a context"
+        found, what = UNCERTAIN, "a thread without a context"
     else:
         if process.alone or _is_waited_for(_owner.get()):
             return ""
         found, what = UNCERTAIN, "a task or thread that its attempt does not wait for"
-    if report and process is not None and (process.alone or found == UNCERTAIN):
+    if report and process is not None and found == UNCERTAIN:
         process.on_doubt(f"{what} calls a model or emits something")
     return found
 
@@ -373,7 +371,6 @@ def enter_scope(inside: Scope) -> Generator[Scope]:
         _process.address = inside.address
         if _process.alone:
             _process.attempt = inside
-            _process.earlier = _process.earlier if outer else WeakSet(threading.enumerate())
     try:
         yield inside
     finally:

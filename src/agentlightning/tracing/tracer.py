@@ -6,7 +6,7 @@ in a fork, and nothing is lost when the process dies. Batching is up to the sink
 with one warning.
 
 What `emit_*` records starts and ends at once, so it is written as our `Span` directly, at a third of the cost of an
-OpenTelemetry span. If another processor was added to the provider, it is a real one, which that processor sees too.
+OpenTelemetry span; processors of others see `operation` and what libraries trace.
 
 A span without a parent belongs to the trace of its attempt (`attempt_address.trace_id_of`). Ids are drawn
 apart from the `random` module: agents seed it and hosts fork, and the store would merge spans with equal ids.
@@ -15,8 +15,6 @@ apart from the `random` module: agents seed it and hosts fork, and the store wou
 from __future__ import annotations
 
 import base64
-import json
-import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -32,9 +30,9 @@ from opentelemetry.sdk.trace import Event, ReadableSpan, SpanLimits, SpanProcess
 from opentelemetry.sdk.trace import Span as RecordingSpan
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
-from opentelemetry.trace import Link, SpanKind, Status, StatusCode, format_span_id, format_trace_id
+from opentelemetry.trace import Link, SpanKind, format_span_id, format_trace_id
 
-from agentlightning.span import AGENT_NAME, REWARD_VALUES, Span, SpanEvent, new_span_id
+from agentlightning.span import AGENT_NAME, Span, SpanEvent, new_span_id
 from agentlightning.tracing import conventions
 from agentlightning.tracing.outbox import counters
 from agentlightning.tracing.scope import (
@@ -48,8 +46,6 @@ from agentlightning.tracing.scope import (
     recording_scope,
 )
 from agentlightning.util.random_ids import random_bits
-
-logger = logging.getLogger(__name__)
 
 INSTRUMENTATION: Final = "agentlightning"
 """Instrumentation scope of our own spans."""
@@ -84,7 +80,6 @@ class ScopeProcessor(SpanProcessor):
         self._open: WeakValueDictionary[tuple[int, int], Scope] = WeakValueDictionary()
         # Weak, so that spans that never end do not accumulate.
         self._resource: tuple[Resource, dict[str, Any]] = (Resource.get_empty(), {})
-        self._warned = False
 
     def on_start(self, span: RecordingSpan, parent_context: Context | None = None) -> None:
         scope = _open_scope()
@@ -100,7 +95,7 @@ class ScopeProcessor(SpanProcessor):
         context = span.get_span_context()
         scope = None if context is None else self._open.pop((context.trace_id, context.span_id), None)
         if scope is None:
-            self._warn(span.name)
+            _drop(span.name)
         elif is_left_out(scope, span.name):
             counters.add("spans_unmarked")
         else:
@@ -112,31 +107,20 @@ class ScopeProcessor(SpanProcessor):
             self._resource = (resource, plain_attributes(resource.attributes))
         return self._resource[1]
 
-    def _warn(self, name: str) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "Span %r was emitted outside of any rollout and is dropped; later ones are dropped without a warning. "
-                "Spans are recorded within `agl.track_session()`, and in agents that a runner or `agl run` executes; a"
-                " thread that inherits no session is given one by `agl.carry_session(function)`.",
-                name,
-            )
 
-
-class ScopeTracerProvider(TracerProvider):
-    """A provider that knows whether it has processors other than ours."""
-
-    has_other_processors = False
-
-    def add_span_processor(self, span_processor: SpanProcessor) -> None:
-        self.has_other_processors = self.has_other_processors or not isinstance(span_processor, ScopeProcessor)
-        super().add_span_processor(span_processor)
+def _drop(name: str) -> None:
+    counters.note(
+        "outside",
+        f"Span {name!r} was emitted outside of any rollout and is dropped; later ones are dropped without a warning. "
+        "Spans are recorded within `agl.track_session()`, and in agents that a runner or `agl run` executes; a"
+        " thread that inherits no session is given one by `agl.carry_session(function)`.",
+    )
 
 
 @cache
-def tracer_provider() -> ScopeTracerProvider:
+def tracer_provider() -> TracerProvider:
     """The provider of this process. Samples everything, whatever the environment says: rewards are not telemetry."""
-    provider = ScopeTracerProvider(
+    provider = TracerProvider(
         sampler=ALWAYS_ON,
         resource=Resource(_RESOURCE),
         id_generator=SpanIdGenerator(),
@@ -158,9 +142,8 @@ def tracer() -> trace.Tracer:
 def record(name: str, attributes: Mapping[str, Any], error: str | None = None, start_time: float | None = None) -> None:
     """Record a span that ends now, and starts now unless a time was given; with `error`, its status is ERROR."""
     scope = recording_scope()
-    if scope is None or tracer_provider().has_other_processors:
-        _record_with_sdk(name, attributes, error, start_time)
-        return
+    if scope is None:
+        return _drop(name)
     if is_left_out(scope, name):
         counters.add("spans_unmarked")
         return
@@ -185,18 +168,6 @@ def record(name: str, attributes: Mapping[str, Any], error: str | None = None, s
         resource=_RESOURCE,
     )
     scope.sink.put((span,))
-
-
-def _record_with_sdk(
-    name: str, attributes: Mapping[str, Any], error: str | None, start_time: float | None = None
-) -> None:
-    # OpenTelemetry has no nested attributes; `to_span` reads the JSON back.
-    flat = {key: json.dumps(value) if isinstance(value, Mapping) else value for key, value in attributes.items()}
-    start = None if start_time is None else int(start_time * NANOSECONDS)
-    span = tracer().start_span(name, attributes=flat, start_time=start)
-    if error is not None:
-        span.set_status(Status(StatusCode.ERROR, error))
-    span.end()
 
 
 _installing = threading.Lock()
@@ -230,8 +201,6 @@ def to_span(span: ReadableSpan, rollout_id: str, attempt_id: str, resource: dict
     store assigns it. `resource` is the span's resource in plain form, if the caller has it already."""
     context, parent, status = span.get_span_context(), span.parent, span.status
     attributes = plain_attributes(span.attributes)
-    if isinstance(values := attributes.get(REWARD_VALUES), str):
-        attributes[REWARD_VALUES] = json.loads(values)
     name, events = span.name, tuple(map(_event, span.events))
     scope = span.instrumentation_scope
     if scope is None or scope.name != INSTRUMENTATION:

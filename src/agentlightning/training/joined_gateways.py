@@ -25,7 +25,6 @@ from agentlightning.engine.servers.clients.http import JsonClient, ModelServerEr
 from agentlightning.engine.servers.joining import (
     BASE_PATH,
     COUNTS,
-    PROTOCOL,
     RENEW_SECONDS,
     CheckRequest,
     JoinRequest,
@@ -186,7 +185,6 @@ class JoinedGateways:
             )
         return JoinRequest(
             **dict(self._state()),
-            protocol=PROTOCOL,
             package=version("agentlightning"),
             kind=policy.kind,
             servers=policy.config.model_copy(update={"token_env": None}),

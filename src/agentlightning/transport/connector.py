@@ -13,11 +13,12 @@ import os
 import re
 import ssl
 from base64 import b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Self, TypeVar, cast
 from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.request import getproxies_environment
 
 from agentlightning.errors import ConfigError
 from agentlightning.transport.base import MAX_HEAD_BYTES, Origin, Reason, TransportError, request_bytes
@@ -104,53 +105,6 @@ def _excludes(entry: str, origin: Origin) -> bool:
         return name == "*" or (bool(domain) and f".{origin.host.lower().rstrip('.')}".endswith(f".{domain}"))
     address = _address(origin.host)
     return address is not None and address in network
-
-
-@dataclass(frozen=True, slots=True)
-class ProxySettings:
-    """Maps servers to proxies. URLs are parsed when first used, so an invalid one that is never used is no error."""
-
-    http: tuple[str, str] | None = field(default=None, repr=False)
-    """(name of the setting, URL) for http; None: no proxy."""
-    https: tuple[str, str] | None = field(default=None, repr=False)
-    no_proxy: tuple[str, ...] = ()
-    loopback: bool = False
-    """Whether calls to this machine itself use the proxy too."""
-
-    @classmethod
-    def for_all(cls, url: str) -> Self:
-        """One proxy for every call. Raises ConfigError for an invalid URL."""
-        Proxy.parse(url, "proxy")
-        return cls(("proxy", url), ("proxy", url), loopback=True)
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> Self:
-        """The settings of `http_proxy`, `https_proxy`, `all_proxy` and `no_proxy`, in lower or upper case."""
-        if "REQUEST_METHOD" in environment:  # A CGI server sets HTTP_PROXY from the header `Proxy` of a request.
-            environment = {name: value for name, value in environment.items() if name != "HTTP_PROXY"}
-        fallback = _variable(environment, "all_proxy")
-        _, no_proxy = _variable(environment, "no_proxy") or ("", "")
-        return cls(
-            _variable(environment, "http_proxy") or fallback,
-            _variable(environment, "https_proxy") or fallback,
-            tuple(re.split(r"[,\s]+", no_proxy)),
-        )
-
-    def find(self, origin: Origin) -> Proxy | None:
-        """The proxy for a server; None for a direct connection. Raises ConfigError if the proxy is invalid."""
-        setting = self.https if origin.secure else self.http
-        if setting is None or (not self.loopback and is_this_machine(origin.host)):
-            return None
-        if any(_excludes(entry, origin) for entry in self.no_proxy):
-            return None
-        return Proxy.parse(setting[1], setting[0])
-
-
-def _variable(environment: Mapping[str, str], name: str) -> tuple[str, str] | None:
-    """(name, value); the lower-case variable takes precedence, even if it is empty."""
-    name = name if name in environment else name.upper()
-    value = environment.get(name, "").strip()
-    return (name, value) if value else None
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -284,32 +238,45 @@ Kind = TypeVar("Kind", bound=asyncio.Protocol)
 
 @dataclass(frozen=True, slots=True)
 class ConnectOptions:
-    """Proxies and certificates of connections. Equal options can share connections."""
+    """Proxies and certificates of connections. Equal options can share connections. The URL of a proxy is parsed when
+    it is used first, so an invalid one that is never used is no error."""
 
-    proxies: ProxySettings = field(default_factory=ProxySettings)
+    http: str | None = field(default=None, repr=False)
+    """The URL of the proxy for http; None: no proxy."""
+    https: str | None = field(default=None, repr=False)
+    no_proxy: tuple[str, ...] = ()
+    given: bool = False
+    """Whether a setting names the proxy, not the environment: then calls to this machine itself use it, too."""
     ca_file: str | None = None
     """Certificates (PEM) of trusted authorities, in addition to those of the system."""
 
     @classmethod
-    def create(
-        cls,
-        proxy: str | Literal[False] | None = None,
-        ca_file: str | None = None,
-        environment: Mapping[str, str] | None = None,
-    ) -> Self:
-        """`proxy` is the URL of a proxy for every call, False for none, None for those of the environment. Raises
-        ConfigError for an invalid URL or file."""
-        variables = os.environ if environment is None else environment
-        for name, file in (("ca_file", ca_file), ("SSL_CERT_FILE", variables.get("SSL_CERT_FILE"))):
+    def create(cls, proxy: str | Literal[False] | None = None, ca_file: str | None = None) -> Self:
+        """`proxy` is the URL of a proxy for every call, False for none, None for those of the environment
+        (`http_proxy`, `https_proxy`, `all_proxy` and `no_proxy`, in lower or upper case). Raises ConfigError for an
+        invalid URL or file."""
+        for name, file in (("ca_file", ca_file), ("SSL_CERT_FILE", os.environ.get("SSL_CERT_FILE"))):
             if file:
                 check_certificates(name, file)
-        if proxy is None:
-            return cls(ProxySettings.from_environment(variables), ca_file)
-        return cls(ProxySettings.for_all(proxy) if proxy else ProxySettings(), ca_file)
+        if proxy:
+            Proxy.parse(proxy, "proxy")
+            return cls(proxy, proxy, given=True, ca_file=ca_file)
+        found = getproxies_environment() if proxy is None else {}
+        http, https = (found.get(kind) or found.get("all") for kind in _SCHEMES)
+        return cls(http, https, tuple(re.split(r"[,\s]+", found.get("no", ""))), ca_file=ca_file)
+
+    def proxy(self, origin: Origin) -> Proxy | None:
+        """The proxy for a server; None for a direct connection. Raises ConfigError if the proxy is invalid."""
+        url = self.https if origin.secure else self.http
+        if url is None or (not self.given and is_this_machine(origin.host)):
+            return None
+        if any(_excludes(entry, origin) for entry in self.no_proxy):
+            return None
+        return Proxy.parse(url, "proxy" if self.given else f"{origin.scheme.upper()}_PROXY (or ALL_PROXY)")
 
     def check(self, url: str) -> Self:
         """Raises ConfigError if the proxy for `url` cannot be used."""
-        self.proxies.find(Origin.of(urlsplit(url)))
+        self.proxy(Origin.of(urlsplit(url)))
         return self
 
 
@@ -317,17 +284,13 @@ class Connector:
     """Opens connections with the same `ConnectOptions`; for one event loop."""
 
     def __init__(self, options: ConnectOptions) -> None:
-        self._options = options
+        self.options = options
         self._tls: ssl.SSLContext | None = None
-
-    def proxy(self, origin: Origin) -> Proxy | None:
-        """The proxy for a server. Raises ConfigError if it cannot be used."""
-        return self._options.proxies.find(origin)
 
     async def connect(self, origin: Origin, make: Callable[[], Kind], seconds: float) -> Kind:
         """Connect a protocol made by `make` to a server. `seconds` limits the time until a request can be sent. Raises
         TransportError."""
-        proxy = self.proxy(origin)
+        proxy = self.options.proxy(origin)
         via = f" through the proxy {proxy}" if proxy else ""
         try:
             async with asyncio.timeout(seconds):
@@ -371,5 +334,5 @@ class Connector:
 
     def _context(self) -> ssl.SSLContext:
         if self._tls is None:
-            self._tls = ssl_context(self._options.ca_file)
+            self._tls = ssl_context(self.options.ca_file)
         return self._tls

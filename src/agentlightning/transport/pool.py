@@ -183,7 +183,7 @@ class Transport:
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         host = parts.netloc.rpartition("@")[2]
         proxy_headers = b""
-        if not origin.secure and (proxy := self._connector.proxy(origin)) is not None:
+        if not origin.secure and (proxy := self._connector.options.proxy(origin)) is not None:
             target = f"http://{host}{target}"
             proxy_headers = b"".join(b"\r\n%s: %s" % header for header in proxy.headers)
         return origin, target.encode(), host.encode() + proxy_headers

@@ -9,7 +9,7 @@ import pytest
 
 from agentlightning.rollouts import Attempt, AttemptedRollout
 from agentlightning.runner.hosts.host_pool import AgentCrashedError, AttemptProcess, LostAttemptError
-from agentlightning.runner.hosts.messages import Done, Exited, Job, Ready, Started, Stopping, encode
+from agentlightning.runner.hosts.messages import Done, Exited, Job, Ready, Stopping, encode
 
 
 class Wire(asyncio.Transport):
@@ -29,11 +29,12 @@ class Wire(asyncio.Transport):
 class Fixture:
     """A process with its socket, and what was done to it."""
 
-    def __init__(self, slots: int, alone: bool = False) -> None:
+    def __init__(self, slots: int, alone: bool = False, ready: bool = True) -> None:
         self.kills, self.wire = 0, Wire()
         self.process = AttemptProcess(slots, alone=alone, grace=-0.4, kill=self.kill, on_change=lambda: None)
         self.process.connection_made(self.wire)
-        self.says(Ready(1))
+        if ready:
+            self.says(Ready(1))
 
     def kill(self) -> None:
         self.kills += 1
@@ -54,25 +55,27 @@ class Fixture:
 
 async def test_an_exit_is_the_fault_of_the_only_attempt_that_ran() -> None:
     made = Fixture(2)
-    ran, waited = await made.call(1), await made.call(2)
-    made.says(Started(1))
+    ran = await made.call(1)
     made.exits()
     with pytest.raises(AgentCrashedError, match="ended with exit code 3"):
         await ran
-    with pytest.raises(LostAttemptError) as lost:
+
+
+async def test_an_exit_before_anything_ran_is_the_fault_of_no_attempt() -> None:
+    made = Fixture(1, alone=True, ready=False)
+    waited = await made.call(1)
+    made.exits()
+    with pytest.raises(LostAttemptError):
         await waited
-    assert not lost.value.alone, "it never started, so that any process can run it"
 
 
 async def test_of_several_attempts_each_is_to_be_repeated_alone() -> None:
     made = Fixture(2)
     both = [await made.call(1), await made.call(2)]
-    made.says(Started(1), Started(2))
     made.exits()
     for each in both:
-        with pytest.raises(LostAttemptError, match="1 other attempts shared") as lost:
+        with pytest.raises(LostAttemptError, match="1 other attempts shared"):
             await each
-        assert lost.value.alone
 
 
 async def test_one_that_does_not_stop_keeps_its_slot_and_its_process_ends_once_the_others_have() -> None:
@@ -93,30 +96,27 @@ async def test_one_that_does_not_stop_keeps_its_slot_and_its_process_ends_once_t
 async def test_a_blocked_event_loop_costs_all_and_none_of_the_others_failed() -> None:
     made = Fixture(2)
     blocks, works = await made.call(1), await made.call(2)
-    made.says(Started(1), Started(2))
     blocks.cancel()
     await asyncio.wait([blocks])
     await asyncio.sleep(0.2)
     assert made.kills == 1
     made.exits()
-    with pytest.raises(LostAttemptError, match="blocked its event loop") as lost:
+    with pytest.raises(LostAttemptError, match="blocked its event loop"):
         await works
-    assert not lost.value.alone
 
 
-@pytest.mark.parametrize("last", [True, False])
-async def test_a_process_says_which_attempt_is_its_last(last: bool) -> None:
-    made = Fixture(1, alone=True)
+@pytest.mark.parametrize("alone", [True, False])
+async def test_a_process_for_one_attempt_ends_with_it(alone: bool) -> None:
+    made = Fixture(1, alone=alone)
     task = await made.call(1)
-    made.says(Done(1, last=last))
-    assert await task == Done(1, last=last)
-    assert (made.wire.closed, made.process.usable, made.kills) == (last, not last, 0)
+    made.says(Done(1))
+    assert await task == Done(1)
+    assert (made.wire.closed, made.process.usable, made.kills) == (alone, not alone, 0)
 
 
 async def test_what_is_no_message_is_the_end_of_the_process() -> None:
     made = Fixture(1)
     task = await made.call(1)
-    made.says(Started(1))
     made.process.data_received(b"\xff" * 64)
     assert (made.kills, made.process.usable, made.process.ending) == (1, False, False)
     made.exits()

@@ -108,15 +108,15 @@ async def test_a_wrong_token_is_refused_before_anything_runs(
         await fit(tmp_path, "run", settings(model_server, (hub.url,)), hub.url, token="other")
 
 
-def test_a_server_of_another_protocol_version_says_so(hub: Hub) -> None:
+def test_a_server_of_another_version_says_so(hub: Hub) -> None:
     answer = httpx.post(
         f"{hub.url}{BASE_PATH}/policy",
-        json={"run_id": "r1", "protocol": 99, "package": "9.9"},
+        json={"run_id": "r1", "package": "9.9"},
         headers={"authorization": f"Bearer {TOKEN}"},
     )
     assert answer.status_code == 422
     assert f"this server has agentlightning {version('agentlightning')}" in answer.json()["detail"]
-    assert "the run has agentlightning 9.9, which speaks version 99" in answer.json()["detail"]
+    assert "and the run 9.9; install the same version on both" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from agentlightning.attempt_variables import attempt_environment
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.chat.tokenizer_archive import pack_tokenizer, probe_tokens
 from agentlightning.engine.base import Engine
-from agentlightning.engine.servers.joining import BASE_PATH, PROTOCOL
+from agentlightning.engine.servers.joining import BASE_PATH
 from agentlightning.gateway.app import Gateway
 from agentlightning.resources import ProxyLLM
 from agentlightning.server.serve import serve
@@ -50,8 +51,7 @@ class Trainer:
     async def join(self, **changes: Any) -> httpx.Response:
         chat = HFChatFormat(tiny_tokenizer())
         content = {
-            "protocol": PROTOCOL,
-            "package": "2.0",
+            "package": version("agentlightning"),
             "kind": "vllm",
             "servers": self.servers(),
             "context_length": 512,
@@ -381,7 +381,7 @@ async def test_a_server_that_lost_the_trainers_weights_answers_no_call_until_it_
 @pytest.mark.parametrize(
     ("changes", "status", "words"),
     [
-        ({"protocol": 99}, 422, "the run has agentlightning 2.0, which speaks version 99"),
+        ({"package": "9.9"}, 422, "and the run 9.9; install the same version on both"),
         ({"servers": {"urls": ["http://127.0.0.1:9"]}}, 503, "127.0.0.1:9"),
         ({"label": "another"}, 503, "has weights default"),
         ({"tokenizer": base64.b64encode(b"no archive").decode()}, 422, "archive of the tokenizer cannot be read"),

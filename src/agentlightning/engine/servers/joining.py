@@ -20,8 +20,6 @@ from agentlightning.engine.adapter_view import AdapterTable
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.util.settings import Section
 
-PROTOCOL: Final = 3
-"""Raised with each change that an earlier version would misunderstand."""
 BASE_PATH: Final = "/v1/policies"
 RENEW_SECONDS: Final = 2.0
 """A run renews its lease so often, and joins again within this time where a gateway was started again."""
@@ -78,9 +76,8 @@ class StateRequest(RunRequest):
 class JoinRequest(StateRequest):
     """What a gateway needs in order to sample from the policy of a run."""
 
-    protocol: int
     package: str
-    """The run's version of agentlightning."""
+    """The run's version of agentlightning, which must be that of the gateway."""
     kind: str = Field(pattern=r"^[\w-]+$")
     """The engine by its name. A gateway imports no module that a request names."""
     servers: ServersConfig

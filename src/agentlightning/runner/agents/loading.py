@@ -139,6 +139,7 @@ def on_new_instance(kind: type[Any], name: str, role: str) -> Any:
 
 FRAMEWORK_MODULES = (
     "agentlightning.runner",
+    "agentlightning.tracing.rewards",
     "agentlightning.util.plugins",
     "importlib",
     "concurrent.",

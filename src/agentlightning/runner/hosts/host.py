@@ -1,6 +1,6 @@
 """A host: the process that runs attempts of an agent; and the fork server, which imports the agent and forks hosts.
 
-It runs many attempts at a time (async agents as tasks, commands and rewards in threads), or one at a time on its main
+It runs many attempts at a time (async agents as tasks, commands and rewards in threads), or a single one on its main
 thread, where it may change directory and handle signals, and where whatever has no context belongs to it. An attempt
 that does so beside others is interrupted, and the runner repeats it in a process of its own. A host sends emitted spans
 to the runner immediately, and the end of an attempt after all of its spans. This is the only place where an exception
@@ -54,7 +54,7 @@ from agentlightning.runner.agents.agent import Agent, load_agent, load_object
 from agentlightning.runner.agents.arguments import Invocation, OwnProcessNeededError, bind_resources
 from agentlightning.runner.agents.command import CommandError, signal_group, task_variable
 from agentlightning.runner.agents.loading import user_traceback
-from agentlightning.runner.agents.reward import RewardFunction, check_reward, looks_like_reward
+from agentlightning.runner.agents.reward import RewardFunction
 from agentlightning.runner.hosts.messages import (
     Done,
     Exited,
@@ -68,7 +68,6 @@ from agentlightning.runner.hosts.messages import (
     Program,
     Ready,
     Spans,
-    Started,
     Stopping,
     ToForkServer,
     ToHost,
@@ -79,6 +78,7 @@ from agentlightning.tracing import client_headers
 from agentlightning.tracing.agent_spans import sanitize_span
 from agentlightning.tracing.emit import emit_annotation, emit_exception, emit_reward
 from agentlightning.tracing.outbox import PostingSink
+from agentlightning.tracing.rewards import check_reward, looks_like_reward
 from agentlightning.tracing.scope import inherited_scope, mark_owner, scope, serve_attempts
 from agentlightning.tracing.tracer import flush, install_globally, to_span
 from agentlightning.util.json_values import dumps, loads
@@ -112,11 +112,8 @@ class Setup:
 class _Sink:
     """Sends the spans of one attempt to the runner."""
 
-    job_id: int
-    send: Callable[[Spans], None]
-    address: str
-    key: str
-    process: int
+    host: Host
+    job: Job
     judge: bool = False
     """For the spans of a reward function, in the attempt that it scores: they are marked as not the agent's own."""
     remote: PostingSink | None = None
@@ -125,10 +122,10 @@ class _Sink:
     def put(self, spans: Sequence[Span]) -> None:
         if self.judge:
             spans = [replace(span, attributes={**span.attributes, JUDGE: True}) for span in spans]
-        if os.getpid() == self.process:
-            self.send(Spans(self.job_id, tuple(spans)))
+        if os.getpid() == self.host.process:
+            self.host.send(Spans(self.job.job_id, tuple(spans)))
         else:
-            self.remote = self.remote or PostingSink(self.address, self.key)
+            self.remote = self.remote or PostingSink(self.job.server_url, self.job.environment.get("AGL_KEY", ""))
             self.remote.put(spans)
 
 
@@ -138,7 +135,7 @@ class Host:
     alone = False
 
     def __init__(self, sock: socket.socket, setup: Setup) -> None:
-        self._sock, self._setup, self._process = sock, setup, os.getpid()
+        self._sock, self._setup, self.process = sock, setup, os.getpid()
         self._running: dict[int, Invocation] = {}
         self._sending = threading.Lock()
         serve_attempts(alone=self.alone, on_doubt=self._separate)
@@ -146,7 +143,7 @@ class Host:
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def _send(self, message: FromHost) -> None:
+    def send(self, message: FromHost) -> None:
         # Called from any thread, sends immediately: a reward is on its way before the agent makes its next call.
         data = _encoded(message)
         with suppress(BrokenPipeError, ConnectionResetError), self._sending:  # disconnected: `_receive` ends all
@@ -156,7 +153,7 @@ class Host:
         """Handle messages until the runner disconnects. Then kill the commands and exit without waiting for threads.
         What else was started here, such as the workers of pools, goes with the process group."""
         frames: FrameDecoder[ToHost] = FrameDecoder(ToHost)
-        self._send(Ready(os.getpid()))
+        self.send(Ready(os.getpid()))
         with suppress(ConnectionResetError):
             while data := self._sock.recv(1 << 18):
                 for message in frames.feed(data):
@@ -175,7 +172,7 @@ class Host:
         if isinstance(message, Job):
             task = without_hidden_fields(message.rollout.input, self._setup.load.hidden)
             invocation = Invocation(replace(message.rollout, input=task), {}, message.environment, task)
-            invocation.on_program = lambda group: self._send(Program(message.job_id, group))
+            invocation.on_program = lambda group: self.send(Program(message.job_id, group))
             self._running[message.job_id] = invocation
             self._start(message.job_id, self._attempt(message, invocation))
         elif (invocation := self._running.get(message.job_id)) is not None:
@@ -188,13 +185,11 @@ class Host:
 
     async def _attempt(self, job: Job, invocation: Invocation) -> None:
         """Error boundary: every exception of the agent becomes a record."""
-        self._send(Started(job.job_id))
         failure: Failure | None = None
         output: Any = None
         ids = invocation.rollout.rollout_id, invocation.rollout.attempt.attempt_id
-        address, key = job.server_url, job.environment.get("AGL_KEY", "")
-        sink = _Sink(job.job_id, self._send, address, key, self._process)
-        with scope(*ids, sink, address=address, key=key):
+        sink = _Sink(self, job)
+        with scope(*ids, sink, address=job.server_url, key=job.environment.get("AGL_KEY", "")):
             try:
                 output = shorten_output(await self._result(job, invocation, sink))
             except BaseException as error:  # noqa: BLE001  the only place where a failure of an agent becomes a record
@@ -206,7 +201,7 @@ class Host:
                     emit_exception(error)
             flush()
         del self._running[job.job_id]
-        self._send(Done(job.job_id, failure, output, invocation.needs_process, self._tidy_up()))
+        self.send(Done(job.job_id, failure, output, invocation.needs_process))
 
     async def _result(self, job: Job, invocation: Invocation, sink: _Sink) -> Any:
         """The agent's return value, unless it was the reward. Rewards are recorded."""
@@ -216,7 +211,7 @@ class Host:
         invocation.environment = {**fields, **job.environment}  # of a command, in its own process
         variables = fields | in_process_environment(job.environment, job.rollout.attempt.worker_id or "")
         variables |= task_variable(invocation.task)
-        with attempt_environ.own_variables(variables) if self.alone else attempt_environ.overlay(variables):
+        with attempt_environ.process_variables(variables) if self.alone else attempt_environ.overlay(variables):
             output = await self._run(invocation)
         if invocation.needs_process:
             raise OwnProcessNeededError(invocation.needs_process)
@@ -238,7 +233,7 @@ class Host:
 
     def _separate(self, what: str) -> None:
         """All attempts that run here need processes of their own."""
-        for invocation in list(self._running.values()) if os.getpid() == self._process else ():
+        for invocation in list(self._running.values()) if os.getpid() == self.process else ():
             invocation.needs_process = what
 
     # -- how code is run, once for each kind of host -----------------------------------------------------------------
@@ -258,10 +253,6 @@ class Host:
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call code of the user, and await what it returns, if that is to be awaited."""
         raise NotImplementedError
-
-    def _tidy_up(self) -> bool:
-        """Undo what an attempt has changed. Whether this process is of no further use."""
-        return False
 
 
 class SharedHost(Host):
@@ -288,7 +279,7 @@ class SharedHost(Host):
 
     def _cancel(self, job_id: int) -> None:
         def cancel() -> None:
-            self._send(Stopping(job_id))  # the loop is alive
+            self.send(Stopping(job_id))  # the loop is alive
             if job_id in self._tasks:
                 self._loop.call_soon(self._tasks[job_id].cancel)  # after its first step: else it could not end
 
@@ -315,7 +306,7 @@ class SharedHost(Host):
 
     def _refuse_change(self, what: str) -> None:
         """Called before the state of this process changes. Raises where that is seen by other attempts."""
-        if os.getpid() != self._process:
+        if os.getpid() != self.process:
             return
         inside = inherited_scope()
         for invocation in list(self._running.values()):
@@ -333,16 +324,15 @@ class SharedHost(Host):
 
 
 class LoneHost(Host):
-    """Runs one attempt at a time on the main thread, where signals and libraries that insist on it work."""
+    """Runs one attempt on the main thread, where signals and libraries that insist on it work."""
 
     alone = True
 
     def __init__(self, sock: socket.socket, setup: Setup) -> None:
         self._work: SimpleQueue[Coroutine[Any, Any, None]] = SimpleQueue()
         self._loop = asyncio.Runner()
-        """One loop for all attempts: a client that is made once belongs to it."""
+        """One loop for agent and reward: a client that is made once belongs to it."""
         self._awaiting: asyncio.Task[Any] | None = None
-        attempt_environ.process_state.save()
         super().__init__(sock, setup)
 
     def serve(self) -> None:
@@ -354,7 +344,7 @@ class LoneHost(Host):
         self._work.put(work)
 
     def _cancel(self, job_id: int) -> None:
-        self._send(Stopping(job_id))
+        self.send(Stopping(job_id))
         if (task := self._awaiting) is not None:
             task.get_loop().call_soon_threadsafe(task.cancel)
 
@@ -370,11 +360,6 @@ class LoneHost(Host):
             raise asyncio.CancelledError
         mark_owner()
         return await value
-
-    def _tidy_up(self) -> bool:
-        attempt_environ.process_state.restore()
-        pools = sys.modules.get("multiprocessing.process")
-        return pools is not None and bool(pools.active_children())  # which work in the name of this attempt
 
 
 def _encoded(message: FromHost) -> bytes:

@@ -1,11 +1,9 @@
 """The pool of processes of a runner: has them forked, assigns attempts to them and replaces those that fail.
 
 `spawn()` starts the fork server and returns immediately, so that the agent is imported while the caller does other
-work; it needs no event loop. `run` executes one attempt. Where attempts are alone in their processes, an idle process
-takes the next one, or, if `fresh`, each has a new one. Elsewhere the least busy of `hosts` processes takes it; when
-that dies, the attempt that it ran fails; of several, nobody knows whose fault it was, and each is repeated in a process
-of its own. An attempt that cannot share its process says so (`Done.needs_process`): from then on each is alone, and
-where that was not enough, in a new process.
+work; it needs no event loop. `run` executes one attempt. The least busy of `hosts` processes takes it; when that dies,
+the attempt that it ran fails; of several, nobody knows whose fault it was, and each is repeated in a new process of its
+own. An attempt that cannot share its process says so (`Done.needs_process`): from then on each has a new one.
 
 The life of a process: forked, ready, retired (it takes no further attempt), exited. An attempt occupies its slot until
 the process has said that it has ended, though its caller may have gone. One that does not end when it is stopped
@@ -54,7 +52,6 @@ from agentlightning.runner.hosts.messages import (
     Program,
     Ready,
     Spans,
-    Started,
     Stopping,
     encode,
 )
@@ -90,12 +87,7 @@ class AgentCrashedError(AgentError):
 
 
 class LostAttemptError(AgentError):
-    """The attempt was lost for no fault that is known to be its own: it is to be repeated, and if `alone`, in a process
-    of its own, which then tells whose fault it was."""
-
-    def __init__(self, message: str, alone: bool) -> None:
-        super().__init__(message)
-        self.alone = alone
+    """The attempt was lost for no fault that is known to be its own: it is to be repeated in a process of its own."""
 
 
 @dataclass(slots=True)
@@ -105,7 +97,6 @@ class RunningAttempt:
     job: Job
     done: asyncio.Future[Done]
     on_spans: OnSpans
-    started: bool = False
     stopped: bool = False
     """Its caller waits no longer."""
     acknowledged: bool = False
@@ -127,10 +118,10 @@ class AttemptProcess(asyncio.Protocol):
         self, slots: int, *, alone: bool, grace: float, kill: Callable[[], None], on_change: Callable[[], None]
     ) -> None:
         self.alone = alone
-        """One attempt at a time, on its main thread."""
+        """It runs one attempt, on its main thread."""
         self.attempts: dict[int, RunningAttempt] = {}
         self.ready = False
-        self.retired = False
+        self.retired = alone
         self.ending = False
         """It is closed, or killed for what one of its attempts did to others: no crash."""
         self.exited: Exited | None = None
@@ -191,7 +182,7 @@ class AttemptProcess(asyncio.Protocol):
         if not attempt.acknowledged:
             self.ending = True
             self._kill_because("another attempt blocked its event loop and did not end at its timeout")
-            self._fail_all(lambda _: LostAttemptError(f"the process the agent ran in {self._killed}", alone=False))
+            self._fail_all(LostAttemptError(f"the process the agent ran in {self._killed}"))
         self.retire()
 
     def retire(self) -> None:
@@ -249,9 +240,7 @@ class AttemptProcess(asyncio.Protocol):
         attempt = self.attempts.get(message.job_id)
         if attempt is None:
             return
-        if isinstance(message, Started):
-            attempt.started = True
-        elif isinstance(message, Program):
+        if isinstance(message, Program):
             attempt.program = message.group
         elif isinstance(message, Spans):
             if not attempt.stopped:
@@ -266,7 +255,7 @@ class AttemptProcess(asyncio.Protocol):
         del self.attempts[done.job_id]
         if not attempt.done.done():
             attempt.done.set_result(done)
-        if self.retired or done.last:
+        if self.retired:
             self.retire()
         elif attempt.stopped:
             self._on_change()
@@ -290,27 +279,23 @@ class AttemptProcess(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
         self.kill_programs()
-        suspects = sum(each.stopped or each.started for each in self.attempts.values())
-        self._fail_all(lambda attempt: self._error_of(attempt, exited, suspects - 1))
+        error: AgentError = AgentCrashedError(exited, self._killed)
+        others = len(self.attempts) - 1
+        if others > 0 or not self.ready:  # nobody knows whose fault it was
+            error = LostAttemptError(f"{error}, which {others} other attempts shared")
+        self._fail_all(error)
         self.attempts.clear()
 
-    def _fail_all(self, error_of: Callable[[RunningAttempt], AgentError]) -> None:
+    def _fail_all(self, error: AgentError) -> None:
         for attempt in self.attempts.values():
             if not attempt.done.done():
-                attempt.done.set_exception(error_of(attempt))
+                attempt.done.set_exception(error)
 
     def kill_programs(self) -> None:
         """Kill the programs that the process has left: each has a process group of its own."""
         for attempt in self.attempts.values():
             if attempt.program > 1:
                 signal_group(attempt.program, signal.SIGKILL)
-
-    def _error_of(self, attempt: RunningAttempt, exited: Exited, others: int) -> AgentError:
-        """Whose fault an exit was is known only where one attempt ran."""
-        crash = AgentCrashedError(exited, self._killed)
-        if not attempt.started:
-            return LostAttemptError(str(crash), alone=False)
-        return crash if others < 1 else LostAttemptError(f"{crash}, which {others} other attempts shared", alone=True)
 
 
 # -- all of them -----------------------------------------------------------------------------------------------------
@@ -346,8 +331,8 @@ class HostPool:
         if not 1 <= hosts <= concurrency and not fresh:
             raise ConfigError(f"hosts={hosts}, concurrency={concurrency}: use 1 <= hosts <= concurrency")
         self.agent = agent_spec(agent)
-        self.fresh = self.alone = fresh
-        """Each attempt has a process to itself while it runs."""
+        self.fresh = fresh
+        """Each attempt has a new process."""
         self.crashes = 0
         """Number of processes that exited unexpectedly."""
         self._concurrency, self._size, self._slots = concurrency, hosts, math.ceil(concurrency / max(hosts, 1))
@@ -406,7 +391,7 @@ class HostPool:
             async with asyncio.timeout(LOAD_SECONDS):
                 await self._loaded
                 self._notify_change()
-                if not self.alone:
+                if not self.fresh:
                     await self._least_busy()
         except TimeoutError:
             raise AgentError(f"agent {self.agent} was not imported within {LOAD_SECONDS:g} s") from None
@@ -432,7 +417,7 @@ class HostPool:
     def capacity(self) -> int:
         """Number of attempts that can run at once at the moment."""
         processes = self._processes.values()
-        if self.alone:
+        if self.fresh:
             return self._concurrency - sum(process.stopped for process in processes)
         return sum(process.capacity for process in processes if not process.alone)
 
@@ -444,55 +429,48 @@ class HostPool:
         environment: Mapping[str, str],
         on_spans: OnSpans,
         timeout: float | None,
-        once: bool,
+        alone: bool,
     ) -> Done:
-        """Run one attempt until it ends, in a new process if `once`. Raises TimeoutError after `timeout` seconds,
+        """Run one attempt until it ends, in a new process if `alone`. Raises TimeoutError after `timeout` seconds,
         AgentCrashedError when its process exits, and LostAttemptError where that may be another's fault, or it needs a
         process of its own. Cancelling stops the attempt."""
         dumped = named_resources.dump_python(resources, mode="json")
         job = Job(next(self._job_ids), rollout, dumped, server_url, dict(environment))
-        once = once or self.fresh
-        process = self._alone(once) if once or self.alone else await self._least_busy()
+        process = self._fork(alone=True) if alone or self.fresh else await self._least_busy()
         done = await process.call(job, on_spans, timeout)
-        if not done.needs_process or once:
+        if not done.needs_process:
             return done
-        self._separate(done.needs_process, process.alone)
-        raise LostAttemptError(f"the agent needs a process of its own ({done.needs_process})", alone=True)
+        self._separate(done.needs_process)
+        raise LostAttemptError(f"the agent needs a process of its own ({done.needs_process})")
 
-    def _separate(self, what: str, was_alone: bool) -> None:
-        """From now on each attempt is alone in its process; where that was so already, each has a new one."""
-        if self.fresh if was_alone else self.alone:
+    def _separate(self, what: str) -> None:
+        """From now on each attempt has a new process."""
+        if self.fresh:
             return
-        self.alone, self.fresh = True, was_alone
+        self.fresh = True
         logger.warning(
-            "attempts of agent %s cannot share a process (%s): from now on, each one runs in %s process of its own, and"
-            " those that this interrupts are repeated; fresh_process=True (--fresh-process) starts with new processes",
-            *(self.agent, what, "a new" if self.fresh else "a"),
+            "attempts of agent %s cannot share a process (%s): from now on, each one runs in a new process of its own,"
+            " and those that this interrupts are repeated; fresh_process=True (--fresh-process) starts like that",
+            *(self.agent, what),
         )
-        for process in list(self._processes.values()):
-            if self.fresh or not process.alone:
-                process.retire()
-
-    def _free(self, alone: bool) -> list[AttemptProcess]:
-        if self._broken is not None:
-            raise self._broken
-        return [each for each in self._processes.values() if each.ready and each.free > 0 and each.alone is alone]
+        for process in [each for each in self._processes.values() if not each.alone]:
+            process.retire()
 
     async def _least_busy(self) -> AttemptProcess:
-        while not (found := self._free(alone=False)):
+        while not (found := [each for each in self._processes.values() if each.ready and each.free > 0]):
+            self._check()
             await self._changed.wait()
         return max(found, key=lambda process: process.free)
 
-    def _alone(self, once: bool) -> AttemptProcess:
-        """A process for one attempt: an idle one, if it is not to be for this one only."""
-        idle = self._free(alone=True)
-        process = self._fork(alone=True) if once or not idle else idle[-1]
-        process.retired = once
-        return process
+    def _check(self) -> None:
+        """Raises AgentError where no process can be started."""
+        if self._broken is not None:
+            raise self._broken
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
     def _fork(self, alone: bool) -> AttemptProcess:
+        self._check()
         number, loop = next(self._numbers), asyncio.get_running_loop()
 
         def kill() -> None:
@@ -511,7 +489,7 @@ class HostPool:
         return process
 
     def _notify_change(self) -> None:
-        if not (self._closing or self.alone or self._broken):
+        if not (self._closing or self.fresh or self._broken):
             shared = [each for each in self._processes.values() if not (each.alone or each.retired)]
             for _ in range(self._size - len(shared)):  # another one in place of each that takes no more attempts
                 self._fork(alone=False)

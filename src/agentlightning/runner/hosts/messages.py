@@ -57,7 +57,7 @@ class Fork(Message, frozen=True):
 
     host_id: int
     alone: bool = False
-    """For one attempt at a time, which runs on the main thread."""
+    """For one attempt, which runs on the main thread."""
 
 
 class Kill(Message, frozen=True):
@@ -114,12 +114,6 @@ class Ready(Message, frozen=True):
     pid: int
 
 
-class Started(Message, frozen=True):
-    """The host has started an attempt. Attempts that it never started can run on another host if it dies."""
-
-    job_id: int
-
-
 class Program(Message, frozen=True):
     """An attempt has started a program, or it has ended."""
 
@@ -150,14 +144,12 @@ class Done(Message, frozen=True):
     """The agent's return value as shortened JSON; None if it was the reward."""
     needs_process: str = ""
     """What the attempt touched that all attempts in its process share: its result means nothing."""
-    last: bool = False
-    """The process is of no further use: workers of pools are left in it."""
 
 
 ToForkServer = Fork | Kill
 FromForkServer = Loaded | Exited
 ToHost = Job | Cancel
-FromHost = Ready | Started | Program | Spans | Stopping | Done
+FromHost = Ready | Program | Spans | Stopping | Done
 
 # -- framing ---------------------------------------------------------------------------------------------------------
 

@@ -61,7 +61,8 @@ MAX_DEPTH: Final = 64
 """Maximum nesting of attributes; spans with deeper ones are rejected."""
 MAX_MESSAGES: Final = 3 * MAX_DEPTH
 """Maximum nesting of the messages that hold them, in JSON."""
-MAX_SEQUENCE_ID: Final = 2**31 - 1
+SEQUENCE_DIGITS: Final = 9
+"""Longer sequence numbers are taken for none."""
 NANOSECONDS: Final = 1e9
 
 
@@ -236,12 +237,8 @@ def _text(value: str | bytes) -> str:
 
 def _requested_sequence_id(attributes: dict[str, Any], resource: dict[str, Any]) -> int:
     """The requested sequence number; 0 (assigned by the store) if there is no valid one."""
-    given = attributes.get(SEQUENCE_ID) or resource.get(SEQUENCE_ID)
-    if isinstance(given, bool) or not isinstance(given, int | str):
-        return 0
-    text = str(given)
-    number = int(text) if text.isascii() and text.isdecimal() and len(text) <= 10 else 0
-    return number if number <= MAX_SEQUENCE_ID else 0
+    text = str(attributes.get(SEQUENCE_ID) or resource.get(SEQUENCE_ID))
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= SEQUENCE_DIGITS else 0
 
 
 # -- JSON ------------------------------------------------------------------------------------------------------------

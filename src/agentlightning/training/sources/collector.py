@@ -49,10 +49,11 @@ from agentlightning.rollouts import (
     RolloutStatus,
 )
 from agentlightning.runner.agents.arguments import Invocation
-from agentlightning.runner.agents.reward import RewardFunction, check_reward
+from agentlightning.runner.agents.reward import RewardFunction
 from agentlightning.span import AIR_RULE, Span
 from agentlightning.store.base import ROLLOUTS_PER_READ, LightningStoreBase
 from agentlightning.tracing.air import AutomaticRewards
+from agentlightning.tracing.rewards import check_reward
 from agentlightning.trajectory import Reward, RewardWeights, Trajectory
 from agentlightning.util.json_values import dumps, recorded_objects
 

@@ -36,9 +36,9 @@ from agentlightning.errors import ConfigError, DatasetError, MissingRewardError,
 from agentlightning.policy.learner import age, updates_of
 from agentlightning.rewards.judges import JudgedRollout
 from agentlightning.rollouts import BRANCH, Rollout
-from agentlightning.runner.agents.reward import check_reward
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import tasks_of_step
+from agentlightning.tracing.rewards import check_reward
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.sources.collector import (
     RolloutCollector,
