@@ -29,7 +29,7 @@ from agentlightning.policy.base import UPDATE, Metrics, UpdateOptions
 from agentlightning.policy.learner import Learner
 from agentlightning.resources import NamedResources, prompts_in
 from agentlightning.training.callbacks import Callback, FinishedStep, restore, saved
-from agentlightning.training.health.examination import closing_warnings
+from agentlightning.training.health.examination import CLOSING, closing_warnings
 from agentlightning.training.health.step_record import VALIDATION, StepRecord, step_line
 from agentlightning.training.joined_gateways import JoinedGateways
 from agentlightning.training.persistence.checkpoints import Checkpoints, load_weights, read_resources
@@ -455,6 +455,7 @@ class TrainingRun(Struct):
     async def fit(self) -> TrainingResult:
         """Measure the starting policy, unless that is done, train, and measure the result."""
         state, algorithm, progress = self.state, self.algorithm, self.progress
+        state.warnings = {kind: text for kind, text in state.warnings.items() if not kind.startswith(CLOSING)}
         at_start = state.measures_start(self.config.evaluation.modes)
         before = await self.measure_held_out("measuring the starting policy", "before", "before", strict=True)
         if at_start:
@@ -501,6 +502,7 @@ class TrainingRun(Struct):
         gains = {mode: gain_of(before[mode], after[mode]) for mode in before if before[mode].rewards}
         directory = self.directory / "checkpoint"
         await self.checkpoints.export(directory)
+        state.warnings |= closing_warnings(self.records, gains)
         self.write_state()
         lines = self.run_dir.read_metrics()
         cost = cost_of_steps(lines)
@@ -513,7 +515,7 @@ class TrainingRun(Struct):
             failed_rollouts=state.failed_rollouts,
             rejected_rollouts=dict(state.rejected),
             skipped_groups=state.skipped_groups,
-            warnings=(*state.warnings.values(), *closing_warnings(self.records, gains).values()),
+            warnings=tuple(state.warnings.values()),
             warning_counts=dict(state.warning_counts),
             rollbacks=state.rollbacks,
             gate_rejections=state.of("gate").get("gate_rejections", 0),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import msgspec
 import orjson
 
 from agentlightning.errors import AgentLightningError
@@ -59,6 +57,10 @@ def starting_warnings(*, random_weights: bool, shared: Sequence[Overlap] = ()) -
             " begin with (warm_start.dataset)"
         )
     }
+
+
+CLOSING: Final = ("nothing_learned", "not_compared_", "worse_", "no_gain_")
+"""What the kinds of warnings at the end begin with: a run that continues has none of them."""
 
 
 def closing_warnings(records: Sequence[StepRecord], gains: Mapping[str, Gain]) -> dict[str, str]:
@@ -124,8 +126,7 @@ class Examination:
     """Steps with readable metrics."""
     signs: tuple[SignHistory, ...]
     warnings: Mapping[str, str]
-    """By kind, what the run itself has warned of and its steps do not show, what a finished one did not achieve, and
-    how it `ended`, if not well."""
+    """By kind, what the run itself has warned of and its steps do not show, and how it `ended`, if not well."""
     failures: tuple[Failures, ...]
     damaged_lines: tuple[int, ...]
     """Numbers of the lines of metrics.jsonl that cannot be read."""
@@ -145,12 +146,6 @@ def examine(run_dir: Path) -> Examination:
     notes = [] if records else ["no step is finished yet, so that there is nothing to judge"]
     failures = failures_of(run_dir / "store.db", state, notes)
     warnings = state.warnings
-    if status == "finished":
-        try:
-            gains = _gains(orjson.loads((run_dir / "report.json").read_bytes()))
-            warnings = warnings | closing_warnings(records, gains)
-        except (orjson.JSONDecodeError, KeyError, TypeError, msgspec.ValidationError) as error:
-            notes.append(f"report.json cannot be read, so that nothing is said of the gain: {error}")
     if status != "running":
         warnings = warnings | _ending(run_dir, has_worked=status == "finished" or bool(records))
     if status == "unfinished" and "ended" not in warnings:
@@ -184,15 +179,6 @@ def _ending(run_dir: Path, *, has_worked: bool) -> dict[str, str]:
 
 def _resume(run_dir: Path) -> str:
     return f"agl train --resume {shlex.quote(str(run_dir))}"
-
-
-def _gains(report: Mapping[str, Any]) -> dict[str, Gain]:
-    """Without tasks that could be compared the numbers are NaN, which JSON has not."""
-    unknown = dict.fromkeys(("before", "after", "gain"), math.nan) | {"interval": (math.nan, math.nan)}
-    return {
-        mode: msgspec.convert(gain if gain["tasks"] else gain | unknown, Gain)
-        for mode, gain in report["held_out"].items()
-    }
 
 
 def status_of(run_dir: Path) -> Literal["running", "finished", "unfinished"]:
