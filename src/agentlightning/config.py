@@ -516,6 +516,9 @@ class TrainConfig(Section):
             size = self.warm_start.batch_size
             check_fed(self.policy.processes, size, f"warm_start.batch_size={size}")
         for stage in getattr(self.algorithm, "stages", (self.algorithm,)):
+            optimizer, steps = getattr(stage, "optimizer", None), getattr(stage, "steps", None)
+            if optimizer is not None and steps is not None:
+                optimizer.check_warmup(steps * getattr(stage, "minibatches", 1))
             if isinstance(stage, LightningRLConfig):
                 tasks, parts = stage.tasks_per_step, stage.minibatches
                 settings = f"tasks_per_step={tasks}, one tree for each, in minibatches={parts}"

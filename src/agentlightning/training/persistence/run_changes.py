@@ -213,29 +213,7 @@ def settings_of_run(run_dir: Path, changes: Sequence[str] = ()) -> TrainConfig:
     path = run_dir / "config.toml"
     if not path.exists():
         raise ResumeError(f"{run_dir} holds no run: {path} does not exist")
-    return load_settings(TrainConfig, toml=path, overrides=[*_earlier_options(run_dir), *changes])
-
-
-EARLIER_OPTIONS: Final = {
-    "num_iterations": "algorithm.steps",
-    "target_agent": "algorithm.target_agent",
-    "method": "data.method",
-    "success_threshold": "data.success_threshold",
-    "follow": "data.follow",
-    "follow_timeout": "data.follow_timeout",
-    "eval_agent": "agent",
-    "store": "data.sessions",
-}
-"""What state.json had of a run on recorded data before config.toml did."""
-
-
-def _earlier_options(run_dir: Path) -> list[str]:
-    try:
-        recorded = orjson.loads((run_dir / "state.json").read_bytes())["recorded"]
-        found = {**recorded.pop("options"), **recorded}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return []
-    return overrides({to: found[name] for name, to in EARLIER_OPTIONS.items() if found.get(name) is not None})
+    return load_settings(TrainConfig, toml=path, overrides=changes)
 
 
 def changed_settings(before: BaseModel, after: BaseModel) -> Changes:

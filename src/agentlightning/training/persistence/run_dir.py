@@ -258,15 +258,7 @@ def read_state(run_dir: Path) -> RunState:
     read."""
     path = run_dir / "state.json"
     with readable(path):
-        table = orjson.loads(path.read_bytes())
-        recorded = table.get("recorded") or {}
-        # Earlier runs on data in memory named it here, and the algorithm in what is recorded of the data.
-        if {"dataset", "validation", "data"} & set(table.get("objects", ())):
-            table["algorithm"] = recorded.get("algorithm")
-        for callback, names in FLAT.items():
-            if own := {name: table.pop(name) for name in names if name in table}:
-                table.setdefault("callbacks", {})[callback] = own
-        state = msgspec.convert(table, RunState)
+        state = msgspec.json.decode(path.read_bytes(), type=RunState)
     if not 1 <= state.version <= STATE_VERSION:
         raise ResumeError(f"{run_dir} was written by another version (state {state.version}); use that version")
     state.version = STATE_VERSION
@@ -278,16 +270,8 @@ def readable(part: object) -> Generator[None]:
     """Turn what goes wrong while a part of a run is read into a ResumeError that names it."""
     try:
         yield
-    except (OSError, AttributeError, LookupError, ValueError, TypeError, msgspec.ValidationError) as error:
+    except (OSError, AttributeError, LookupError, ValueError, TypeError, msgspec.MsgspecError) as error:
         raise ResumeError(f"{part} cannot be read: {error}; start a new run") from error
-
-
-FLAT: Final = {
-    "health": ("healthy", "candidate", "rollbacks", "lr_factor"),
-    "gate": ("promoted", "guard_scores", "judged_step", "gate_rejections"),
-    "guard": ("recent_rewards",),
-}
-"""What stood beside the fields of a run, and has since become the state of a callback."""
 
 
 def holds_run(run_dir: Path) -> bool:
