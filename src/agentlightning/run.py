@@ -97,7 +97,7 @@ from agentlightning.training.report.result import TrainingResult
 from agentlightning.training.report.reward_curve import Curve
 from agentlightning.training.run import TrainingRun
 from agentlightning.training.sources.collector import RolloutCollector, TrajectoryReader
-from agentlightning.training.sources.stream import InFlightLimit, RolloutStream, check_staleness, task_order
+from agentlightning.training.sources.stream import InFlightLimit, RolloutStream, check_staleness
 from agentlightning.training.starting_policy import has_random_weights, make_starting_policy, open_for_training
 from agentlightning.training.tracking import Tracking
 from agentlightning.training.watch import watch_rollouts
@@ -446,32 +446,28 @@ class Wiring(Struct):
     ) -> RolloutStream:
         """The stream of rollouts; with `max_staleness` 0, each step waits for its own. Raises ConfigError for a
         `max_staleness` or a curriculum that cannot be."""
-        config, algorithm, state, tasks = self.config, self.algorithm, self.state, self.tasks.train
-        judge = config.group_reward
+        config, algorithm, judge = self.config, self.algorithm, self.config.group_reward
         check_staleness(config.run.max_staleness, algorithm.total_steps)
         algorithm.check_staleness(config.run.max_staleness)
         if learner is None:
             check_calls_of_policy(config)
+        limit = InFlightLimit()
+        if learner is not None and config.runner.limit_by_load:
+            limit.usage = learner.policy.kv_cache_usage
         return RolloutStream(
             collector,
-            tasks,
-            state,
+            self.tasks.train,
+            self.state,
             publisher.write,
-            seed=config.run.seed,
-            policy_version=lambda: 0 if learner is None else learner.policy_version,
-            versions=lambda: {} if learner is None else learner.versions,
-            max_staleness=config.run.max_staleness,
-            total_steps=algorithm.total_steps,
-            order=task_order(config.curriculum, len(tasks), config.run.seed, state.curriculum),
-            reward_weights=algorithm.reward_weights,
-            turn_limit=config.curriculum.turns,
-            branching=config.curriculum.branching,
-            limit=InFlightLimit(learner.policy.kv_cache_usage)
-            if learner is not None and config.runner.limit_by_load
-            else InFlightLimit(),
-            on_progress=lambda done, total: self.progress.update(state.stage_step, rollouts=f"{done}/{total}"),
-            note=self.progress.note,
-            group_reward=None if judge is None else load_object(function_spec(judge, "group reward"), "group reward"),
+            self.progress,
+            learner,
+            config.curriculum,
+            config.run.seed,
+            config.run.max_staleness,
+            algorithm.total_steps,
+            algorithm.reward_weights,
+            None if judge is None else load_object(function_spec(judge, "group reward"), "group reward"),
+            limit,
         )
 
 

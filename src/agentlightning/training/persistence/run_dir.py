@@ -23,6 +23,7 @@ import errno
 import os
 import re
 import shutil
+import statistics
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -88,6 +89,44 @@ class RecordedData(Struct):
     notes: list[str] = []
 
 
+MEMORY: Final = 0.5
+"""The weight of a new group in the moving averages of its task."""
+FORGOTTEN: Final = 0.25
+"""A mean this far below the best one, relative to it, counts as forgotten."""
+
+
+class TaskRecord(Struct, array_like=True):
+    """What the order of tasks knows of one task, as a list in `state.json`."""
+
+    turn: float = 0
+    """When it was drawn last."""
+    groups: float = 0
+    mean: float = 0.0
+    std: float = 0.0
+    best: float = 0.0
+    unrewarded: float = 0
+    """Groups without any reward."""
+
+    @property
+    def score(self) -> float:
+        return self.std + max(0.0, self.best - self.mean)
+
+    @property
+    def is_forgotten(self) -> bool:
+        return self.groups > 1 and self.best - self.mean > FORGOTTEN * max(abs(self.best), 1e-9)
+
+    def add(self, rewards: Sequence[float]) -> None:
+        if not rewards:
+            self.unrewarded += 1
+            return
+        mean, std = statistics.fmean(rewards), statistics.pstdev(rewards)
+        weight = MEMORY if self.groups else 1.0
+        self.mean += weight * (mean - self.mean)
+        self.std += weight * (std - self.std)
+        self.best = max(self.best, self.mean) if self.groups else mean
+        self.groups += 1
+
+
 class RunState(Struct):
     """The position of a run, as `state.json` holds it."""
 
@@ -124,8 +163,8 @@ class RunState(Struct):
     """The number of turns of which rollouts were started."""
     taken: dict[str, int] = {}
     """Group -> the step that learned from it, for the groups of turns that are not finished."""
-    curriculum: dict[str, list[float]] = {}
-    """What the order of tasks has learned of each, by its place (`sources.stream.TaskRecord`)."""
+    curriculum: dict[int, TaskRecord] = {}
+    """By the place of each task, if tasks are drawn by what can be learned from them."""
     turn_tasks: dict[str, list[int]] = {}
     """The tasks of each turn that is not finished, where their order depends on rewards."""
     stages: list[StageRecord] = []
