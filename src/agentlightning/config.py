@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import (
     Field,
@@ -82,7 +82,7 @@ __all__ = [
     "WeightsConfig",
 ]
 
-TRACKERS_HOME: Final = "agentlightning.training.tracking"
+TRACKERS_HOME = "agentlightning.training.tracking"
 TRACKERS = Registry(
     "trackers",
     "tracker",

@@ -31,7 +31,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 import orjson
@@ -84,7 +84,7 @@ class RunCallback(Callback[S]):
 
 # -- health ----------------------------------------------------------------------------------------------------------
 
-HEALTHY_STEPS: Final = 5
+HEALTHY_STEPS = 5
 """Steps without a sign of collapse after which a checkpoint is healthy: `signs.LAST` and one."""
 
 
@@ -167,7 +167,7 @@ class Health(RunCallback[HealthState]):
 
 # Scores finished rollouts by a reward function that no agent is trained on.
 
-CONCURRENCY: Final = 8
+CONCURRENCY = 8
 """Rollouts that are scored at the same time."""
 logger = logging.getLogger(__name__)
 
@@ -210,9 +210,9 @@ async def score_rollouts(
 
 # -- guard -----------------------------------------------------------------------------------------------------------
 
-WITHOUT_REWARD: Final = frozenset({MISSING_REWARD, CALL_LIMIT, RewardError.reason})
+WITHOUT_REWARD = frozenset({MISSING_REWARD, CALL_LIMIT, RewardError.reason})
 """Reasons of rejected rollouts that have no usable reward."""
-MOST_REMEMBERED: Final = 512
+MOST_REMEMBERED = 512
 """Rewards of a step that are remembered."""
 Pairs: TypeAlias = Sequence[Sequence[tuple[float, float]]]
 """Two scores of each rollout of each group."""
@@ -319,7 +319,7 @@ class Guard(RunCallback[GuardState]):
 
 # -- audit log -------------------------------------------------------------------------------------------------------
 
-AUDIT_FILE: Final = "audit.jsonl"
+AUDIT_FILE = "audit.jsonl"
 Action = Literal["learned", "promoted", "rejected"]
 
 

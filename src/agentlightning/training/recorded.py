@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.lightning_rl import LightningRL
@@ -43,12 +43,12 @@ from agentlightning.training.starting_policy import make_starting_policy
 from agentlightning.trajectory import Trajectory
 from agentlightning.util.progress import Progress
 
-SINGLES: Final = "sessions of tasks with one session"
+SINGLES = "sessions of tasks with one session"
 """The group of such sessions."""
-POLL_SECONDS: Final = 0.5
-CHECKPOINT_EVERY: Final = 20
+POLL_SECONDS = 0.5
+CHECKPOINT_EVERY = 20
 """Steps between checkpoints, unless `run.checkpoint_every` says otherwise: a step costs no rollouts here."""
-SUMMED: Final = (
+SUMMED = (
     "groups",
     "groups_trained",
     "groups_without_spread",

@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import orjson
 
@@ -241,9 +241,9 @@ class WandbTracker(Tracker):
 
 # MLflow: a database beside the runs (`runs/mlflow.db`) unless the settings or MLFLOW_TRACKING_URI name a server.
 
-MOST_PARAMS: Final = 90
+MOST_PARAMS = 90
 """Parameters in one request; MLflow takes 100."""
-MOST_VALUE: Final = 500
+MOST_VALUE = 500
 """Characters of a parameter."""
 
 
@@ -347,11 +347,11 @@ async def validation_transcripts(
 
 logger = logging.getLogger(__name__)
 
-FILE: Final = "tracking.json"
-TRANSCRIPTS: Final = "transcripts.jsonl"
-MOST_WAITING: Final = 1000
+FILE = "tracking.json"
+TRANSCRIPTS = "transcripts.jsonl"
+MOST_WAITING = 1000
 """Calls that may wait for one tracker; further ones are dropped and counted."""
-CLOSE_SECONDS: Final = 60.0
+CLOSE_SECONDS = 60.0
 """How long the end of a run waits for a tracker."""
 
 T = TypeVar("T")

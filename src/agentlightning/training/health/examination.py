@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import orjson
 
@@ -33,7 +33,7 @@ from agentlightning.training.sources.collector import cause_of_failure
 
 # Warnings at the start and the end of a run: what is known before its first rollout, and what it did not achieve.
 
-LEAST_MOVED: Final = 1e-5
+LEAST_MOVED = 1e-5
 """Learning rates of a run that add up to less leave the policy what it was: adaptive optimizers move a weight by about
 the rate at each update, and weights have a size of about 0.01."""
 
@@ -59,7 +59,7 @@ def starting_warnings(*, random_weights: bool, shared: Sequence[Overlap] = ()) -
     }
 
 
-CLOSING: Final = ("nothing_learned", "not_compared_", "worse_", "no_gain_")
+CLOSING = ("nothing_learned", "not_compared_", "worse_", "no_gain_")
 """What the kinds of warnings at the end begin with: a run that continues has none of them."""
 
 
@@ -97,9 +97,9 @@ def closing_warnings(records: Sequence[StepRecord], gains: Mapping[str, Gain]) -
     return found
 
 
-MOST_TEXT: Final = 240
+MOST_TEXT = 240
 """Characters of an example."""
-MOST_FAILURES: Final = 2000
+MOST_FAILURES = 2000
 """Failed rollouts that are read from the store, the newest ones."""
 
 

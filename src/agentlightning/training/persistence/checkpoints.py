@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import orjson
 
@@ -94,13 +94,13 @@ class ResourcePublisher:
         return resources_id
 
 
-RESOURCES_FILE: Final = "resources.json"
+RESOURCES_FILE = "resources.json"
 """In a checkpoint: the resources that the algorithm has published, if any, and the run's prompts."""
 
 
-SLOW_CHECKPOINT: Final = 1.0
+SLOW_CHECKPOINT = 1.0
 """Seconds. One that takes less is written after each step ..."""
-CHECKPOINT_SHARE: Final = 9
+CHECKPOINT_SHARE = 9
 """... and of others so few that training takes nine times as long."""
 
 

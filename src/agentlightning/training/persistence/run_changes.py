@@ -35,7 +35,7 @@ from agentlightning.util.settings import NONE, is_secret, load_settings
 
 # The tasks of a run: loaded, split into disjoint parts, and stored in the run directory.
 
-PARTS: Final = ("train", "validation", "held_out")
+PARTS = ("train", "validation", "held_out")
 
 
 class Tasks(Struct):
@@ -200,7 +200,7 @@ CHANGEABLE = (
 MEASURED = ("agent", "reward", "algorithm.reward_weights")
 """Settings that decide what a reward means: measurements before and after such a change cannot be compared."""
 
-STAGE: Final = re.compile(r"^algorithm\.stages\.\d+\.")
+STAGE = re.compile(r"^algorithm\.stages\.\d+\.")
 """The beginning of a setting of one of several algorithms, which may change as that of a single one may."""
 
 Changes = Mapping[str, tuple[Any, Any]]
@@ -347,7 +347,7 @@ def check_extensions(run_dir: Path, state: RunState, config: TrainConfig, named:
     state.extensions = now
 
 
-OBJECTS: Final = {
+OBJECTS = {
     "store": ("keeps its rollouts in a store that was given to it; give it again", "...), or --server URL"),
     "reward": ("was started with a reward function that is an object; give it again", "...), or --reward module:name"),
     "callbacks": ("was started with callbacks that are objects; give them again", "[...])"),

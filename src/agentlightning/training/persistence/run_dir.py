@@ -27,7 +27,7 @@ import statistics
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, Final, TypedDict
+from typing import IO, Any, TypedDict
 
 import msgspec
 import orjson
@@ -36,9 +36,9 @@ from msgspec import Struct
 from agentlightning.errors import AgentLightningError, ConfigError, ResumeError
 from agentlightning.util.file_lock import lock_file
 
-ALGORITHM_FILE: Final = "algorithm.json"
+ALGORITHM_FILE = "algorithm.json"
 """In a checkpoint: `Algorithm.state_dict`, unless it is empty, and the revision of the run that it belongs to."""
-ERROR_FILE: Final = "error.txt"
+ERROR_FILE = "error.txt"
 STATE_VERSION = 2
 
 
@@ -89,9 +89,9 @@ class RecordedData(Struct):
     notes: list[str] = []
 
 
-MEMORY: Final = 0.5
+MEMORY = 0.5
 """The weight of a new group in the moving averages of its task."""
-FORGOTTEN: Final = 0.25
+FORGOTTEN = 0.25
 """A mean this far below the best one, relative to it, counts as forgotten."""
 
 
@@ -487,8 +487,8 @@ def _lock(path: Path) -> IO[str]:
     return file
 
 
-_UNFINISHED_FOLDER: Final = re.compile(r"\.(.+)\.[a-z0-9_]{8}")
-_UNFINISHED_FILE: Final = re.compile(r"\..+\.\d+")
+_UNFINISHED_FOLDER = re.compile(r"\.(.+)\.[a-z0-9_]{8}")
+_UNFINISHED_FILE = re.compile(r"\..+\.\d+")
 
 
 def _remove_unfinished(folder: Path) -> None:
@@ -505,7 +505,7 @@ def _remove_unfinished(folder: Path) -> None:
             entry.unlink()
 
 
-GROWING: Final = ("metrics.jsonl", "changes.jsonl", "audit.jsonl", "transcripts.jsonl")
+GROWING = ("metrics.jsonl", "changes.jsonl", "audit.jsonl", "transcripts.jsonl")
 """Files to which lines are added."""
 
 

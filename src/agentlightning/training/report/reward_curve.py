@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from agentlightning.errors import MissingExtraError
 from agentlightning.evaluation.intervals import Gain
@@ -93,7 +93,7 @@ def _series(metrics: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 
 logger = logging.getLogger(__name__)
 
-SECONDS: Final = 30.0
+SECONDS = 30.0
 """The least time between two drawings; drawing one takes less than one."""
 
 

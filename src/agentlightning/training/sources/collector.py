@@ -166,7 +166,7 @@ async def checked(trajectories: Sequence[Trajectory], check: Check | None) -> Re
 
 # What a rollout said, as text: the messages of its last model call, and its output.
 
-MOST_TEXT: Final = 2000
+MOST_TEXT = 2000
 """Characters of a task, a conversation or an output."""
 
 
@@ -608,7 +608,7 @@ async def evaluate_tasks(
     )
 
 
-NO_REWARD: Final = f"it has no reward: {WITHOUT_REWARD}"
+NO_REWARD = f"it has no reward: {WITHOUT_REWARD}"
 
 
 # -- trials ----------------------------------------------------------------------------------------------------------

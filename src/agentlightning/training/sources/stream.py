@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Any
 
 from msgspec import Struct, field
 
@@ -110,7 +110,7 @@ def _uncertainty(call: Transition, tokens: int) -> float:
 # The function gets the rollouts of a group (`JudgedRollout`) and returns one reward for each, None for none; it may be
 # async. Where it raises, the rollouts of the group have no reward: they are rejected, counted and named like others.
 
-JUDGED_AT_ONCE: Final = 4
+JUDGED_AT_ONCE = 4
 """Groups that are judged at the same time."""
 GroupReward = Callable[[Sequence[JudgedRollout]], Any]
 
@@ -259,14 +259,14 @@ class LearnabilityOrder(Struct):
 # fills 0.7, and groups beyond it that no runner has begun wait; above 0.9 the youngest groups beyond it are cancelled,
 # and run again later. One group may always run.
 
-GROW_BELOW: Final = 0.6
-GROWTH: Final = 1.25
-TRIM_ABOVE: Final = 0.8
-TRIM_TO: Final = 0.7
-CANCEL_ABOVE: Final = 0.9
-READ_SECONDS: Final = 1.0
+GROW_BELOW = 0.6
+GROWTH = 1.25
+TRIM_ABOVE = 0.8
+TRIM_TO = 0.7
+CANCEL_ABOVE = 0.9
+READ_SECONDS = 1.0
 """How often the load is read."""
-SETTLE_SECONDS: Final = 10.0
+SETTLE_SECONDS = 10.0
 """After the limit has shrunk: time until runners have stopped what was cancelled, and the load shows it."""
 
 Usage = Callable[[], Awaitable[float | None]]
@@ -374,7 +374,7 @@ def choose(groups: Sequence[Group], count: int, update: int) -> list[Group] | No
 Publish = Callable[[str, Mapping[str, float], int | None], Awaitable[str]]
 """(resources id, sampling parameters, answers that a rollout may be given) -> the id under which the present weights
 and resources were published."""
-PART_SEED: Final = 1_000_003
+PART_SEED = 1_000_003
 """What is added to the seed for each further request within a step, so that it draws other tasks."""
 
 
