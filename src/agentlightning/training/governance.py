@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
-import orjson
 from msgspec import Struct
 
 from agentlightning.algorithms.training import Collected
@@ -65,7 +64,7 @@ from agentlightning.training.health.step_record import (
     score_of,
 )
 from agentlightning.training.persistence.run_changes import Tasks
-from agentlightning.training.persistence.run_dir import KeptCheckpoint, check_run, whole_lines
+from agentlightning.training.persistence.run_dir import KeptCheckpoint, append_lines, check_run, whole_lines
 from agentlightning.training.sources.collector import Scores, apply_reward, read_recordings
 from agentlightning.trajectory import RewardWeights, Trajectory
 
@@ -250,19 +249,15 @@ class Guard(RunCallback[GuardState]):
         drift = distance(known, [reward for step in self.state.recent_rewards for reward in step])
         shares = map(discordance, await self._pairs(collected.trajectories, rewards))
         disagreement = max((share for share in shares if share is not None), default=None)
-        measured = (  # (metric of a violation, metric in any case, value, limit)
-            ("guard_out_of_range", None, outside, 0),
+        self._rewards += filter(math.isfinite, known)
+        found: dict[str, float] = {"guard_out_of_range": outside} if outside else {}
+        for name, metric, value, limit in (
             ("guard_missing", "rewards_missing_share", missing, guard.max_missing),
             ("guard_drift", "reward_drift", drift, guard.max_drift),
             ("guard_disagreement", "reward_disagreement", disagreement, guard.max_disagreement),
-        )
-        self._rewards += filter(math.isfinite, known)
-        found = dict[str, float]()
-        for violation, metric, value, limit in measured:
-            if value is not None and metric is not None:
-                found[metric] = value
-            if value is not None and value > limit:
-                found[violation] = float(value)
+        ):
+            if value is not None:
+                found |= {metric: value} | ({name: value} if value > limit else {})
         for name, value in found.items():  # a step may have several batches
             earlier = self._metrics.get(name, 0.0)
             self._metrics[name] = value + earlier if name == "guard_out_of_range" else max(value, earlier)
@@ -377,8 +372,7 @@ class Audit(RunCallback[NoState]):
         run = self.run
         given: Any = {"version": run.checkpoints.version, "algorithm": run.algorithm.name, "time": time.time()} | fields
         record = AuditRecord(action, run.state.step, **given)
-        with (run.directory / AUDIT_FILE).open("ab") as file:
-            file.write(orjson.dumps(msgspec.to_builtins(record)) + b"\n")
+        append_lines(run.directory / AUDIT_FILE, msgspec.to_builtins(record))
         return record
 
     async def decided(self, action: Action, **fields: Any) -> None:

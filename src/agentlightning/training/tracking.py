@@ -33,7 +33,7 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.callbacks import FinishedStep, NoState
 from agentlightning.training.governance import RunCallback
 from agentlightning.training.persistence.run_changes import flat_settings
-from agentlightning.training.persistence.run_dir import forget_after, write_atomically
+from agentlightning.training.persistence.run_dir import append_lines, forget_after, write_atomically
 from agentlightning.training.sources.collector import MOST_TEXT, conversation_of, read_recordings, text_of
 
 if TYPE_CHECKING:
@@ -467,8 +467,11 @@ class Tracking(RunCallback[NoState]):
     async def on_step_end(self, step: FinishedStep) -> None:
         """The finite numbers of its line in metrics.jsonl."""
         number = self.run.state.step
-        values = {name: each for name, each in step.line.items() if name != "step" and isinstance(each, int | float)}
-        metrics = {name: float(value) for name, value in values.items() if math.isfinite(value)}
+        metrics = {
+            name: float(value)
+            for name, value in step.line.items()
+            if name != "step" and isinstance(value, int | float) and math.isfinite(value)
+        }
         self._send("log metrics", lambda tracker: tracker.log(number, metrics))
         self.run.warn_of(self._warnings())
 
@@ -483,8 +486,7 @@ class Tracking(RunCallback[NoState]):
             return
         step = self.run.state.step
         if rows:
-            with (self.run_dir / TRANSCRIPTS).open("ab") as file:
-                file.writelines(orjson.dumps({"step": step, **asdict(row)}) + b"\n" for row in rows)
+            append_lines(self.run_dir / TRANSCRIPTS, *({"step": step, **asdict(row)} for row in rows))
             self._send("log transcripts", lambda tracker: tracker.transcripts(step, rows))
 
     async def on_end(self, result: TrainingResult) -> TrainingResult:

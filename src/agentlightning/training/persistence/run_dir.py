@@ -440,8 +440,13 @@ class RunDir(Struct):
         return records_in(self.path / "metrics.jsonl")
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
-        with (self.path / "metrics.jsonl").open("ab") as file:
-            file.write(orjson.dumps(dict(record), option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+        append_lines(self.path / "metrics.jsonl", dict(record))
+
+
+def append_lines(path: Path, *records: dict[str, Any]) -> None:
+    """Add records to a file of JSON lines."""
+    with path.open("ab") as file:
+        file.writelines(orjson.dumps(each, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n" for each in records)
 
 
 def whole_lines(path: Path) -> list[bytes]:
