@@ -285,13 +285,17 @@ class Guard(RunCallback[GuardState]):
         groups, found = group_trajectories(trajectories), list[Pairs]()
         if self.guard.agree is not None:
             first, second = self.guard.agree
-            given = [[reward for each in group if (reward := team_reward(each)) is not None] for group in groups]
-            named = [[reward for reward in group if isinstance(reward, dict)] for group in given]
+            given = [reward for each in trajectories if (reward := team_reward(each)) is not None]
             pairs = [
-                [(each[first], each[second]) for each in group if first in each and second in each] for group in named
+                [
+                    (reward[first], reward[second])
+                    for each in group
+                    if isinstance(reward := team_reward(each), dict) and {first, second} <= reward.keys()
+                ]
+                for group in groups
             ]
-            if any(given) and not any(pairs):
-                dimensions = sorted({name for group in named for each in group for name in each})
+            if given and not any(pairs):
+                dimensions = sorted({name for each in given if isinstance(each, dict) for name in each})
                 self.run.warn(
                     "guard_agree",
                     f"guard.agree compares the dimensions {first!r} and {second!r}, and no reward of the batch has both"
@@ -305,10 +309,12 @@ class Guard(RunCallback[GuardState]):
                 if sum(map(len, chosen)) + len(group) <= self.guard.sample:
                     chosen.append(group)
             scores = await self.second([each.rollout_id for group in chosen for each in group])
-            both = {
-                key: (reward, scores[key]) for key, reward in rewards.items() if key in scores and reward is not None
-            }
-            found.append([[both[each.rollout_id] for each in group if each.rollout_id in both] for group in chosen])
+            found.append(
+                [
+                    [(reward, scores[key]) for key in ids if key in scores and (reward := rewards[key]) is not None]
+                    for ids in ([each.rollout_id for each in group] for group in chosen)
+                ]
+            )
         return found
 
 

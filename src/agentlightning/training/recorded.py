@@ -235,16 +235,15 @@ async def open_recorded(
     assert data is not None
     if not algorithm.reads_sessions:
         store = None
-    else:
-        if store is None:
-            store = open_sessions(config.data.sessions)
-            stack.push_async_callback(store.close)
-        elif not isinstance(getattr(store, "path", None), Path):
-            state.objects = [*{*state.objects, "store"}]
-        path = getattr(store, "path", None)
-        if isinstance(path, Path):
-            own = config.data.model_copy(update={"sessions": str(path.resolve())})
-            config = config.model_copy(update={"data": own})
+    elif store is None:
+        store = open_sessions(config.data.sessions)
+        stack.push_async_callback(store.close)
+    elif not isinstance(getattr(store, "path", None), Path):
+        state.objects = [*{*state.objects, "store"}]
+    path = getattr(store, "path", None)
+    if isinstance(path, Path):
+        own = config.data.model_copy(update={"sessions": str(path.resolve())})
+        config = config.model_copy(update={"data": own})
     progress.phase("reading the data" if store is None else "reading sessions")
     target = getattr(getattr(algorithm, "config", None), "target_agent", None)
     sessions = await _sessions(store, data, config.data, target, progress)

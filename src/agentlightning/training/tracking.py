@@ -18,12 +18,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import orjson
+from msgspec import Struct, structs
 
 from agentlightning.config import TRACKERS, TrackingConfig
 from agentlightning.errors import MissingExtraError, StoreError
@@ -48,8 +49,7 @@ if TYPE_CHECKING:
 # imported when it is used.
 
 
-@dataclass(frozen=True, slots=True)
-class TrackedRun:
+class TrackedRun(Struct, frozen=True):
     """A run, as a tracker is told of it."""
 
     run_dir: Path
@@ -65,8 +65,7 @@ class TrackedRun:
     """The settings of the section [tracking]."""
 
 
-@dataclass(frozen=True, slots=True)
-class Transcript:
+class Transcript(Struct, frozen=True):
     """A rollout of a validation."""
 
     mode: str
@@ -77,7 +76,7 @@ class Transcript:
     rollout_id: str
 
 
-COLUMNS = ("mode", "task", "conversation", "output", "reward", "rollout_id")
+COLUMNS = Transcript.__struct_fields__
 """Of a table of transcripts."""
 
 
@@ -105,11 +104,6 @@ class Tracker(ABC):
         """The run ends, `finished` or to be continued."""
 
 
-def rows_of(transcripts: Sequence[Transcript]) -> list[list[Any]]:
-    """The cells of a table, in the order of `COLUMNS`."""
-    return [[getattr(each, name) for name in COLUMNS] for each in transcripts]
-
-
 def result_numbers(result: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a result by name: `result/held_out_greedy_gain` and the like."""
     found: dict[str, float] = {}
@@ -124,7 +118,7 @@ def result_numbers(result: Mapping[str, Any]) -> dict[str, float]:
 def markdown_table(transcripts: Sequence[Transcript]) -> str:
     """The table as Markdown."""
     lines = [f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|"]
-    for row in rows_of(transcripts):
+    for row in map(structs.astuple, transcripts):
         cells = (str(cell).replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>") for cell in row)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -224,14 +218,12 @@ class WandbTracker(Tracker):
         self._run.log(dict(metrics), step=step)
 
     def transcripts(self, step: int, rows: Sequence[Transcript]) -> None:
-        table = self._client.Table(columns=list(COLUMNS), data=rows_of(rows))
+        table = self._client.Table(columns=list(COLUMNS), data=[list(structs.astuple(row)) for row in rows])
         self._run.log({"transcripts": table}, step=step)
 
     def result(self, step: int, result: Mapping[str, Any], curve: Path | None) -> None:
-        found: dict[str, Any] = {**result_numbers(result)}
-        if curve is not None:
-            found["curve"] = self._client.Image(str(curve))
-        self._run.log(found, step=step)
+        picture = {} if curve is None else {"curve": self._client.Image(str(curve))}
+        self._run.log(result_numbers(result) | picture, step=step)
 
     def close(self, *, finished: bool) -> None:
         self._run.finish(exit_code=0 if finished else 1)
@@ -280,7 +272,7 @@ class MlflowTracker(Tracker):
         self._client.log_batch(self._id, metrics=[Metric(name, value, now, step) for name, value in metrics.items()])
 
     def transcripts(self, step: int, rows: Sequence[Transcript]) -> None:
-        table = {name: list(cells) for name, cells in zip(COLUMNS, zip(*rows_of(rows), strict=True), strict=True)}
+        table = {name: [getattr(row, name) for row in rows] for name in COLUMNS}
         self._client.log_table(self._id, table, f"transcripts/step-{step:06d}.json")
 
     def result(self, step: int, result: Mapping[str, Any], curve: Path | None) -> None:
@@ -486,7 +478,7 @@ class Tracking(RunCallback[NoState]):
             return
         step = self.run.state.step
         if rows:
-            append_lines(self.run_dir / TRANSCRIPTS, *({"step": step, **asdict(row)} for row in rows))
+            append_lines(self.run_dir / TRANSCRIPTS, *({"step": step, **structs.asdict(row)} for row in rows))
             self._send("log transcripts", lambda tracker: tracker.transcripts(step, rows))
 
     async def on_end(self, result: TrainingResult) -> TrainingResult:
