@@ -221,9 +221,10 @@ class Run(Struct):
         else:
             tasks, data, store = load_tasks(self.config, train, validation, held_out), None, self.store
         parts = {"agent": self.agent, "reward": self.reward, "store": store, "callbacks": self.callbacks or None}
+        given = self.algorithm
         state = RunState(
             f"r{secrets.token_hex(4)}",
-            None if data is not None and data.sources else algorithm_to_record(self.algorithm),
+            None if given is None or given.restorable or (data is not None and data.sources) else class_name(given),
             [name for name, part in parts.items() if part is not None and not isinstance(part, str)],
             extensions_of(self.config),
             recorded=data,
@@ -589,11 +590,6 @@ def _absolute(section: C, *names: str) -> C:
     """A section of settings whose paths, where there is something, are absolute."""
     given = {name: path for name in names if (path := getattr(section, name, None)) and Path(path).exists()}
     return section.model_copy(update={name: str(Path(path).resolve()) for name, path in given.items()})
-
-
-def algorithm_to_record(algorithm: Algorithm[Any] | None) -> str | None:
-    """`module:Class` of an algorithm object that the configuration cannot bring back; None where it can."""
-    return None if algorithm is None or algorithm.restorable else class_name(algorithm)
 
 
 def algorithm_of_run(

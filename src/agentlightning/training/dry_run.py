@@ -87,6 +87,8 @@ def observe(
     """`reason`: why it was rejected; `model`: the name of the policy; None: any counts."""
     spans, answered = report.spans, calls(report.spans)
     own = [span for span in answered if model is None or model_of(span) in (None, model)]
+    tools = (tool for span in own for tool in recorded_objects(span.attributes.get(names.TOOL_DEFINITIONS)))
+    offered = {str(tool.get("name") or (tool.get("function") or {}).get("name")) for tool in tools}
     ended = attempt is not None and attempt.status == "succeeded"
     return DryRunRollout(
         report.rollout_id,
@@ -104,7 +106,7 @@ def observe(
         without_tokens=sum(not has_tokens(span.attributes) for span in own),
         sampled_tokens=sum(len(span.attributes.get(names.RESPONSE_TOKEN_IDS) or ()) for span in own),
         truncated=sum("length" in (span.attributes.get(names.FINISH_REASONS) or ()) for span in own),
-        offered_tools=tuple(sorted({name for span in own for name in _offered(span)})),
+        offered_tools=tuple(sorted(offered)),
         tool_errors=_tool_errors(spans),
         transcript=transcript_of(spans),
     )
@@ -117,11 +119,6 @@ def _error(span: Span) -> str:
 
 def _parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     return (part for each in messages for part in each.get("parts") or () if isinstance(part, Mapping))
-
-
-def _offered(span: Span) -> Iterator[str]:
-    for tool in recorded_objects(span.attributes.get(names.TOOL_DEFINITIONS)):
-        yield str(tool.get("name") or (tool.get("function") or {}).get("name"))
 
 
 def _tool_errors(spans: Sequence[Span]) -> tuple[str, ...]:

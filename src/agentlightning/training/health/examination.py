@@ -211,25 +211,25 @@ def failures_of(path: Path, state: RunState, notes: list[str]) -> tuple[Failures
         if state.failed_rollouts:
             notes.append("its rollouts are in another store, so that failures are not listed by cause")
         return ()
+
+    async def failed_attempts() -> list[Attempt]:
+        store = LightningStore(path)
+        try:
+            rollouts = await store.query_rollouts(
+                status_in=["failed"], rollout_id_contains=state.run_id, newest_first=True, limit=MOST_FAILURES
+            )
+            return await store.get_latest_attempts([rollout.rollout_id for rollout in rollouts])
+        finally:
+            await store.close()
+
     try:
-        attempts = asyncio.run(_failed_attempts(path, state.run_id))
+        attempts = asyncio.run(failed_attempts())
     except AgentLightningError as error:
         notes.append(f"{path} cannot be read, so that failures are not listed by cause: {error}")
         return ()
     counts = Counter(map(_cause, attempts))
     examples = {_cause(each): f"{each.rollout_id}: {cause_of_failure(each)}" for each in attempts}
     return tuple(Failures(cause, count, examples[cause][:MOST_TEXT]) for cause, count in counts.most_common())
-
-
-async def _failed_attempts(path: Path, run_id: str) -> list[Attempt]:
-    store = LightningStore(path)
-    try:
-        rollouts = await store.query_rollouts(
-            status_in=["failed"], rollout_id_contains=run_id, newest_first=True, limit=MOST_FAILURES
-        )
-        return await store.get_latest_attempts([rollout.rollout_id for rollout in rollouts])
-    finally:
-        await store.close()
 
 
 def _cause(attempt: Attempt) -> str:

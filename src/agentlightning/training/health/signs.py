@@ -500,7 +500,14 @@ def of_updates(records: Records) -> Iterator[Sign]:
         )
     norms = values_of(records, "grad_norm")
     recent = range(max(SPIKE_HISTORY, len(norms) - SPIKE_RECENT), len(norms))
-    spikes = [norms[i] for i in recent if _is_spike(norms[i], norms[max(0, i - LONGEST_HISTORY) : i])]
+    spikes: list[float] = []
+    for i in recent:
+        history = norms[max(0, i - LONGEST_HISTORY) : i]
+        median = statistics.median(history)
+        mad = statistics.median(abs(each - median) for each in history)
+        deviation = max(MAD_TO_SIGMA * mad, LEAST_DEVIATION * abs(median), 1e-12)
+        if norms[i] > SPIKE_FACTOR * median and norms[i] - median > SPIKE_DEVIATIONS * deviation:
+            spikes.append(norms[i])
     if len(spikes) >= SPIKES and last.grad_norm is not None:
         yield Sign(
             "gradient_spikes",
@@ -508,13 +515,6 @@ def of_updates(records: Records) -> Iterator[Sign]:
             f" where {statistics.median(norms[-LONGEST_HISTORY:]):.3g} is usual",
             f"{LOWER_LR} or algorithm.optimizer.clip_norm, and look for odd rollouts in these steps",
         )
-
-
-def _is_spike(norm: float, history: Sequence[float]) -> bool:
-    median = statistics.median(history)
-    mad = statistics.median(abs(each - median) for each in history)
-    deviation = max(MAD_TO_SIGMA * mad, LEAST_DEVIATION * abs(median), 1e-12)
-    return norm > SPIKE_FACTOR * median and norm - median > SPIKE_DEVIATIONS * deviation
 
 
 # -- failures --------------------------------------------------------------------------------------------------------

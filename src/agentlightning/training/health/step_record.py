@@ -245,7 +245,11 @@ def batch_metrics(trajectories: Sequence[Trajectory], reward_weights: RewardWeig
         found |= {"reward_lowest": min(batch), "reward_highest": max(batch)}
     if spreads := [statistics.pstdev(own) for own in known if len(own) > 1]:
         found["reward_std"] = statistics.fmean(spreads)
-    return {**found, **_named(trajectories), **_outputs(trajectories, groups), **answer_metrics(trajectories)}
+    first = {each.group: each for each in reversed(trajectories) if each.transitions}
+    prompts = [(each.task, each.transitions[0].input_messages or "") for each in list(first.values())[:MOST_PROMPTS]]
+    if (share := answers_in_prompts(prompts)) is not None:
+        found["answers_in_prompt"] = share
+    return {**found, **_named(trajectories), **_outputs(trajectories, groups)}
 
 
 def score_of(trajectory: Trajectory, weights: RewardWeights) -> float | None:
@@ -326,6 +330,11 @@ def step_line(
 ) -> dict[str, Any]:
     """A line of `metrics.jsonl`: the algorithm's metrics, and what the run knows of the step's rollouts."""
     reasons, tokens = count_reasons(collected.rejected), collected.sampled_tokens
+    automatic = defaultdict[str, float](float)
+    for trajectory in collected.trajectories:
+        for rule, value in trajectory.metadata.get(AUTOMATIC_REWARDS, {}).items():
+            automatic[f"air_{rule}"] += value
+            automatic["air_reward"] += value
     return {
         "step": state.step,
         **({"revision": state.revision} if state.revision else {}),
@@ -338,21 +347,11 @@ def step_line(
         "rejected": len(collected.rejected),
         **{f"rejected_{reason}": count for reason, count in reasons.items()},
         **collected.metrics,
-        **_automatic_rewards(collected),
+        **{name: value / len(collected.trajectories) for name, value in automatic.items()},
         "sampled_tokens": tokens,
         "tokens_per_second": (tokens - collected.sampled_before) / max(collected.seconds, 1e-9),
         "collect_seconds": collected.seconds,
     }
-
-
-def _automatic_rewards(collected: Collected) -> dict[str, float]:
-    """`air_RULE` for each rule that gave rewards, and `air_reward` for all: the mean sum of a rollout."""
-    sums = defaultdict[str, float](float)
-    for trajectory in collected.trajectories:
-        for rule, value in trajectory.metadata.get(AUTOMATIC_REWARDS, {}).items():
-            sums[f"air_{rule}"] += value
-            sums["air_reward"] += value
-    return {name: value / len(collected.trajectories) for name, value in sums.items()}
 
 
 # -- guard -----------------------------------------------------------------------------------------------------------
@@ -418,14 +417,6 @@ MOST_PROMPTS = 16
 """Prompts that are read, of as many tasks."""
 MOST_TEXT = 8_000
 """Characters of a prompt that are read."""
-
-
-def answer_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """`answers_in_prompt` of a batch, one rollout of each task; empty where tasks have no such field."""
-    first = {each.group: each for each in reversed(trajectories) if each.transitions}
-    pairs = [(each.task, each.transitions[0].input_messages or "") for each in list(first.values())[:MOST_PROMPTS]]
-    share = answers_in_prompts(pairs)
-    return {} if share is None else {"answers_in_prompt": share}
 
 
 def answers_in_prompts(prompts: Sequence[tuple[Any, str]]) -> float | None:

@@ -148,7 +148,11 @@ class Checkpoints:
                 known = set()
             self._saved, self._places = version, {*known, directory}
         await self._write_resources(directory)
-        await self._write_algorithm(directory)
+        if learned := self.algorithm.state_dict():
+            content = orjson.dumps({"revision": self.state.revision, "state": learned})
+            await asyncio.to_thread(_write, directory / ALGORITHM_FILE, content)
+        else:
+            (directory / ALGORITHM_FILE).unlink(missing_ok=True)
         return str(directory.relative_to(self.run_dir.path))
 
     async def keep(self) -> KeptCheckpoint:
@@ -206,14 +210,6 @@ class Checkpoints:
             revision, learned = record["revision"], record["state"]
         if revision == self.state.revision:
             self.algorithm.load_state_dict(learned)
-
-    async def _write_algorithm(self, directory: Path) -> None:
-        learned = self.algorithm.state_dict()
-        if not learned:
-            (directory / ALGORITHM_FILE).unlink(missing_ok=True)
-        else:
-            content = orjson.dumps({"revision": self.state.revision, "state": learned})
-            await asyncio.to_thread(_write, directory / ALGORITHM_FILE, content)
 
     async def _write_resources(self, directory: Path) -> None:
         if self.publisher.published or self.learner is None or prompts_in(self.publisher.resources):

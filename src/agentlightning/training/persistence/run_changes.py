@@ -67,10 +67,6 @@ def load_tasks(
     for part, value in (("validation", validation or data.validation), ("held_out", held_out or data.held_out)):
         if value is not None:
             setattr(tasks, part, load_dataset(value))
-    return _split_off(tasks, config)
-
-
-def _split_off(tasks: Tasks, config: TrainConfig) -> Tasks:
     shares = {
         "validation": 0.0 if tasks.validation else config.data.validation_share,
         "held_out": 0.0 if tasks.held_out else config.data.held_out_share,
