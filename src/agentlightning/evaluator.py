@@ -112,9 +112,7 @@ def evaluate(
     if model is not None:
         opening.check_model(model)
     tasks = load_dataset(dataset)[:limit]
-    shared = None if trained_on is None else overlaps({"training": load_dataset(trained_on), "evaluation": tasks})
-    if shared:
-        raise DatasetError(f"{shared[0]}. Evaluate on tasks that the agent has not learned from")
+    _check_unseen(tasks, trained_on)
     members, keys = slice_members(tasks, [slices] if isinstance(slices, str) else slices), tuple(map(task_key, tasks))
     before = _previous(compare, keys)
     config = runner or RunnerConfig()
@@ -136,6 +134,14 @@ def evaluate(
 
 SEEN_BY_AGENTS = {"env", "hide", "cwd", "timeout_seconds", "fresh_process", "max_calls"}
 """Settings of the runner that tell cached rollouts apart."""
+
+
+def _check_unseen(tasks: Sequence[Any], trained_on: str | Path | Sequence[Any] | None) -> None:
+    if trained_on is None:
+        return
+    shared = overlaps({"training": load_dataset(trained_on), "evaluation": tasks})
+    if shared:
+        raise DatasetError(f"{shared[0]}. Evaluate on tasks that the agent has not learned from")
 
 
 def _previous(compare: Evaluation | str | Path | None, keys: Sequence[str]) -> Evaluation | None:
@@ -177,12 +183,7 @@ async def _evaluate(
         queue, redirect = None if cache is None else cache.queue, model is not None
         runner = make_runner(config, store, agent, reward, secret, redirect=redirect, queue=queue)
         listener = await load_agent(runner, stack, policy=model is not None)
-        engines = None
-        if model is not None:
-            weights = await opening.directory_of(str(model), stack)
-            policy = await opening.open_policy(opening.policy_config(PolicyConfig(), weights))
-            stack.push_async_callback(policy.close)
-            engines: dict[str, Engine] | None = {policy.model: policy}
+        engines = None if model is None else await _open_engines(str(model), stack)
         server = await stack.enter_async_context(serve(store, engines, secret=secret, token=token, listener=listener))
         if engines is not None:
             sampling = {"temperature": TEMPERATURES[mode]}
@@ -232,6 +233,13 @@ async def _note_first(collector: RolloutCollector, collected: Collected, progres
             f"no rollout has a reward ({describe_reasons(collected.left_out)}). The first one, {first.rollout_id}: "
             f"{first.message}"
         )
+
+
+async def _open_engines(model: str, stack: AsyncExitStack) -> dict[str, Engine]:
+    directory = await opening.directory_of(model, stack)
+    policy = await opening.open_policy(opening.policy_config(PolicyConfig(), directory))
+    stack.push_async_callback(policy.close)
+    return {policy.model: policy}
 
 
 # -- cache -------------------------------------------------------------------------------------------------------------
