@@ -2,12 +2,14 @@
 
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 from unittest.mock import AsyncMock
 
 import httpx
 import pytest
 from tests.support import agents
 
+import agentlightning as agl
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.sft import SFTAlgorithm
@@ -99,6 +101,16 @@ def linear():
 def test_arguments_that_cannot_work_are_named_at_once(arguments, complaint):
     with pytest.raises(ConfigError, match=complaint):
         Trainer(**arguments)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "rejection", "sft"])
+def test_a_warmup_as_long_as_the_run_is_refused_at_once(kind: str) -> None:
+    settings: Any = {"type": kind, "steps": 5, "optimizer": {"warmup_steps": 5}}
+    with pytest.raises(ValueError, match=r"optimizer.warmup_steps=5 must be below total_steps=5"):
+        agl.TrainConfig(algorithm=settings)
+    dpo = agl.DPO(steps=9, optimizer=agl.config.OptimizerConfig(warmup_steps=5))
+    with pytest.raises(ConfigError, match=r"optimizer.warmup_steps=5 must be below total_steps=4"):
+        agl.Trainer(algorithm=dpo).train(4)
 
 
 def test_a_critic_without_a_value_head_is_refused_at_once():

@@ -372,25 +372,6 @@ async def test_a_run_rolls_back_from_a_collapse_with_a_lower_learning_rate_that_
     assert [update.options.lr_factor for update in run.policy.recorded] == [0.5, 0.5]
 
 
-async def test_a_run_resumes_from_a_state_that_held_everything_in_one_table(run: Run) -> None:
-    """As an earlier commit wrote it."""
-    run.policy = Collapsing()
-    config = on_collapse("rollback", rollback_lr_factor=0.5).model_copy(update={"gate": GateConfig(every=20)})
-    await run.fit(config, reinforce(run, 11), **{**TASKS, "val_dataset": [{"n": n} for n in range(100, 112)]})
-    path = run.directory / "run" / "state.json"
-    state = json.loads(path.read_text())
-    states = state.pop("callbacks")
-    assert (states["health"]["rollbacks"], states["gate"]["judged_step"]) == (1, 11)
-    path.write_text(json.dumps(state | states["health"] | states["gate"]))
-    run.rollouts.clear()
-    resumed = await resume(run, {"algorithm.steps": 13})
-    assert (resumed.steps, resumed.rollbacks) == (13, 1)
-    assert [update.options.lr_factor for update in run.policy.recorded] == [0.5, 0.5]
-    assert run.tasks("guard-000013")
-    assert not run.tasks("guard-000011"), "the promoted version is known"
-    assert not run.tasks("guard-000000")
-
-
 async def test_a_run_that_goes_on_collapsing_stops_after_its_last_rollback(run: Run) -> None:
     run.policy = Collapsing(is_mended=lambda factor: False)
     with pytest.raises(TrainingStopped, match=r"after 1 rollbacks \(run.max_rollbacks\).*--resume"):

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import (
     Field,
@@ -82,7 +82,7 @@ __all__ = [
     "WeightsConfig",
 ]
 
-TRACKERS_HOME: Final = "agentlightning.training.tracking"
+TRACKERS_HOME = "agentlightning.training.tracking"
 TRACKERS = Registry(
     "trackers",
     "tracker",
@@ -516,6 +516,9 @@ class TrainConfig(Section):
             size = self.warm_start.batch_size
             check_fed(self.policy.processes, size, f"warm_start.batch_size={size}")
         for stage in getattr(self.algorithm, "stages", (self.algorithm,)):
+            optimizer, steps = getattr(stage, "optimizer", None), getattr(stage, "steps", None)
+            if optimizer is not None and steps is not None:
+                optimizer.check_warmup(steps * getattr(stage, "minibatches", 1))
             if isinstance(stage, LightningRLConfig):
                 tasks, parts = stage.tasks_per_step, stage.minibatches
                 settings = f"tasks_per_step={tasks}, one tree for each, in minibatches={parts}"

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError, RewardError
-from agentlightning.rollouts import Attempt, Rollout, RolloutMode, RolloutStatus
+from agentlightning.rollouts import Rollout, RolloutMode, RolloutStatus
 from agentlightning.runner.agents.loading import load_object
 from agentlightning.runner.agents.reward import RewardFunction
 from agentlightning.runner.agents.spec import function_spec
@@ -44,7 +44,7 @@ class Selection:
     """A task, or a dict of some of its keys with their values. None: any."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Rescoring:
     """What `rescore` did.
 
@@ -112,35 +112,34 @@ async def rescore_async(
     if concurrency < 1:
         raise ConfigError(f"concurrency={concurrency} runs nothing; use at least 1")
     function = load_object(function_spec(reward), "reward") if isinstance(reward, str) else reward
-    scorer = _Scorer(store, RewardFunction.of(function), reward if isinstance(reward, str) else None, dry_run)
-    outcomes: list[_Outcome] = []
-    limit = asyncio.Semaphore(concurrency)
+    found = Rescoring(dry_run=dry_run)
+    scorer = _Scorer(store, RewardFunction.of(function), reward if isinstance(reward, str) else None, found)
+    limit, after = asyncio.Semaphore(concurrency), None
 
     async def score(rollout: Rollout) -> None:
         async with limit:
-            outcomes.append(await scorer.score(rollout))
+            await scorer.score(rollout)
+        found.rollouts += 1
         if on_progress is not None:
-            on_progress(len(outcomes))
+            on_progress(found.rollouts)
 
-    async for page in _pages(store, selection):
-        await asyncio.gather(*map(score, page))
-    return _summary(sorted(outcomes, key=lambda each: each.rollout_id), dry_run)
-
-
-async def _pages(store: LightningStoreBase, selection: Selection) -> AsyncIterator[list[Rollout]]:
-    after: str | None = None
-    while True:
-        page = await store.query_rollouts(
-            status_in=list(selection.status),
-            mode_in=None if selection.mode is None else list(selection.mode),
-            rollout_id_contains=selection.run,
-            after=after,
-            limit=PAGE,
-        )
-        if not page:
-            return
-        yield [rollout for rollout in page if _matches(rollout.input, selection.task)]
+    while page := await store.query_rollouts(
+        status_in=list(selection.status),
+        mode_in=None if selection.mode is None else list(selection.mode),
+        rollout_id_contains=selection.run,
+        after=after,
+        limit=PAGE,
+    ):
+        await asyncio.gather(*(score(each) for each in page if _matches(each.input, selection.task)))
         after = page[-1].rollout_id
+    found.failed = dict(sorted(found.failed.items()))
+    if found.failed and len(found.failed) == found.rollouts:
+        first = next(iter(found.failed))
+        raise RewardError(
+            f"the function scored none of {found.rollouts} rollouts. The first, {first}: {found.failed[first]}"
+        )
+    found.mean_before, found.mean_after = _mean(scorer.before), _mean(scorer.after)
+    return found
 
 
 def _matches(task: Any, wanted: Any) -> bool:
@@ -151,17 +150,7 @@ def _matches(task: Any, wanted: Any) -> bool:
     return task_key(task) == task_key(wanted)
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    rollout_id: str
-    before: Reward | None = None
-    after: Reward | None = None
-    """None: no reward was given."""
-    changed: bool = False
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Scorer:
     """Scores one rollout after the other by one function."""
 
@@ -169,59 +158,45 @@ class _Scorer:
     function: RewardFunction
     reference: str | None
     """`module:function`, if it was given as text."""
-    dry_run: bool
+    found: Rescoring
+    """What it has done."""
+    before: list[Reward | None] = field(default_factory=list[Reward | None])
+    """The final rewards of the scored rollouts, and their new ones."""
+    after: list[Reward] = field(default_factory=list[Reward])
 
-    @property
-    def name(self) -> str:
-        return self.reference or self.function.signature.name
-
-    async def score(self, rollout: Rollout) -> _Outcome:
-        attempt = await self.store.get_latest_attempt(rollout.rollout_id)
+    async def score(self, rollout: Rollout) -> None:
+        found, attempt = self.found, await self.store.get_latest_attempt(rollout.rollout_id)
         if attempt is None:
-            return _Outcome(rollout.rollout_id)
+            found.without_attempt += 1
+            return
         spans = await self.store.query_spans(rollout.rollout_id, attempt.attempt_id)
-        before = find_final_reward(spans)
+        before, name = find_final_reward(spans), self.reference or self.function.signature.name
         try:
             value = await apply_reward(self.store, self.function, rollout, attempt, spans)
         except Exception as error:  # noqa: BLE001  the function is the user's code; the rollout is named and counted
-            return _Outcome(rollout.rollout_id, before, error=f"{type(error).__name__}: {error}")
+            found.failed[rollout.rollout_id] = f"{type(error).__name__}: {error}"
+            return
+        self.before.append(before)
+        self.after.append(value)
         rescored = [span for span in spans if names.RESCORED in span.attributes and counts(span)]
         newest = rescored[-1].attributes[names.RESCORED] if rescored else None
-        changed = newest != self.name or before != value
-        if changed and not self.dry_run:
-            await self.store.add_span(self._span(attempt, value, len(rescored)))
-        return _Outcome(rollout.rollout_id, before, value, changed)
-
-    def _span(self, attempt: Attempt, value: Reward, number: int) -> Span:
-        attempt_id = attempt.attempt_id
-        content = f"{attempt_id} rescored {number} {self.name} {value!r}"
+        if newest == name and before == value:
+            found.unchanged += 1
+            return
+        found.rescored += 1
+        if found.dry_run:
+            return
+        content = f"{attempt.attempt_id} rescored {len(rescored)} {name} {value!r}"
         key = names.REWARD_VALUES if isinstance(value, dict) else names.SCORE_VALUE
-        return Span(
-            rollout_id=attempt.rollout_id,
-            attempt_id=attempt_id,
+        span = Span(
+            rollout_id=rollout.rollout_id,
+            attempt_id=attempt.attempt_id,
             name=names.REWARD,
             start_time=time.time(),
             span_id=hashlib.sha256(content.encode()).hexdigest()[:16],
-            attributes={names.EVALUATION_NAME: "reward", key: value, names.RESCORED: self.name, names.JUDGE: True},
+            attributes={names.EVALUATION_NAME: "reward", key: value, names.RESCORED: name, names.JUDGE: True},
         )
-
-
-def _summary(outcomes: Sequence[_Outcome], dry_run: bool) -> Rescoring:
-    failed = {each.rollout_id: each.error for each in outcomes if each.error is not None}
-    if failed and len(failed) == len(outcomes):
-        first = next(iter(failed))
-        raise RewardError(f"the function scored none of {len(failed)} rollouts. The first, {first}: {failed[first]}")
-    scored = [each for each in outcomes if each.after is not None]
-    return Rescoring(
-        rollouts=len(outcomes),
-        rescored=sum(each.changed for each in scored),
-        unchanged=sum(not each.changed for each in scored),
-        without_attempt=len(outcomes) - len(scored) - len(failed),
-        failed=failed,
-        mean_before=_mean([each.before for each in scored]),
-        mean_after=_mean([each.after for each in scored]),
-        dry_run=dry_run,
-    )
+        await self.store.add_span(span)
 
 
 def _mean(rewards: Sequence[Reward | None]) -> float | None:

@@ -97,7 +97,7 @@ from agentlightning.training.report.result import TrainingResult
 from agentlightning.training.report.reward_curve import Curve
 from agentlightning.training.run import TrainingRun
 from agentlightning.training.sources.collector import RolloutCollector, TrajectoryReader
-from agentlightning.training.sources.stream import InFlightLimit, RolloutStream, check_staleness, task_order
+from agentlightning.training.sources.stream import InFlightLimit, RolloutStream, check_staleness
 from agentlightning.training.starting_policy import has_random_weights, make_starting_policy, open_for_training
 from agentlightning.training.tracking import Tracking
 from agentlightning.training.watch import watch_rollouts
@@ -221,9 +221,10 @@ class Run(Struct):
         else:
             tasks, data, store = load_tasks(self.config, train, validation, held_out), None, self.store
         parts = {"agent": self.agent, "reward": self.reward, "store": store, "callbacks": self.callbacks or None}
+        given = self.algorithm
         state = RunState(
             f"r{secrets.token_hex(4)}",
-            None if data is not None and data.sources else algorithm_to_record(self.algorithm),
+            None if given is None or given.restorable or (data is not None and data.sources) else class_name(given),
             [name for name, part in parts.items() if part is not None and not isinstance(part, str)],
             extensions_of(self.config),
             recorded=data,
@@ -446,32 +447,28 @@ class Wiring(Struct):
     ) -> RolloutStream:
         """The stream of rollouts; with `max_staleness` 0, each step waits for its own. Raises ConfigError for a
         `max_staleness` or a curriculum that cannot be."""
-        config, algorithm, state, tasks = self.config, self.algorithm, self.state, self.tasks.train
-        judge = config.group_reward
+        config, algorithm, judge = self.config, self.algorithm, self.config.group_reward
         check_staleness(config.run.max_staleness, algorithm.total_steps)
         algorithm.check_staleness(config.run.max_staleness)
         if learner is None:
             check_calls_of_policy(config)
+        limit = InFlightLimit()
+        if learner is not None and config.runner.limit_by_load:
+            limit.usage = learner.policy.kv_cache_usage
         return RolloutStream(
             collector,
-            tasks,
-            state,
+            self.tasks.train,
+            self.state,
             publisher.write,
-            seed=config.run.seed,
-            policy_version=lambda: 0 if learner is None else learner.policy_version,
-            versions=lambda: {} if learner is None else learner.versions,
-            max_staleness=config.run.max_staleness,
-            total_steps=algorithm.total_steps,
-            order=task_order(config.curriculum, len(tasks), config.run.seed, state.curriculum),
-            reward_weights=algorithm.reward_weights,
-            turn_limit=config.curriculum.turns,
-            branching=config.curriculum.branching,
-            limit=InFlightLimit(learner.policy.kv_cache_usage)
-            if learner is not None and config.runner.limit_by_load
-            else InFlightLimit(),
-            on_progress=lambda done, total: self.progress.update(state.stage_step, rollouts=f"{done}/{total}"),
-            note=self.progress.note,
-            group_reward=None if judge is None else load_object(function_spec(judge, "group reward"), "group reward"),
+            self.progress,
+            learner,
+            config.curriculum,
+            config.run.seed,
+            config.run.max_staleness,
+            algorithm.total_steps,
+            algorithm.reward_weights,
+            None if judge is None else load_object(function_spec(judge, "group reward"), "group reward"),
+            limit,
         )
 
 
@@ -593,11 +590,6 @@ def _absolute(section: C, *names: str) -> C:
     """A section of settings whose paths, where there is something, are absolute."""
     given = {name: path for name in names if (path := getattr(section, name, None)) and Path(path).exists()}
     return section.model_copy(update={name: str(Path(path).resolve()) for name, path in given.items()})
-
-
-def algorithm_to_record(algorithm: Algorithm[Any] | None) -> str | None:
-    """`module:Class` of an algorithm object that the configuration cannot bring back; None where it can."""
-    return None if algorithm is None or algorithm.restorable else class_name(algorithm)
 
 
 def algorithm_of_run(

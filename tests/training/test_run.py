@@ -56,8 +56,8 @@ async def test_rollouts_are_recalled_until_they_are_older_than_the_given_number_
 
     reader = SimpleNamespace(read_remaining=read_remaining)
     collector: Any = SimpleNamespace(reader=reader)
-    versions: dict[str, Any] = {"policy_version": lambda: 5, "versions": lambda: {"policy": 5}}
-    stream = RolloutStream(collector, [], RunState("r"), cast("Any", None), **versions)
+    learner: Any = SimpleNamespace(policy_version=5, versions={"policy": 5})
+    stream = RolloutStream(collector, [], RunState("r"), cast("Any", None), cast("Any", None), learner)
     found = await run_of(stream, learner=object()).recall({}, tasks={}, max_age=2)
     assert [each.rollout_id for each in found] == ["ro-3", "ro-4", "ro-5"]
 

@@ -23,13 +23,14 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from agentlightning.assemble import scalar_reward
 from agentlightning.credit import CreditRule, credit_rule, is_target
 from agentlightning.credit.agent_rewards import team_score
-from agentlightning.credit.base import Credit, CreditContext
+from agentlightning.credit.base import CreditContext
 from agentlightning.credit.rejection import Rejection, count_reasons, rejection
 from agentlightning.errors import AgentLightningError, DatasetError, MissingRewardError, RewardError
 from agentlightning.trajectory import RewardWeights, Trajectory, Transition
@@ -240,35 +241,25 @@ def _name(setting: str | Mapping[str, Any] | CreditRule) -> str:
 
 
 def _usable(groups: Groups, weights: RewardWeights) -> tuple[list[list[Trajectory]], dict[str, int]]:
-    """Groups of two rollouts or more with a reward that is one number, and what was left out by reason."""
-    usable: list[list[Trajectory]] = []
+    """Groups of two rollouts or more with rewards that are one number each, and what was left out by reason."""
+    scored: list[list[Trajectory]] = []
     refused: list[Rejection] = []
-    alone = 0
     for group in groups:
-        scored: list[Trajectory] = []
+        scored.append([])
         for each in group:
             try:
-                scored.append(_scalar(each, weights))
+                if (reward := team_score(each, weights)) is None:
+                    raise MissingRewardError("it has no reward")
+                transitions = tuple(
+                    call if call.reward is None else replace(call, reward=scalar_reward(call.reward, weights))
+                    for call in each.transitions
+                )
+                scored[-1].append(replace(each, reward=reward, transitions=transitions))
             except RewardError as error:
                 refused.append(rejection(each.rollout_id, error))
-        if len(scored) > 1:
-            usable.append(scored)
-        else:
-            alone += bool(scored)
-    left_out = count_reasons(refused)
-    return usable, left_out | ({"groups_of_one": alone} if alone else {})
-
-
-def _scalar(trajectory: Trajectory, weights: RewardWeights) -> Trajectory:
-    """The trajectory with rewards that are one number each. Raises RewardError."""
-    reward = team_score(trajectory, weights)
-    if reward is None:
-        raise MissingRewardError("it has no reward")
-    transitions = tuple(
-        call if call.reward is None else replace(call, reward=scalar_reward(call.reward, weights))
-        for call in trajectory.transitions
-    )
-    return replace(trajectory, reward=reward, transitions=transitions)
+    alone = sum(len(group) == 1 for group in scored)
+    left_out = count_reasons(refused) | ({"groups_of_one": alone} if alone else {})
+    return [group for group in scored if len(group) > 1], left_out
 
 
 # -- estimates -------------------------------------------------------------------------------------------------------
@@ -295,11 +286,7 @@ class _Sampler:
 
     def mean_product(self, products: FloatMatrix, counts: FloatMatrix) -> FloatMatrix:
         """The mean product, for each row of counts of groups."""
-        return _form(products, counts) / _form(self.across, counts)
-
-
-def _form(matrix: FloatMatrix, counts: FloatMatrix) -> FloatMatrix:
-    return ((counts @ matrix) * counts).sum(1)
+        return ((counts @ products) * counts).sum(1) / ((counts @ self.across) * counts).sum(1)
 
 
 Halves: TypeAlias = tuple[list[FloatMatrix], int]
@@ -307,6 +294,7 @@ Halves: TypeAlias = tuple[list[FloatMatrix], int]
 
 
 def _halves(rule: CreditRule, groups: Groups, features: ScoreFeatures, sampler: _Sampler) -> Halves:
+    """The credit of either half of each split is assigned in batches as a run would have them, with its own memory."""
     import numpy as np
 
     found: list[FloatMatrix] = []
@@ -314,33 +302,23 @@ def _halves(rule: CreditRule, groups: Groups, features: ScoreFeatures, sampler: 
     for side in sampler.sides:
         factors = np.zeros(len(features.shares))
         for half in (False, True):
-            for number, credit in _assign(rule, groups, [i for i in range(len(groups)) if bool(side[i]) is half]):
-                used.add(number)
-                _set_factors(factors, credit, groups[number], features, number)
+            context = CreditContext()
+            large = [i for i, group in enumerate(groups) if bool(side[i]) is half and len(group) >= rule.min_group]
+            for start in range(0, len(large), BATCH):
+                numbers = large[start : start + BATCH]
+                batch = [groups[i] for i in numbers]
+                for trajectory in chain.from_iterable(batch):
+                    rule.check(trajectory)
+                for number, group, credit in zip(numbers, batch, rule.assign(batch, context), strict=True):
+                    if credit is None:
+                        continue
+                    used.add(number)
+                    for call, advantage, weight, _ in credit.of_calls(group):
+                        tokens = features.calls.get((number, call.rollout_id, call.span_id))
+                        if tokens is not None:
+                            factors[tokens] = advantage * weight
         found.append(features.gradients(factors * features.shares))
     return found, len(used)
-
-
-def _assign(rule: CreditRule, groups: Groups, chosen: Sequence[int]) -> Iterable[tuple[int, Credit]]:
-    """The credit of the chosen groups, in batches as a run would have them, with a memory of their own."""
-    context = CreditContext()
-    large = [number for number in chosen if len(groups[number]) >= rule.min_group]
-    for start in range(0, len(large), BATCH):
-        batch = large[start : start + BATCH]
-        for trajectory in (each for number in batch for each in groups[number]):
-            rule.check(trajectory)
-        for number, credit in zip(batch, rule.assign([groups[i] for i in batch], context), strict=True):
-            if credit is not None:
-                yield number, credit
-
-
-def _set_factors(
-    factors: FloatMatrix, credit: Credit, group: Sequence[Trajectory], features: ScoreFeatures, number: int
-) -> None:
-    for call, advantage, weight, _ in credit.of_calls(group):
-        tokens = features.calls.get((number, call.rollout_id, call.span_id))
-        if tokens is not None:
-            factors[tokens] = advantage * weight
 
 
 def _signal(name: str, own: Halves, reference: Halves, sampler: _Sampler, features: ScoreFeatures) -> RuleSignal:

@@ -23,11 +23,10 @@ import math
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import repeat
-from operator import add
+from itertools import compress, product
 from typing import Literal
 
 from agentlightning.errors import ConfigError, RewardError
@@ -56,6 +55,7 @@ TOLERANCE = 1e-6
 MOST_ENUMERATED = 10
 """Of so many differences all subsets are counted for the limits; of more, 1,999 are drawn."""
 LIMIT_DRAWS = 1999
+LAST_BIT = bytes((0, 1)) * 128
 
 
 def sign_flip_p_value(differences: Sequence[float]) -> float:
@@ -68,8 +68,8 @@ def sign_flip_p_value(differences: Sequence[float]) -> float:
     found = _all_sums(scaled)
     if found is not None:
         return min(1.0, math.fsum(share for size, share in found.items() if size >= observed))
-    flipped = _drawn(_tables(scaled, lambda each, value: (each - value, each + value)), DRAWS)
-    extreme = sum(abs(each.real) >= observed for each in flipped)
+    total = math.fsum(scaled)
+    extreme = sum(abs(2 * sum(compress(scaled, chosen)) - total) >= observed for chosen in _drawn(len(scaled), DRAWS))
     return (extreme + 1) / (DRAWS + 1)
 
 
@@ -93,51 +93,21 @@ def _all_sums(differences: Sequence[float]) -> Mapping[float, float] | None:
 
 def sign_flip_limits(differences: Sequence[float], alpha: float) -> tuple[float, float]:
     """The lowest and the highest mean whose two-sided p-value is at least alpha; infinite where none is rejected."""
-    lows, highs = zip(*_subset_means(differences), strict=True)
-    exact = len(differences) <= MOST_ENUMERATED
+    count, total, lows, highs = len(differences), math.fsum(differences), list[float](), list[float]()
+    exact = count <= MOST_ENUMERATED
+    for chosen in product((0, 1), repeat=count) if exact else _drawn(count, LIMIT_DRAWS):
+        size, part = sum(chosen), sum(compress(differences, chosen))
+        means = [part / size, (total - part) / (count - size)] if 0 < size < count else [-math.inf, math.inf]
+        lows.append(min(means))
+        highs.append(max(means))
     place = math.ceil(alpha * len(lows) - TOLERANCE) if exact else math.ceil(alpha * (LIMIT_DRAWS + 1)) - 1
     return sorted(lows)[max(place, 1) - 1], sorted(highs, reverse=True)[max(place, 1) - 1]
 
 
-def _subset_means(differences: Sequence[float]) -> Iterator[tuple[float, float]]:
-    """The lower and the higher mean of a set of differences and of the others, of all sets or of drawn ones."""
-    count, total = len(differences), math.fsum(differences)
-    # A set's sum and size are the parts of one complex number.
-    tables = _tables(differences, lambda each, value: (each, each + complex(value, 1)))
-    if count <= MOST_ENUMERATED:
-        last = tables[-1][: 2 ** ((count - 1) % 8 + 1)]
-        sets = last if count <= 8 else [one + other for one in tables[0] for other in last]
-    else:
-        sets = _drawn(tables, LIMIT_DRAWS)
-    for each in sets:
-        size = round(each.imag)
-        if 0 < size < count:
-            means = each.real / size, (total - each.real) / (count - size)
-            yield min(means), max(means)
-        else:
-            yield -math.inf, math.inf
-
-
-def _drawn(tables: Sequence[Sequence[complex]], draws: int) -> Iterable[complex]:
-    """Eight choices are one random byte, and one look-up in a table."""
+def _drawn(count: int, draws: int) -> Iterator[bytes]:
+    """Random subsets of `count` differences: 1 for each that is in it, else 0. The same ones always."""
     rng = random.Random(0)
-    sums: Iterable[complex] = repeat(0j, draws)
-    for table in tables:
-        sums = map(add, sums, map(table.__getitem__, rng.randbytes(draws)))
-    return sums
-
-
-def _tables(
-    differences: Sequence[float], choose: Callable[[complex, float], tuple[complex, complex]]
-) -> list[list[complex]]:
-    """For each eight differences the 256 sums of what may be chosen of them; of fewer, each occurs equally often."""
-    tables: list[list[complex]] = []
-    for start in range(0, len(differences), 8):
-        sums = [0j]
-        for value in differences[start : start + 8]:
-            sums = [*(choose(each, value)[0] for each in sums), *(choose(each, value)[1] for each in sums)]
-        tables.append(sums * (256 // len(sums)))
-    return tables
+    return (rng.randbytes(count).translate(LAST_BIT) for _ in range(draws))
 
 
 Interval = tuple[float, float]

@@ -74,9 +74,9 @@ class OptimizerConfig(Section):
         return self
 
     def check_warmup(self, total_steps: int) -> None:
-        """Raises ValueError if the warmup is as long as a run of `total_steps`."""
+        """Raises ConfigError if the warmup is as long as a run of `total_steps`."""
         if self.warmup_steps >= total_steps:
-            raise ValueError(
+            raise ConfigError(
                 f"optimizer.warmup_steps={self.warmup_steps} must be below total_steps={total_steps}; lower it, or"
                 " train for more steps"
             )

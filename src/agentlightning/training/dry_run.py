@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
 from itertools import takewhile
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from agentlightning import span as names
 from agentlightning.algorithms.base import Algorithm
@@ -37,9 +37,9 @@ from agentlightning.util.json_values import recorded_objects
 
 # What a dry run has seen of one rollout: its calls, their tokens, its tools, its reward.
 
-TOOL_ERROR: Final = re.compile(r"^\W*(error|exception|traceback|an error occurred)\b", re.IGNORECASE)
+TOOL_ERROR = re.compile(r"^\W*(error|exception|traceback|an error occurred)\b", re.IGNORECASE)
 """How frameworks begin the result of a tool that raised; the model is given it in place of a result."""
-MOST_TEXT: Final = 300
+MOST_TEXT = 300
 """Characters of an error that are shown."""
 
 
@@ -87,6 +87,8 @@ def observe(
     """`reason`: why it was rejected; `model`: the name of the policy; None: any counts."""
     spans, answered = report.spans, calls(report.spans)
     own = [span for span in answered if model is None or model_of(span) in (None, model)]
+    tools = (tool for span in own for tool in recorded_objects(span.attributes.get(names.TOOL_DEFINITIONS)))
+    offered = {str(tool.get("name") or (tool.get("function") or {}).get("name")) for tool in tools}
     ended = attempt is not None and attempt.status == "succeeded"
     return DryRunRollout(
         report.rollout_id,
@@ -104,7 +106,7 @@ def observe(
         without_tokens=sum(not has_tokens(span.attributes) for span in own),
         sampled_tokens=sum(len(span.attributes.get(names.RESPONSE_TOKEN_IDS) or ()) for span in own),
         truncated=sum("length" in (span.attributes.get(names.FINISH_REASONS) or ()) for span in own),
-        offered_tools=tuple(sorted({name for span in own for name in _offered(span)})),
+        offered_tools=tuple(sorted(offered)),
         tool_errors=_tool_errors(spans),
         transcript=transcript_of(spans),
     )
@@ -117,11 +119,6 @@ def _error(span: Span) -> str:
 
 def _parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     return (part for each in messages for part in each.get("parts") or () if isinstance(part, Mapping))
-
-
-def _offered(span: Span) -> Iterator[str]:
-    for tool in recorded_objects(span.attributes.get(names.TOOL_DEFINITIONS)):
-        yield str(tool.get("name") or (tool.get("function") or {}).get("name"))
 
 
 def _tool_errors(spans: Sequence[Span]) -> tuple[str, ...]:
@@ -144,9 +141,9 @@ def _tool_errors(spans: Sequence[Span]) -> tuple[str, ...]:
 
 Outcome = Literal["ok", "warning", "failed"]
 
-FEW_HELD_OUT: Final = 40
+FEW_HELD_OUT = 40
 """Fewer held-out tasks give an interval that shows large gains only."""
-IGNORED_ADDRESS: Final = (
+IGNORED_ADDRESS = (
     "it ignores the address of the rollout. Look for base_url= or api_base= with a fixed address in its code or"
     " configuration, for a .env file that overrides OPENAI_BASE_URL, OPENAI_API_BASE or ANTHROPIC_BASE_URL, for a"
     " client that reads none of these (take the parameters base_url and api_key, and give it those), for answers from a"
@@ -154,7 +151,7 @@ IGNORED_ADDRESS: Final = (
 )
 
 
-LONG_ANSWERS: Final = (
+LONG_ANSWERS = (
     "without max_tokens an answer may go on to the end of the model's context, which may take minutes: set it in the"
     " agent"
 )
@@ -374,8 +371,8 @@ def _short(value: Any) -> str:
 
 # Runs the rollouts of a dry run: a few tasks, each several times, as a step of training would; nothing is learned.
 
-TASKS: Final = 4
-REPEATS: Final = 2
+TASKS = 4
+REPEATS = 2
 """Rollouts of each task: whether rewards differ shows in several."""
 
 

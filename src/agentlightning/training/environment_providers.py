@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from pydantic import SecretStr
 
@@ -17,10 +17,10 @@ from agentlightning.gateway.upstream.provider import Provider
 if TYPE_CHECKING:
     from agentlightning.config import TrainConfig
 
-OPENAI_URL: Final = "https://api.openai.com/v1"
-ANTHROPIC_URL: Final = "https://api.anthropic.com"
-_OPENAI_URLS: Final = ("OPENAI_BASE_URL", "OPENAI_API_BASE")
-_OPENAI_MODELS: Final = ("gpt-*", "o[0-9]*", "chatgpt-*", "codex-*", "text-embedding-*")
+OPENAI_URL = "https://api.openai.com/v1"
+ANTHROPIC_URL = "https://api.anthropic.com"
+_OPENAI_URLS = ("OPENAI_BASE_URL", "OPENAI_API_BASE")
+_OPENAI_MODELS = ("gpt-*", "o[0-9]*", "chatgpt-*", "codex-*", "text-embedding-*")
 
 
 def inherited_config(environment: Mapping[str, str]) -> GatewayConfig | None:

@@ -11,7 +11,7 @@ from itertools import takewhile
 from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final, Literal, cast
+from typing import Any, Literal, cast
 
 from msgspec import Struct
 
@@ -41,7 +41,7 @@ from agentlightning.util.json_values import dumps, recorded_objects
 # gguf        one file that llama.cpp and Ollama load
 
 WeightsForm = Literal["hf", "gguf-ready", "gguf"]
-TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 """Files of which llama.cpp's converter reads one."""
 
 

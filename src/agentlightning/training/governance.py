@@ -31,10 +31,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
-import orjson
 from msgspec import Struct
 
 from agentlightning.algorithms.training import Collected
@@ -65,7 +64,7 @@ from agentlightning.training.health.step_record import (
     score_of,
 )
 from agentlightning.training.persistence.run_changes import Tasks
-from agentlightning.training.persistence.run_dir import KeptCheckpoint, check_run, whole_lines
+from agentlightning.training.persistence.run_dir import KeptCheckpoint, append_lines, check_run, whole_lines
 from agentlightning.training.sources.collector import Scores, apply_reward, read_recordings
 from agentlightning.trajectory import RewardWeights, Trajectory
 
@@ -84,7 +83,7 @@ class RunCallback(Callback[S]):
 
 # -- health ----------------------------------------------------------------------------------------------------------
 
-HEALTHY_STEPS: Final = 5
+HEALTHY_STEPS = 5
 """Steps without a sign of collapse after which a checkpoint is healthy: `signs.LAST` and one."""
 
 
@@ -167,7 +166,7 @@ class Health(RunCallback[HealthState]):
 
 # Scores finished rollouts by a reward function that no agent is trained on.
 
-CONCURRENCY: Final = 8
+CONCURRENCY = 8
 """Rollouts that are scored at the same time."""
 logger = logging.getLogger(__name__)
 
@@ -210,9 +209,9 @@ async def score_rollouts(
 
 # -- guard -----------------------------------------------------------------------------------------------------------
 
-WITHOUT_REWARD: Final = frozenset({MISSING_REWARD, CALL_LIMIT, RewardError.reason})
+WITHOUT_REWARD = frozenset({MISSING_REWARD, CALL_LIMIT, RewardError.reason})
 """Reasons of rejected rollouts that have no usable reward."""
-MOST_REMEMBERED: Final = 512
+MOST_REMEMBERED = 512
 """Rewards of a step that are remembered."""
 Pairs: TypeAlias = Sequence[Sequence[tuple[float, float]]]
 """Two scores of each rollout of each group."""
@@ -250,19 +249,15 @@ class Guard(RunCallback[GuardState]):
         drift = distance(known, [reward for step in self.state.recent_rewards for reward in step])
         shares = map(discordance, await self._pairs(collected.trajectories, rewards))
         disagreement = max((share for share in shares if share is not None), default=None)
-        measured = (  # (metric of a violation, metric in any case, value, limit)
-            ("guard_out_of_range", None, outside, 0),
+        self._rewards += filter(math.isfinite, known)
+        found: dict[str, float] = {"guard_out_of_range": outside} if outside else {}
+        for name, metric, value, limit in (
             ("guard_missing", "rewards_missing_share", missing, guard.max_missing),
             ("guard_drift", "reward_drift", drift, guard.max_drift),
             ("guard_disagreement", "reward_disagreement", disagreement, guard.max_disagreement),
-        )
-        self._rewards += filter(math.isfinite, known)
-        found = dict[str, float]()
-        for violation, metric, value, limit in measured:
-            if value is not None and metric is not None:
-                found[metric] = value
-            if value is not None and value > limit:
-                found[violation] = float(value)
+        ):
+            if value is not None:
+                found |= {metric: value} | ({name: value} if value > limit else {})
         for name, value in found.items():  # a step may have several batches
             earlier = self._metrics.get(name, 0.0)
             self._metrics[name] = value + earlier if name == "guard_out_of_range" else max(value, earlier)
@@ -290,13 +285,17 @@ class Guard(RunCallback[GuardState]):
         groups, found = group_trajectories(trajectories), list[Pairs]()
         if self.guard.agree is not None:
             first, second = self.guard.agree
-            given = [[reward for each in group if (reward := team_reward(each)) is not None] for group in groups]
-            named = [[reward for reward in group if isinstance(reward, dict)] for group in given]
+            given = [reward for each in trajectories if (reward := team_reward(each)) is not None]
             pairs = [
-                [(each[first], each[second]) for each in group if first in each and second in each] for group in named
+                [
+                    (reward[first], reward[second])
+                    for each in group
+                    if isinstance(reward := team_reward(each), dict) and {first, second} <= reward.keys()
+                ]
+                for group in groups
             ]
-            if any(given) and not any(pairs):
-                dimensions = sorted({name for group in named for each in group for name in each})
+            if given and not any(pairs):
+                dimensions = sorted({name for each in given if isinstance(each, dict) for name in each})
                 self.run.warn(
                     "guard_agree",
                     f"guard.agree compares the dimensions {first!r} and {second!r}, and no reward of the batch has both"
@@ -310,16 +309,18 @@ class Guard(RunCallback[GuardState]):
                 if sum(map(len, chosen)) + len(group) <= self.guard.sample:
                     chosen.append(group)
             scores = await self.second([each.rollout_id for group in chosen for each in group])
-            both = {
-                key: (reward, scores[key]) for key, reward in rewards.items() if key in scores and reward is not None
-            }
-            found.append([[both[each.rollout_id] for each in group if each.rollout_id in both] for group in chosen])
+            found.append(
+                [
+                    [(reward, scores[key]) for key in ids if key in scores and (reward := rewards[key]) is not None]
+                    for ids in ([each.rollout_id for each in group] for group in chosen)
+                ]
+            )
         return found
 
 
 # -- audit log -------------------------------------------------------------------------------------------------------
 
-AUDIT_FILE: Final = "audit.jsonl"
+AUDIT_FILE = "audit.jsonl"
 Action = Literal["learned", "promoted", "rejected"]
 
 
@@ -377,8 +378,7 @@ class Audit(RunCallback[NoState]):
         run = self.run
         given: Any = {"version": run.checkpoints.version, "algorithm": run.algorithm.name, "time": time.time()} | fields
         record = AuditRecord(action, run.state.step, **given)
-        with (run.directory / AUDIT_FILE).open("ab") as file:
-            file.write(orjson.dumps(msgspec.to_builtins(record)) + b"\n")
+        append_lines(run.directory / AUDIT_FILE, msgspec.to_builtins(record))
         return record
 
     async def decided(self, action: Action, **fields: Any) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.lightning_rl import LightningRL
@@ -43,12 +43,12 @@ from agentlightning.training.starting_policy import make_starting_policy
 from agentlightning.trajectory import Trajectory
 from agentlightning.util.progress import Progress
 
-SINGLES: Final = "sessions of tasks with one session"
+SINGLES = "sessions of tasks with one session"
 """The group of such sessions."""
-POLL_SECONDS: Final = 0.5
-CHECKPOINT_EVERY: Final = 20
+POLL_SECONDS = 0.5
+CHECKPOINT_EVERY = 20
 """Steps between checkpoints, unless `run.checkpoint_every` says otherwise: a step costs no rollouts here."""
-SUMMED: Final = (
+SUMMED = (
     "groups",
     "groups_trained",
     "groups_without_spread",
@@ -235,16 +235,15 @@ async def open_recorded(
     assert data is not None
     if not algorithm.reads_sessions:
         store = None
-    else:
-        if store is None:
-            store = open_sessions(config.data.sessions)
-            stack.push_async_callback(store.close)
-        elif not isinstance(getattr(store, "path", None), Path):
-            state.objects = [*{*state.objects, "store"}]
-        path = getattr(store, "path", None)
-        if isinstance(path, Path):
-            own = config.data.model_copy(update={"sessions": str(path.resolve())})
-            config = config.model_copy(update={"data": own})
+    elif store is None:
+        store = open_sessions(config.data.sessions)
+        stack.push_async_callback(store.close)
+    elif not isinstance(getattr(store, "path", None), Path):
+        state.objects = [*{*state.objects, "store"}]
+    path = getattr(store, "path", None)
+    if isinstance(path, Path):
+        own = config.data.model_copy(update={"sessions": str(path.resolve())})
+        config = config.model_copy(update={"data": own})
     progress.phase("reading the data" if store is None else "reading sessions")
     target = getattr(getattr(algorithm, "config", None), "target_agent", None)
     sessions = await _sessions(store, data, config.data, target, progress)

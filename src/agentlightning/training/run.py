@@ -29,7 +29,7 @@ from agentlightning.policy.base import UPDATE, Metrics, UpdateOptions
 from agentlightning.policy.learner import Learner
 from agentlightning.resources import NamedResources, prompts_in
 from agentlightning.training.callbacks import Callback, FinishedStep, restore, saved
-from agentlightning.training.health.examination import closing_warnings
+from agentlightning.training.health.examination import CLOSING, closing_warnings
 from agentlightning.training.health.step_record import VALIDATION, StepRecord, step_line
 from agentlightning.training.joined_gateways import JoinedGateways
 from agentlightning.training.persistence.checkpoints import Checkpoints, load_weights, read_resources
@@ -198,15 +198,15 @@ class TrainingRun(Struct):
         await self.name_left_out(collected)
 
     async def name_left_out(self, collected: Collected) -> None:
-        if not collected.left_out.keys() - self._named:
+        if collected.left_out.keys() <= self._named:
             return
         for reason, first in (await self.collector.first_of_each_reason(collected)).items():
             if reason not in self._named:
-                self._named.add(reason)
                 self.note(
                     f"rollout {first.rollout_id} is left out ({reason.replace('_', ' ')}): {first.message}\n"
                     "  further ones are counted: metrics.jsonl, report.json"
                 )
+        self._named |= collected.left_out.keys()
 
     async def name_evaluated(self, collected: Collected) -> None:
         """The same for an evaluation of a policy. Where no rollout asked any model, warn: nothing can be learned from
@@ -329,12 +329,9 @@ class TrainingRun(Struct):
                 if result.missing:
                     line[f"missing_{VALIDATION}{mode}"] = result.missing
         step = FinishedStep(collected, line, is_last=state.step == self.total_steps)
-
-        async def add(callback: Callback[Any]) -> None:
-            found = await callback.on_step(step) or {}
-            step.line |= {name: float(value) for name, value in found.items()}
-
-        await self.each(add)
+        for callback in self.callbacks:
+            with calls_of(type(callback), "callback"):
+                step.line |= {name: float(value) for name, value in (await callback.on_step(step) or {}).items()}
         record = self.add_step(step.line)
         if step.saves or self.checkpoints.is_due(is_last=step.is_last):
             await self.save()
@@ -455,10 +452,14 @@ class TrainingRun(Struct):
     async def fit(self) -> TrainingResult:
         """Measure the starting policy, unless that is done, train, and measure the result."""
         state, algorithm, progress = self.state, self.algorithm, self.progress
+        state.warnings = {kind: text for kind, text in state.warnings.items() if not kind.startswith(CLOSING)}
         at_start = state.measures_start(self.config.evaluation.modes)
         before = await self.measure_held_out("measuring the starting policy", "before", "before", strict=True)
-        if at_start:
-            await self._load_checkpoint()
+        if at_start:  # Continue from the last checkpoint.
+            await self.publish(read_resources(self.directory, state.checkpoint))
+            if self.learner is not None:
+                async with self.learner.updating():
+                    await load_weights(self.learner.policy, self.run_dir, state, self.collector.store)
         # How many steps a search takes is not known: its budget ends it.
         progress.phase("training", None if algorithm.selects_result else self.total_steps, done=state.step)
         if state.step >= self.total_steps:
@@ -480,13 +481,6 @@ class TrainingRun(Struct):
         await self.finish()
         return await self.report(before, await self.measure_trained())
 
-    async def _load_checkpoint(self) -> None:
-        """Continue from the last checkpoint once the starting policy is measured."""
-        await self.publish(read_resources(self.directory, self.state.checkpoint))
-        if self.learner is not None:
-            async with self.learner.updating():
-                await load_weights(self.learner.policy, self.run_dir, self.state, self.collector.store)
-
     async def finish(self) -> None:
         """After the last step of the run, or of a stage: its result is the promoted version, or the best one by
         validation."""
@@ -501,6 +495,7 @@ class TrainingRun(Struct):
         gains = {mode: gain_of(before[mode], after[mode]) for mode in before if before[mode].rewards}
         directory = self.directory / "checkpoint"
         await self.checkpoints.export(directory)
+        state.warnings |= closing_warnings(self.records, gains)
         self.write_state()
         lines = self.run_dir.read_metrics()
         cost = cost_of_steps(lines)
@@ -513,7 +508,7 @@ class TrainingRun(Struct):
             failed_rollouts=state.failed_rollouts,
             rejected_rollouts=dict(state.rejected),
             skipped_groups=state.skipped_groups,
-            warnings=(*state.warnings.values(), *closing_warnings(self.records, gains).values()),
+            warnings=tuple(state.warnings.values()),
             warning_counts=dict(state.warning_counts),
             rollbacks=state.rollbacks,
             gate_rejections=state.of("gate").get("gate_rejections", 0),

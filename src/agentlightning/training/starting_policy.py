@@ -28,9 +28,9 @@ def has_random_weights(config: TrainConfig) -> bool:
 
 async def make_starting_policy(config: TrainConfig, run_dir: RunDir, tasks: Tasks, progress: Progress) -> None:
     """Write the starting policy to the run directory, unless it is there or the configured model is used as it is."""
-    if run_dir.start.exists() or not _is_made(config):
-        return
     warm_start, model = config.warm_start, config.policy.model
+    if run_dir.start.exists() or (model != TINY and warm_start.dataset is None):
+        return
     conversations = load_dataset(warm_start.dataset) if warm_start.dataset else []
     if model == TINY:
         from agentlightning.models.tiny import make_tiny
@@ -66,10 +66,6 @@ async def make_starting_policy(config: TrainConfig, run_dir: RunDir, tasks: Task
         await policy.close()
 
 
-def _is_made(config: TrainConfig) -> bool:
-    return config.policy.model == TINY or config.warm_start.dataset is not None
-
-
 async def open_for_training(
     config: TrainConfig,
     algorithm: Algorithm[Any],
@@ -84,7 +80,7 @@ async def open_for_training(
     and ResumeError for a checkpoint that does not fit."""
     settings = opening.policy_config(
         config.policy,
-        str(run_dir.start) if _is_made(config) else config.policy.model,
+        str(run_dir.start) if run_dir.start.exists() else config.policy.model,
         optimizer=algorithm.optimizer or getattr(config.algorithm, "optimizer", None),
         steps=algorithm.optimizer_steps,
         objective=algorithm.objective,

@@ -18,12 +18,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import orjson
+from msgspec import Struct, structs
 
 from agentlightning.config import TRACKERS, TrackingConfig
 from agentlightning.errors import MissingExtraError, StoreError
@@ -33,7 +34,7 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.callbacks import FinishedStep, NoState
 from agentlightning.training.governance import RunCallback
 from agentlightning.training.persistence.run_changes import flat_settings
-from agentlightning.training.persistence.run_dir import forget_after, write_atomically
+from agentlightning.training.persistence.run_dir import append_lines, forget_after, write_atomically
 from agentlightning.training.sources.collector import MOST_TEXT, conversation_of, read_recordings, text_of
 
 if TYPE_CHECKING:
@@ -48,8 +49,7 @@ if TYPE_CHECKING:
 # imported when it is used.
 
 
-@dataclass(frozen=True, slots=True)
-class TrackedRun:
+class TrackedRun(Struct, frozen=True):
     """A run, as a tracker is told of it."""
 
     run_dir: Path
@@ -65,8 +65,7 @@ class TrackedRun:
     """The settings of the section [tracking]."""
 
 
-@dataclass(frozen=True, slots=True)
-class Transcript:
+class Transcript(Struct, frozen=True):
     """A rollout of a validation."""
 
     mode: str
@@ -77,7 +76,7 @@ class Transcript:
     rollout_id: str
 
 
-COLUMNS = ("mode", "task", "conversation", "output", "reward", "rollout_id")
+COLUMNS = Transcript.__struct_fields__
 """Of a table of transcripts."""
 
 
@@ -105,11 +104,6 @@ class Tracker(ABC):
         """The run ends, `finished` or to be continued."""
 
 
-def rows_of(transcripts: Sequence[Transcript]) -> list[list[Any]]:
-    """The cells of a table, in the order of `COLUMNS`."""
-    return [[getattr(each, name) for name in COLUMNS] for each in transcripts]
-
-
 def result_numbers(result: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a result by name: `result/held_out_greedy_gain` and the like."""
     found: dict[str, float] = {}
@@ -124,7 +118,7 @@ def result_numbers(result: Mapping[str, Any]) -> dict[str, float]:
 def markdown_table(transcripts: Sequence[Transcript]) -> str:
     """The table as Markdown."""
     lines = [f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|"]
-    for row in rows_of(transcripts):
+    for row in map(structs.astuple, transcripts):
         cells = (str(cell).replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>") for cell in row)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -224,14 +218,12 @@ class WandbTracker(Tracker):
         self._run.log(dict(metrics), step=step)
 
     def transcripts(self, step: int, rows: Sequence[Transcript]) -> None:
-        table = self._client.Table(columns=list(COLUMNS), data=rows_of(rows))
+        table = self._client.Table(columns=list(COLUMNS), data=[list(structs.astuple(row)) for row in rows])
         self._run.log({"transcripts": table}, step=step)
 
     def result(self, step: int, result: Mapping[str, Any], curve: Path | None) -> None:
-        found: dict[str, Any] = {**result_numbers(result)}
-        if curve is not None:
-            found["curve"] = self._client.Image(str(curve))
-        self._run.log(found, step=step)
+        picture = {} if curve is None else {"curve": self._client.Image(str(curve))}
+        self._run.log(result_numbers(result) | picture, step=step)
 
     def close(self, *, finished: bool) -> None:
         self._run.finish(exit_code=0 if finished else 1)
@@ -241,9 +233,9 @@ class WandbTracker(Tracker):
 
 # MLflow: a database beside the runs (`runs/mlflow.db`) unless the settings or MLFLOW_TRACKING_URI name a server.
 
-MOST_PARAMS: Final = 90
+MOST_PARAMS = 90
 """Parameters in one request; MLflow takes 100."""
-MOST_VALUE: Final = 500
+MOST_VALUE = 500
 """Characters of a parameter."""
 
 
@@ -280,7 +272,7 @@ class MlflowTracker(Tracker):
         self._client.log_batch(self._id, metrics=[Metric(name, value, now, step) for name, value in metrics.items()])
 
     def transcripts(self, step: int, rows: Sequence[Transcript]) -> None:
-        table = {name: list(cells) for name, cells in zip(COLUMNS, zip(*rows_of(rows), strict=True), strict=True)}
+        table = {name: [getattr(row, name) for row in rows] for name in COLUMNS}
         self._client.log_table(self._id, table, f"transcripts/step-{step:06d}.json")
 
     def result(self, step: int, result: Mapping[str, Any], curve: Path | None) -> None:
@@ -347,11 +339,11 @@ async def validation_transcripts(
 
 logger = logging.getLogger(__name__)
 
-FILE: Final = "tracking.json"
-TRANSCRIPTS: Final = "transcripts.jsonl"
-MOST_WAITING: Final = 1000
+FILE = "tracking.json"
+TRANSCRIPTS = "transcripts.jsonl"
+MOST_WAITING = 1000
 """Calls that may wait for one tracker; further ones are dropped and counted."""
-CLOSE_SECONDS: Final = 60.0
+CLOSE_SECONDS = 60.0
 """How long the end of a run waits for a tracker."""
 
 T = TypeVar("T")
@@ -467,8 +459,11 @@ class Tracking(RunCallback[NoState]):
     async def on_step_end(self, step: FinishedStep) -> None:
         """The finite numbers of its line in metrics.jsonl."""
         number = self.run.state.step
-        values = {name: each for name, each in step.line.items() if name != "step" and isinstance(each, int | float)}
-        metrics = {name: float(value) for name, value in values.items() if math.isfinite(value)}
+        metrics = {
+            name: float(value)
+            for name, value in step.line.items()
+            if name != "step" and isinstance(value, int | float) and math.isfinite(value)
+        }
         self._send("log metrics", lambda tracker: tracker.log(number, metrics))
         self.run.warn_of(self._warnings())
 
@@ -483,8 +478,7 @@ class Tracking(RunCallback[NoState]):
             return
         step = self.run.state.step
         if rows:
-            with (self.run_dir / TRANSCRIPTS).open("ab") as file:
-                file.writelines(orjson.dumps({"step": step, **asdict(row)}) + b"\n" for row in rows)
+            append_lines(self.run_dir / TRANSCRIPTS, *({"step": step, **structs.asdict(row)} for row in rows))
             self._send("log transcripts", lambda tracker: tracker.transcripts(step, rows))
 
     async def on_end(self, result: TrainingResult) -> TrainingResult:

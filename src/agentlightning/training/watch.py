@@ -21,17 +21,17 @@ from agentlightning.util.progress import Progress, RolloutCounts
 
 logger = logging.getLogger(__name__)
 
-SECONDS: Final = 2.0
+SECONDS = 2.0
 RUNNING: Final[tuple[RolloutStatus, ...]] = ("preparing", "running")
-KEY_SECONDS: Final = 0.2
+KEY_SECONDS = 0.2
 """How soon a key is answered."""
-MOST_RUNNING: Final = 200
+MOST_RUNNING = 200
 """Running rollouts that are looked at for hanging ones, the oldest."""
-HANGING_SHARE: Final = 0.5
+HANGING_SHARE = 0.5
 """The share of its time limit after which a rollout is said to hang."""
-MOST_NAMED: Final = 3
+MOST_NAMED = 3
 """Hanging rollouts that are named; further ones are counted."""
-MOST_TEXT: Final = 120
+MOST_TEXT = 120
 
 
 async def watch_rollouts(

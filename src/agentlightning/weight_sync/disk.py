@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import shutil
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import orjson
 
 from agentlightning.models import INPUT_EMBEDDING, OUTPUT_HEAD
 
-KEEP: Final = 2
+KEEP = 2
 """The newest, and one that a server may still be reading."""
-INDEX: Final = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 
 
 class SavesCheckpoints(Protocol):

@@ -32,9 +32,9 @@ UseWeights = Callable[[Weights], None]
 LendWeights = Callable[[UseWeights], Awaitable[None]]
 """Calls its argument with the weights, in a thread where nothing changes them meanwhile."""
 
-BUFFER_BYTES: Final = 256 << 20
+BUFFER_BYTES = 256 << 20
 """Tensors are packed into buffers of this size; a larger tensor travels in one piece."""
-STALL_SECONDS: Final = 120.0
+STALL_SECONDS = 120.0
 """A server that accepts nothing for this long has failed."""
 
 
@@ -163,10 +163,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
 # taking the one that vLLM's workers wait for, and a failed collective can end the process; `torch.cuda.nccl` broadcasts
 # between the devices of one process only, and offers no abort for a broadcast whose receiver is gone.
 
-UNIQUE_ID_BYTES: Final = 128
+UNIQUE_ID_BYTES = 128
 UINT8, FLOAT32, SUM = 1, 7, 0
 """ncclDataType_t and ncclRedOp_t (nccl.h)."""
-BUFFERS: Final = 2
+BUFFERS = 2
 """Number of buffers that a worker receives into by turns."""
 
 
@@ -358,7 +358,7 @@ def pack_over(tensors: Iterable[Tensor], limit: int) -> Generator[list[Tensor]]:
 
 # -- cuda ipc --------------------------------------------------------------------------------------------------------
 
-SERVER_ENVIRONMENT: Final = {"ipc": {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}}
+SERVER_ENVIRONMENT = {"ipc": {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}}
 """Environment variables that a server started here needs for a transport: to accept handles over HTTP."""
 
 
@@ -464,15 +464,15 @@ def _require_gpu(transport: str, device: str) -> None:
 
 # -- selection -------------------------------------------------------------------------------------------------------
 
-DISK: Final = "disk"
-AUTO: Final = "auto"
+DISK = "disk"
+AUTO = "auto"
 SENDERS: Final[dict[str, Callable[[str], WeightSender]]] = {
     "nccl": lambda device: NcclSender(NcclLibrary.open(device)),
     "ipc": lambda device: CudaIpcSender(CudaMemory.open(device)),
 }
 """Name of vLLM's weight-transfer engine -> factory of a sender to one server, for a trainer on a device. The factory
 raises ConfigError if this machine lacks what it needs."""
-VISIBLE_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def select_transport(requested: str, device: str, devices: Sequence[str]) -> str:

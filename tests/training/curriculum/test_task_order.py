@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from agentlightning.config import CurriculumConfig
 from agentlightning.errors import DatasetError
 from agentlightning.task import tasks_of_step
-from agentlightning.training.sources.stream import LearnabilityOrder, task_order
+from agentlightning.training.persistence.run_dir import TaskRecord
+from agentlightning.training.sources.stream import LearnabilityOrder
 
 LEARNABILITY = CurriculumConfig(tasks="learnability")
 
@@ -84,9 +85,10 @@ def test_tasks_that_still_run_are_not_drawn_again_before_others_are_tried() -> N
 
 
 def test_a_state_without_the_count_of_groups_without_reward_is_read() -> None:
-    order = LearnabilityOrder(2, 0, LEARNABILITY, {"0": [3, 2, 0.5, 0.5, 0.5]})
+    record = msgspec.json.decode(b"[3.0, 2, 0.5, 0.5, 0.5]", type=TaskRecord)
+    order = LearnabilityOrder(2, 0, LEARNABILITY, {0: record})
     order.observe(0, [])
-    assert order.state["0"] == [3, 2, 0.5, 0.5, 0.5, 1]
+    assert msgspec.to_builtins(order.state[0]) == [3, 2, 0.5, 0.5, 0.5, 1]
 
 
 def test_without_a_share_for_age_what_was_solved_stays_away() -> None:
@@ -118,7 +120,9 @@ def test_a_resumed_order_draws_what_an_undisturbed_one_draws(count: int, turns: 
 
     order = LearnabilityOrder(number, seed, LEARNABILITY, {})
     trained(order, rewards, turns, count)
-    resumed = LearnabilityOrder(number, seed, LEARNABILITY, json.loads(json.dumps(order.state)))
+    resumed = LearnabilityOrder(
+        number, seed, LEARNABILITY, msgspec.json.decode(msgspec.json.encode(order.state), type=dict[int, TaskRecord])
+    )
     drawn = order.draw(turns, count)
     assert drawn == resumed.draw(turns, count)
     assert len(drawn) == count
@@ -136,4 +140,4 @@ def test_a_turn_has_no_task_twice_once_all_are_known(count: int, number: int, tu
 
 def test_no_tasks_are_refused() -> None:
     with pytest.raises(DatasetError, match="no tasks"):
-        task_order(LEARNABILITY, 0, 0, {})
+        LearnabilityOrder(0, 0, LEARNABILITY, {})

@@ -17,9 +17,7 @@ import agentlightning as agl
 from agentlightning.cli.main import build
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.config import OptimizerConfig
-from agentlightning.training.persistence.run_changes import settings_of_run
 from agentlightning.training.run import TrainingRun
-from agentlightning.util.settings import dump_toml
 
 pytestmark = pytest.mark.integration
 
@@ -235,47 +233,6 @@ def test_agl_sft_and_dpo_resume(kill: Any, store: Any, fill: Any, tiny: Path, tm
     assert "--model is missing" in missing.output
     nothing = CliRunner().invoke(build(), ["dpo", "--resume", str(tmp_path / "none")])
     assert "holds no run" in nothing.output
-
-
-def test_a_run_whose_options_were_not_yet_in_config_toml_goes_on(
-    kill: Any, store: Any, fill: Any, tiny: Path, tmp_path: Path
-) -> None:
-    """state.json had those of `train`, and the file of the store."""
-    fill(store, tokens=True)
-    run_dir, held_out = tmp_path / "run", [{"reward": 0.5}]
-    made = agl.Trainer(store=store, algorithm=algorithm_of("rl", tmp_path), model=tiny, run_dir=run_dir)
-    kill(1)
-    with pytest.raises(Killed):
-        made.train(3, method="awr", held_out_dataset=held_out, eval_agent="tests.support.agents:reward_of_task")
-    kept = settings_of_run(run_dir)
-    assert (kept.algorithm.steps, kept.data.method, kept.data.sessions) == (3, "awr", str(tmp_path / "sessions.db"))
-    before = kept.model_copy(
-        update={"data": agl.config.DataConfig(), "agent": None, "algorithm": made.config.algorithm}
-    )
-    (run_dir / "config.toml").write_text(dump_toml(before))
-    state = json.loads((run_dir / "state.json").read_text())
-    options = {"num_iterations": 3, "target_agent": None, "method": "awr", "success_threshold": 0.5, "follow": False}
-    options |= {"follow_timeout": None, "eval_agent": kept.agent, "held_out_dataset": None}
-    state["recorded"] |= {"algorithm": "agentlightning.algorithms.lightning_rl:LightningRL", "settings": {}}
-    state["recorded"] |= {"options": options, "store": str(tmp_path / "sessions.db")}
-    (run_dir / "state.json").write_text(json.dumps(state))
-    resumed: Any = agl.Trainer.resume(run_dir).train()
-    assert (resumed.steps, resumed.recorded.method, resumed.held_out["greedy"].before) == (3, "awr", 0.5)
-    assert settings_of_run(run_dir).algorithm == kept.algorithm, "now they are"
-
-
-def test_a_run_on_a_dataset_in_memory_that_was_begun_before_asks_for_it(kill: Any, tiny: Path, tmp_path: Path) -> None:
-    """state.json had "dataset" among the objects, and the class in what was recorded of the data."""
-    run_dir, sft = tmp_path / "run", agl.SFTAlgorithm(dataset=conversations(["yes"]), steps=2, optimizer=FAST)
-    kill(0)
-    with pytest.raises(Killed):
-        agl.Trainer(algorithm=sft, model=tiny, run_dir=run_dir).train()
-    state = json.loads((run_dir / "state.json").read_text())
-    state["recorded"] |= {"algorithm": state["algorithm"], "options": {}}
-    (run_dir / "state.json").write_text(json.dumps(state | {"algorithm": None, "objects": ["dataset"]}))
-    with pytest.raises(ResumeError, match=r"not by one made from settings; give.*algorithm=\.\.\."):
-        agl.Trainer.resume(run_dir).train()
-    assert agl.Trainer.resume(run_dir, algorithm=sft).train().steps == 2
 
 
 def test_an_interrupted_run_measures_the_weights_that_it_began_with_once(

@@ -6,12 +6,13 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import pytest
 
 from agentlightning.algorithms.training import BranchPoint, Collected, RolloutRequest, Want
-from agentlightning.config import Branching, TurnLimit
+from agentlightning.config import Branching, CurriculumConfig, TurnLimit
 from agentlightning.errors import ConfigError, TrainingStopped
 from agentlightning.rollouts import AttemptedRollout
 from agentlightning.span import (
@@ -29,6 +30,7 @@ from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.sources.collector import RolloutCollector, TrajectoryReader
 from agentlightning.training.sources.stream import InFlightLimit, RolloutStream, check_staleness
 
+BRANCHING = CurriculumConfig(branching=Branching(share=0.5, threshold=0.5, after="any"))
 TASKS = [{"n": n} for n in range(8)]
 REQUEST = RolloutRequest([Want(n=2)] * 2)
 
@@ -50,12 +52,18 @@ class Loop:
             TASKS,
             self.state,
             self.publish,
-            policy_version=lambda: self.version,
+            cast("Any", SimpleNamespace(note=self.note, update=lambda done, **shown: None)),
+            cast("Any", self),
             max_staleness=max_staleness,
             total_steps=total_steps,
             limit=InFlightLimit(self.load),
-            note=self.note,
         )
+
+    versions: ClassVar[dict[str, int]] = {}
+
+    @property
+    def policy_version(self) -> int:
+        return self.version
 
     def note(self, text: str) -> None:
         self.notes.append(text)
@@ -157,7 +165,7 @@ async def test_the_limit_on_turns_follows_the_turn_that_a_rollout_belongs_to(
     store: InMemoryLightningStore, finish: Any
 ) -> None:
     loop = Loop(store, finish, max_staleness=1)
-    loop.source.turn_limit = TurnLimit(start=2, grow=3, every=1)
+    loop.source.curriculum = CurriculumConfig(turns=TurnLimit(start=2, grow=3, every=1))
     await run(loop, 2, 4, lambda rollout: 0)
     limits = {name: limit for (name, _), limit in zip(loop.published, loop.turn_limits, strict=True)}
     assert limits["r-train-000001"] == 2
@@ -179,7 +187,7 @@ async def test_branches_are_queued_once_the_others_have_ended_and_again_by_a_res
     store: InMemoryLightningStore, finish: Any
 ) -> None:
     loop, request = Loop(store, finish, max_staleness=0), RolloutRequest([Want(n=4)])
-    loop.source.branching = Branching(share=0.5, threshold=0.5, after="any")
+    loop.source.curriculum = BRANCHING
     collecting = asyncio.create_task(loop.source.next(request))
     first = {rollout.rollout_id: (await two_calls(loop, rollout))[0] for rollout in await loop.claim(2)}
     branches = await loop.claim(2)
@@ -190,7 +198,7 @@ async def test_branches_are_queued_once_the_others_have_ended_and_again_by_a_res
     collecting.cancel()
 
     after = loop.killed(step=0, version=0)
-    after.source.branching = loop.source.branching
+    after.source.curriculum = loop.source.curriculum
     collecting = asyncio.create_task(after.source.next(request))
     for rollout in branches:
         await two_calls(loop, rollout)
@@ -368,7 +376,7 @@ async def test_a_second_request_within_a_step_runs_its_own(store: InMemoryLightn
 
 async def test_further_requests_branch_as_well(store: InMemoryLightningStore, finish: Any) -> None:
     loop = Loop(store, finish, max_staleness=0)
-    loop.source.branching = Branching(share=0.5, threshold=0.5, after="any")
+    loop.source.curriculum = BRANCHING
     for _ in range(2):
         collecting = asyncio.create_task(loop.source.next(REQUEST))
         for count in (2, 2):

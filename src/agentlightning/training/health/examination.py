@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
-import msgspec
 import orjson
 
 from agentlightning.errors import AgentLightningError
@@ -35,7 +33,7 @@ from agentlightning.training.sources.collector import cause_of_failure
 
 # Warnings at the start and the end of a run: what is known before its first rollout, and what it did not achieve.
 
-LEAST_MOVED: Final = 1e-5
+LEAST_MOVED = 1e-5
 """Learning rates of a run that add up to less leave the policy what it was: adaptive optimizers move a weight by about
 the rate at each update, and weights have a size of about 0.01."""
 
@@ -59,6 +57,10 @@ def starting_warnings(*, random_weights: bool, shared: Sequence[Overlap] = ()) -
             " begin with (warm_start.dataset)"
         )
     }
+
+
+CLOSING = ("nothing_learned", "not_compared_", "worse_", "no_gain_")
+"""What the kinds of warnings at the end begin with: a run that continues has none of them."""
 
 
 def closing_warnings(records: Sequence[StepRecord], gains: Mapping[str, Gain]) -> dict[str, str]:
@@ -95,9 +97,9 @@ def closing_warnings(records: Sequence[StepRecord], gains: Mapping[str, Gain]) -
     return found
 
 
-MOST_TEXT: Final = 240
+MOST_TEXT = 240
 """Characters of an example."""
-MOST_FAILURES: Final = 2000
+MOST_FAILURES = 2000
 """Failed rollouts that are read from the store, the newest ones."""
 
 
@@ -124,8 +126,7 @@ class Examination:
     """Steps with readable metrics."""
     signs: tuple[SignHistory, ...]
     warnings: Mapping[str, str]
-    """By kind, what the run itself has warned of and its steps do not show, what a finished one did not achieve, and
-    how it `ended`, if not well."""
+    """By kind, what the run itself has warned of and its steps do not show, and how it `ended`, if not well."""
     failures: tuple[Failures, ...]
     damaged_lines: tuple[int, ...]
     """Numbers of the lines of metrics.jsonl that cannot be read."""
@@ -145,12 +146,6 @@ def examine(run_dir: Path) -> Examination:
     notes = [] if records else ["no step is finished yet, so that there is nothing to judge"]
     failures = failures_of(run_dir / "store.db", state, notes)
     warnings = state.warnings
-    if status == "finished":
-        try:
-            gains = _gains(orjson.loads((run_dir / "report.json").read_bytes()))
-            warnings = warnings | closing_warnings(records, gains)
-        except (orjson.JSONDecodeError, KeyError, TypeError, msgspec.ValidationError) as error:
-            notes.append(f"report.json cannot be read, so that nothing is said of the gain: {error}")
     if status != "running":
         warnings = warnings | _ending(run_dir, has_worked=status == "finished" or bool(records))
     if status == "unfinished" and "ended" not in warnings:
@@ -186,15 +181,6 @@ def _resume(run_dir: Path) -> str:
     return f"agl train --resume {shlex.quote(str(run_dir))}"
 
 
-def _gains(report: Mapping[str, Any]) -> dict[str, Gain]:
-    """Without tasks that could be compared the numbers are NaN, which JSON has not."""
-    unknown = dict.fromkeys(("before", "after", "gain"), math.nan) | {"interval": (math.nan, math.nan)}
-    return {
-        mode: msgspec.convert(gain if gain["tasks"] else gain | unknown, Gain)
-        for mode, gain in report["held_out"].items()
-    }
-
-
 def status_of(run_dir: Path) -> Literal["running", "finished", "unfinished"]:
     """unfinished: no process has the run open, and there is no report."""
     if is_locked(run_dir):
@@ -225,25 +211,25 @@ def failures_of(path: Path, state: RunState, notes: list[str]) -> tuple[Failures
         if state.failed_rollouts:
             notes.append("its rollouts are in another store, so that failures are not listed by cause")
         return ()
+
+    async def failed_attempts() -> list[Attempt]:
+        store = LightningStore(path)
+        try:
+            rollouts = await store.query_rollouts(
+                status_in=["failed"], rollout_id_contains=state.run_id, newest_first=True, limit=MOST_FAILURES
+            )
+            return await store.get_latest_attempts([rollout.rollout_id for rollout in rollouts])
+        finally:
+            await store.close()
+
     try:
-        attempts = asyncio.run(_failed_attempts(path, state.run_id))
+        attempts = asyncio.run(failed_attempts())
     except AgentLightningError as error:
         notes.append(f"{path} cannot be read, so that failures are not listed by cause: {error}")
         return ()
     counts = Counter(map(_cause, attempts))
     examples = {_cause(each): f"{each.rollout_id}: {cause_of_failure(each)}" for each in attempts}
     return tuple(Failures(cause, count, examples[cause][:MOST_TEXT]) for cause, count in counts.most_common())
-
-
-async def _failed_attempts(path: Path, run_id: str) -> list[Attempt]:
-    store = LightningStore(path)
-    try:
-        rollouts = await store.query_rollouts(
-            status_in=["failed"], rollout_id_contains=run_id, newest_first=True, limit=MOST_FAILURES
-        )
-        return await store.get_latest_attempts([rollout.rollout_id for rollout in rollouts])
-    finally:
-        await store.close()
 
 
 def _cause(attempt: Attempt) -> str:

@@ -16,17 +16,17 @@ from typing import Final, TypeAlias
 from agentlightning.credit.rejection import describe_reasons
 from agentlightning.training.health.step_record import LEAK_SHARE, StepRecord
 
-WINDOW: Final = 3
+WINDOW = 3
 """The number of steps that are judged together: one batch alone is noise."""
-TREND: Final = 24
+TREND = 24
 """The number of steps that a trend is judged over, if there are so many ..."""
-SHORTEST_TREND: Final = 9
+SHORTEST_TREND = 9
 """... and the fewest: three in each third."""
-CLEAR: Final = 3.0
+CLEAR = 3.0
 """Standard errors by which the last third of a trend differs from the first: 0.3% by chance, on either side."""
-MAD_TO_SIGMA: Final = 1.4826
+MAD_TO_SIGMA = 1.4826
 """The standard deviation of normal numbers over their median absolute deviation."""
-LOWER_LR: Final = "lower algorithm.optimizer.lr"
+LOWER_LR = "lower algorithm.optimizer.lr"
 
 Records: TypeAlias = Sequence[StepRecord]
 """Steps in order, judged as of the last one. At least one."""
@@ -106,7 +106,7 @@ def trend_of(numbers: Sequence[float]) -> tuple[float, float, float]:
 
 # -- limits ----------------------------------------------------------------------------------------------------------
 
-LIMITS: Final = (
+LIMITS = (
     # Implementations of PPO stop an update at 0.01 to 0.05.
     (
         "large_updates",
@@ -168,7 +168,7 @@ LIMITS: Final = (
 )
 """(sign, number of `StepRecord`, limit, what is wrong, what to try): found where the mean of `WINDOW` steps reaches the
 limit."""
-OF_LAST_STEP: Final = (
+OF_LAST_STEP = (
     (
         "updates_skipped",
         "skipped_steps",
@@ -219,28 +219,28 @@ def beyond_limits(records: Records) -> Iterator[Sign]:
 
 # -- groups that teach nothing ---------------------------------------------------------------------------------------
 
-MIN_GROUPS: Final = 4
+MIN_GROUPS = 4
 """Fewer groups show no pattern."""
-FLAT_SHARE: Final = 0.9
+FLAT_SHARE = 0.9
 """The share of groups with equal rewards from which on there is a sign: the rest is too little to learn from."""
-IDENTICAL_SHARE: Final = 0.5
+IDENTICAL_SHARE = 0.5
 """The share of groups with identical outputs from which on there is a sign: half of the rollouts are wasted."""
 
-_UNSEEN: Final = (
+_UNSEEN = (
     "the reward probably does not see what differs: check that the agent's result depends on what the model answers,"
     " and call the reward function on a recorded output (`agl store show ROLLOUT`): it has to find the answer in it,"
     " whatever the case, the spaces or the words around it. If it does, each task is too hard or too easy for it"
 )
-_UNKNOWN: Final = (
+_UNKNOWN = (
     "where all fail, use easier tasks, a reward with partial credit or a warm start; where all succeed, harder tasks;"
     " else a larger group_size. Check that the reward reads the agent's output"
 )
-_EASIER: Final = "use easier tasks, a reward with partial credit, or a warm start (warm_start.dataset)"
-_HARDER: Final = "use harder tasks: these are solved"
-_SAMPLING: Final = (
+_EASIER = "use easier tasks, a reward with partial credit, or a warm start (warm_start.dataset)"
+_HARDER = "use harder tasks: these are solved"
+_SAMPLING = (
     "the agent or its framework fixes a seed, caches answers, or replays recorded ones: switch that off for training"
 )
-_CAUSES: Final = {
+_CAUSES = {
     "groups_repeated": ("all outputs are identical, which cannot be chance at their probability", _SAMPLING),
     "groups_certain": (
         "all outputs are identical",
@@ -252,7 +252,7 @@ _CAUSES: Final = {
     "groups_constant": ("", _UNSEEN),
 }
 """By metric: what it means, and what to try."""
-_DIFFERENT: Final = ("groups_failed", "groups_solved", "groups_constant")
+_DIFFERENT = ("groups_failed", "groups_solved", "groups_constant")
 """Those of outputs that differ."""
 
 
@@ -312,11 +312,11 @@ def _cause(records: Records) -> tuple[str, str]:
 
 # -- rewards gained in the wrong way ---------------------------------------------------------------------------------
 
-LOST_SHARE: Final = 0.1
+LOST_SHARE = 0.1
 """A second reward that lost this share of the range it had is lost for good, and no drift."""
-VALIDATIONS: Final = 2
+VALIDATIONS = 2
 """Validations in a row that must be below the best: one alone is noise."""
-OUTLIER_FACTOR: Final = 20.0
+OUTLIER_FACTOR = 20.0
 """A reward so many times as large as the largest of ordinary batches is no reward of the same kind."""
 
 
@@ -395,19 +395,19 @@ def _fall(values: list[float]) -> str | None:
 # is solved, while the second falls to 0.5 and the third to 0.3; in twenty collapsing ones it passes 2 before the reward
 # falls.
 
-TRAP_LEARNED_SHARE: Final = 0.85
-FIRST: Final = 5
+TRAP_LEARNED_SHARE = 0.85
+FIRST = 5
 """Steps with an update that the run is compared with."""
-LAST: Final = 4
+LAST = 4
 """Steps with an update that are judged: a gradient of one of them is an odd batch."""
-NORM_GROWTH: Final = 2.0
-SPREAD_LEFT: Final = 0.75
-TRAP_ENTROPY_LEFT: Final = 0.6
+NORM_GROWTH = 2.0
+SPREAD_LEFT = 0.75
+TRAP_ENTROPY_LEFT = 0.6
 
 
-ENTROPY_FACTOR: Final = 3.0
+ENTROPY_FACTOR = 3.0
 """A policy whose entropy has grown or shrunk by more behaves differently ..."""
-REWARD_SHARE: Final = 0.5
+REWARD_SHARE = 0.5
 """... and is broken if its reward is below this share of its best."""
 
 
@@ -463,22 +463,22 @@ def _broken(records: Records) -> Iterator[Sign]:
 
 # -- updates ---------------------------------------------------------------------------------------------------------
 
-LEARNED_SHARE: Final = 0.9
+LEARNED_SHARE = 0.9
 """A policy with this share of the highest reward may be certain: it has learned the task."""
-ENTROPY_LEFT: Final = 0.1
+ENTROPY_LEFT = 0.1
 """The share of its first entropy below which a policy explores next to nothing."""
-SPIKE_HISTORY: Final = 8
+SPIKE_HISTORY = 8
 """Gradient norms that the next one is compared with, at least ..."""
-LONGEST_HISTORY: Final = 50
+LONGEST_HISTORY = 50
 """... and at most: norms drift over a run."""
-SPIKE_DEVIATIONS: Final = 10.0
+SPIKE_DEVIATIONS = 10.0
 """Robust standard deviations above the median: norms have heavy tails, and six occur in healthy runs ..."""
-SPIKE_FACTOR: Final = 4.0
+SPIKE_FACTOR = 4.0
 """... and a multiple of the median, for runs whose norms hardly vary."""
-SPIKES: Final = 2
+SPIKES = 2
 """Spikes within `SPIKE_RECENT` steps: one alone is one odd batch, and is clipped."""
-SPIKE_RECENT: Final = 10
-LEAST_DEVIATION: Final = 0.1
+SPIKE_RECENT = 10
+LEAST_DEVIATION = 0.1
 """Gradient norms within a tenth of their median do not differ."""
 
 
@@ -500,7 +500,14 @@ def of_updates(records: Records) -> Iterator[Sign]:
         )
     norms = values_of(records, "grad_norm")
     recent = range(max(SPIKE_HISTORY, len(norms) - SPIKE_RECENT), len(norms))
-    spikes = [norms[i] for i in recent if _is_spike(norms[i], norms[max(0, i - LONGEST_HISTORY) : i])]
+    spikes: list[float] = []
+    for i in recent:
+        history = norms[max(0, i - LONGEST_HISTORY) : i]
+        median = statistics.median(history)
+        mad = statistics.median(abs(each - median) for each in history)
+        deviation = max(MAD_TO_SIGMA * mad, LEAST_DEVIATION * abs(median), 1e-12)
+        if norms[i] > SPIKE_FACTOR * median and norms[i] - median > SPIKE_DEVIATIONS * deviation:
+            spikes.append(norms[i])
     if len(spikes) >= SPIKES and last.grad_norm is not None:
         yield Sign(
             "gradient_spikes",
@@ -510,20 +517,13 @@ def of_updates(records: Records) -> Iterator[Sign]:
         )
 
 
-def _is_spike(norm: float, history: Sequence[float]) -> bool:
-    median = statistics.median(history)
-    mad = statistics.median(abs(each - median) for each in history)
-    deviation = max(MAD_TO_SIGMA * mad, LEAST_DEVIATION * abs(median), 1e-12)
-    return norm > SPIKE_FACTOR * median and norm - median > SPIKE_DEVIATIONS * deviation
-
-
 # -- failures --------------------------------------------------------------------------------------------------------
 
-MIN_FAILURES: Final = 4
+MIN_FAILURES = 4
 """Fewer are no pattern."""
-TIMEOUT_SHARE: Final = 0.1
+TIMEOUT_SHARE = 0.1
 """The share of rollouts that timed out from which on there is a sign."""
-LEFT_OUT_SHARE: Final = 0.2
+LEFT_OUT_SHARE = 0.2
 """The share of rollouts that failed or were rejected from which on there is a sign: above it, those that are left may
 be the easy ones."""
 
@@ -559,19 +559,19 @@ def of_failures(records: Records) -> Iterator[Sign]:
 
 # -- outputs ---------------------------------------------------------------------------------------------------------
 
-LENGTH_FACTOR: Final = 3.0
+LENGTH_FACTOR = 3.0
 """Outputs that have become so many times longer, or shorter ..."""
-NO_GAIN: Final = 1.05
+NO_GAIN = 1.05
 """... while the reward is not above this multiple of what it was."""
-REPEATED_SHARE: Final = 0.5
+REPEATED_SHARE = 0.5
 """The share of repeated n-grams from which on an output is degenerate: text and code stay below 0.3 ..."""
-REPEATED_GROWTH: Final = 0.2
+REPEATED_GROWTH = 0.2
 """... unless the task is like that: it must have grown by this much."""
-COMMON_SHARE: Final = 0.75
+COMMON_SHARE = 0.75
 """The share of tasks with the same output from which on the task no longer matters ..."""
-COMMON_AT_FIRST: Final = 0.5
+COMMON_AT_FIRST = 0.5
 """... where fewer had it at first: yes or no may be all there is to say."""
-STILL_GOOD: Final = 0.9
+STILL_GOOD = 0.9
 """The share of its best reward that a policy without regard for the task has where the reward accepts that."""
 
 
@@ -621,8 +621,8 @@ DETECTORS: Final[tuple[Callable[[Records], Iterator[Sign]], ...]] = (
 )
 """Each judges steps as of the last of them."""
 
-FIRST_STEPS: Final = 50
-LAST_STEPS: Final = 450
+FIRST_STEPS = 50
+LAST_STEPS = 450
 """Of a longer run, these many of its first and last steps are judged: the work of a step stays the same."""
 
 

@@ -30,13 +30,13 @@ from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.trajectory import RewardWeights, Trajectory
 from agentlightning.util.json_values import dumps
 
-DIMENSION: Final = "reward_of_"
+DIMENSION = "reward_of_"
 """The metric of a named dimension of the reward begins with it."""
-VALIDATION: Final = "validation_"
+VALIDATION = "validation_"
 """The metric of a validation by mode begins with it."""
-REJECTED: Final = "rejected_"
+REJECTED = "rejected_"
 """The count of rejected rollouts by reason begins with it."""
-UPDATE_METRICS: Final = ("loss", "entropy", "grad_norm", "approx_kl", "ratio", "clip_fraction", "ref_kl")
+UPDATE_METRICS = ("loss", "entropy", "grad_norm", "approx_kl", "ratio", "clip_fraction", "ref_kl")
 """Metrics of an update that are finite as long as the weights are."""
 
 
@@ -195,8 +195,8 @@ class StepRecord(Struct, frozen=True):
         return {} if self.loss is None else {"loss": self.loss}
 
 
-_KINDS: Final = {"int": int, "float": float, "float | None": float}
-_NUMBERS: Final = {name: _KINDS[kind] for name, kind in StepRecord.__annotations__.items() if kind in _KINDS}
+_KINDS = {"int": int, "float": float, "float | None": float}
+_NUMBERS = {name: _KINDS[kind] for name, kind in StepRecord.__annotations__.items() if kind in _KINDS}
 
 
 def _with_prefix(numbers: Mapping[str, Any], prefix: str) -> dict[str, float]:
@@ -210,15 +210,15 @@ def _with_prefix(numbers: Mapping[str, Any], prefix: str) -> dict[str, float]:
 # Outputs are compared as tokens, so nothing is decoded. A group of n identical outputs of probability p each is chance
 # if p^(n-1), the probability that the others equal the first, is not tiny; else something repeats them.
 
-LOG_CHANCE: Final = math.log(1e-9)
+LOG_CHANCE = math.log(1e-9)
 """Identical outputs less probable than this are repeated and no chance: once in a billion groups."""
-NGRAM: Final = 4
+NGRAM = 4
 """Tokens of an n-gram: shorter ones repeat in any text."""
-LEAST_TOKENS: Final = 16
+LEAST_TOKENS = 16
 """Shorter outputs have too few n-grams to repeat one."""
-MOST_OUTPUTS: Final = 64
+MOST_OUTPUTS = 64
 """The number of outputs whose n-grams are counted, evenly spread over the batch ..."""
-MOST_TOKENS: Final = 1024
+MOST_TOKENS = 1024
 """... and of the tokens of each, the last ones."""
 
 CAUSES: Final[tuple[str, ...]] = ("repeated", "certain", "failed", "solved", "constant")
@@ -245,7 +245,11 @@ def batch_metrics(trajectories: Sequence[Trajectory], reward_weights: RewardWeig
         found |= {"reward_lowest": min(batch), "reward_highest": max(batch)}
     if spreads := [statistics.pstdev(own) for own in known if len(own) > 1]:
         found["reward_std"] = statistics.fmean(spreads)
-    return {**found, **_named(trajectories), **_outputs(trajectories, groups), **answer_metrics(trajectories)}
+    first = {each.group: each for each in reversed(trajectories) if each.transitions}
+    prompts = [(each.task, each.transitions[0].input_messages or "") for each in list(first.values())[:MOST_PROMPTS]]
+    if (share := answers_in_prompts(prompts)) is not None:
+        found["answers_in_prompt"] = share
+    return {**found, **_named(trajectories), **_outputs(trajectories, groups)}
 
 
 def score_of(trajectory: Trajectory, weights: RewardWeights) -> float | None:
@@ -326,6 +330,11 @@ def step_line(
 ) -> dict[str, Any]:
     """A line of `metrics.jsonl`: the algorithm's metrics, and what the run knows of the step's rollouts."""
     reasons, tokens = count_reasons(collected.rejected), collected.sampled_tokens
+    automatic = defaultdict[str, float](float)
+    for trajectory in collected.trajectories:
+        for rule, value in trajectory.metadata.get(AUTOMATIC_REWARDS, {}).items():
+            automatic[f"air_{rule}"] += value
+            automatic["air_reward"] += value
     return {
         "step": state.step,
         **({"revision": state.revision} if state.revision else {}),
@@ -338,21 +347,11 @@ def step_line(
         "rejected": len(collected.rejected),
         **{f"rejected_{reason}": count for reason, count in reasons.items()},
         **collected.metrics,
-        **_automatic_rewards(collected),
+        **{name: value / len(collected.trajectories) for name, value in automatic.items()},
         "sampled_tokens": tokens,
         "tokens_per_second": (tokens - collected.sampled_before) / max(collected.seconds, 1e-9),
         "collect_seconds": collected.seconds,
     }
-
-
-def _automatic_rewards(collected: Collected) -> dict[str, float]:
-    """`air_RULE` for each rule that gave rewards, and `air_reward` for all: the mean sum of a rollout."""
-    sums = defaultdict[str, float](float)
-    for trajectory in collected.trajectories:
-        for rule, value in trajectory.metadata.get(AUTOMATIC_REWARDS, {}).items():
-            sums[f"air_{rule}"] += value
-            sums["air_reward"] += value
-    return {name: value / len(collected.trajectories) for name, value in sums.items()}
 
 
 # -- guard -----------------------------------------------------------------------------------------------------------
@@ -367,11 +366,11 @@ def _automatic_rewards(collected: Collected) -> dict[str, float]:
 # Learning moves rewards slowly; a change of half of all rewards from one step to the next is that of a reward function,
 # a judge or an environment. Pairs are of one group, because only differences within a group are learned from.
 
-STEPS_BEFORE: Final = 5
+STEPS_BEFORE = 5
 """The number of earlier steps that a batch is compared with ..."""
-LEAST_REWARDS: Final = 8
+LEAST_REWARDS = 8
 """... and the fewest rewards on either side: fewer show no distribution."""
-LEAST_PAIRS: Final = 10
+LEAST_PAIRS = 10
 """Fewer pairs show no disagreement."""
 
 
@@ -406,26 +405,18 @@ def discordance(groups: Sequence[Sequence[tuple[float, float]]]) -> float | None
 # are what the task is about. Answers of other tasks that stand in the same prompt are chance, or labels that the prompt
 # lists, and count against it.
 
-LEAK_SHARE: Final = 0.5
+LEAK_SHARE = 0.5
 """The share of tasks whose prompts give the answer away, from which on there is a sign."""
-ANSWER_FIELDS: Final = frozenset(
+ANSWER_FIELDS = frozenset(
     {"answer", "answers", "expected", "expected_answer", "expected_output", "final_answer", "gold", "gold_answer"}
     | {"ground_truth", "label", "solution", "target", "correct_answer"}
 )
-LEAST_ANSWERS: Final = 3
+LEAST_ANSWERS = 3
 """Different answers in a batch: with fewer, one cannot be told from a label that every prompt lists."""
-MOST_PROMPTS: Final = 16
+MOST_PROMPTS = 16
 """Prompts that are read, of as many tasks."""
-MOST_TEXT: Final = 8_000
+MOST_TEXT = 8_000
 """Characters of a prompt that are read."""
-
-
-def answer_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """`answers_in_prompt` of a batch, one rollout of each task; empty where tasks have no such field."""
-    first = {each.group: each for each in reversed(trajectories) if each.transitions}
-    pairs = [(each.task, each.transitions[0].input_messages or "") for each in list(first.values())[:MOST_PROMPTS]]
-    share = answers_in_prompts(pairs)
-    return {} if share is None else {"answers_in_prompt": share}
 
 
 def answers_in_prompts(prompts: Sequence[tuple[Any, str]]) -> float | None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import orjson
 
@@ -94,13 +94,13 @@ class ResourcePublisher:
         return resources_id
 
 
-RESOURCES_FILE: Final = "resources.json"
+RESOURCES_FILE = "resources.json"
 """In a checkpoint: the resources that the algorithm has published, if any, and the run's prompts."""
 
 
-SLOW_CHECKPOINT: Final = 1.0
+SLOW_CHECKPOINT = 1.0
 """Seconds. One that takes less is written after each step ..."""
-CHECKPOINT_SHARE: Final = 9
+CHECKPOINT_SHARE = 9
 """... and of others so few that training takes nine times as long."""
 
 
@@ -148,7 +148,11 @@ class Checkpoints:
                 known = set()
             self._saved, self._places = version, {*known, directory}
         await self._write_resources(directory)
-        await self._write_algorithm(directory)
+        if learned := self.algorithm.state_dict():
+            content = orjson.dumps({"revision": self.state.revision, "state": learned})
+            await asyncio.to_thread(_write, directory / ALGORITHM_FILE, content)
+        else:
+            (directory / ALGORITHM_FILE).unlink(missing_ok=True)
         return str(directory.relative_to(self.run_dir.path))
 
     async def keep(self) -> KeptCheckpoint:
@@ -206,14 +210,6 @@ class Checkpoints:
             revision, learned = record["revision"], record["state"]
         if revision == self.state.revision:
             self.algorithm.load_state_dict(learned)
-
-    async def _write_algorithm(self, directory: Path) -> None:
-        learned = self.algorithm.state_dict()
-        if not learned:
-            (directory / ALGORITHM_FILE).unlink(missing_ok=True)
-        else:
-            content = orjson.dumps({"revision": self.state.revision, "state": learned})
-            await asyncio.to_thread(_write, directory / ALGORITHM_FILE, content)
 
     async def _write_resources(self, directory: Path) -> None:
         if self.publisher.published or self.learner is None or prompts_in(self.publisher.resources):

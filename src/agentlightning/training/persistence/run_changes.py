@@ -35,7 +35,7 @@ from agentlightning.util.settings import NONE, is_secret, load_settings
 
 # The tasks of a run: loaded, split into disjoint parts, and stored in the run directory.
 
-PARTS: Final = ("train", "validation", "held_out")
+PARTS = ("train", "validation", "held_out")
 
 
 class Tasks(Struct):
@@ -67,10 +67,6 @@ def load_tasks(
     for part, value in (("validation", validation or data.validation), ("held_out", held_out or data.held_out)):
         if value is not None:
             setattr(tasks, part, load_dataset(value))
-    return _split_off(tasks, config)
-
-
-def _split_off(tasks: Tasks, config: TrainConfig) -> Tasks:
     shares = {
         "validation": 0.0 if tasks.validation else config.data.validation_share,
         "held_out": 0.0 if tasks.held_out else config.data.held_out_share,
@@ -200,7 +196,7 @@ CHANGEABLE = (
 MEASURED = ("agent", "reward", "algorithm.reward_weights")
 """Settings that decide what a reward means: measurements before and after such a change cannot be compared."""
 
-STAGE: Final = re.compile(r"^algorithm\.stages\.\d+\.")
+STAGE = re.compile(r"^algorithm\.stages\.\d+\.")
 """The beginning of a setting of one of several algorithms, which may change as that of a single one may."""
 
 Changes = Mapping[str, tuple[Any, Any]]
@@ -213,29 +209,7 @@ def settings_of_run(run_dir: Path, changes: Sequence[str] = ()) -> TrainConfig:
     path = run_dir / "config.toml"
     if not path.exists():
         raise ResumeError(f"{run_dir} holds no run: {path} does not exist")
-    return load_settings(TrainConfig, toml=path, overrides=[*_earlier_options(run_dir), *changes])
-
-
-EARLIER_OPTIONS: Final = {
-    "num_iterations": "algorithm.steps",
-    "target_agent": "algorithm.target_agent",
-    "method": "data.method",
-    "success_threshold": "data.success_threshold",
-    "follow": "data.follow",
-    "follow_timeout": "data.follow_timeout",
-    "eval_agent": "agent",
-    "store": "data.sessions",
-}
-"""What state.json had of a run on recorded data before config.toml did."""
-
-
-def _earlier_options(run_dir: Path) -> list[str]:
-    try:
-        recorded = orjson.loads((run_dir / "state.json").read_bytes())["recorded"]
-        found = {**recorded.pop("options"), **recorded}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return []
-    return overrides({to: found[name] for name, to in EARLIER_OPTIONS.items() if found.get(name) is not None})
+    return load_settings(TrainConfig, toml=path, overrides=changes)
 
 
 def changed_settings(before: BaseModel, after: BaseModel) -> Changes:
@@ -369,7 +343,7 @@ def check_extensions(run_dir: Path, state: RunState, config: TrainConfig, named:
     state.extensions = now
 
 
-OBJECTS: Final = {
+OBJECTS = {
     "store": ("keeps its rollouts in a store that was given to it; give it again", "...), or --server URL"),
     "reward": ("was started with a reward function that is an object; give it again", "...), or --reward module:name"),
     "callbacks": ("was started with callbacks that are objects; give them again", "[...])"),

@@ -23,10 +23,11 @@ import errno
 import os
 import re
 import shutil
+import statistics
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, Final, TypedDict
+from typing import IO, Any, TypedDict
 
 import msgspec
 import orjson
@@ -35,9 +36,9 @@ from msgspec import Struct
 from agentlightning.errors import AgentLightningError, ConfigError, ResumeError
 from agentlightning.util.file_lock import lock_file
 
-ALGORITHM_FILE: Final = "algorithm.json"
+ALGORITHM_FILE = "algorithm.json"
 """In a checkpoint: `Algorithm.state_dict`, unless it is empty, and the revision of the run that it belongs to."""
-ERROR_FILE: Final = "error.txt"
+ERROR_FILE = "error.txt"
 STATE_VERSION = 2
 
 
@@ -88,6 +89,44 @@ class RecordedData(Struct):
     notes: list[str] = []
 
 
+MEMORY = 0.5
+"""The weight of a new group in the moving averages of its task."""
+FORGOTTEN = 0.25
+"""A mean this far below the best one, relative to it, counts as forgotten."""
+
+
+class TaskRecord(Struct, array_like=True):
+    """What the order of tasks knows of one task, as a list in `state.json`."""
+
+    turn: float = 0
+    """When it was drawn last."""
+    groups: float = 0
+    mean: float = 0.0
+    std: float = 0.0
+    best: float = 0.0
+    unrewarded: float = 0
+    """Groups without any reward."""
+
+    @property
+    def score(self) -> float:
+        return self.std + max(0.0, self.best - self.mean)
+
+    @property
+    def is_forgotten(self) -> bool:
+        return self.groups > 1 and self.best - self.mean > FORGOTTEN * max(abs(self.best), 1e-9)
+
+    def add(self, rewards: Sequence[float]) -> None:
+        if not rewards:
+            self.unrewarded += 1
+            return
+        mean, std = statistics.fmean(rewards), statistics.pstdev(rewards)
+        weight = MEMORY if self.groups else 1.0
+        self.mean += weight * (mean - self.mean)
+        self.std += weight * (std - self.std)
+        self.best = max(self.best, self.mean) if self.groups else mean
+        self.groups += 1
+
+
 class RunState(Struct):
     """The position of a run, as `state.json` holds it."""
 
@@ -124,8 +163,8 @@ class RunState(Struct):
     """The number of turns of which rollouts were started."""
     taken: dict[str, int] = {}
     """Group -> the step that learned from it, for the groups of turns that are not finished."""
-    curriculum: dict[str, list[float]] = {}
-    """What the order of tasks has learned of each, by its place (`sources.stream.TaskRecord`)."""
+    curriculum: dict[int, TaskRecord] = {}
+    """By the place of each task, if tasks are drawn by what can be learned from them."""
     turn_tasks: dict[str, list[int]] = {}
     """The tasks of each turn that is not finished, where their order depends on rewards."""
     stages: list[StageRecord] = []
@@ -258,15 +297,7 @@ def read_state(run_dir: Path) -> RunState:
     read."""
     path = run_dir / "state.json"
     with readable(path):
-        table = orjson.loads(path.read_bytes())
-        recorded = table.get("recorded") or {}
-        # Earlier runs on data in memory named it here, and the algorithm in what is recorded of the data.
-        if {"dataset", "validation", "data"} & set(table.get("objects", ())):
-            table["algorithm"] = recorded.get("algorithm")
-        for callback, names in FLAT.items():
-            if own := {name: table.pop(name) for name in names if name in table}:
-                table.setdefault("callbacks", {})[callback] = own
-        state = msgspec.convert(table, RunState)
+        state = msgspec.json.decode(path.read_bytes(), type=RunState)
     if not 1 <= state.version <= STATE_VERSION:
         raise ResumeError(f"{run_dir} was written by another version (state {state.version}); use that version")
     state.version = STATE_VERSION
@@ -278,16 +309,8 @@ def readable(part: object) -> Generator[None]:
     """Turn what goes wrong while a part of a run is read into a ResumeError that names it."""
     try:
         yield
-    except (OSError, AttributeError, LookupError, ValueError, TypeError, msgspec.ValidationError) as error:
+    except (OSError, AttributeError, LookupError, ValueError, TypeError, msgspec.MsgspecError) as error:
         raise ResumeError(f"{part} cannot be read: {error}; start a new run") from error
-
-
-FLAT: Final = {
-    "health": ("healthy", "candidate", "rollbacks", "lr_factor"),
-    "gate": ("promoted", "guard_scores", "judged_step", "gate_rejections"),
-    "guard": ("recent_rewards",),
-}
-"""What stood beside the fields of a run, and has since become the state of a callback."""
 
 
 def holds_run(run_dir: Path) -> bool:
@@ -417,8 +440,13 @@ class RunDir(Struct):
         return records_in(self.path / "metrics.jsonl")
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
-        with (self.path / "metrics.jsonl").open("ab") as file:
-            file.write(orjson.dumps(dict(record), option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+        append_lines(self.path / "metrics.jsonl", dict(record))
+
+
+def append_lines(path: Path, *records: dict[str, Any]) -> None:
+    """Add records to a file of JSON lines."""
+    with path.open("ab") as file:
+        file.writelines(orjson.dumps(each, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n" for each in records)
 
 
 def whole_lines(path: Path) -> list[bytes]:
@@ -464,8 +492,8 @@ def _lock(path: Path) -> IO[str]:
     return file
 
 
-_UNFINISHED_FOLDER: Final = re.compile(r"\.(.+)\.[a-z0-9_]{8}")
-_UNFINISHED_FILE: Final = re.compile(r"\..+\.\d+")
+_UNFINISHED_FOLDER = re.compile(r"\.(.+)\.[a-z0-9_]{8}")
+_UNFINISHED_FILE = re.compile(r"\..+\.\d+")
 
 
 def _remove_unfinished(folder: Path) -> None:
@@ -482,7 +510,7 @@ def _remove_unfinished(folder: Path) -> None:
             entry.unlink()
 
 
-GROWING: Final = ("metrics.jsonl", "changes.jsonl", "audit.jsonl", "transcripts.jsonl")
+GROWING = ("metrics.jsonl", "changes.jsonl", "audit.jsonl", "transcripts.jsonl")
 """Files to which lines are added."""
 
 

@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import orjson
 
@@ -25,8 +25,8 @@ from agentlightning.training.callbacks import Callback, NoState
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.trajectory import CallId, FloatArray, TrainingSample
 
-FOLDER: Final = "ratios"
-DIGITS: Final = 4
+FOLDER = "ratios"
+DIGITS = 4
 CallRatios = dict[CallId, list[float]]
 """Log-ratios of the sampled tokens of each call, by (rollout_id, span_id)."""
 

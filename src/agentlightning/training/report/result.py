@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
@@ -284,7 +284,7 @@ class TrainingResult(FrozenStruct, frozen=True):
 # The report of a finished run as text: `report.md.jinja` filled in with what the run directory holds, as Markdown or as
 # one HTML page without anything from elsewhere.
 
-MOST_SHOWN: Final = 1500
+MOST_SHOWN = 1500
 """Characters of an output or a message that are shown."""
 
 
@@ -396,7 +396,7 @@ def _block(text: str) -> str:
 
 # -- HTML ------------------------------------------------------------------------------------------------------------
 
-_STYLE: Final = (
+_STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1e293b}"
     "table{border-collapse:collapse}td,th{border:1px solid #cbd5e1;padding:.25rem .6rem;text-align:left}"
     "pre{background:#f1f5f9;padding:.75rem;white-space:pre-wrap;overflow-wrap:anywhere}"

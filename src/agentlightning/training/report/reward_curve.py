@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from agentlightning.errors import MissingExtraError
 from agentlightning.evaluation.intervals import Gain
@@ -43,37 +43,32 @@ def draw_curve(metrics: Sequence[Mapping[str, Any]], gains: Mapping[str, Gain], 
     steps, rewards = [float(record["step"]) for record in metrics], _series(metrics, "reward")
     if not all(map(math.isnan, rewards)):
         window = max(3, round(len(steps) / 10))
-        small = {"linewidth": 1.2, "marker": "o", "markersize": 2.5, "alpha": 0.3}
-        axes.plot(steps, rewards, color=TRAINING, label="training batch", **small)
-        means = running_mean(rewards, window)
-        axes.plot(steps, means, color=TRAINING, linewidth=2.4, label=f"mean of {window} batches")
+        axes.plot(steps, rewards, ".-", color=TRAINING, alpha=0.3, label="training batch")
+        axes.plot(steps, running_mean(rewards, window), color=TRAINING, label=f"mean of {window} batches")
     validated = [name.removeprefix(VALIDATION) for record in metrics for name in record if name.startswith(VALIDATION)]
-    diamond = {"marker": "D", "markersize": 6, "markeredgecolor": "white", "zorder": 4}
     for mode in dict.fromkeys([*gains, *validated]):
         color, values = COLORS.get(mode, INK), _series(metrics, VALIDATION + mode)
         known = [(step, value) for step, value in zip(steps, values, strict=True) if value == value]
         if known:
-            label = f"validation, {mode}"
-            axes.plot(*zip(*known, strict=True), ":", color=color, label=label, linewidth=1, **diamond)
+            axes.plot(*zip(*known, strict=True), "D:", color=color, label=f"validation, {mode}")
         if (gain := gains.get(mode)) is not None:
-            for reward, style, when in ((gain.before, (0, (2, 3)), "before"), (gain.after, (0, (7, 3)), "after")):
+            for reward, style, when in ((gain.before, ":", "before"), (gain.after, "--", "after")):
                 label = f"held out, {mode}, {when}: {reward:.3f}"
-                axes.axhline(reward, color=color, linewidth=1.5, linestyle=style, label=label, zorder=1)
+                axes.axhline(reward, color=color, linestyle=style, label=label, zorder=1)
     held_out = [f"{mode} {gain.before:.2f} \N{RIGHTWARDS ARROW} {gain.after:.2f}" for mode, gain in gains.items()]
     title = "Held-out reward: " + ",  ".join(held_out) if held_out else "Reward during training"
-    axes.set_title(title, loc="left", color=INK, fontsize=11, fontweight="bold", pad=12)
-    axes.set(xlabel="training step", ylabel="mean reward", xlim=(0, max([1.0, *steps]) * 1.02), axisbelow=True)
+    axes.set_title(title, loc="left", color=INK)
+    axes.set(xlabel="training step", ylabel="mean reward", xlim=(0, max([1.0, *steps]) * 1.02))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     low, high = axes.get_ylim()
     if low >= -0.1 and high <= 1.1:
         axes.set_ylim(-0.04, 1.04)
-    axes.grid(axis="y", color="#e2e8f0", linewidth=0.8)
-    axes.tick_params(colors=INK, length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.4)
+    axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9, labelcolor=INK)
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", facecolor="white")
+    figure.savefig(path, format="png")
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
@@ -93,7 +88,7 @@ def _series(metrics: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 
 logger = logging.getLogger(__name__)
 
-SECONDS: Final = 30.0
+SECONDS = 30.0
 """The least time between two drawings; drawing one takes less than one."""
 
 
@@ -113,15 +108,11 @@ class Curve(Callback[NoState]):
 
     async def on_step_end(self, step: FinishedStep) -> None:
         """Draw the steps so far, unless this was done a moment ago."""
-        now = self._clock()
-        busy = self._thread is not None and self._thread.is_alive()
-        if not self._works or busy or now - self._drawn < SECONDS:
-            return
-        self._drawn = now
-        self._thread = threading.Thread(
-            target=self._draw, args=(self._run_dir.read_metrics(),), name="curve", daemon=True
-        )
-        self._thread.start()
+        now, busy = self._clock(), self._thread is not None and self._thread.is_alive()
+        if self._works and not busy and now - self._drawn >= SECONDS:
+            self._drawn = now
+            self._thread = threading.Thread(target=self._draw, args=[self._run_dir.read_metrics()], daemon=True)
+            self._thread.start()
 
     async def on_end(self, result: TrainingResult) -> TrainingResult:
         await self.close()

@@ -167,7 +167,7 @@ async def checked(trajectories: Sequence[Trajectory], check: Check | None) -> Re
 
 # What a rollout said, as text: the messages of its last model call, and its output.
 
-MOST_TEXT: Final = 2000
+MOST_TEXT = 2000
 """Characters of a task, a conversation or an output."""
 
 
@@ -493,21 +493,18 @@ class RolloutCollector:
         and runners claim what is queued before any step publishes it again."""
         unfinished = await self.store.query_rollouts(status_in=UNFINISHED, rollout_id_contains=run_id)
         for resources_id in sorted({each.resources_id for each in unfinished if each.resources_id is not None}):
-            update = await self.store.get_resources_by_id(resources_id)
-            if update is not None:
-                moved = {name: _moved(name, each, endpoint) for name, each in update.resources.items()}
-                await self.store.update_resources(resources_id, moved)
+            if (update := await self.store.get_resources_by_id(resources_id)) is None:
+                continue
+            moved: dict[str, Any] = dict(update.resources)
+            for name, each in update.resources.items():
+                if name.partition(":")[0] == "llm" and isinstance(each, ProxyLLM):  # Others may be anywhere.
+                    moved[name] = each.model_copy(update={"endpoint": endpoint})
+            await self.store.update_resources(resources_id, moved)
 
     async def cancel(self, run_id: str) -> None:
         """Cancel the unfinished rollouts of a run."""
         for rollout in await self.store.query_rollouts(status_in=UNFINISHED, rollout_id_contains=run_id):
             await self.store.cancel_rollout(rollout.rollout_id)
-
-
-def _moved(name: str, resource: Any, endpoint: str) -> Any:
-    """`llm` and `llm:ADAPTER` are the run's own; others may be anywhere."""
-    own = name.partition(":")[0] == "llm" and isinstance(resource, ProxyLLM)
-    return resource.model_copy(update={"endpoint": endpoint}) if own else resource
 
 
 def _too_many(bad: int, total: int, share: float) -> bool:
@@ -609,7 +606,7 @@ async def evaluate_tasks(
     )
 
 
-NO_REWARD: Final = f"it has no reward: {WITHOUT_REWARD}"
+NO_REWARD = f"it has no reward: {WITHOUT_REWARD}"
 
 
 # -- trials ----------------------------------------------------------------------------------------------------------

@@ -19,27 +19,27 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Any
 
 from msgspec import Struct, field
 
 from agentlightning.algorithms.training import BranchPoint, Collected, RolloutRequest, Want
 from agentlightning.assemble import REPLAY_MISMATCHES, REPLAYED_CALLS, TURN_LIMIT, TURN_LIMIT_REACHED
-from agentlightning.config import Branching, CurriculumConfig, TurnLimit
+from agentlightning.config import Branching, CurriculumConfig
 from agentlightning.credit import group_trajectories
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.rejection import MISSING_REWARD, Check, Rejection, rejection
 from agentlightning.errors import ConfigError, DatasetError, MissingRewardError, RewardError
-from agentlightning.policy.learner import age, updates_of
+from agentlightning.policy.learner import Learner, age, updates_of
 from agentlightning.rewards.judges import JudgedRollout
 from agentlightning.rollouts import BRANCH, Rollout
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import tasks_of_step
 from agentlightning.tracing.rewards import check_reward
-from agentlightning.training.persistence.run_dir import RunState
+from agentlightning.training.persistence.run_dir import RunState, TaskRecord
 from agentlightning.training.sources.collector import (
     RolloutCollector,
     RolloutPlan,
@@ -49,6 +49,7 @@ from agentlightning.training.sources.collector import (
 )
 from agentlightning.trajectory import Reward, RewardWeights, Trajectory, Transition
 from agentlightning.util.event_loop import in_background
+from agentlightning.util.progress import Progress
 
 # -- branching -------------------------------------------------------------------------------------------------------
 
@@ -93,16 +94,13 @@ def _points(group: Sequence[Trajectory], config: Branching) -> Iterator[tuple[fl
     for trajectory in group:
         for call in trajectory.transitions[1:]:
             rise = _uncertainty(call, config.tokens) - _uncertainty(trajectory.transitions[0], config.tokens)
-            if rise > config.threshold and (config.after == "any" or _follows_tool(call)):
+            after_tool = any(message.get("role") == "tool" for message in call.observation)
+            if rise > config.threshold and (config.after == "any" or after_tool):
                 yield rise, BranchPoint(trajectory.rollout_id, call.span_id)
 
 
 def _uncertainty(call: Transition, tokens: int) -> float:
     return -statistics.fmean(call.logprobs[:tokens]) if call.logprobs else 0.0
-
-
-def _follows_tool(call: Transition) -> bool:
-    return any(message.get("role") == "tool" for message in call.observation)
 
 
 # -- group rewards ---------------------------------------------------------------------------------------------------
@@ -112,7 +110,7 @@ def _follows_tool(call: Transition) -> bool:
 # The function gets the rollouts of a group (`JudgedRollout`) and returns one reward for each, None for none; it may be
 # async. Where it raises, the rollouts of the group have no reward: they are rejected, counted and named like others.
 
-JUDGED_AT_ONCE: Final = 4
+JUDGED_AT_ONCE = 4
 """Groups that are judged at the same time."""
 GroupReward = Callable[[Sequence[JudgedRollout]], Any]
 
@@ -193,54 +191,16 @@ async def _rewards(
 # forgotten is again. Tasks that nobody has tried come first, for a share of each turn. Of a task whose groups have had
 # no reward so far nothing is known: it has the mean score of the others.
 
-MEMORY: Final = 0.5
-"""The weight of a new group in the moving averages of its task."""
-FORGOTTEN: Final = 0.25
-"""A mean this far below the best one, relative to it, counts as forgotten."""
-
-
-@dataclass(slots=True)
-class TaskRecord:
-    """What is known of one task, as a list in `state.json`."""
-
-    turn: float
-    """When it was drawn last. Numbers are read back as floats."""
-    groups: float = 0
-    mean: float = 0.0
-    std: float = 0.0
-    best: float = 0.0
-    unrewarded: float = 0
-    """Groups without any reward."""
-
-    @property
-    def score(self) -> float:
-        return self.std + max(0.0, self.best - self.mean)
-
-    @property
-    def is_forgotten(self) -> bool:
-        return self.groups > 1 and self.best - self.mean > FORGOTTEN * max(abs(self.best), 1e-9)
-
-    def add(self, rewards: Sequence[float]) -> None:
-        if not rewards:
-            self.unrewarded += 1
-            return
-        mean, std = statistics.fmean(rewards), statistics.pstdev(rewards)
-        weight = MEMORY if self.groups else 1.0
-        self.mean += weight * (mean - self.mean)
-        self.std += weight * (std - self.std)
-        self.best = max(self.best, self.mean) if self.groups else mean
-        self.groups += 1
-
 
 class LearnabilityOrder(Struct):
     """Tasks in proportion to what can be learned from them now. `state` is the part of the run's state that it keeps:
-    task -> `TaskRecord`, as a list."""
+    what is known of each task, by its place."""
 
     number: int
     """Of tasks."""
     seed: int
     config: CurriculumConfig
-    state: dict[str, list[float]]
+    state: dict[int, TaskRecord]
     _shuffled: list[int] = []
 
     def __post_init__(self) -> None:
@@ -251,41 +211,35 @@ class LearnabilityOrder(Struct):
 
     def draw(self, turn: int, count: int) -> list[int]:
         rng = random.Random(f"{self.seed}:turn:{turn}")
-        known = {int(index): TaskRecord(*values) for index, values in self.state.items()}
-        untried = [index for index in self._shuffled if index not in known]
-        tried = [index for index, record in known.items() if record.groups or record.unrewarded]
+        untried = [index for index in self._shuffled if index not in self.state]
+        tried = [index for index, record in self.state.items() if record.groups or record.unrewarded]
         fresh = untried[: max(count - len(tried), round(self.config.untried_share * count))]
-        drawn = [*fresh, *self._by_score(known, tried, turn, count - len(fresh), rng)]
+        drawn = [*fresh, *self._by_score(tried, turn, count - len(fresh), rng)]
         while len(drawn) < count:  # Fewer tasks than a turn takes: some are drawn twice.
             drawn.append(rng.choice(self._shuffled))
         for index in drawn:
-            record = known.get(index, TaskRecord(turn))
-            record.turn = turn
-            self._keep(index, record)
+            self.state.setdefault(index, TaskRecord()).turn = turn
         return drawn
 
     def observe(self, index: int, rewards: Sequence[float]) -> None:
-        record = TaskRecord(*self.state.get(str(index), [0]))
-        record.add(rewards)
-        self._keep(index, record)
+        self.state.setdefault(index, TaskRecord()).add(rewards)
 
     def metrics(self) -> dict[str, float]:
-        tried = [record for values in self.state.values() if (record := TaskRecord(*values)).groups]
+        tried = [record for record in self.state.values() if record.groups]
         return {
             "curriculum_tasks_tried": float(len(tried)),
             "curriculum_tasks_with_spread": float(sum(record.std > 0 for record in tried)),
             "curriculum_tasks_forgotten": float(sum(record.is_forgotten for record in tried)),
         }
 
-    def _by_score(
-        self, known: dict[int, TaskRecord], tried: Sequence[int], turn: int, count: int, rng: random.Random
-    ) -> list[int]:
+    def _by_score(self, tried: Sequence[int], turn: int, count: int, rng: random.Random) -> list[int]:
         """`count` different ones of the tried tasks, drawn by P(i): those with the highest keys log(u) / P(i), u being
         random (Efraimidis and Spirakis, Information Processing Letters 97, 2006)."""
-        rewarded = [known[index].score for index in tried if known[index].groups]
+        known = {index: self.state[index] for index in tried}
+        rewarded = [record.score for record in known.values() if record.groups]
         unknown = statistics.fmean(rewarded) if rewarded else 0.0
-        scores = {index: known[index].score if known[index].groups else unknown for index in tried}
-        ages = {index: max(1.0, turn - known[index].turn) for index in tried}
+        scores = {index: record.score if record.groups else unknown for index, record in known.items()}
+        ages = {index: max(1.0, turn - record.turn) for index, record in known.items()}
         total, age = sum(scores.values()), sum(ages.values())
         rho = self.config.staleness_share if total > 0 else 1.0
 
@@ -294,16 +248,6 @@ class LearnabilityOrder(Struct):
             return (math.log(1 - rng.random()) / share if share else -math.inf), rng.random()
 
         return sorted(tried, key=key, reverse=True)[:count]
-
-    def _keep(self, index: int, record: TaskRecord) -> None:
-        self.state[str(index)] = list(astuple(record))
-
-
-def task_order(
-    config: CurriculumConfig, number: int, seed: int, state: dict[str, list[float]]
-) -> LearnabilityOrder | None:
-    """The order of `number` tasks that `config` asks for. None: every task once an epoch."""
-    return None if config.tasks == "epochs" else LearnabilityOrder(number, seed, config, state)
 
 
 # -- in-flight limit -------------------------------------------------------------------------------------------------
@@ -315,14 +259,14 @@ def task_order(
 # fills 0.7, and groups beyond it that no runner has begun wait; above 0.9 the youngest groups beyond it are cancelled,
 # and run again later. One group may always run.
 
-GROW_BELOW: Final = 0.6
-GROWTH: Final = 1.25
-TRIM_ABOVE: Final = 0.8
-TRIM_TO: Final = 0.7
-CANCEL_ABOVE: Final = 0.9
-READ_SECONDS: Final = 1.0
+GROW_BELOW = 0.6
+GROWTH = 1.25
+TRIM_ABOVE = 0.8
+TRIM_TO = 0.7
+CANCEL_ABOVE = 0.9
+READ_SECONDS = 1.0
 """How often the load is read."""
-SETTLE_SECONDS: Final = 10.0
+SETTLE_SECONDS = 10.0
 """After the limit has shrunk: time until runners have stopped what was cancelled, and the load shows it."""
 
 Usage = Callable[[], Awaitable[float | None]]
@@ -430,10 +374,8 @@ def choose(groups: Sequence[Group], count: int, update: int) -> list[Group] | No
 Publish = Callable[[str, Mapping[str, float], int | None], Awaitable[str]]
 """(resources id, sampling parameters, answers that a rollout may be given) -> the id under which the present weights
 and resources were published."""
-PART_SEED: Final = 1_000_003
+PART_SEED = 1_000_003
 """What is added to the seed for each further request within a step, so that it draws other tasks."""
-OnProgress = Callable[[int, int], None]
-"""(finished rollouts, all rollouts) of the current step."""
 
 
 class Group(Struct, eq=False):
@@ -474,29 +416,22 @@ class RolloutStream(Struct):
     tasks: Sequence[Any]
     state: RunState
     publish: Publish
+    progress: Progress
+    learner: Learner | None = None
+    """None: rollouts call no weights that a version is known of."""
+    curriculum: CurriculumConfig = CurriculumConfig()
     seed: int = 0
-    policy_version: Callable[[], int] = lambda: 0
-    """The version of the present weights."""
-    versions: Callable[[], Mapping[str, int]] = dict
-    """By model name: where a policy has several adapters, each has a version of its own."""
     max_staleness: int = 0
     """Updates by which a token may be older than the weights that learn from it."""
     total_steps: int = 1
     """No groups are started for later steps, unless one asks for them."""
-    order: LearnabilityOrder | None = None
-    """Which tasks come next. None: every task once an epoch."""
     reward_weights: RewardWeights = None
     """The weights of the named dimensions of a reward."""
-    turn_limit: TurnLimit | None = None
-    """The policy's answers that a rollout may have. It follows the turn that the rollout belongs to."""
-    branching: Branching | None = None
-    """Which rollouts of a group branch off others, and where. None: none do."""
     group_reward: GroupReward | None = None
     """A function of a group, whose rewards replace those of its rollouts."""
     limit: InFlightLimit = field(default_factory=InFlightLimit)
-    on_progress: OnProgress = lambda done, total: None
-    note: Callable[[str], None] = lambda text: None
-    """Shows a message to the user."""
+    _order: LearnabilityOrder | None = None
+    """Which tasks come next. None: every task once an epoch."""
     _groups: list[Group] = []
     """Those that are under way or complete, in the order of their turns."""
     _cancelled: list[Group] = []
@@ -514,11 +449,16 @@ class RolloutStream(Struct):
     _noted: set[str] = set()
     _began: float = field(default_factory=time.time)
 
+    def __post_init__(self) -> None:
+        """Raises DatasetError where there are no tasks to draw from."""
+        if self.curriculum.tasks == "learnability":
+            self._order = LearnabilityOrder(len(self.tasks), self.seed, self.curriculum, self.state.curriculum)
+
     async def next(self, request: RolloutRequest) -> Collected:
         """What is wanted: the first wants of a step for the run's next tasks are the groups of that step, in the order
         of their turns. Named tasks, branches and further requests within the step run at once, with the present
         weights."""
-        branching, collect = self.branching, self._collect
+        branching, collect = self.curriculum.branching, self._collect
         if branching is not None:
             collect = partial(collect_branched, collect, config=branching)
         if self.group_reward is None:
@@ -556,25 +496,21 @@ class RolloutStream(Struct):
             async with in_background(self.limit.read()):
                 chosen = await self._wait(request)
             collected = await self._read(chosen, request)
-            stale = self._stale(chosen, collected)
+            old = {each.group for each in collected.trajectories if self._age(each) > self.max_staleness}
+            stale = [group for group in chosen if group.name in old]
             if not stale:
                 break
             await self._run_again(stale, request)
         self._take(chosen, step)
-        self._learn_order(chosen, collected)
-        return replace(
-            collected,
-            seconds=time.monotonic() - started,
-            sampled_before=self._sampled_before(chosen, collected),
-            metrics=self._metrics(chosen, collected),
-        )
-
-    def _sampled_before(self, chosen: Sequence[Group], collected: Collected) -> int:
-        """Tokens of rollouts that an earlier process of the run has seen to their end."""
         ended = [each for group in chosen for each in group.ended.values()]
         earlier = {each.rollout_id for each in ended if (each.end_time or math.inf) < self._began}
         own = tuple(each for each in collected.trajectories if each.rollout_id in earlier)
-        return replace(collected, trajectories=own).sampled_tokens
+        return replace(
+            collected,
+            seconds=time.monotonic() - started,
+            sampled_before=replace(collected, trajectories=own).sampled_tokens,
+            metrics=self._metrics(chosen, collected),
+        )
 
     # -- starting ------------------------------------------------------------------------------------------------------
 
@@ -610,23 +546,19 @@ class RolloutStream(Struct):
     def _next_place(self, request: RolloutRequest, *, needed: bool) -> tuple[int, int] | None:
         """The next group that no step has learned from. Beyond the tasks of the last step there is none, unless it is
         `needed` now."""
-        if self._place is None:
-            self._place = self._first_place()
+        state = self.state
+        if self._place is None:  # What was taken by a step that was not finished is to be taken again.
+            state.taken = {key: step for key, step in state.taken.items() if step < state.step}
+            self._place = (state.step if state.first_turn is None else state.first_turn), 0
         turn, index = self._place
         while needed or turn < self.total_steps:
-            if not index and turn >= self.state.turns and not self._groups:
-                turn = max(turn, self.state.step)  # An algorithm may do steps without rollouts.
+            if not index and turn >= state.turns and not self._groups:
+                turn = max(turn, state.step)  # An algorithm may do steps without rollouts.
             self._place = (turn, index + 1) if index + 1 < len(request.wants) else (turn + 1, 0)
-            if f"{turn}/{index}" not in self.state.taken:
+            if f"{turn}/{index}" not in state.taken:
                 return turn, index
             turn, index = self._place
         return None
-
-    def _first_place(self) -> tuple[int, int]:
-        """Where a new or a resumed run begins. What was taken by a step that was not finished is to be taken again."""
-        state = self.state
-        state.taken = {key: step for key, step in state.taken.items() if step < state.step}
-        return (state.step if state.first_turn is None else state.first_turn), 0
 
     async def _queue(self, groups: Sequence[Group], request: RolloutRequest) -> None:
         """Queue the rollouts of groups that have none, or none any more, with the present weights."""
@@ -652,11 +584,11 @@ class RolloutStream(Struct):
 
     def _draw(self, turn: int, count: int) -> list[int]:
         """The tasks of a turn: the same each time, in a resumed run as well."""
-        if self.order is None:
+        if self._order is None:
             return self._of_epoch(turn, count, self.seed)
         drawn = self.state.turn_tasks.setdefault(str(turn), [])
         if len(drawn) < count:
-            drawn += self.order.draw(turn, count - len(drawn))
+            drawn += self._order.draw(turn, count - len(drawn))
         return drawn
 
     def _of_epoch(self, turn: int, count: int, seed: int) -> list[int]:
@@ -667,7 +599,7 @@ class RolloutStream(Struct):
         """Where the turn alone does not determine the task, the name does: a run that is resumed from an earlier state
         may draw another one."""
         name = f"{self.state.step_name(turn)}{self.state.suffix}-{index:04d}"
-        return f"{name}-task{task}" if self.order is not None else name
+        return f"{name}-task{task}" if self._order is not None else name
 
     def _plans(self, size: int, name: str, task: int) -> list[RolloutPlan]:
         return [RolloutPlan(f"{name}-{member:03d}", self.tasks[task], name) for member in range(size)]
@@ -684,7 +616,7 @@ class RolloutStream(Struct):
                 return sorted(chosen, key=lambda group: (group.turn, group.index))
             await self._observe()
             ended = [rollout for group in self._groups for rollout in group.ended.values()]
-            self.on_progress(min(len(ended), total), total)
+            self._show(min(len(ended), total), total)
             of = len(_plans_of(self._groups))
             await self.collector.check_failures(ended, of, timeout_reward=request.timeout_reward)
             await self._adapt(request)
@@ -750,13 +682,9 @@ class RolloutStream(Struct):
 
     # -- taking --------------------------------------------------------------------------------------------------------
 
-    def _stale(self, chosen: Sequence[Group], collected: Collected) -> list[Group]:
-        """The groups that hold a token older than `max_staleness`."""
-        old = {each.group for each in collected.trajectories if self._age(each) > self.max_staleness}
-        return [group for group in chosen if group.name in old]
-
     def _age(self, trajectory: Trajectory) -> int:
-        return age(trajectory, self.policy_version(), self.state.resumes, self.versions())
+        versions = {} if self.learner is None else self.learner.versions
+        return age(trajectory, self._version, self.state.resumes, versions)
 
     async def _run_again(self, stale: Sequence[Group], request: RolloutRequest) -> None:
         for group in stale:
@@ -795,26 +723,21 @@ class RolloutStream(Struct):
         self.state.taken = {key: at for key, at in self.state.taken.items() if int(key.partition("/")[0]) >= first}
         self.state.turn_tasks = {turn: drawn for turn, drawn in self.state.turn_tasks.items() if int(turn) >= first}
 
-    def _learn_order(self, chosen: Sequence[Group], collected: Collected) -> None:
-        """Tell the order of tasks what the rollouts of each group were worth."""
-        if self.order is None:
-            return
-        rewards: dict[str, list[float]] = {}
-        for trajectory in collected.trajectories:
-            reward = team_score(trajectory, self.reward_weights)
-            if reward is not None and math.isfinite(reward):
-                rewards.setdefault(trajectory.group, []).append(reward)
-        for group in chosen:
-            self.order.observe(group.task, rewards.get(group.name, ()))
-
     def _metrics(self, chosen: Sequence[Group], collected: Collected) -> dict[str, float]:
-        order = {} if self.order is None else self.order.metrics()
-        order |= turn_limit_metrics(collected.trajectories)
-        order |= self.limit.metrics()
+        found = turn_limit_metrics(collected.trajectories) | self.limit.metrics()
+        if self._order is not None:
+            rewards: dict[str, list[float]] = {}
+            for trajectory in collected.trajectories:
+                reward = team_score(trajectory, self.reward_weights)
+                if reward is not None and math.isfinite(reward):
+                    rewards.setdefault(trajectory.group, []).append(reward)
+            for group in chosen:
+                self._order.observe(group.task, rewards.get(group.name, ()))
+            found |= self._order.metrics()
         if not self.max_staleness and not self._counts:
-            return order
+            return found
         counts = {"groups_stale": 0, "groups_cancelled": 0, **self._counts}
-        return {**order, **counts, "groups_in_flight": sum(group.completed is None for group in self._groups)}
+        return {**found, **counts, "groups_in_flight": sum(group.completed is None for group in self._groups)}
 
     # -- what runs at once ---------------------------------------------------------------------------------------------
 
@@ -886,7 +809,7 @@ class RolloutStream(Struct):
             resources_id=await self._publish(name, request, step),
             check=request.check,
             timeout_reward=request.timeout_reward,
-            on_progress=lambda done: self.on_progress(done, len(plans)),
+            on_progress=lambda done: self._show(done, len(plans)),
         )
         branched = any(want.branch for want in request.wants)
         metrics = branching_metrics(plans, collected.trajectories) if branched else {}
@@ -895,17 +818,26 @@ class RolloutStream(Struct):
     # -- small parts ---------------------------------------------------------------------------------------------------
 
     async def _publish(self, name: str, request: RolloutRequest, turn: int) -> str:
-        return await self.publish(name, request.sampling_parameters, self.turn_limit and self.turn_limit.at(turn))
+        limit = self.curriculum.turns
+        return await self.publish(name, request.sampling_parameters, limit and limit.at(turn))
+
+    @property
+    def _version(self) -> int:
+        """That of the present weights."""
+        return 0 if self.learner is None else self.learner.policy_version
 
     @property
     def _update(self) -> int:
         """The number of updates behind the present weights."""
-        return updates_of(self.policy_version(), self.state.resumes)
+        return updates_of(self._version, self.state.resumes)
+
+    def _show(self, done: int, of: int) -> None:
+        self.progress.update(self.state.stage_step, rollouts=f"{done}/{of}")
 
     def _note(self, kind: str, text: str) -> None:
         if kind not in self._noted:
             self._noted.add(kind)
-            self.note(f"{text}\n  further ones are counted: groups_{kind} in metrics.jsonl")
+            self.progress.note(f"{text}\n  further ones are counted: groups_{kind} in metrics.jsonl")
 
 
 def _plans_of(groups: Iterable[Group]) -> list[RolloutPlan]:
