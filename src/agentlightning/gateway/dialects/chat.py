@@ -20,12 +20,10 @@ from agentlightning.gateway.answer import (
     CHAT_TURN,
     Answer,
     Event,
-    HostedCall,
     Json,
     ProviderResponse,
     ReasoningDelta,
     RefusalDelta,
-    SignedReasoning,
     ToolCall,
     Usage,
     logprob_entries,
@@ -194,9 +192,6 @@ class ChatReplyWriter:
         return b"".join([encode_event(chunk | self._prompt(answers)) for chunk in opened])
 
     def event(self, answer: Answer, event: Event) -> bytes:
-        if isinstance(event, SignedReasoning | HostedCall):  # No field can express it.
-            answer.next_logprobs()
-            return b""
         return encode_event(self._chunk(self._choice(answer, self._delta(event), answer.next_logprobs)))
 
     def end(self, answers: Sequence[Answer]) -> bytes:

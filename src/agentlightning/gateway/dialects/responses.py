@@ -22,12 +22,9 @@ from agentlightning.gateway.answer import (
     ProviderResponse,
     ReasoningDelta,
     RefusalDelta,
-    SignedReasoning,
     ToolCall,
     custom_arguments,
     custom_input,
-    decode_signed_reasoning,
-    encode_signed_reasoning,
     logprob_entries,
     object_of,
 )
@@ -142,7 +139,7 @@ def _as_items(value: Any, role: str) -> Any:
 
 def _read_items(where: str, items: Any, recall: ResponseLookup, attachments: bool) -> list[Message]:
     messages: list[Message] = []
-    reasoning, sealed = "", list[Json]()
+    reasoning = ""
     for index, item in enumerate(require_type(where, items, list)):
         place = f"{where}[{index}]"
         item = require_type(place, item, dict)
@@ -150,27 +147,22 @@ def _read_items(where: str, items: Any, recall: ResponseLookup, attachments: boo
             item = recall.item(require_type(f"{place}.id", item.get("id"), str))
         if item.get("type") == "reasoning":
             reasoning += _reasoning_text(place, item)
-            sealed += decode_signed_reasoning(item.get("encrypted_content"))
             continue
         first = len(messages)
         _add_item(place, messages, item, attachments)
-        if reasoning or sealed:
-            _add_reasoning(messages, first, reasoning, sealed)
-        reasoning, sealed = "", []
+        if reasoning:
+            _add_reasoning(messages, first, reasoning)
+        reasoning = ""
     return messages
 
 
-def _add_reasoning(messages: list[Message], first: int, reasoning: str, sealed: list[Json]) -> None:
+def _add_reasoning(messages: list[Message], first: int, reasoning: str) -> None:
     """Add reasoning to the assistant's turn that follows it, or as a turn of its own."""
-    if messages[-1]["role"] != "assistant":
-        messages.insert(first, {"role": "assistant", "content": ""})
-        turn = messages[first]
-    else:
-        turn = messages[-1]
-    if reasoning:
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + reasoning
-    if sealed:
-        turn["sealed"] = [*turn.get("sealed", ()), *sealed]
+    turn = messages[-1]
+    if turn["role"] != "assistant":
+        turn = {"role": "assistant", "content": ""}
+        messages.insert(first, turn)
+    turn["reasoning_content"] = turn.get("reasoning_content", "") + reasoning
 
 
 def _reasoning_text(where: str, item: Mapping[str, Any]) -> str:
@@ -227,7 +219,6 @@ def _add_call(where: str, messages: list[Message], item: Mapping[str, Any]) -> N
 
 _INCOMPLETE: Final = {"stop": None, "tool_calls": None, "length": "max_output_tokens"}
 """Finish reasons -> why a response is incomplete, where they differ; None: it is complete."""
-_ENCRYPTED: Final = "reasoning.encrypted_content"
 
 
 @dataclass(slots=True)
@@ -262,8 +253,6 @@ class ResponsesReplyWriter:
                 return self._extend("output_text", event, logprobs=logprobs)
             case ReasoningDelta():
                 return self._extend("reasoning_text", event.text)
-            case SignedReasoning():
-                return self._sign(event)
             case RefusalDelta():
                 return self._extend("refusal", event.text)
             case ToolCall():
@@ -327,17 +316,6 @@ class ResponsesReplyWriter:
         self.items.append(item | {"content": [part]})
         added = self._item_event("added", item | {"content": []})
         return added + self._event("response.content_part.added", **self._place(), part=part)
-
-    def _sign(self, event: SignedReasoning) -> bytes:
-        """Signed reasoning, which the caller can send back unchanged if it asked for encrypted content."""
-        if _ENCRYPTED not in (self.request.raw.get("include") or ()):
-            return self._close() if self._open == "reasoning_text" else b""
-        last = self.items[-1] if self.items else {}
-        started = b""
-        if last.get("type") != "reasoning" or "encrypted_content" in last:  # It has no text.
-            started = self._close() + self._start("reasoning_text")
-        self.items[-1]["encrypted_content"] = encode_signed_reasoning(event.block)
-        return started + self._close()
 
     def _close(self, status: str = "completed") -> bytes:
         """End the open text or reasoning."""
@@ -440,51 +418,40 @@ LAST_EVENTS: Final = ("response.completed", "response.incomplete", "response.fai
 _CALLS: Final = ("function_call", "custom_tool_call")
 _OWN: Final = (*_CALLS, "message", "reasoning")
 """Types of the items that the model writes; hosted tools write the others."""
-_CALL_DELTAS: Final = ("response.function_call_arguments.delta", "response.custom_tool_call_input.delta")
 
 
 class ResponsesResponse(ProviderResponse):
-    """What a provider answers to `/v1/responses`, whole or event by event. Items that were streamed are not read again
-    where the last event repeats them."""
+    """What a provider answers to `/v1/responses`, whole or event by event: text as it comes, all else once its item is
+    complete. Items that were streamed are not read again where the last event repeats them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._streamed: set[Any] = set()
-        """Output indexes of the items that were read, and ids of those that came in deltas."""
-        self._started: set[Any] = set()
-        """Output indexes of the tool calls whose names came before their arguments."""
+        self._begun: set[Any] = set()
+        """Output indexes and ids, of which a server may give one, of the items whose text was read, perhaps in part."""
+        self._whole: set[Any] = set()
+        """Output indexes of the items that were read; ids of those without."""
 
     def _read(self, data: Json) -> None:
-        kind, place = data.get("type"), data.get("output_index")
-        if kind == "error":
-            self.error = str(data.get("message"))
-        elif kind == "response.output_item.done":
-            self._read_item(place, data["item"])
-        elif kind == "response.output_item.added":
-            if data["item"].get("type") in _CALLS:
-                self._started.add(place)
-                self._add_call(place, data["item"])
-        elif kind == "response.reasoning_summary_part.added":
-            if data.get("summary_index"):
-                self.choice().add_reasoning("\n\n")
-        elif isinstance(kind, str) and kind.endswith(".delta"):
-            self._streamed |= {place, data["item_id"]} if data.get("item_id") else {place}
-            self._read_delta(kind, place, data)
-        else:
-            response = data.get("response", data if data.get("object") == "response" else None)
-            if response is not None:
-                self._read_response(response, kind is None or kind in LAST_EVENTS)
-
-    def _read_delta(self, kind: str, place: Any, data: Json) -> None:
-        answer, delta = self.choice(), data["delta"]
-        if kind == "response.output_text.delta":
-            _add_text(answer, delta, data.get("logprobs"))
-        elif kind == "response.refusal.delta":
-            answer.add_refusal(delta)
-        elif kind in ("response.reasoning_text.delta", "response.reasoning_summary_text.delta"):
-            answer.add_reasoning(delta)
-        elif kind in _CALL_DELTAS:
-            answer.add_call(place, None, None, delta, kind == _CALL_DELTAS[1])
+        kind = data.get("type")
+        if isinstance(kind, str) and kind.endswith(".delta"):
+            self._begun |= _names(data.get("output_index"), data.get("item_id"))
+        match kind:
+            case "response.output_text.delta":
+                _add_text(self.choice(), data["delta"], data.get("logprobs"))
+            case "response.refusal.delta":
+                self.choice().add_refusal(data["delta"])
+            case "response.reasoning_text.delta" | "response.reasoning_summary_text.delta":
+                self.choice().add_reasoning(data["delta"])
+            case "response.reasoning_summary_part.added":
+                self.choice().add_reasoning("\n\n" if data.get("summary_index") else "")
+            case "response.output_item.done":
+                self._read_item(data.get("output_index"), data["item"])
+            case "error":
+                self.error = str(data.get("message"))
+            case _:
+                response = data.get("response", data if data.get("object") == "response" else None)
+                if response is not None:
+                    self._read_response(response, kind is None or kind in LAST_EVENTS)
 
     def _read_response(self, response: Json, whole: bool) -> None:
         self._identify(response)
@@ -494,8 +461,7 @@ class ResponsesResponse(ProviderResponse):
             self._add_usage(chat_usage(usage))
         items = response.get("output") or ()
         for place, item in enumerate(items):
-            if place not in self._streamed and item.get("id") not in self._streamed:
-                self._read_item(place, item)
+            self._read_item(place, item)
         status = response.get("status") or "completed"
         if status == "failed":
             self.error = str((response.get("error") or {}).get("message"))
@@ -505,25 +471,26 @@ class ResponsesResponse(ProviderResponse):
 
     def _read_item(self, place: Any, item: Json) -> None:
         """A complete item, of which nothing is read twice."""
-        kind, answer = item.get("type"), self.choice()
-        if place not in self._streamed and item.get("id") not in self._streamed:
-            self._streamed.add(place)
-            for part in item.get("content") or item.get("summary") or ():
-                if kind == "reasoning":
-                    answer.add_reasoning(part.get("text"))
-                else:
-                    _add_text(answer, part.get("text"), part.get("logprobs"))
-                    answer.add_refusal(part.get("refusal"))
-            if kind in _CALLS:
-                self._add_call(place, item | {"call_id": None, "name": None} if place in self._started else item)
+        kind, answer, known = item.get("type"), self.choice(), _names(place, item.get("id"))
+        if known & self._whole:
+            return
+        self._whole.add(item.get("id") if place is None else place)
+        for part in () if known & self._begun else item.get("content") or item.get("summary") or ():
+            if kind == "reasoning":
+                answer.add_reasoning(part.get("text"))
+            else:
+                _add_text(answer, part.get("text"), part.get("logprobs"))
+                answer.add_refusal(part.get("refusal"))
         if kind in _CALLS:
+            is_custom = kind == "custom_tool_call"
+            arguments = item.get("input" if is_custom else "arguments")
+            answer.add_call(place, item.get("call_id"), item.get("name"), arguments, is_custom)
             answer.end_call(place)
         (answer.add_block if kind in _OWN else answer.add_hosted_call)(item)
 
-    def _add_call(self, place: Any, item: Json) -> None:
-        is_custom = item["type"] == "custom_tool_call"
-        arguments = item.get("input" if is_custom else "arguments")
-        self.choice().add_call(place, item.get("call_id"), item.get("name"), arguments, is_custom)
+
+def _names(place: Any, item_id: Any) -> set[Any]:
+    return {name for name in (place, item_id) if name is not None}
 
 
 def _add_text(answer: Answer, text: Any, logprobs: Any) -> None:

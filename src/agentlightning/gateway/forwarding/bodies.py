@@ -167,13 +167,9 @@ def turns_of(messages: Sequence[Message]) -> list[Message]:
         if last is None or message["role"] != "assistant" or last["role"] != "assistant":
             merged.append(message)
             continue
-        both = {"content": joined(last.get("content"), message.get("content"))}
-        lists = {
-            key: [*last.get(key, ()), *message.get(key, ())]
-            for key in ("tool_calls", "sealed")
-            if key in last or key in message
-        }
-        merged[-1] = {**last, **both, **lists}
+        merged[-1] = {**last, "content": joined(last.get("content"), message.get("content"))}
+        if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
+            merged[-1]["tool_calls"] = calls
     return merged
 
 
@@ -190,7 +186,7 @@ def known_turn(
     answer.take_new(done=True)
     is_unchanged = bool(before) and same_meaning(answer.message) == same_meaning(turn)
     kinds = THOUGHTS if is_blocks else ("reasoning",)
-    thoughts = [block for block in before or turn.get("sealed") or () if block["type"] in kinds]
+    thoughts = [block for block in before if block["type"] in kinds]
     return before if is_unchanged else None, thoughts
 
 
@@ -337,7 +333,7 @@ def _chat_messages(messages: Sequence[Message], provider: Provider, find_turn: T
         fields = {key: value for key, value in message.items() if key in known}
         fields["content"] = None if not content and message.get("tool_calls") else as_chat(content)
         if message["role"] == "assistant":
-            blocks = find_turn(turn_key(previous, message)) or message.get("sealed") or ()
+            blocks = find_turn(turn_key(previous, message))
             fields |= _echoed(fields, [block for block in blocks if block.get("provider") == provider.name])
         sent.append(fields)
         previous = message

@@ -542,13 +542,13 @@ class TranslatedCall(ForwardedCall):
         return self.reply.body([self.answer])
 
     def _read_events(self, events: list[bytes], passed: list[bytes]) -> None:
-        for event in events:
-            data = event_data(event)
+        """The text of one read of the network is one delta for the caller."""
+        read = self._read(events)
+        passed.append(self._write())
+        self._check_failed()
+        for event, data in read:
             if data is None and b"data:" in event and b"[DONE]" not in event:
                 raise unreadable_response(self._provider, "an event of its stream is not JSON")
-            self.record.response.read(data)
-            passed.append(self._write())
-            self._check_failed()
             if is_final(event, data):
                 self._final_events.append(event)
 
