@@ -11,7 +11,7 @@ from tests.support.provider import Reply, ScriptedProvider
 from agentlightning.attempt_address import attempt_key, attempt_secret
 from agentlightning.cli.options import has_model
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.config import GatewayConfig
+from agentlightning.gateway.config import GatewayConfig, Provider
 from agentlightning.gateway.models_api import (
     CACHE_SECONDS,
     RETRY_SECONDS,
@@ -21,7 +21,6 @@ from agentlightning.gateway.models_api import (
 )
 from agentlightning.gateway.models_api import read_models as read
 from agentlightning.gateway.upstream.call import ServerPool
-from agentlightning.gateway.upstream.provider import Provider
 from agentlightning.server.app import Server
 from agentlightning.transport import Transport
 

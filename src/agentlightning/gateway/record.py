@@ -24,8 +24,7 @@ from agentlightning.attempt_address import attempt_trace_id
 from agentlightning.errors import StoreError
 from agentlightning.gateway.answer import MALFORMED, Answer, HostedCall, ReasoningDelta, RefusalDelta, ToolCall, objects
 from agentlightning.gateway.callers import Caller
-from agentlightning.gateway.dialects.base import ApiPath
-from agentlightning.gateway.dialects.output_constraint import Constraint
+from agentlightning.gateway.dialects.base import ApiPath, Constraint
 from agentlightning.gateway.errors import ApiError, to_api_error
 from agentlightning.gateway.http import offload, parse_object
 from agentlightning.span import Span, new_span_id

@@ -22,12 +22,11 @@ from agentlightning.engine.servers.joining import RENEW_SECONDS
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.answer import object_of, objects
 from agentlightning.gateway.callers import Agent, AttemptContext, Caller, read_baggage
-from agentlightning.gateway.config import MAX_NAME_CHARACTERS, AgentRule, RouteRule
+from agentlightning.gateway.config import MAX_NAME_CHARACTERS, AgentRule, Price, Provider, RouteRule
 from agentlightning.gateway.dialects.base import ApiPath, optional
 from agentlightning.gateway.dialects.content_parts import BILLING
 from agentlightning.gateway.errors import ApiError, bad_request, conflict
 from agentlightning.gateway.upstream.call import ServerPool
-from agentlightning.gateway.upstream.provider import Price, Provider
 from agentlightning.resources import LLM
 
 HEADER: Final = "x-agentlightning-agent"

@@ -15,21 +15,16 @@ import json
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Final, Literal, Protocol
 
+import jsonschema_rs
 import orjson
 
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import RANGES, Engine, SamplingParams, out_of_range
 from agentlightning.errors import AgentLightningError
 from agentlightning.gateway.answer import Answer, Event, ProviderResponse, Usage, object_of
-from agentlightning.gateway.dialects.output_constraint import (
-    JSON_OBJECT,
-    Constraint,
-    OutputSchema,
-    json_schema,
-    strict_arguments,
-)
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.gateway.http import parse
@@ -40,6 +35,150 @@ ApiPath = Literal["chat/completions", "completions", "responses", "embeddings", 
 """Paths of the API that are model calls."""
 Body = bytes | Json
 """The body of a request, as received or parsed."""
+
+
+# -- constraints on the answer -----------------------------------------------------------------------------------------
+
+# Constraints that a request puts on the form of its answer, and whether an answer meets them.
+#
+# Constrained sampling changes probabilities: tokens that a grammar forbids are never sampled, and the others become
+# more likely. The recorded log-probabilities are those of the constrained distribution, whereas a trainer computes the
+# policy's own, and the two cannot be compared: a token that the grammar forces has probability 1, however unlikely the
+# policy finds it. A policy that is always constrained also never learns the form by itself. So answers that may be
+# trained on are sampled freely and then checked; all others are constrained where the engine supports it
+# (`gateway.sampling`). Constrained answers carry `agentlightning.reshaped` on their span, and losses reject
+# them by that attribute. The span also has the verdict (`agentlightning.constraint`):
+#
+#     enforced    the answer could not violate it: sampling was constrained, or ended with the first tool call
+#     checked     the answer was free to violate it, and meets it
+#     violated    it does not; `agentlightning.constraint.violations` names the fields of the request that it violates
+#
+# The caller gets the answer whatever the verdict. The content of an answer that calls tools is not checked: the content
+# that the constraint requires is still to come.
+
+Verdict = Literal["enforced", "checked", "violated"]
+Check = Callable[[str], bool]
+"""Whether a text meets a constraint."""
+
+NO_PARAMETERS: Final[dict[str, Any]] = {"type": "object", "properties": {}, "additionalProperties": False}
+MAX_SCHEMA_BYTES: Final = 120_000
+"""Limit in bytes for a JSON schema: compiling one holds the interpreter lock. OpenAI has the same limit."""
+_MATCHING: Final = jsonschema_rs.FancyRegexOptions(backtrack_limit=100_000)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSchema:
+    """A JSON schema that the content must match."""
+
+    schema: str
+    """The schema as JSON text."""
+    check: Check
+    given: Mapping[str, Any] = field(default_factory=lambda: {"type": "json_object"})
+    """As the request has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """The constraints on one answer; by default none."""
+
+    requires_tool_call: bool = False
+    names: frozenset[str] | None = None
+    """The only tools that may be called; None: any."""
+    single_tool_call: bool = False
+    """At most one tool call."""
+    arguments: Mapping[str, Check] = field(default_factory=dict[str, Check])
+    """The checks of strict tools, by name."""
+    content: OutputSchema | None = None
+    content_field: str = "response_format"
+    """The field of the request that sets `content`."""
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.requires_tool_call or self.names is not None or self.single_tool_call or self.arguments or self.content
+        )
+
+    def evaluate(self, answer: Answer) -> tuple[Verdict, list[str]]:
+        """(verdict, fields of the request that the answer violates)."""
+        failed = [name for name, holds in self._checks(answer) if not holds]
+        if failed:
+            return "violated", failed
+        free = self.requires_tool_call or self.names is not None or self.arguments or self.content is not None
+        free = free or (self.single_tool_call and not answer.stops_after_tool_call)
+        return ("checked" if free and not answer.is_constrained else "enforced"), failed
+
+    def _checks(self, answer: Answer) -> list[tuple[str, bool]]:
+        calls = answer.tool_calls
+        chosen = (calls or not self.requires_tool_call) and all(
+            self.names is None or call.name in self.names for call in calls
+        )
+        strict = all(self.arguments[call.name](call.arguments) for call in calls if call.name in self.arguments)
+        return [
+            ("tool_choice", bool(chosen)),
+            ("parallel_tool_calls", not self.single_tool_call or len(calls) <= 1),
+            ("tools", strict),
+            (
+                self.content_field,
+                bool(calls) or self.content is None or self.content.check(answer.prefill + answer.content),
+            ),
+        ]
+
+
+def _is_object(text: str) -> bool:
+    return isinstance(_parse(text), dict)
+
+
+JSON_OBJECT: Final = OutputSchema('{"type":"object"}', _is_object)
+"""Any JSON object."""
+
+
+def json_schema(where: str, schema: Any) -> OutputSchema:
+    """Compile a JSON schema. Raises ApiError 400, naming `where`, if it is none."""
+    if not isinstance(schema, dict):
+        raise bad_request(where, f"{where} must be a JSON schema, which is an object")
+    try:
+        # Unsorted: a constrained answer has its keys in this order.
+        written = dumps(schema).decode()
+        if len(written) > MAX_SCHEMA_BYTES:
+            raise ValueError(f"it has {len(written)} bytes, and at most {MAX_SCHEMA_BYTES} can be compiled")
+        valid = _validator(dumps(schema, option=orjson.OPT_SORT_KEYS)).is_valid
+    except (ValueError, TypeError, jsonschema_rs.ReferencingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise bad_request(where, f"{where} is no JSON schema that can be checked: {reason}") from None
+
+    def check(text: str) -> bool:
+        value = _parse(text)
+        return value is not _NOT_JSON and valid(value)
+
+    return OutputSchema(written, check)
+
+
+@lru_cache(maxsize=512)
+def _validator(schema: bytes) -> jsonschema_rs.Validator:
+    """Cached, since agents send the same schema with every call. References to other documents are never fetched."""
+    return jsonschema_rs.validator_for(loads(schema), offline=True, pattern_options=_MATCHING)
+
+
+_NOT_JSON: Final = object()
+
+
+def _parse(text: str) -> Any:
+    try:
+        return loads(text)
+    except orjson.JSONDecodeError:
+        return _NOT_JSON
+
+
+def strict_arguments(tools: Sequence[Json] | None) -> dict[str, Check]:
+    """The checks of the tools with `strict`, by name. Raises ApiError 400 for a schema that cannot be checked."""
+    functions = [tool["function"] for tool in tools or ()]
+    return {
+        function["name"]: json_schema("tools.parameters", function["parameters"]).check
+        for function in functions
+        if function.get("strict") is True and function.get("parameters") is not None
+    }
+
+
+# -- the contract ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,10 +470,6 @@ OPENAI_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
 
 # -- tools and formats -------------------------------------------------------------------------------------------------
 
-Tools = list[Json]
-"""Function tools, as chat completions has them."""
-
-
 Choice = tuple[bool, frozenset[str] | None] | None
 """(whether a tool call is required, of which tools; None: any); None: the tools must not be called."""
 
@@ -474,55 +609,41 @@ class EventTooLongError(AgentLightningError):
 class SSEDecoder:
     """Splits the bytes of a stream into events, in time linear in the bytes however they are chunked."""
 
-    __slots__ = ("_limit", "_parts", "_size", "_tail")
+    __slots__ = ("_buffer", "_has_cr", "_limit", "_searched")
 
     def __init__(self, limit: int = MAX_EVENT_BYTES) -> None:
         self._limit = limit
-        self._parts: list[bytes] = []
-        self._size = 0
-        self._tail = b""
-        """The last bytes received: the end of an event may start there."""
+        self._buffer = bytearray()
+        self._searched = 0
+        """The end of an event may start here, and not before."""
+        self._has_cr = False
 
     def feed(self, more: bytes) -> list[bytes]:
         """The events completed by `more`, each with the blank line that ends it. Raises EventTooLongError."""
+        self._buffer += more
+        self._has_cr |= b"\r" in more
         found: list[bytes] = []
-        if not self._parts:
-            rest = _split(more, found)
-        elif _END.search(self._tail + more):
-            rest = _split(b"".join([*self._parts, more]), found)
-        else:
-            self._buffer(more)
-            return found
-        self._parts, self._size, self._tail = [], 0, b""
-        if rest:
-            self._buffer(rest)
+        start = 0
+        while (end := self._find_end()) > 1:
+            found.append(bytes(self._buffer[start:end]))
+            start = self._searched = end
+        del self._buffer[:start]
+        self._searched = max(0, len(self._buffer) - _OVERLAP)
+        if len(self._buffer) > self._limit:
+            raise EventTooLongError(f"an event of its stream has more than {self._limit} bytes")
         return found
 
-    def _buffer(self, more: bytes) -> None:
-        self._parts.append(more)
-        self._size += len(more)
-        self._tail = (self._tail + more[-_OVERLAP:])[-_OVERLAP:]
-        if self._size > self._limit:
-            raise EventTooLongError(f"an event of its stream has more than {self._limit} bytes")
+    def _find_end(self) -> int:
+        """The end of the next event; at most 1 if it has not come."""
+        if not self._has_cr:
+            return self._buffer.find(b"\n\n", self._searched) + 2
+        match = _END.search(self._buffer, self._searched)
+        return match.end() if match else 0
 
     @property
     def rest(self) -> bytes:
         """The received part of the next event."""
-        return b"".join(self._parts)
-
-
-def _split(data: bytes, found: list[bytes]) -> bytes:
-    """Append the complete events of `data` to `found` and return the remainder."""
-    start = 0
-    if b"\r" in data:
-        for match in _END.finditer(data):
-            found.append(data[start : match.end()])
-            start = match.end()
-        return data[start:]
-    while (end := data.find(b"\n\n", start) + 2) > 1:
-        found.append(data[start:end])
-        start = end
-    return data[start:]
+        return bytes(self._buffer)
 
 
 def encode_event(data: Mapping[str, Any], event: str = "") -> bytes:

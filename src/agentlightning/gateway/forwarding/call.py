@@ -33,9 +33,11 @@ from agentlightning import span as names
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError
 from agentlightning.gateway.answer import PENDING, Answer, ProviderResponse, Usage, needs_echo, object_of, objects
 from agentlightning.gateway.callers import AttemptIds, AttemptTable, Caller
+from agentlightning.gateway.config import COUNT_TOKENS_PATH, Price, Provider
 from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import (
     ApiPath,
+    Constraint,
     ReplyMetadata,
     ReplyWriter,
     Request,
@@ -46,7 +48,6 @@ from agentlightning.gateway.dialects.base import (
 )
 from agentlightning.gateway.dialects.content_parts import message_digests, turn_key
 from agentlightning.gateway.dialects.messages import count_reply
-from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.dialects.responses import LAST_EVENTS, ResponsesReplyWriter
 from agentlightning.gateway.errors import ApiError
@@ -75,7 +76,6 @@ from agentlightning.gateway.upstream.call import (
     unreadable_response,
 )
 from agentlightning.gateway.upstream.limits import estimate_prompt_tokens
-from agentlightning.gateway.upstream.provider import COUNT_TOKENS_PATH, Price, Provider
 from agentlightning.span import Span
 from agentlightning.store import durability
 from agentlightning.store.base import LightningStoreBase

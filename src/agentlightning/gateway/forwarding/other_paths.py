@@ -22,8 +22,13 @@ from agentlightning.gateway.dialects.chat import ChatResponse
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.http import parse_object, run_to_completion
 from agentlightning.gateway.record import CallRecord, failure_of
-from agentlightning.gateway.upstream.call import ServerPool, display_text, from_response, from_transport
-from agentlightning.gateway.upstream.provider import visible_headers
+from agentlightning.gateway.upstream.call import (
+    ServerPool,
+    display_text,
+    from_response,
+    from_transport,
+    visible_headers,
+)
 from agentlightning.span import Span
 from agentlightning.transport import Headers, TransportError
 
