@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -78,7 +78,7 @@ THOUGHTS: Final = ("thinking", "redacted_thinking")
 """Types of Anthropic's reasoning blocks."""
 
 
-def needs_echo(block: Mapping[str, Any]) -> bool:
+def needs_echo(block: Json) -> bool:
     """Whether a content block or an output item is reasoning that its provider wants back."""
     kind = block.get("type")
     if kind == "reasoning":
@@ -544,7 +544,7 @@ def objects(value: Any) -> list[Json]:
     return [each for each in listed if isinstance(each, dict)]
 
 
-def object_of(data: Mapping[str, Any], name: str) -> Json:
+def object_of(data: Json, name: str) -> Json:
     """The object in a field; {} for any other value."""
     value = data.get(name)
     return cast("Json", value) if isinstance(value, dict) else {}
@@ -583,10 +583,9 @@ class ProviderResponse:
             with suppress(*MALFORMED):
                 self._read(cast("Json", data))
 
-    def read_all(self, events: Sequence[Any]) -> None:
-        """Add events of a stream, one after the other."""
-        for data in events:
-            self.read(data)
+    def merge(self, events: Sequence[tuple[bytes, Any]]) -> Sequence[tuple[bytes, Any]]:
+        """Events of a stream and their data, with those as one that may be read and shown as one."""
+        return events
 
     def _read(self, data: Json) -> None:
         """May raise on what is malformed, after adding what came before."""

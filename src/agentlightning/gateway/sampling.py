@@ -31,7 +31,7 @@ from agentlightning.util.json_values import Json
 
 logger = logging.getLogger(__name__)
 
-NEUTRAL: Final[Mapping[str, Any]] = {
+NEUTRAL: Final[Json] = {
     "seed": None,
     "top_p": 1.0,
     "top_k": 0,
@@ -74,7 +74,7 @@ class OnPolicySampling:
         warm = {"temperature": 1.0} if params.temperature == 0 else {}
         return replace(params, **NEUTRAL, **warm)
 
-    def strip_request(self, request: Mapping[str, Any], forced: Mapping[str, Any]) -> Json:
+    def strip_request(self, request: Json, forced: Json) -> Json:
         """A request without the overridden parameters. `forced` are those that the LLM resource sets."""
         stripped = dict(request)
         for name, neutral in _WIRE_NEUTRAL.items():

@@ -25,7 +25,7 @@ from agentlightning.chat.base import Message
 from agentlightning.engine.base import RANGES, Engine, SamplingParams, out_of_range
 from agentlightning.errors import AgentLightningError
 from agentlightning.gateway.answer import Answer, Event, ProviderResponse, Usage, object_of
-from agentlightning.gateway.dialects.response_store import ResponseLookup
+from agentlightning.gateway.dialects.response_store import Attempt, ResponseLookup, ResponseStore
 from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.gateway.http import parse
 from agentlightning.tracing.agent_spans import valid_text
@@ -60,7 +60,7 @@ Verdict = Literal["enforced", "checked", "violated"]
 Check = Callable[[str], bool]
 """Whether a text meets a constraint."""
 
-NO_PARAMETERS: Final[dict[str, Any]] = {"type": "object", "properties": {}, "additionalProperties": False}
+NO_PARAMETERS: Final[Json] = {"type": "object", "properties": {}, "additionalProperties": False}
 MAX_SCHEMA_BYTES: Final = 120_000
 """Limit in bytes for a JSON schema: compiling one holds the interpreter lock. OpenAI has the same limit."""
 _MATCHING: Final = jsonschema_rs.FancyRegexOptions(backtrack_limit=100_000)
@@ -73,7 +73,7 @@ class OutputSchema:
     schema: str
     """The schema as JSON text."""
     check: Check
-    given: Mapping[str, Any] = field(default_factory=lambda: {"type": "json_object"})
+    given: Json = field(default_factory=lambda: {"type": "json_object"})
     """As the request has it."""
 
 
@@ -207,11 +207,11 @@ class Request:
     """The beginning of the answer, written by the caller, who wants the rest."""
     token_ids: bool = False
     """The reply includes the token ids, as vLLM's does (`return_token_ids`)."""
-    template: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    template: Json = field(default_factory=Json)
     """Variables for the chat template."""
     ignored_fields: tuple[str, ...] = ()
     """Names of the fields that were ignored."""
-    raw: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    raw: Json = field(default_factory=Json)
     """The request as received."""
 
 
@@ -228,24 +228,40 @@ class ReplyMetadata:
     output."""
 
 
-class ReplyWriter(Protocol):
-    """Writes the reply to one request: either `body`, or `start`, `event` for each event, and `end`."""
+class ReplyWriter:
+    """Writes the reply to one request: either `body`, or `more` with the events as they come, and then `end`."""
+
+    def __init__(self, request: Request, head: ReplyMetadata) -> None:
+        self.request, self.head = request, head
+        self._is_open = False
+
+    def more(self, answers: Sequence[Answer], events: Sequence[tuple[Answer, Event]] = ()) -> bytes:
+        """More of a stream, from its start on."""
+        opening = b"" if self._is_open else self.start(answers)
+        self._is_open = True
+        return opening + b"".join([self.event(*each) for each in events])
 
     def body(self, answers: Sequence[Answer]) -> bytes:
         """The reply as one object."""
-        ...
+        raise NotImplementedError
 
     def start(self, answers: Sequence[Answer]) -> bytes:
         """The stream up to the first event."""
-        ...
+        raise NotImplementedError
 
     def event(self, answer: Answer, event: Event) -> bytes:
         """One more event of an answer."""
-        ...
+        raise NotImplementedError
 
     def end(self, answers: Sequence[Answer]) -> bytes:
         """The stream after the last event: why each answer ended, and the usage."""
-        ...
+        raise NotImplementedError
+
+    def store(
+        self, store: ResponseStore, attempt: Attempt, answer: Answer, body: bytes = b"", digests: Sequence[bytes] = ()
+    ) -> None:
+        """Store a reply that later requests may refer to. `body`: as it was sent, unless it was streamed; `digests`:
+        those of the request's messages, if they are known."""
 
 
 class ReadRequest(Protocol):
@@ -267,7 +283,7 @@ class Dialect:
     call_prefix: str
     """Prefix of the ids of tool calls."""
     read: ReadRequest
-    reply: Callable[[Request, ReplyMetadata], ReplyWriter]
+    reply: type[ReplyWriter]
     response: type[ProviderResponse]
     """Reads what a provider answers."""
     error_body: Callable[[ApiError], bytes]
@@ -299,7 +315,7 @@ def read_json(body: Body) -> Json:
     return data
 
 
-def reject_unsupported(data: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> None:
+def reject_unsupported(data: Json, fields: Mapping[str, tuple[Any, ...]]) -> None:
     """Reject fields that would change the answer and are not supported. `fields` maps each to the values that change
     nothing; null is always one of them."""
     for name, neutral in fields.items():
@@ -307,7 +323,7 @@ def reject_unsupported(data: Mapping[str, Any], fields: Mapping[str, tuple[Any, 
             raise bad_request(name, f"{name}={shorten(data[name])} cannot be honoured here; leave it out")
 
 
-def optional(data: Mapping[str, Any], name: str, kind: type) -> Any:
+def optional(data: Json, name: str, kind: type) -> Any:
     """The value of a field; None if it is absent or null."""
     return None if data.get(name) is None else require_type(name, data[name], kind)
 
@@ -324,14 +340,14 @@ def kind_of(value: Any) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
-def integer(data: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
+def integer(data: Json, name: str, low: int, high: int) -> int | None:
     value = data.get(name)
     if value is not None and (type(value) is not int or not low <= value <= high):
         raise bad_request(name, f"{name}={shorten(value)} must be a whole number from {low} to {high}")
     return value
 
 
-def top_logprobs(data: Mapping[str, Any], name: str = "top_logprobs") -> int:
+def top_logprobs(data: Json, name: str = "top_logprobs") -> int:
     """How many of the likeliest tokens are reported at each position."""
     return integer(data, name, 0, MAX_TOP_LOGPROBS) or 0
 
@@ -348,10 +364,10 @@ Readers = Mapping[str, tuple[str, Callable[[Any], Any]]]
 """Name in a request -> (field of `SamplingParams`, parser that raises ValueError)."""
 
 
-def sampling_params(data: Mapping[str, Any], readers: Readers, base: SamplingParams, source: str) -> SamplingParams:
+def sampling_params(data: Json, readers: Readers, base: SamplingParams, source: str) -> SamplingParams:
     """`base` with the values that `data` sets. Raises ApiError 400 naming an invalid value; `source` says where it was
     set."""
-    values: dict[str, Any] = {}
+    values: Json = {}
     for name, (target, read) in readers.items():
         if data.get(name) is None:
             continue
@@ -383,7 +399,7 @@ def read_shared(
     )
 
 
-def apply_resource_params(params: SamplingParams, resource: str, forced: Mapping[str, Any]) -> SamplingParams:
+def apply_resource_params(params: SamplingParams, resource: str, forced: Json) -> SamplingParams:
     """Apply the sampling parameters of the trainer's LLM resource, which take precedence over the request's.
 
     Raises ApiError 400 for a name that is not supported."""
@@ -566,7 +582,7 @@ VLLM_FORMAT_FIELDS = ("structured_outputs", "guided_json")
 """vLLM's fields for the format of the content."""
 
 
-def content_format(data: Mapping[str, Any]) -> tuple[OutputSchema | None, str]:
+def content_format(data: Json) -> tuple[OutputSchema | None, str]:
     """(schema of the content, the field that sets it): `response_format`, or what vLLM's clients send instead. Raises
     ApiError 400 for formats that are not supported."""
     guided, outputs = data.get("guided_json"), optional(data, "structured_outputs", dict) or {}
@@ -646,7 +662,7 @@ class SSEDecoder:
         return bytes(self._buffer)
 
 
-def encode_event(data: Mapping[str, Any], event: str = "") -> bytes:
+def encode_event(data: Json, event: str = "") -> bytes:
     """One event with JSON data, named `event` in the dialects that name their events."""
     name = b"event: %b\n" % event.encode() if event else b""
     return b"%bdata: %b\n\n" % (name, dumps(data))
@@ -698,14 +714,14 @@ def error_event(api_error: ApiError) -> bytes:
     return encode_event({"error": api_error.error_object()})
 
 
-def include_usage(data: Mapping[str, Any]) -> bool:
+def include_usage(data: Json) -> bool:
     """Whether a stream ends with an extra chunk that has the usage and no choice. Raises ApiError 400 for an invalid
     option."""
     wanted = (optional(data, "stream_options", dict) or {}).get("include_usage")
     return bool(require_type("stream_options.include_usage", wanted, bool)) if wanted is not None else False
 
 
-def end_of_stream(chunks: Sequence[Mapping[str, Any]], usage: Mapping[str, Any], *, apart: bool) -> bytes:
+def end_of_stream(chunks: Sequence[Json], usage: Json, *, apart: bool) -> bytes:
     """The last chunks of a stream. The usage gets a chunk of its own (`apart`) only if that was asked for, since a
     plain loop over `chunk.choices[0]` fails on it. Otherwise it is part of the last chunk with a choice, since some
     frameworks count tokens by it."""

@@ -6,11 +6,11 @@ ignored and counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain, groupby
-from typing import Any, Final, NoReturn, Self, cast
+from typing import Any, Final, NoReturn, cast
 
 from agentlightning.chat.base import Message
 from agentlightning.chat.messages import read_message
@@ -20,7 +20,6 @@ from agentlightning.gateway.answer import (
     CHAT_TURN,
     Answer,
     Event,
-    Json,
     ProviderResponse,
     ReasoningDelta,
     RefusalDelta,
@@ -36,6 +35,7 @@ from agentlightning.gateway.dialects.base import (
     Body,
     Dialect,
     ReplyMetadata,
+    ReplyWriter,
     Request,
     content_format,
     encode_event,
@@ -56,7 +56,7 @@ from agentlightning.gateway.dialects.base import (
 from agentlightning.gateway.dialects.content_parts import read_content
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.errors import ApiError, bad_request
-from agentlightning.util.json_values import dumps
+from agentlightning.util.json_values import Json, dumps
 
 _KNOWN: Final = frozenset(
     {
@@ -130,7 +130,7 @@ def _messages(value: Any, attachments: bool) -> list[Message]:
     return [_message(index, message, attachments) for index, message in enumerate(value)]
 
 
-def _split_prefill(data: Mapping[str, Any], messages: list[Message]) -> tuple[list[Message], str]:
+def _split_prefill(data: Json, messages: list[Message]) -> tuple[list[Message], str]:
     """(messages, prefill of the answer): with vLLM's `continue_final_message`, the answer continues the last message.
     Raises ApiError 400 if that is not text of the assistant."""
     goes_on = bool(optional(data, "continue_final_message", bool))
@@ -165,20 +165,7 @@ def _message(index: int, message: Any, attachments: bool) -> Message:
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class ChatReplyWriter:
-    """Writes the reply to one request; a `ReplyWriter`."""
-
-    head: ReplyMetadata
-    logprobs: bool = False
-    token_ids: bool = False
-    include_usage: bool = False
-    """A stream ends with an extra chunk for the usage."""
-
-    @classmethod
-    def of(cls, request: Request, head: ReplyMetadata) -> Self:
-        return cls(head, request.logprobs, request.token_ids, include_usage(request.raw))
-
+class ChatReplyWriter(ReplyWriter):
     def body(self, answers: Sequence[Answer]) -> bytes:
         choices = [
             self._choice(answer, self._whole(answer), answer.all_logprobs, answer.finish_reason, answer.token_ids)
@@ -199,7 +186,7 @@ class ChatReplyWriter:
             self._chunk(self._choice(answer, self._delta(None), answer.remaining_logprobs, answer.finish_reason))
             for answer in answers
         ]
-        return end_of_stream(closing, self._usage(answers), apart=self.include_usage)
+        return end_of_stream(closing, self._usage(answers), apart=include_usage(self.request.raw))
 
     def _usage(self, answers: Sequence[Answer]) -> Json:
         usage, sampled = self.head.usage, num_output_tokens(answers)
@@ -218,11 +205,11 @@ class ChatReplyWriter:
         token_ids: Sequence[int] | None = None,
     ) -> Json:
         """`token_ids`: those of a whole answer; None for those of the listed log-probabilities."""
-        listed = list_logprobs() if self.logprobs or self.token_ids else []
+        listed = list_logprobs() if self.request.logprobs or self.request.token_ids else []
         choice: Json = {"index": answer.index, **shown, "finish_reason": reason, "logprobs": None}
-        if listed and self.logprobs:
+        if listed and self.request.logprobs:
             choice["logprobs"] = self._logprobs(answer, listed)
-        if self.token_ids:
+        if self.request.token_ids:
             choice["token_ids"] = answer.take_token_ids() if token_ids is None else token_ids
         return choice
 
@@ -253,7 +240,7 @@ class ChatReplyWriter:
                 return {"delta": {}}
 
     def _prompt(self, answers: Sequence[Answer]) -> Json:
-        return {"prompt_token_ids": answers[0].prompt_token_ids} if self.token_ids and answers else {}
+        return {"prompt_token_ids": answers[0].prompt_token_ids} if self.request.token_ids and answers else {}
 
     def _logprobs(self, answer: Answer, listed: list[Json]) -> Json:
         return {"content": listed, "refusal": None}
@@ -275,20 +262,18 @@ class ChatResponse(ProviderResponse):
     def __init__(self) -> None:
         super().__init__()
         self._echoed: dict[int, dict[str, list[Any]]] = {}
-        """By choice, the values of each of `ECHOED` that came since the last of its blocks."""
+        """By choice, the values of each of `ECHOED`, in the order they came."""
 
-    def read_all(self, events: Sequence[Any]) -> None:
+    def merge(self, events: Sequence[tuple[bytes, Any]]) -> list[tuple[bytes, Any]]:
         """As one, what follows each other and has nothing but more text of one choice, perhaps with its tokens: most of
         a stream, in a tenth of the time."""
-        for index, run in groupby(events, _plain_choice):
-            chunks = list(run)
-            if index is None or len(chunks) == 1:
-                super().read_all(chunks)
-                continue
-            for chunk in chunks:
-                if not (self.id and self.model):
-                    self._identify(chunk)
-            self.read(_merged(chunks))
+        merged: list[tuple[bytes, Any]] = []
+        for plain, run in groupby(events, lambda each: _plain_choice(each[1])):
+            found = list(run)
+            if plain is not None and len(found) > 1:
+                found = [(b"".join([event for event, _ in found]), _merged([data for _, data in found]))]
+            merged += found
+        return merged
 
     def _read(self, data: Json) -> None:
         if not (self.id and self.model):  # Each chunk names both.
@@ -312,7 +297,9 @@ class ChatResponse(ProviderResponse):
         else:
             answer.add_text(choice.get("text"))
         if reason or whole or message is None:
-            self._end_reasoning(answer)
+            if echoed := self._echoed.pop(index, None):
+                message = {name: _joined(values) for name, values in echoed.items()}
+                answer.add_block({"type": CHAT_TURN, "message": message})
             # vLLM and SGLang name the stop string that ended an answer.
             stops = [stop for name in ("matched_stop", "stop_reason") if isinstance(stop := choice.get(name), str)]
             answer.end(reason if isinstance(reason, str) else None, stops[0] if stops else None)
@@ -331,8 +318,6 @@ class ChatResponse(ProviderResponse):
         calls, refusal = message.get("tool_calls") or (), message.get("refusal")
         if legacy := message.get("function_call"):
             calls = [*calls, {"function": legacy}]
-        if calls or refusal:
-            self._end_reasoning(answer)
         self._read_content(message.get("content"), answer)
         answer.add_refusal(refusal)
         for place, call in enumerate(calls):
@@ -342,24 +327,17 @@ class ChatResponse(ProviderResponse):
         """A text, or a list of texts, text parts and thinking parts."""
         for part in cast("list[Any]", content) if isinstance(content, list) else [content]:
             known = cast("Json", part) if isinstance(part, dict) else {"text": part}
-            if isinstance(text := known.get("text"), str) and text:
-                self._end_reasoning(answer)
-                answer.add_text(text)
+            answer.add_text(known.get("text"))
             thought = known.get("thinking")
             for each in cast("list[Any]", thought) if isinstance(thought, list) else [thought]:
                 answer.add_reasoning(each.get("text") if isinstance(each, dict) else each)
-
-    def _end_reasoning(self, answer: Answer) -> None:
-        if echoed := self._echoed.pop(answer.index, None):
-            message = {name: _joined(values) for name, values in echoed.items()}
-            answer.add_block({"type": CHAT_TURN, "message": message})
 
 
 _PLAIN: Final = frozenset({"index", "delta", "finish_reason", "logprobs", "token_ids"})
 
 
-def _plain_choice(chunk: Any) -> int | None:
-    """The index of the only choice of a chunk that has more text of it, perhaps with its tokens, and nothing else."""
+def _plain_choice(chunk: Any) -> tuple[Any, ...] | None:
+    """(index, id, model) of a chunk whose only choice has more text, perhaps with its tokens, and nothing else."""
     try:
         (choice,) = chunk["choices"]
         (text,) = choice["delta"].items()
@@ -377,7 +355,7 @@ def _plain_choice(chunk: Any) -> int | None:
         )
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
-    return choice["index"] if is_plain else None
+    return (choice["index"], chunk.get("id"), chunk.get("model")) if is_plain else None
 
 
 def _merged(chunks: Sequence[Json]) -> Json:
@@ -388,6 +366,7 @@ def _merged(chunks: Sequence[Json]) -> Json:
     merged: Json = {
         "index": choices[0]["index"],
         "delta": {"content": "".join([c["delta"]["content"] for c in choices])},
+        "finish_reason": None,
     }
     merged |= {"logprobs": {"content": list(chain.from_iterable(logged))}} if logged else {}
     merged |= {"token_ids": list(chain.from_iterable(ids))} if ids else {}
@@ -463,7 +442,7 @@ CHAT: Final = Dialect(
     id_prefix="chatcmpl-",
     call_prefix="call_",
     read=read_request,
-    reply=ChatReplyWriter.of,
+    reply=ChatReplyWriter,
     response=ChatResponse,
     error_body=error_body,
     error_event=error_event,
@@ -527,14 +506,13 @@ def _is_tokens(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int and 0 <= token < 2**31 for token in value)
 
 
-@dataclass(slots=True)
 class CompletionReplyWriter(ChatReplyWriter):
-    """Writes the reply to one request; a `ReplyWriter`."""
-
-    offsets: dict[int, int] = field(default_factory=dict[int, int], init=False)
-    """For each answer, the text offset of its next token."""
-    _with_prompt: set[int] = field(default_factory=set[int], init=False)
-    """The answers whose prompt was written."""
+    def __init__(self, request: Request, head: ReplyMetadata) -> None:
+        super().__init__(request, head)
+        self._offsets: dict[int, int] = {}
+        """For each answer, the text offset of its next token."""
+        self._with_prompt: set[int] = set()
+        """The answers whose prompt was written."""
 
     def start(self, answers: Sequence[Answer]) -> bytes:
         return b""
@@ -560,14 +538,14 @@ class CompletionReplyWriter(ChatReplyWriter):
         token_ids: Sequence[int] | None = None,
     ) -> Json:
         choice = ChatReplyWriter._choice(self, answer, shown, list_logprobs, reason, token_ids)
-        if self.token_ids and answer.index not in self._with_prompt:
+        if self.request.token_ids and answer.index not in self._with_prompt:
             self._with_prompt.add(answer.index)  # Once in a stream: the prompt may be far longer than an event.
             choice["prompt_token_ids"] = answer.prompt_token_ids
         return choice
 
     def _logprobs(self, answer: Answer, listed: list[Json]) -> Json:
         texts = [entry["token"] for entry in listed]
-        *offsets, self.offsets[answer.index] = accumulate(map(len, texts), initial=self.offsets.get(answer.index, 0))
+        *offsets, self._offsets[answer.index] = accumulate(map(len, texts), initial=self._offsets.get(answer.index, 0))
         return {
             "tokens": texts,
             "token_logprobs": [entry["logprob"] for entry in listed],
@@ -586,7 +564,7 @@ COMPLETIONS: Final = Dialect(
     id_prefix="cmpl-",
     call_prefix="call_",
     read=read_completion,
-    reply=CompletionReplyWriter.of,
+    reply=CompletionReplyWriter,
     response=ChatResponse,
     error_body=error_body,
     error_event=error_event,

@@ -7,8 +7,8 @@ no JSON object, which this format cannot carry, is written as `{"_raw_arguments"
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, Final
 
@@ -33,6 +33,7 @@ from agentlightning.gateway.dialects.base import (
     Choice,
     Dialect,
     ReplyMetadata,
+    ReplyWriter,
     Request,
     encode_event,
     loads_tolerantly,
@@ -104,14 +105,14 @@ def _tool_choice(choice: Json) -> Choice:
             )
 
 
-def _format(data: Mapping[str, Any]) -> tuple[str, Any]:
+def _format(data: Json) -> tuple[str, Any]:
     """(path of the field, response format), under its current or its earlier name."""
     if shape := (optional(data, "output_config", dict) or {}).get("format"):
         return "output_config.format", shape
     return "output_format", data.get("output_format")
 
 
-def _conversation(data: Mapping[str, Any], dropped: list[str], attachments: bool) -> list[Message]:
+def _conversation(data: Json, dropped: list[str], attachments: bool) -> list[Message]:
     given = data.get("messages")
     if not isinstance(given, list) or not given:
         raise bad_request("messages", "messages must be a list with at least one message")
@@ -173,7 +174,7 @@ def _user(where: str, role: str, blocks: Sequence[Json], dropped: list[str], att
     return messages or [{"role": role, "content": ""}]
 
 
-def _result(where: str, block: Mapping[str, Any], dropped: list[str], attachments: bool) -> Message:
+def _result(where: str, block: Json, dropped: list[str], attachments: bool) -> Message:
     if block.get("is_error"):
         dropped.append("tool_result.is_error")
     content = read_content(f"{where}.tool_result.content", block.get("content"), _TEXT_FIELDS, attachments, "\n")
@@ -197,7 +198,7 @@ def _assistant(where: str, blocks: Sequence[Json]) -> Message:
     return message
 
 
-def _call(where: str, block: Mapping[str, Any]) -> Json:
+def _call(where: str, block: Json) -> Json:
     given = block.get("input")
     if isinstance(given, dict) and isinstance(given.get(RAW_ARGUMENTS), str):
         given = given[RAW_ARGUMENTS]
@@ -209,17 +210,15 @@ def _call(where: str, block: Mapping[str, Any]) -> Json:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class MessagesReplyWriter:
-    """Writes the reply to one request; a `ReplyWriter`."""
-
-    head: ReplyMetadata
-    _index: int = field(default=-1, init=False)
-    """Index of the last block that was started."""
-    _open: str | None = field(default=None, init=False)
-    """Type of the open block, if it takes deltas."""
-    _blocks: list[Json] | None = field(default=None, init=False)
-    """The blocks of a reply that is written at once."""
+class MessagesReplyWriter(ReplyWriter):
+    def __init__(self, request: Request, head: ReplyMetadata) -> None:
+        super().__init__(request, head)
+        self._index = -1
+        """Index of the last block that was started."""
+        self._open: str | None = None
+        """Type of the open block, if it takes deltas."""
+        self._blocks: list[Json] | None = None
+        """The blocks of a reply that is written at once."""
 
     def body(self, answers: Sequence[Answer]) -> bytes:
         (answer,) = answers
@@ -474,15 +473,11 @@ def messages_usage(usage: Json, before: Usage) -> Usage:
     return Usage.counted(prompt, output, cached or before.cached_tokens, written - hour, hour, thought)
 
 
-def _reply(request: Request, head: ReplyMetadata) -> MessagesReplyWriter:
-    return MessagesReplyWriter(head)
-
-
 MESSAGES: Final = Dialect(
     id_prefix="msg_",
     call_prefix="toolu_",
     read=read_request,
-    reply=_reply,
+    reply=MessagesReplyWriter,
     response=MessagesResponse,
     error_body=error_body,
     error_event=error_event,

@@ -8,8 +8,8 @@ that only a hosted service can read are rejected by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from agentlightning.chat.base import Message
@@ -35,6 +35,7 @@ from agentlightning.gateway.dialects.base import (
     Body,
     Dialect,
     ReplyMetadata,
+    ReplyWriter,
     Request,
     encode_event,
     error_body,
@@ -51,7 +52,7 @@ from agentlightning.gateway.dialects.base import (
     with_tools,
 )
 from agentlightning.gateway.dialects.chat import chat_usage
-from agentlightning.gateway.dialects.content_parts import has_attachments, joined, read_content
+from agentlightning.gateway.dialects.content_parts import has_attachments, joined, message_digests, read_content
 from agentlightning.gateway.dialects.response_store import Attempt, ResponseLookup, ResponseStore
 from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.util.json_values import Json, dumps
@@ -117,9 +118,7 @@ def _as_function(tool: Any) -> Any:
     return {"type": "function", "function": function}
 
 
-def _conversation(
-    data: Mapping[str, Any], recall: ResponseLookup, attachments: bool
-) -> tuple[list[Message], list[Message]]:
+def _conversation(data: Json, recall: ResponseLookup, attachments: bool) -> tuple[list[Message], list[Message]]:
     """(instructions of this request alone, conversation)."""
     instructions, given, previous = data.get("instructions"), data.get("input"), data.get("previous_response_id")
     num_instructions = _read_items("instructions", _as_items(instructions, "system"), recall, attachments)
@@ -165,14 +164,14 @@ def _add_reasoning(messages: list[Message], first: int, reasoning: str) -> None:
     turn["reasoning_content"] = turn.get("reasoning_content", "") + reasoning
 
 
-def _reasoning_text(where: str, item: Mapping[str, Any]) -> str:
+def _reasoning_text(where: str, item: Json) -> str:
     """The readable text of a reasoning item."""
     parts = require_type(f"{where}.content", item.get("content") or [], list)
     texts = [part.get("text") for part in parts if isinstance(part, dict)]
     return "".join(text for text in texts if isinstance(text, str))
 
 
-def _add_item(where: str, messages: list[Message], item: Mapping[str, Any], attachments: bool) -> None:
+def _add_item(where: str, messages: list[Message], item: Json, attachments: bool) -> None:
     match item.get("type") or "message":
         case "message":
             _add_message(where, messages, item, attachments)
@@ -186,7 +185,7 @@ def _add_item(where: str, messages: list[Message], item: Mapping[str, Any], atta
             raise bad_request(where, f"{where} is an item of type {shorten(kind)}, which cannot be read here")
 
 
-def _add_message(where: str, messages: list[Message], item: Mapping[str, Any], attachments: bool) -> None:
+def _add_message(where: str, messages: list[Message], item: Json, attachments: bool) -> None:
     role, content = item.get("role"), read_content(f"{where}.content", item.get("content"), _TEXT_FIELDS, attachments)
     if role not in _ROLES:
         raise bad_request(where, f"{where} has the role {shorten(role)}; use {', '.join(_ROLES)}")
@@ -199,7 +198,7 @@ def _add_message(where: str, messages: list[Message], item: Mapping[str, Any], a
     messages.append(message)
 
 
-def _add_call(where: str, messages: list[Message], item: Mapping[str, Any]) -> None:
+def _add_call(where: str, messages: list[Message], item: Json) -> None:
     """The calls of one turn and the text before them become one message."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
@@ -221,23 +220,20 @@ _INCOMPLETE: Final = {"stop": None, "tool_calls": None, "length": "max_output_to
 """Finish reasons -> why a response is incomplete, where they differ; None: it is complete."""
 
 
-@dataclass(slots=True)
-class ResponsesReplyWriter:
-    """Writes the reply to one request; a `ReplyWriter`."""
-
-    request: Request
-    head: ReplyMetadata
-    items: list[Json] = field(default_factory=list[Json], init=False)
-    """The output items; all but the last are complete."""
-    _open: str | None = field(default=None, init=False)
-    """Type of the open item, if it takes deltas."""
-    _number: int = field(default=0, init=False)
-    """Sequence number of the next event."""
+class ResponsesReplyWriter(ReplyWriter):
+    def __init__(self, request: Request, head: ReplyMetadata) -> None:
+        super().__init__(request, head)
+        self.items: list[Json] = []
+        """The output items; all but the last are complete."""
+        self._open: str | None = None
+        """Type of the open item, if it takes deltas."""
+        self._number = 0
+        """Sequence number of the next event."""
 
     def body(self, answers: Sequence[Answer]) -> bytes:
         (answer,) = answers
         if not self.items:
-            for event in answer.events:
+            for event in answer.parts():
                 self.event(answer, event)
             self.end(answers)
         return dumps(self._final(answer))
@@ -273,15 +269,14 @@ class ResponsesReplyWriter:
         return started + closed + self._event(f"response.{final['status']}", response=final)
 
     def store(
-        self, store: ResponseStore, attempt: Attempt, digests: Sequence[bytes], answer: Answer, body: bytes = b""
+        self, store: ResponseStore, attempt: Attempt, answer: Answer, body: bytes = b"", digests: Sequence[bytes] = ()
     ) -> None:
-        """Store the reply, to which later requests may refer. `body`: as it was sent, unless it was streamed."""
         request = self.request
         is_stored = request.raw.get("store") is not False
         store.add(
             attempt,
             self.head.id,
-            digests,
+            digests or message_digests(request.messages),
             request.messages,
             answer.message,
             (body or self.body([answer])) if is_stored else None,
@@ -395,20 +390,20 @@ class ResponsesReplyWriter:
             "output": [],
             "error": None,
             "incomplete_details": None,
-            "instructions": raw.get("instructions"),
-            "metadata": raw.get("metadata") or {},
-            "parallel_tool_calls": raw.get("parallel_tool_calls") is not False,
-            "previous_response_id": raw.get("previous_response_id"),
-            "store": raw.get("store") is not False,
             "temperature": params.temperature,
             "top_p": params.top_p,
             "max_output_tokens": params.max_tokens,
-            "text": raw.get("text") or {"format": {"type": "text"}},
-            "tool_choice": raw.get("tool_choice") or "auto",
-            "tools": raw.get("tools") or [],
             "truncation": "disabled",
             "usage": None,
+            **{name: default if raw.get(name) is None else raw[name] for name, default in _REPEATED.items()},
         }
+
+
+_REPEATED: Final[Json] = {
+    **{"instructions": None, "metadata": {}, "parallel_tool_calls": True, "previous_response_id": None, "store": True},
+    **{"text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": []},
+}
+"""Fields of a request that its reply repeats -> what they are if they are not given."""
 
 
 # -- reading answers ---------------------------------------------------------------------------------------------------

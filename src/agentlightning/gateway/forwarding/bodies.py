@@ -51,7 +51,7 @@ _READERS: Final = {**RESPONSES_PARAMS, **MESSAGES_PARAMS}
 _NEUTRAL: Final = SamplingParams()
 
 
-def given_params(raw: Mapping[str, Any], params: SamplingParams, forced: Mapping[str, Any]) -> Json:
+def given_params(raw: Json, params: SamplingParams, forced: Json) -> Json:
     """The sampling parameters that were set, by their names in `SamplingParams`: our defaults are never sent."""
     named = {
         field for name, (field, _) in _READERS.items() if raw.get(name) is not None or forced.get(name) is not None
@@ -343,9 +343,7 @@ def _echoed(fields: Json, blocks: Sequence[Json]) -> Json:
     """What this provider wants back with a turn that it wrote (`answer.CHAT_TURN`)."""
     found: Json = {}
     for block in blocks:
-        for name, value in object_of(block, "message").items():
-            both = type(found.get(name)) is type(value) and isinstance(value, str | list)
-            found |= {name: found[name] + value if both else value} if name in ECHOED else {}
+        found |= {name: value for name, value in object_of(block, "message").items() if name in ECHOED}
         if extra := object_of(block, "calls"):
             calls = found.get("tool_calls") or fields.get("tool_calls") or ()
             found["tool_calls"] = [
@@ -511,7 +509,7 @@ def _message_tools(request: Request) -> Json:
     )
 
 
-def _message_tool(function: Mapping[str, Any]) -> Json:
+def _message_tool(function: Json) -> Json:
     schema = {"type": "object"} | (function.get("parameters") or {})
     tool: Json = {"name": function["name"], "input_schema": schema}
     return tool | {key: function[key] for key in ("description", "strict") if function.get(key) is not None}

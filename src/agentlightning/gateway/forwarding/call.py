@@ -40,16 +40,15 @@ from agentlightning.gateway.dialects.base import (
     Constraint,
     ReplyMetadata,
     ReplyWriter,
-    Request,
     apply_resource_params,
     encode_event,
     event_data,
     loads_tolerantly,
 )
-from agentlightning.gateway.dialects.content_parts import message_digests, turn_key
+from agentlightning.gateway.dialects.content_parts import turn_key
 from agentlightning.gateway.dialects.messages import count_reply
 from agentlightning.gateway.dialects.response_store import ResponseStore
-from agentlightning.gateway.dialects.responses import LAST_EVENTS, ResponsesReplyWriter
+from agentlightning.gateway.dialects.responses import LAST_EVENTS
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.bodies import body_of, given_params, split_stops, translation_target, turns_of
 from agentlightning.gateway.http import PASSED, ResponseWriter, offload, run_to_completion
@@ -110,9 +109,9 @@ class ProviderRecord(CallRecord):
     route: ModelRoute
     data: Json
     """The request."""
-    forced: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    forced: Json = field(default_factory=Json)
     """What the attempt's resources say of the sampling, whatever the agent asks for."""
-    extra_attributes: Json = field(default_factory=dict[str, Any])
+    extra_attributes: Json = field(default_factory=Json)
     """Attributes of every span, which replace those read from the request and the response."""
     constraint: Constraint | None = None
     """What the caller demands of the answer, if that is known."""
@@ -237,7 +236,7 @@ def _are_numbers(prompt: Any, token_ids: Any, logprobs: Any) -> bool:
 # -- the request -------------------------------------------------------------------------------------------------------
 
 
-def encode_request(request: Mapping[str, Any]) -> bytes:
+def encode_request(request: Json) -> bytes:
     """Serialize a request. Raises ApiError 400 if it is nested too deeply."""
     try:
         return dumps(request)
@@ -453,11 +452,12 @@ class ForwardedCall:
             shown = self._added.filter_event(event, data)
             (self._final_events if self._final_events or is_final(event, data) else passed).append(shown)
 
-    def _read(self, events: Sequence[bytes]) -> list[tuple[bytes, Any]]:
+    def _read(self, events: Sequence[bytes]) -> Sequence[tuple[bytes, Any]]:
         """Read events, and return them with their data."""
-        read = [event_data(event) for event in events]
-        self.record.response.read_all(read)
-        return list(zip(events, read, strict=True))
+        read = self.record.response.merge([(event, event_data(event)) for event in events])
+        for _, data in read:
+            self.record.response.read(data)
+        return read
 
     def _read_unread(self) -> None:
         unread, self._unread = self._unread, []
@@ -492,7 +492,7 @@ def translate(
     call: ResolvedCall,
     trace_id: str = "",
     resource: str = "",
-    forced: Mapping[str, Any] | None = None,
+    forced: Json | None = None,
 ) -> TranslatedCall:
     """The call to a provider of another dialect. `forced`: the sampling parameters of the LLM resource `resource`.
     Raises ApiError 400 for an invalid request, and for what the provider's dialect cannot express."""
@@ -520,20 +520,15 @@ def translate(
     record.response.choices[0] = answer
     beta = f"{provider.dialect}-beta"  # What the caller enables in this provider's header.
     headers = {beta: call.headers.get(beta, "")}
-    return TranslatedCall(service, record, headers, request, head, dialect.reply(request, head), answer)
+    return TranslatedCall(service, record, headers, dialect.reply(request, head), answer)
 
 
 @dataclass(slots=True)
 class TranslatedCall(ForwardedCall):
     """A call whose response is read, and written in the dialect of the caller."""
 
-    request: Request
-    """As the caller sent it."""
-    head: ReplyMetadata
     reply: ReplyWriter
     answer: Answer
-    _is_open: bool = field(default=False, init=False)
-    """Whether the start of the reply was sent."""
 
     def _whole(self, call: UpstreamCall, data: Any) -> bytes:
         self._check_failed()
@@ -558,29 +553,24 @@ class TranslatedCall(ForwardedCall):
 
     def _remember(self, body: bytes) -> None:
         """Store the reply for later requests, and the turn if its provider wants it back."""
-        attempt, reply, answer = self.record.caller.attempt, self.reply, self.answer
+        attempt, messages, answer = self.record.caller.attempt, self.reply.request.messages, self.answer
         if attempt is None:
             return
         if any(needs_echo(block) for block in answer.blocks):
-            answered = turns_of(self.request.messages)[-1]
+            answered = turns_of(messages)[-1]
             self.service.responses.add_turn(attempt, turn_key(answered, answer.message), answer.blocks)
-        if isinstance(reply, ResponsesReplyWriter):
-            reply.store(self.service.responses, attempt, message_digests(self.request.messages), answer, body)
+        self.reply.store(self.service.responses, attempt, answer, body)
 
     def _write(self, done: bool = False) -> bytes:
         """The new events as bytes, after the start of the reply if they are the first."""
-        events = self.answer.take_new(done)
-        if not (events or done):
-            return b""
-        opening = b"" if self._is_open else self.reply.start([self.answer])
-        self._is_open = True
-        return opening + b"".join([self.reply.event(self.answer, event) for event in events])
+        events = [(self.answer, event) for event in self.answer.take_new(done)]
+        return self.reply.more([self.answer], events) if events or done else b""
 
     def _finish(self, call: UpstreamCall) -> None:
         """Report the usage. Raises ApiError for an answer that its provider did not finish: the caller may ask
         again."""
-        self.head.usage = call.usage or Usage()
-        self.answer.num_tokens = self.head.usage.output_tokens
+        self.reply.head.usage = call.usage or Usage()
+        self.answer.num_tokens = self.reply.head.usage.output_tokens
         if self.answer.is_finished:
             return
         reason = display_text(self._provider, self.answer.given_reason or "it holds no choice with a finish reason")
@@ -613,7 +603,7 @@ _REQUEST_ERRORS: Final = frozenset({400, 413, 422})
 _UNSUPPORTED: Final = frozenset({404, 405, 501})
 
 
-async def _send_count(writer: ResponseWriter, request: Mapping[str, Any], size: int, counted: int | None) -> None:
+async def _send_count(writer: ResponseWriter, request: Json, size: int, counted: int | None) -> None:
     """Send a number of tokens, or an estimate, in Anthropic's format."""
     writer.extra_headers = [(HEADER, b"estimate" if counted is None else b"tokenizer")]
     if counted is None:

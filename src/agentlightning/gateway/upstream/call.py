@@ -26,7 +26,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Self
+from typing import Final, Literal, Self
 from urllib.parse import quote, unquote, urlsplit
 
 from agentlightning import span as names
@@ -38,6 +38,7 @@ from agentlightning.gateway.upstream.limits import Budgets, RateLimiter, Reserva
 from agentlightning.transport import Headers, Response, Transport, TransportError
 from agentlightning.transport.base import CONTEXT_ERROR, error_fields, retry_after
 from agentlightning.transport.servers import Server, ServerSet
+from agentlightning.util.json_values import Json
 from agentlightning.util.random_ids import random_uniform
 
 logger = logging.getLogger(__name__)
@@ -345,8 +346,6 @@ class Failure:
     counts_against_health: bool = False
     """Whether the server counts as unhealthy for it."""
     unreachable: bool = False
-    retry_after_seconds: float | None = None
-    """Seconds without calls that the server asked for."""
 
 
 def from_transport(provider: Provider, error: TransportError) -> Failure:
@@ -413,7 +412,6 @@ def from_response(provider: Provider, status: int, headers: Headers, body: bytes
         api_error,
         is_retryable=retryable if should_retry is None else should_retry,
         counts_against_health=failed,
-        retry_after_seconds=after,
     )
 
 
@@ -479,9 +477,9 @@ class UpstreamCall:
 
     # -- tokens and dollars ----------------------------------------------------------------------------------------
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> Json:
         """Attributes of the call's span: the provider, the retries, the usage and cost of all tries."""
-        attributes: dict[str, Any] = {
+        attributes: Json = {
             names.PROVIDER_NAME: self._provider.name,
             names.PROVIDER_RETRIES: self.retries,
         }
@@ -698,14 +696,14 @@ class UpstreamCall:
             self._server.record_failure(failure.unreachable)
             if not self._server.up:
                 self._pool.watch(self._server)
-        provider, seconds = self._provider, failure.retry_after_seconds
+        provider, seconds = self._provider, failure.api_error.retry_after
         if seconds is not None and (provider.retries or seconds <= provider.max_wait_seconds):
             self._server.pause(self.request.model, min(seconds, _MAX_PAUSE_SECONDS))
 
     def _retry_pause(self, failure: Failure, tried: Sequence[ProviderServer]) -> float | None:
         """Seconds until the next try; None if there is none. A rate limit that says when it ends is waited for, or
         another server is asked; all else takes a retry of this call, and one of the provider's budget."""
-        pool, provider, after = self._pool, self._provider, failure.retry_after_seconds
+        pool, provider, after = self._pool, self._provider, failure.api_error.retry_after
         if not failure.is_retryable or not provider.retries:
             return None
         server = pool.choose(self.request.affinity, tried, self.request.model)

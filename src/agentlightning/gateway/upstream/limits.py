@@ -14,7 +14,7 @@ import asyncio
 import math
 import os
 import struct
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import mul
@@ -419,7 +419,7 @@ _NOT_CONTENT: Final = _FILES | {
 }
 
 
-def estimate_prompt_tokens(body: Mapping[str, Any]) -> int:
+def estimate_prompt_tokens(body: Json) -> int:
     """An estimate for a prompt in any dialect: its system prompt, messages or items, and tools. Rather too high than
     too low, since agents shorten their conversations by it."""
     messages = body.get("messages", body.get("input"))
