@@ -74,16 +74,16 @@ class OnPolicySampling:
         warm = {"temperature": 1.0} if params.temperature == 0 else {}
         return replace(params, **NEUTRAL, **warm)
 
-    def strip_request(self, request: Json, forced: Json) -> Json:
-        """A request without the overridden parameters. `forced` are those that the LLM resource sets."""
-        stripped = dict(request)
-        for name, neutral in _WIRE_NEUTRAL.items():
-            value = stripped.get(name)
-            warm = name == "temperature" and (name in forced or value != 0)
-            if value is not None and value not in neutral and not warm:
-                del stripped[name]
-        self._report(tuple(name for name in request if name not in stripped))
-        return stripped
+    def strip_request(self, request: Json, forced: Json) -> tuple[Json, tuple[str, ...]]:
+        """(a request without the overridden parameters, their names). `forced` are those that the LLM resource sets."""
+        is_warm = "temperature" in forced or request.get("temperature") != 0
+        changed = tuple(
+            name
+            for name, neutral in _WIRE_NEUTRAL.items()
+            if request.get(name) not in (None, *neutral) and not (name == "temperature" and is_warm)
+        )
+        self._report(changed)
+        return {name: value for name, value in request.items() if name not in changed}, changed
 
     def report_overridden(self, requested: SamplingParams, used: SamplingParams) -> tuple[str, ...]:
         """Count the overridden parameters of a request, and return their names."""

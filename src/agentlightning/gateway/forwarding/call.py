@@ -711,7 +711,7 @@ class ForwardingService:
 
     def _prepare(self, call: ResolvedCall) -> ForwardedCall:
         path, headers, caller, context, data, route = call
-        resource, forced, trace_id = "", Json(), ""
+        resource, forced, trace_id, overridden = "", Json(), "", tuple[str, ...]()
         if context is not None:
             resource, forced = context.sampling_parameters(route.name)
             trace_id = context.trace_id
@@ -720,11 +720,15 @@ class ForwardingService:
             if caller.temperature is not None and (reports or route.name in context.llms):
                 forced = {"temperature": caller.temperature, **forced}
             if reports and is_training(context, caller.mode, route.name):
-                data = self.on_policy.strip_request(data, forced)
+                data, overridden = self.on_policy.strip_request(data, forced)
         if route.provider is None or not route.provider.serves(path):
-            return translate(self, call._replace(body=data), trace_id, resource, forced)
-        record = ProviderRecord(caller=caller, trace_id=trace_id, path=path, route=route, data=data, forced=forced)
-        return ForwardedCall(self, record, headers)
+            forwarded = translate(self, call._replace(body=data), trace_id, resource, forced)
+        else:
+            record = ProviderRecord(caller=caller, trace_id=trace_id, path=path, route=route, data=data, forced=forced)
+            forwarded = ForwardedCall(self, record, headers)
+        if overridden:
+            forwarded.record.extra_attributes[names.OVERRIDDEN] = list(overridden)
+        return forwarded
 
     # -- the record ------------------------------------------------------------------------------------------------
 
