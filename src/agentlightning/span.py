@@ -166,7 +166,7 @@ DRIFT_REASON: Final = "agentlightning.drift.reason"
 (an earlier response was modified)."""
 CONSTRAINT: Final = "agentlightning.constraint"
 """Whether the response has the requested format: enforced, checked or violated
-(gateway/dialects/output_constraint.py)."""
+(gateway/dialects/base.py)."""
 VIOLATIONS: Final = "agentlightning.constraint.violations"
 """list[str]: fields of the request that the response violates."""
 REWARD_VALUES: Final = "agentlightning.reward.values"

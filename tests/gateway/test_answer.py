@@ -16,7 +16,7 @@ from tests.support.provider_streams import (
     response_events,
 )
 
-from agentlightning.gateway.answer import Answer, ReasoningDelta, RefusalDelta, SignedReasoning, ToolCall, Usage
+from agentlightning.gateway.answer import Answer, ReasoningDelta, RefusalDelta, ToolCall, Usage
 from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import ReplyMetadata, event_data
 from agentlightning.gateway.dialects.response_store import ResponseLookup
@@ -130,15 +130,28 @@ BLOCKS = [
 
 
 def test_blocks_that_anthropic_wants_back_are_collected_unchanged():
-    pieces, streamed = stream(MESSAGES, messages_events(BLOCKS))
+    _, streamed = stream(MESSAGES, messages_events(BLOCKS))
     whole = Translated(MESSAGES)
     whole.read(messages_answer(BLOCKS))
     whole.answer.take_new(done=True)
     assert streamed.answer.blocks == whole.answer.blocks == BLOCKS
     assert streamed.answer.parts() == whole.answer.parts()
-    assert [piece.block for piece in pieces if isinstance(piece, SignedReasoning)] == [BLOCKS[0], BLOCKS[1], BLOCKS[3]]
-    kinds = [type(piece) for piece in streamed.answer.parts()]
-    assert kinds[:5] == [ReasoningDelta, SignedReasoning, SignedReasoning, str, ReasoningDelta]
+    assert [type(piece) for piece in streamed.answer.parts()] == [ReasoningDelta, str, ReasoningDelta, ToolCall]
+
+
+def test_text_that_comes_at_once_is_one_event_and_order_remains():
+    answer = Answer()
+    answer.add_reasoning("Hm")
+    answer.add_reasoning(".")
+    answer.add_text("Let ")
+    answer.add_text("me.")
+    answer.add_call(0, "a", "f", "{}")
+    answer.end_call(0)
+    answer.add_text("So")
+    assert answer.take_new() == [ReasoningDelta("Hm."), "Let me.", ToolCall(0, "a", "f", "{}"), "So"]
+    answer.add_text(".")
+    assert answer.take_new() == ["."]
+    assert answer.parts()[-1] == "So."
 
 
 def test_log_probabilities_go_with_the_words_they_came_with():

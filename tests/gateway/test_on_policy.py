@@ -113,6 +113,8 @@ async def test_of_providers_only_one_that_reports_tokens_is_sampled_by_the_rule(
         client = await service.client(base_url=service.server.url + base, api_key=key)
         messages = [{"role": "user", "content": "hi"}]
         await client.chat.completions.create(model="judge", messages=messages, temperature=0.1, seed=7)
+        (span,) = await service.spans()
+    assert span.attributes.get(names.OVERRIDDEN) == (["seed"] if reports else None)
     (sent,) = provider.seen
     body = json.loads(sent.body)
     assert (body.get("temperature"), body.get("seed")) == seen

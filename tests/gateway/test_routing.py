@@ -11,12 +11,11 @@ from tests.support.provider_streams import messages_answer
 
 from agentlightning.engine.adapter_view import AdapterTable, AdapterView, AgentEngines
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.config import GatewayConfig, RouteRule
+from agentlightning.gateway.config import GatewayConfig, Price, Provider, RouteRule
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.local import UpdateGates
 from agentlightning.gateway.routing import Router
 from agentlightning.gateway.upstream.call import ServerPool
-from agentlightning.gateway.upstream.provider import Price, Provider
 from agentlightning.testing import ScriptedEngine
 from agentlightning.transport import Transport
 from agentlightning.util.settings import load_settings

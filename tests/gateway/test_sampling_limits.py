@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentlightning.gateway.dialects.chat import CHAT
-from agentlightning.gateway.dialects.completions import COMPLETIONS
+from agentlightning.gateway.dialects.chat import CHAT, COMPLETIONS
 from agentlightning.gateway.dialects.messages import MESSAGES
 from agentlightning.gateway.dialects.responses import RESPONSES
 from agentlightning.gateway.errors import ApiError

@@ -8,11 +8,9 @@ mixed; events are not: a tool call is one event, and what follows it waits until
 
 from __future__ import annotations
 
-import base64
-import binascii
 import secrets
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -54,19 +52,13 @@ class RefusalDelta(Struct, frozen=True):
     text: str
 
 
-class SignedReasoning(Struct, frozen=True):
-    """The end of a reasoning block that its provider wants back unchanged."""
-
-    block: Json
-
-
 class HostedCall(Struct, frozen=True):
     """A call of a tool that the provider runs itself, or its result, as the provider wrote it. Writers skip it."""
 
     block: Json
 
 
-Event = str | ToolCall | ReasoningDelta | RefusalDelta | SignedReasoning | HostedCall
+Event = str | ToolCall | ReasoningDelta | RefusalDelta | HostedCall
 """More of an answer; a string is more content."""
 _SAMPLED: Final = (str, ToolCall, ReasoningDelta, RefusalDelta)
 """Events that have tokens."""
@@ -77,10 +69,8 @@ _SAMPLED: Final = (str, ToolCall, ReasoningDelta, RefusalDelta)
 # Anthropic signs or redacts what a model thinks, and continues thinking over a tool's result only if the blocks come
 # back unchanged; OpenAI does the same with the `encrypted_content` of reasoning items, and servers of chat completions
 # with fields of the message (`dialects.chat.ECHOED`), here a block of the type `CHAT_TURN`. `response_store` stores
-# them for the attempt, by the turn they belong to (`turn_key`). They also travel with what a caller sends back of its
-# own accord, which needs no memory: the `encrypted_content` of a reasoning item, the signature of a thinking block.
+# them for the attempt, by the turn they belong to (`turn_key`).
 
-_MARK: Final = "agl1."
 CHAT_TURN: Final = "chat_turn"
 """Type of a block with what a server of chat completions wants back: `message` has fields of the assistant's message,
 `calls` the `extra_content` of tool calls by id, `provider` the name of the provider that wrote it."""
@@ -88,29 +78,12 @@ THOUGHTS: Final = ("thinking", "redacted_thinking")
 """Types of Anthropic's reasoning blocks."""
 
 
-def needs_echo(block: Mapping[str, Any]) -> bool:
+def needs_echo(block: Json) -> bool:
     """Whether a content block or an output item is reasoning that its provider wants back."""
     kind = block.get("type")
     if kind == "reasoning":
         return bool(block.get("encrypted_content"))
     return kind in ("redacted_thinking", CHAT_TURN) or (kind == "thinking" and bool(block.get("signature")))
-
-
-def encode_signed_reasoning(*blocks: Json) -> str:
-    """Blocks as an `encrypted_content` or a signature. It hides nothing from the caller."""
-    return _MARK + base64.urlsafe_b64encode(dumps(blocks)).decode()
-
-
-def decode_signed_reasoning(content: Any) -> list[Json]:
-    """The blocks in an `encrypted_content` or a signature; none if we did not encode it."""
-    if not isinstance(content, str) or not content.startswith(_MARK):
-        return []
-    try:
-        blocks = loads(base64.urlsafe_b64decode(content[len(_MARK) :]))
-    except (binascii.Error, ValueError):
-        return []
-    kinds = (*THOUGHTS, "reasoning", CHAT_TURN)
-    return [block for block in objects(blocks) if block.get("type") in kinds]
 
 
 # -- usage and reasons -------------------------------------------------------------------------------------------------
@@ -354,8 +327,6 @@ class Answer:
         if block.get("type") == CHAT_TURN:
             block = block | {"provider": self.provider}
         self.blocks.append(block)
-        if needs_echo(block):
-            self._append(SignedReasoning(block))
 
     def add_tokens(self, prompt: Any, token_ids: Any, logprobs: Any, entries: Sequence[Json]) -> None:
         """Add tokens, their log-probabilities, and these with the text of each token."""
@@ -426,8 +397,9 @@ class Answer:
     # -- taking ------------------------------------------------------------------------------------------------------
 
     def take_new(self, done: bool = False) -> list[Event]:
-        """The events that can be written since the last call; all that are left once the source is `done`."""
-        events: list[Event] = []
+        """The events that can be written since the last call, with texts of one kind that follow each other as one; all
+        that are left once the source is `done`."""
+        new: list[tuple[Event, int]] = []
         if done:
             self._flush_text()
         while self._waiting:
@@ -435,26 +407,27 @@ class Answer:
             if isinstance(first, _PartialToolCall):
                 if not (done or first.is_complete or (len(self._waiting) > 1 and first.has_complete_arguments())):
                     break
-                new = self._whole_call(first)
-            else:
-                new = [first]
-            events += new
-            self._event_ends += [end] * len(new)
+                first = self._whole_call(first)
             self._waiting.popleft()
+            new.append((first, end))
+        events: list[Event] = []
+        for _, run in groupby(new, lambda each: type(each[0])):
+            found, ends = zip(*run, strict=True)
+            joined = _join(found)
+            events += joined
+            self._event_ends += ends[-len(joined) :]
         self.events += events
         return events
 
-    def _whole_call(self, call: _PartialToolCall) -> list[Event]:
-        """A call, after what its provider wants back with it. It has the provider's id, unless another call of the
-        answer has that."""
+    def _whole_call(self, call: _PartialToolCall) -> ToolCall:
+        """A call with the provider's id, unless another call of the answer has that."""
         id = call.id
         if self.call_prefix and (not id or any(id == each.id for each in self.tool_calls)):
             id = self.call_prefix + secrets.token_hex(12)
         self.tool_calls.append(call.whole(len(self.tool_calls), id))
-        if not call.extra:
-            return [self.tool_calls[-1]]
-        self.blocks.append({"type": CHAT_TURN, "provider": self.provider, "calls": {id: call.extra}})
-        return [SignedReasoning(self.blocks[-1]), self.tool_calls[-1]]
+        if call.extra:
+            self.blocks.append({"type": CHAT_TURN, "provider": self.provider, "calls": {id: call.extra}})
+        return self.tool_calls[-1]
 
     # -- the whole answer --------------------------------------------------------------------------------------------
 
@@ -480,17 +453,7 @@ class Answer:
 
     def parts(self) -> list[Event]:
         """The whole answer in order, with texts of one kind that follow each other as one."""
-        parts: list[Event] = []
-        for kind, run in groupby(self.events, type):
-            events = list(run)
-            if kind is str:
-                parts.append("".join([event for event in events if isinstance(event, str)]))
-            elif kind in (ReasoningDelta, RefusalDelta):
-                texts = [event.text for event in events if isinstance(event, ReasoningDelta | RefusalDelta)]
-                parts.append(kind("".join(texts)))
-            else:
-                parts += events
-        return parts
+        return [part for _, run in groupby(self.events, type) for part in _join(list(run))]
 
     @property
     def is_stopped(self) -> bool:
@@ -555,6 +518,15 @@ class Answer:
         ]
 
 
+def _join(events: Sequence[Event]) -> Sequence[Event]:
+    """Events of one kind, texts as one."""
+    first = events[0]
+    if len(events) == 1 or isinstance(first, ToolCall | HostedCall):
+        return events
+    text = "".join([event if isinstance(event, str) else getattr(event, "text", "") for event in events])
+    return [text if isinstance(first, str) else type(first)(text)]
+
+
 def _is_index(place: Any) -> bool:
     return isinstance(place, int) and place >= 0
 
@@ -572,7 +544,7 @@ def objects(value: Any) -> list[Json]:
     return [each for each in listed if isinstance(each, dict)]
 
 
-def object_of(data: Mapping[str, Any], name: str) -> Json:
+def object_of(data: Json, name: str) -> Json:
     """The object in a field; {} for any other value."""
     value = data.get(name)
     return cast("Json", value) if isinstance(value, dict) else {}
@@ -611,10 +583,9 @@ class ProviderResponse:
             with suppress(*MALFORMED):
                 self._read(cast("Json", data))
 
-    def read_all(self, events: Sequence[Any]) -> None:
-        """Add events of a stream, one after the other."""
-        for data in events:
-            self.read(data)
+    def merge(self, events: Sequence[tuple[bytes, Any]]) -> Sequence[tuple[bytes, Any]]:
+        """Events of a stream and their data, with those as one that may be read and shown as one."""
+        return events
 
     def _read(self, data: Json) -> None:
         """May raise on what is malformed, after adding what came before."""

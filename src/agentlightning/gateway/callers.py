@@ -69,7 +69,7 @@ from agentlightning.span import SUPERSEDED, TURN_LIMIT_REACHED, Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.transport.connector import is_this_machine
 from agentlightning.util.api_key import api_key
-from agentlightning.util.json_values import loads
+from agentlightning.util.json_values import Json, loads
 from agentlightning.util.kept_sets import KeptSets
 
 logger = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ async def load_replay(store: LightningStoreBase, branch: Any) -> Replay:
     return Replay([RecordedAnswer.of(spans[span_id], beginning) for span_id, beginning in wanted if span_id in spans])
 
 
-def _call_ids(attributes: Mapping[str, Any]) -> tuple[str, ...]:
+def _call_ids(attributes: Json) -> tuple[str, ...]:
     messages: Any = loads(attributes[names.OUTPUT_MESSAGES])
     return tuple(part["id"] for message in messages for part in message["parts"] if part["type"] == "tool_call")
 
@@ -227,7 +227,7 @@ class AttemptContext:
         """The `llms` that the rollout itself names."""
         return self.llms if self.names_resources else {}
 
-    def sampling_parameters(self, model: str) -> tuple[str, dict[str, Any]]:
+    def sampling_parameters(self, model: str) -> tuple[str, Json]:
         """(name of the resource, its sampling parameters) of the LLM resource of a model; empty if there is none."""
         name, llm = self.llms.get(model, ("", None))
         return (name, llm.sampling_parameters) if llm else ("", {})
@@ -533,14 +533,14 @@ _IDENTITIES: Final = ("idempotency-key", "x-claude-code-session-id", "x-claude-c
 """Claude Code sends no retry count, but repeats a request within a session only if it got no response."""
 
 
-def repeat_attributes(headers: Mapping[str, str], path: str, body: bytes) -> dict[str, Any]:
+def repeat_attributes(headers: Mapping[str, str], path: str, body: bytes) -> Json:
     """Attributes of the call's span: a digest, equal for equal requests (`names.REQUEST`), and the number of times its
     client sent the request before. `path` is the API path, without the attempt."""
     digest = blake2b(body, digest_size=12, key=path.encode()[:64])
     identities = [headers[name] for name in _IDENTITIES if name in headers]
     for identity in identities:
         digest.update(b"\0" + identity.encode())
-    attributes: dict[str, Any] = {names.REQUEST: f"{names.SENT_ONCE if identities else ''}{digest.hexdigest()}"}
+    attributes: Json = {names.REQUEST: f"{names.SENT_ONCE if identities else ''}{digest.hexdigest()}"}
     count = headers.get(_RETRIES, "")
     if count.isdecimal() and len(count) < 9 and (retries := int(count)):
         attributes[names.RETRIES] = retries
@@ -583,7 +583,7 @@ class Caller(Struct, frozen=True):
     """Contradicting claims that were ignored."""
     agent: Agent = UNKNOWN
     """Set once the body is parsed."""
-    repeat: dict[str, Any] = {}
+    repeat: Json = {}
     """`repeat_attributes`, once the body is read."""
 
     @property
@@ -605,10 +605,10 @@ class Caller(Struct, frozen=True):
             agent = replace(agent, model=None)
         return replace(self, agent=agent)
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> Json:
         """Attributes of the call's span that describe the caller."""
         agent = self.agent
-        attributes: dict[str, Any] = {
+        attributes: Json = {
             names.ATTRIBUTION: self.source,
             names.AGENT_NAME: agent.name,
             names.AGENT_KEY: agent.key,

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from agentlightning.engine.base import EngineUnavailableError, PromptTokensError
 from agentlightning.errors import (
@@ -19,6 +18,7 @@ from agentlightning.errors import (
     StoreFullError,
     StoreLostError,
 )
+from agentlightning.util.json_values import Json
 
 
 class ApiError(AgentLightningError):
@@ -51,7 +51,7 @@ class ApiError(AgentLightningError):
     def type(self) -> str:
         return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
-    def error_object(self) -> dict[str, Any]:
+    def error_object(self) -> Json:
         return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
 
 

@@ -21,7 +21,7 @@ from agentlightning.gateway.errors import ApiError
 from agentlightning.store.http.encoding import RequestError
 from agentlightning.store.http.endpoint import receive_body
 from agentlightning.util.decompression import CodingError, decompress
-from agentlightning.util.json_values import loads
+from agentlightning.util.json_values import Json, loads
 
 T = TypeVar("T")
 
@@ -65,13 +65,13 @@ def parse(body: bytes) -> Any:
         raise orjson.JSONDecodeError(str(error), "", 0) from None
 
 
-def parse_object(body: bytes) -> dict[str, Any] | None:
+def parse_object(body: bytes) -> Json | None:
     """None if the body is no JSON object; the reader of the request reports the error."""
     try:
         data = parse(body)
     except orjson.JSONDecodeError:
         return None
-    return cast("dict[str, Any]", data) if isinstance(data, dict) else None
+    return cast("Json", data) if isinstance(data, dict) else None
 
 
 def _parse(data: memoryview) -> Any:

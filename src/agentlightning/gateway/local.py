@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from agentlightning import span as names
 from agentlightning.chat.base import ChatFormat, Message
@@ -36,7 +36,6 @@ from agentlightning.gateway.dialects.base import (
 )
 from agentlightning.gateway.dialects.messages import count_reply
 from agentlightning.gateway.dialects.response_store import ResponseStore
-from agentlightning.gateway.dialects.responses import ResponsesReplyWriter
 from agentlightning.gateway.errors import bad_request
 from agentlightning.gateway.http import PASSED, ResponseWriter, offload, released_slot, run_to_completion
 from agentlightning.gateway.record import (
@@ -47,6 +46,7 @@ from agentlightning.gateway.record import (
     failure_of,
     output_attributes,
     output_messages,
+    request_attributes,
     shown_message,
 )
 from agentlightning.gateway.routing import ModelRoute, ResolvedCall
@@ -67,14 +67,8 @@ from agentlightning.util.json_values import Json
 logger = logging.getLogger(__name__)
 
 _BYTES_PER_TOKEN = 4
-_PARAMS: Final = {
-    names.REQUEST_TEMPERATURE: "temperature",
-    names.REQUEST_TOP_P: "top_p",
-    names.REQUEST_TOP_K: "top_k",
-    names.REQUEST_MAX_TOKENS: "max_tokens",
-    names.REQUEST_SEED: "seed",
-}
-"""Attributes of spans -> parameters."""
+_PARAMS: Final = ("temperature", "top_p", "top_k", "max_tokens", "seed", "stop")
+"""Parameters that spans show."""
 
 
 # -- the update gate ---------------------------------------------------------------------------------------------------
@@ -405,7 +399,7 @@ class LocalCall:
     """Of its attempt."""
     recorded: RecordedAnswer | None = None
     """What is given again: a whole answer, or its beginning, which is then the end of the prompt."""
-    marks: Json = field(default_factory=dict[str, Any])
+    marks: Json = field(default_factory=Json)
     """Attributes of its spans that are known before it is sampled; None: absent."""
     is_sampled: bool = field(default=False, init=False)
     """All answers are complete. From here on the call must not be cancelled."""
@@ -426,7 +420,7 @@ class LocalCall:
         """Sample, record and send the reply: events while it is sampled if the client streams, else one JSON body.
         Raises what the engine or the store raises."""
         reply, stream, answers = self.reply, self.request.stream, [choice.answer for choice in self.choices]
-        opened, sampling = False, asyncio.ensure_future(self._sample_and_record())
+        sampling = asyncio.ensure_future(self._sample_and_record())
         sampling.add_done_callback(lambda _: self._progress.set())
         try:
             with writer.kept_alive() if stream else nullcontext():
@@ -435,12 +429,10 @@ class LocalCall:
                     self._progress.clear()
                     events, self._events = self._events, []
                     if events:  # Sent with one write.
-                        start = b"" if opened else reply.start(answers)
-                        await writer.send_events(b"".join([start, *(reply.event(*each) for each in events)]))
-                        opened = True
+                        await writer.send_events(reply.more(answers, events))
                 await sampling
             if stream:
-                ending = (b"" if opened else reply.start(answers)) + reply.end(answers)
+                ending = reply.more(answers) + reply.end(answers)
                 self._store_response()
                 await writer.send_events(ending)
                 await writer.close()
@@ -469,9 +461,9 @@ class LocalCall:
 
     def _store_response(self) -> None:
         """Store a reply of the Responses API, to which later requests may refer, before the client can know of it."""
-        if isinstance(self.reply, ResponsesReplyWriter) and self.attempt:
-            (choice,) = self.choices
-            self.reply.store(self.service.responses, self.attempt, choice.prompt.digests, choice.answer)
+        if self.attempt is not None:
+            for choice in self.choices:
+                self.reply.store(self.service.responses, self.attempt, choice.answer, digests=choice.prompt.digests)
 
     # -- sampling --------------------------------------------------------------------------------------------------
 
@@ -608,12 +600,10 @@ class LocalCall:
             names.RESPONSE_ID: self.head.id,
             names.INPUT_TOKENS: len(prompt.token_ids),
             names.INPUT_MESSAGES: as_json([shown_message(message) for message in choice.messages]),
-            **{name: getattr(params, field) for name, field in _PARAMS.items()},
-            names.REQUEST_STOP: list(params.stop) or None,
+            **request_attributes({name: getattr(params, name) for name in _PARAMS} | {"tools": self.request.tools}),
             names.REQUEST_PRESENCE_PENALTY: params.presence_penalty or None,
             names.REQUEST_FREQUENCY_PENALTY: params.frequency_penalty or None,
             names.RESHAPED: list(params.distribution_params) or None,
-            names.TOOL_DEFINITIONS: as_json(self.request.tools) if self.request.tools else None,
             names.CONTINUES: prompt.continued_span,
             names.DRIFT: prompt.drift or None,
             names.DRIFT_REASON: prompt.reason,

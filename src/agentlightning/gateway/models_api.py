@@ -38,7 +38,7 @@ class ModelsEndpoint:
     def __init__(self, table: Router, check: Callable[[Mapping[str, str], Mapping[str, str]], None]) -> None:
         self._table = table
         self._check = check
-        self._created = int(time.time())
+        self._started = datetime.now(UTC)
         self._listings: dict[ServerPool, UpstreamModels] = {}
 
     async def list(self, request: Request) -> Response:
@@ -60,23 +60,27 @@ class ModelsEndpoint:
         self._check(request.headers, request.path_params)
         route = self._table.resolve(name, path="messages" if dialect == "anthropic" else "")
         listed = await self._models(dialect) if route.name == name else {}
-        return json_response(listed.get(name) or _DESCRIBE[dialect](self._own(route.name)))
+        return json_response(listed.get(name) or describe_model(self._own(route.name), dialect))
 
     async def _models(self, dialect: ClientFamily) -> dict[str, Json]:
         """All models, by name."""
-        describe, rules, table = _DESCRIBE[dialect], self._table.rules_of(dialect), self._table
-        models = {name: describe(self._own(name)) for name in table.names(dialect)}
+        rules, table = self._table.rules_of(dialect), self._table
+        models = {name: describe_model(self._own(name), dialect) for name in table.names(dialect)}
         open_ended = [*{table.servers[rule.provider]: None for rule in rules if rule.provider and rule.is_pattern}]
         listings = [self._listings.setdefault(pool, UpstreamModels(pool)) for pool in open_ended]
         lists = await asyncio.gather(*(listing.models() for listing in listings))
         for pool, upstream in zip(open_ended, lists, strict=True):
             for model in upstream:
                 if model["id"] not in models and table.serves_under_own_name(model["id"], dialect, pool):
-                    models[model["id"]] = describe(model)
+                    models[model["id"]] = describe_model(model, dialect)
         return models
 
     def _own(self, name: str) -> Json:
-        return {"id": name, "created": self._created, "owned_by": "agentlightning"}
+        started = {
+            "created": int(self._started.timestamp()),
+            "created_at": self._started.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        }
+        return {"id": name, "owned_by": "agentlightning", **started}
 
 
 ClientFamily = Literal["openai", "anthropic"]
@@ -167,29 +171,11 @@ def read_models(page: Any) -> list[Json]:
     ]
 
 
-def openai_model(model: Json) -> Json:
-    """A model in OpenAI's format; further fields stay."""
-    own = {name: value for name, value in model.items() if name not in ("type", "display_name", "created_at")}
-    return {"owned_by": "unknown"} | own | {"object": "model", "created": int(_created(model).timestamp())}
+def describe_model(model: Json, family: ClientFamily) -> Json:
+    """A model in the format of a family of clients. Fields of its provider's format stay."""
+    if family == "anthropic":
+        return {"display_name": model["id"], "created_at": _UNKNOWN_TIME} | model | {"type": "model"}
+    return {"created": 0, "owned_by": "unknown"} | model | {"object": "model"}
 
 
-def anthropic_model(model: Json) -> Json:
-    """A model in Anthropic's format; further fields stay."""
-    own = {name: value for name, value in model.items() if name not in ("object", "created", "owned_by")}
-    shown = shown if isinstance(shown := model.get("display_name"), str) else model["id"]
-    stamp = _created(model).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return own | {"type": "model", "display_name": shown, "created_at": stamp}
-
-
-def _created(model: Json) -> datetime:
-    """When a model was made, in either format; 1970 if that is not known."""
-    given = model.get("created", model.get("created_at"))
-    try:
-        made = datetime.fromisoformat(given) if isinstance(given, str) else datetime.fromtimestamp(given or 0, UTC)
-        return made.astimezone(UTC)
-    except _NO_TIME:
-        return datetime.fromtimestamp(0, UTC)
-
-
-_NO_TIME: Final = (TypeError, ValueError, OverflowError, OSError)
-_DESCRIBE: Final = {"anthropic": anthropic_model, "openai": openai_model}
+_UNKNOWN_TIME: Final = "1970-01-01T00:00:00Z"

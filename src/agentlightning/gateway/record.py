@@ -24,8 +24,7 @@ from agentlightning.attempt_address import attempt_trace_id
 from agentlightning.errors import StoreError
 from agentlightning.gateway.answer import MALFORMED, Answer, HostedCall, ReasoningDelta, RefusalDelta, ToolCall, objects
 from agentlightning.gateway.callers import Caller
-from agentlightning.gateway.dialects.base import ApiPath
-from agentlightning.gateway.dialects.output_constraint import Constraint
+from agentlightning.gateway.dialects.base import ApiPath, Constraint
 from agentlightning.gateway.errors import ApiError, to_api_error
 from agentlightning.gateway.http import offload, parse_object
 from agentlightning.span import Span, new_span_id
@@ -155,7 +154,7 @@ async def record_rejection(
         return
     request = await offload(len(body), partial(parse_object, body)) or {}
     name, model = OPERATIONS[path], request.get("model")
-    attributes: dict[str, Any] = {names.OPERATION_NAME: name}
+    attributes: Json = {names.OPERATION_NAME: name}
     if isinstance(model, str):
         name, attributes[names.REQUEST_MODEL] = f"{name} {model}", model
     if len(body) <= MAX_RECORDED_BYTES:
@@ -169,9 +168,6 @@ async def record_rejection(
 
 
 # -- what a request asks for -------------------------------------------------------------------------------------------
-
-Request = Mapping[str, Any]
-"""The body of a request, of any dialect."""
 
 OPERATIONS: Final = {
     "chat/completions": "chat",
@@ -205,7 +201,7 @@ _DISTRIBUTION_FIELDS: Final[Mapping[str, tuple[Any, ...]]] = {
 not."""
 
 
-def distribution_changes(data: Request) -> list[str]:
+def distribution_changes(data: Json) -> list[str]:
     """The fields of a request that change the distribution in a way that no loss can correct for."""
     return [
         name
@@ -214,21 +210,21 @@ def distribution_changes(data: Request) -> list[str]:
     ]
 
 
-def request_attributes(data: Request) -> Json:
+def request_attributes(data: Json) -> Json:
     """The sampling parameters of a request, and the tools it offers."""
     found: Json = {}
     for name, keys, kinds in _PARAMS:
         given = [value for key in keys if isinstance(value := data.get(key), kinds) and not isinstance(value, bool)]
         found |= {name: given[0]} if given else {}
     stop = data.get("stop", data.get("stop_sequences"))
-    if stops := [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []:
+    if stops := [stop] if isinstance(stop, str) else stop if isinstance(stop, list | tuple) else []:
         found[names.REQUEST_STOP] = [text for text in stops if isinstance(text, str)]
     if tools := data.get("tools"):
         found[names.TOOL_DEFINITIONS] = as_json(tools)
     return found
 
 
-def input_messages(data: Request, index: int = 0) -> str:
+def input_messages(data: Json, index: int = 0) -> str:
     """The messages of a request as JSON; of several raw prompts, the one at `index`."""
     instructions, given = data.get("system") or data.get("instructions"), data.get("messages", data.get("input"))
     if given is None:
@@ -251,13 +247,13 @@ def as_json(value: Any) -> str:
         return "[]"
 
 
-def num_sampled(request: Request) -> int:
+def num_sampled(request: Json) -> int:
     """The number of choices that a provider samples in all, and charges for."""
     best, each = request.get("best_of"), num_choices(request)
     return (max(each, best) if isinstance(best, int) else each) * max(1, len(_texts(request.get("prompt"))))
 
 
-def num_choices(request: Request) -> int:
+def num_choices(request: Json) -> int:
     """How many answers a request asks for to each of its prompts."""
     several = request.get("n")
     return max(1, several) if isinstance(several, int) else 1
@@ -294,7 +290,7 @@ def shown_message(given: Any) -> Json:
     return shown | {"name": message["name"]} if "name" in message else shown
 
 
-def shown_part(part: Request) -> Json:
+def shown_part(part: Json) -> Json:
     """A part, block or item of any dialect. One of an unknown type, such as a call of a hosted tool, stays as it is."""
     kind = part.get("type") or "generic"
     known = not str(kind).startswith("mcp_") and message_part(part)  # one of MCP has more than a part keeps

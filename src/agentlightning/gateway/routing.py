@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from hashlib import blake2b
 from itertools import takewhile
 from types import MappingProxyType
@@ -22,18 +21,17 @@ from agentlightning.engine.servers.joining import RENEW_SECONDS
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.answer import object_of, objects
 from agentlightning.gateway.callers import Agent, AttemptContext, Caller, read_baggage
-from agentlightning.gateway.config import MAX_NAME_CHARACTERS, AgentRule, RouteRule
+from agentlightning.gateway.config import MAX_NAME_CHARACTERS, AgentRule, Price, Provider, RouteRule
 from agentlightning.gateway.dialects.base import ApiPath, optional
 from agentlightning.gateway.dialects.content_parts import BILLING
 from agentlightning.gateway.errors import ApiError, bad_request, conflict
 from agentlightning.gateway.upstream.call import ServerPool
-from agentlightning.gateway.upstream.provider import Price, Provider
 from agentlightning.resources import LLM
+from agentlightning.util.json_values import Json
 
 HEADER: Final = "x-agentlightning-agent"
 KEY_CHARACTERS: Final = 2048
 """The part of the system prompt in the key: what differs between calls (a date, a file) usually stands further down."""
-_MAX_CACHED: Final = 1024
 
 Given = Mapping[str, tuple[str, LLM]]
 """The models of a caller's resources: model -> (name of the resource, the resource)."""
@@ -53,8 +51,6 @@ class AgentMatcher:
 
     def __init__(self, rules: Sequence[AgentRule] = ()) -> None:
         self._aliases: dict[str, AgentRule] = {}
-        self._find_cached = lru_cache(_MAX_CACHED)(self._find)
-        """By the identifying values of a call, which are equal in every call of an agent."""
         for rule in rules:
             for model in rule.models:
                 if model in self._aliases:
@@ -66,27 +62,13 @@ class AgentMatcher:
             if rule.contains is not None or rule.matches is not None
         ]
 
-    def identify(self, headers: Mapping[str, str], body: Mapping[str, Any], served: Container[str] = ()) -> Agent:
+    def identify(self, headers: Mapping[str, str], body: Json, served: Container[str] = ()) -> Agent:
         """The agent behind a call. `headers` have lower-case names; `body` is a request in any dialect; `served` are
         the existing model names, which distinguish `writer@policy` from a model of that name."""
-        requested = body.get("model")
-        system, tools = system_prompt(body), tool_names(body)
-        # The meaning of the model name is not cached: runs join and leave, and their models with them.
+        requested, system, tools = body.get("model"), system_prompt(body), tool_names(body)
         alias, model = self.alias(requested if isinstance(requested, str) else None, served)
-        find = self._find_cached if len(system) <= KEY_CHARACTERS else self._find
-        return find(alias, model, headers.get(HEADER), headers.get("baggage", ""), system, tuple(tools))
-
-    def _find(
-        self,
-        alias: str | None,
-        model: str | None,
-        header: str | None,
-        baggage: str,
-        system: str,
-        tools: tuple[str, ...],
-    ) -> Agent:
-        in_baggage = read_baggage(baggage).get(AGENT_BAGGAGE)
-        candidates = [("the header", header), ("the baggage", in_baggage), ("the model name", alias)]
+        in_baggage = read_baggage(headers.get("baggage", "")).get(AGENT_BAGGAGE)
+        candidates = [("the header", headers.get(HEADER)), ("the baggage", in_baggage), ("the model name", alias)]
         names = [(source, name[:MAX_NAME_CHARACTERS]) for source, name in candidates if name]
         name = names[0][1] if names else self._by_pattern(system)
         ignored = tuple(f"agent {other!r} of {source}" for source, other in names if other != name)
@@ -119,7 +101,7 @@ class AgentMatcher:
 # -- what identifies an agent ------------------------------------------------------------------------------------------
 
 
-def system_prompt(body: Mapping[str, Any]) -> str:
+def system_prompt(body: Json) -> str:
     """The system prompt of a request in any dialect; "" if it has none."""
     if prompt := body.get("system") or body.get("instructions"):
         return _text(prompt)
@@ -135,7 +117,7 @@ def _text(content: Any) -> str:
     return "\n".join(text for text in texts if isinstance(text, str) and not text.startswith(BILLING))
 
 
-def tool_names(body: Mapping[str, Any]) -> list[str]:
+def tool_names(body: Json) -> list[str]:
     """The names of the tools of a request, sorted; the type of a tool without a name."""
     tools = objects(body.get("tools"))
     found = [(object_of(tool, "function") or tool).get("name") or tool.get("type") for tool in tools]
@@ -181,7 +163,7 @@ class ResolvedCall(NamedTuple):
     """With its agent."""
     context: AttemptContext | None
     """The attempt of the caller, if it has one."""
-    body: dict[str, Any]
+    body: Json
     """The parsed request."""
     route: ModelRoute
 
@@ -272,7 +254,7 @@ class Router:
         path: ApiPath,
         headers: Mapping[str, str],
         caller: Caller,
-        body: dict[str, Any],
+        body: Json,
         context: AttemptContext | None = None,
     ) -> ResolvedCall:
         """Find the agent and the route of a call. `context`: the attempt of the caller. Raises ApiError if there is no

@@ -23,7 +23,7 @@ from agentlightning.chat.tool_calls.format import CallReader, Tools, partial_mar
 from agentlightning.engine.base import Engine, Sample, SamplingParams
 from agentlightning.gateway.answer import Answer, Event, ReasoningDelta, ToolCall
 from agentlightning.gateway.callers import AttemptContext
-from agentlightning.gateway.dialects.output_constraint import NO_PARAMETERS, Constraint, json_schema
+from agentlightning.gateway.dialects.base import NO_PARAMETERS, Constraint, json_schema
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.http import offload
 from agentlightning.gateway.record import Counters
@@ -31,7 +31,7 @@ from agentlightning.util.json_values import Json
 
 logger = logging.getLogger(__name__)
 
-NEUTRAL: Final[Mapping[str, Any]] = {
+NEUTRAL: Final[Json] = {
     "seed": None,
     "top_p": 1.0,
     "top_k": 0,
@@ -74,16 +74,16 @@ class OnPolicySampling:
         warm = {"temperature": 1.0} if params.temperature == 0 else {}
         return replace(params, **NEUTRAL, **warm)
 
-    def strip_request(self, request: Mapping[str, Any], forced: Mapping[str, Any]) -> Json:
-        """A request without the overridden parameters. `forced` are those that the LLM resource sets."""
-        stripped = dict(request)
-        for name, neutral in _WIRE_NEUTRAL.items():
-            value = stripped.get(name)
-            warm = name == "temperature" and (name in forced or value != 0)
-            if value is not None and value not in neutral and not warm:
-                del stripped[name]
-        self._report(tuple(name for name in request if name not in stripped))
-        return stripped
+    def strip_request(self, request: Json, forced: Json) -> tuple[Json, tuple[str, ...]]:
+        """(a request without the overridden parameters, their names). `forced` are those that the LLM resource sets."""
+        is_warm = "temperature" in forced or request.get("temperature") != 0
+        changed = tuple(
+            name
+            for name, neutral in _WIRE_NEUTRAL.items()
+            if request.get(name) not in (None, *neutral) and not (name == "temperature" and is_warm)
+        )
+        self._report(changed)
+        return {name: value for name, value in request.items() if name not in changed}, changed
 
     def report_overridden(self, requested: SamplingParams, used: SamplingParams) -> tuple[str, ...]:
         """Count the overridden parameters of a request, and return their names."""
@@ -229,55 +229,45 @@ class ReasoningFilter:
     def __init__(self, markers: ThoughtMarkers | None) -> None:
         self._markers = markers
         self._buffer = ""
-        self._thinks = markers is not None and markers.opened
-        self._begun = markers is None or self._thinks
-        """Whether it is known if the answer begins with reasoning."""
-        self._trims = self._thinks
+        self._part: Literal["start", "thought", "content"] = "content" if markers is None else "start"
+        """What the buffer is part of; `start`: not known yet."""
+        self._trims = False
         """The next whitespace is next to a marker."""
+        if markers is not None and markers.opened:
+            self._part, self._trims = "thought", True
 
-    def feed(self, text: str) -> tuple[str, str]:
+    def feed(self, text: str, is_last: bool = False) -> tuple[str, str]:
         """(reasoning, content) that are complete now."""
         self._buffer += text
-        if not self._begun:
-            self._begin()
-        self._trim()
-        thought = self._think() if self._thinks else ""
-        self._trim()
-        content = self._take(len(self._buffer)) if self._begun and not self._thinks else ""
+        thought = content = ""
+        if self._part == "start":
+            self._begin(is_last)
+        if self._part == "thought":
+            thought = self._think(is_last)
+        if self._part == "content":
+            content, self._buffer = self._trimmed(), ""
+            self._trims = self._trims and not content
         return thought, content
 
-    def finish(self) -> tuple[str, str]:
-        rest = self._take(len(self._buffer))
-        return (rest.rstrip(), "") if self._thinks else ("", rest)
-
-    def _begin(self) -> None:
+    def _begin(self, is_last: bool) -> None:
         start, begins = self._markers.start if self._markers else "", self._buffer.lstrip()
         if begins.startswith(start):
-            self._begun = self._thinks = self._trims = True
-            self._buffer = begins[len(start) :]
-        elif not start.startswith(begins):
-            self._begun = True
+            self._part, self._trims, self._buffer = "thought", True, begins[len(start) :]
+        elif is_last or not start.startswith(begins):
+            self._part = "content"
 
-    def _think(self) -> str:
-        end = self._markers.end if self._markers else ""
-        place = self._buffer.find(end)
-        if place < 0:
-            return self._take(
-                len(self._buffer[: len(self._buffer) - partial_marker_length(self._buffer, end)].rstrip())
-            )
-        thought = self._take(place).rstrip()
-        self._buffer = self._buffer[len(end) :]
-        self._thinks, self._trims = False, True
+    def _think(self, is_last: bool) -> str:
+        marker, buffer = self._markers.end if self._markers else "", self._trimmed()
+        thought, end, rest = buffer.partition(marker)
+        if end:
+            self._part, self._trims, self._buffer = "content", True, rest
+            return thought.rstrip()
+        thought = buffer[: len(buffer) - (0 if is_last else partial_marker_length(buffer, marker))].rstrip()
+        self._trims, self._buffer = self._trims and not thought, buffer[len(thought) :]
         return thought
 
-    def _trim(self) -> None:
-        if self._trims and self._begun:
-            self._buffer = self._buffer.lstrip()
-            self._trims = not self._buffer
-
-    def _take(self, length: int) -> str:
-        taken, self._buffer = self._buffer[:length], self._buffer[length:]
-        return taken
+    def _trimmed(self) -> str:
+        return self._buffer.lstrip() if self._trims else self._buffer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -338,8 +328,7 @@ class SampledAnswer(Answer):
         self.sample = sample
         self.end(sample.finish_reason)
         rest = self._stop.feed(self._text.feed((), is_last=True)) + self._stop.finish()
-        self._read(*self._reasoning_filter.feed(rest))
-        self._read(*self._reasoning_filter.finish())
+        self._read(*self._reasoning_filter.feed(rest, is_last=True))
         if self.reads_tool_calls:
             self._add(self._call_reader.finish())
         return events + self.take_new()

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import SecretStr
 
-from agentlightning.gateway.config import GatewayConfig, RouteRule
-from agentlightning.gateway.upstream.provider import Provider
+from agentlightning.gateway.config import GatewayConfig, Provider, RouteRule
 
 if TYPE_CHECKING:
     from agentlightning.config import TrainConfig

@@ -7,7 +7,7 @@ import pytest
 
 from agentlightning import span as names
 from agentlightning.errors import PolicyError
-from agentlightning.gateway.dialects.completions import read_request
+from agentlightning.gateway.dialects.chat import read_completion as read_request
 from agentlightning.gateway.errors import ApiError
 from agentlightning.testing import ByteChatFormat
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentlightning.gateway.config import Provider
 from agentlightning.gateway.dialects.chat import CHAT
 from agentlightning.gateway.dialects.messages import MESSAGES
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.responses import RESPONSES
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.bodies import body_of, given_params
-from agentlightning.gateway.upstream.provider import Provider
 
 OPENAI = Provider(name="them", base_urls=("http://h/v1",))
 ANTHROPIC = Provider(name="them", dialect="anthropic", base_urls=("http://h",))
@@ -114,16 +114,11 @@ def test_forbidden_tools_are_sent_nevertheless():
     assert (len(body["tools"]), body["tool_choice"]) == (1, {"type": "none"})
 
 
-def test_user_and_service_tier_are_sent_and_other_fields_are_counted():
-    fields = {"metadata": {"user_id": "u" * 70}, "service_tier": "standard_only", "output_config": {"effort": "low"}}
+def test_what_says_nothing_of_the_answer_is_dropped_and_counted():
+    fields = {"metadata": {"user_id": "u"}, "service_tier": "standard_only", "output_config": {"effort": "low"}}
     body, lost = chat_of(**fields, thinking={"type": "adaptive"}, speed="fast")
-    assert (len(body["user"]), body["service_tier"]) == (64, "default")
-    assert body["user"] == chat_of(**fields)[0]["user"] != "u" * 64
-    assert sorted(lost) == ["output_config.effort", "speed", "thinking"]
-    assert chat_of(metadata={"user_id": "me"}, service_tier="auto") == (
-        {"model": "big-1", "messages": HI, "max_tokens": 9, "user": "me"},
-        (),
-    )
+    assert body == {"model": "big-1", "messages": HI, "max_tokens": 9}
+    assert sorted(lost) == ["metadata", "output_config.effort", "service_tier", "speed", "thinking"]
 
 
 # -- responses to chat completions -------------------------------------------------------------------------------------
@@ -203,7 +198,7 @@ def test_files_are_sent_as_documents():
 def test_reasoning_effort_is_sent_in_anthropics_terms():
     body, lost = messages_of(reasoning_effort="minimal", user="me", service_tier="default", store=True)
     assert (body["thinking"], body["output_config"]) == ({"type": "adaptive"}, {"effort": "low"})
-    assert (body["metadata"], body["service_tier"], lost) == ({"user_id": "me"}, "standard_only", ("store",))
+    assert lost == ("service_tier", "store")
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
     body, _ = messages_of(reasoning_effort="high", response_format=schema)
     assert (body["output_config"]["effort"], body["output_config"]["format"]["type"]) == ("high", "json_schema")

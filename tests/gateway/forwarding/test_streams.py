@@ -116,7 +116,8 @@ async def test_log_probabilities_of_chat_completions_reach_a_response(ask):
     async with client.responses.stream(**options) as stream:
         deltas = [event async for event in stream if event.type == "response.output_text.delta"]
         response = await stream.get_final_response()
-    assert [(event.delta, event.logprobs[0].logprob) for event in deltas] == [("Hel", -0.5), ("lo.", -0.25)]
+    assert "".join(event.delta for event in deltas) == "Hello."
+    assert [each.logprob for event in deltas for each in event.logprobs] == [-0.5, -0.25]
     assert [each.model_dump() for each in response.output[0].content[0].logprobs] == tokens
 
 

@@ -4,9 +4,9 @@ import copy
 
 import orjson
 
+from agentlightning.gateway.config import Provider
 from agentlightning.gateway.dialects.chat import CHAT
 from agentlightning.gateway.forwarding.bodies import messages_body
-from agentlightning.gateway.upstream.provider import Provider
 
 ANTHROPIC = Provider(name="them", dialect="anthropic", base_urls=("http://127.0.0.1:9",))
 BLOCKS = [{"type": "thinking", "thinking": "Hm.", "signature": "s1"}, {"type": "text", "text": "one"}]

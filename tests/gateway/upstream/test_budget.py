@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.answer import Usage
+from agentlightning.gateway.config import BudgetConfig, Price
 from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.upstream.limits import BudgetConfig, Budgets
-from agentlightning.gateway.upstream.provider import Price
+from agentlightning.gateway.upstream.limits import Budgets
 from agentlightning.span import Span, new_span_id
 
 
@@ -140,7 +140,8 @@ async def test_calls_of_no_rollout_share_no_rollouts_limit_and_all_share_the_ser
 SPENDER = """
 import asyncio, sys
 from pathlib import Path
-from agentlightning.gateway.upstream.limits import BudgetConfig, Budgets
+from agentlightning.gateway.config import BudgetConfig
+from agentlightning.gateway.upstream.limits import Budgets
 
 async def spend():
     budgets = Budgets(BudgetConfig(dollars=1000), file=Path(sys.argv[1]))

@@ -20,12 +20,11 @@ from tests.support.waiting import until
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.answer import Usage
-from agentlightning.gateway.config import GatewayConfig
+from agentlightning.gateway.config import BudgetConfig, GatewayConfig, Price, Provider
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream import call as call_module
 from agentlightning.gateway.upstream.call import RETRY_FLOOR, ServerPool, UpstreamCall, UpstreamRequest
-from agentlightning.gateway.upstream.limits import BudgetConfig, Budgets
-from agentlightning.gateway.upstream.provider import Price, Provider
+from agentlightning.gateway.upstream.limits import Budgets
 from agentlightning.store import LightningStore
 from agentlightning.transport import Transport
 

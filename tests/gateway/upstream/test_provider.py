@@ -13,8 +13,8 @@ from tests.support.provider import Reply, ScriptedProvider, chat_answer
 from tests.support.proxy import LocalProxy
 
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.config import GatewayConfig
-from agentlightning.gateway.upstream.provider import Provider, visible_headers
+from agentlightning.gateway.config import GatewayConfig, Provider
+from agentlightning.gateway.upstream.call import visible_headers
 from agentlightning.util.settings import dump_toml, load_settings
 
 SEEN = [

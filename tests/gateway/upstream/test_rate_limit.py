@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentlightning.gateway.config import Provider
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream.limits import RateLimiter, TokenBucket
-from agentlightning.gateway.upstream.provider import Provider
 
 
 class Clock:

@@ -14,7 +14,8 @@ from tests.support.provider_streams import (
     response_events,
 )
 
-from agentlightning.gateway.upstream.provider import Provider, Redactor, redact_text
+from agentlightning.gateway.config import Provider
+from agentlightning.gateway.upstream.call import Redactor, redact_text
 
 KEY = "sk-theirs-0123456789"
 BASIC = "user:a password/of 20 letters"

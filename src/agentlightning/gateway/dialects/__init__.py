@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from agentlightning.gateway.dialects.base import ApiPath, Dialect
-from agentlightning.gateway.dialects.chat import CHAT
-from agentlightning.gateway.dialects.completions import COMPLETIONS, EMBEDDINGS
+from agentlightning.gateway.dialects.chat import CHAT, COMPLETIONS, EMBEDDINGS
 from agentlightning.gateway.dialects.messages import MESSAGES
 from agentlightning.gateway.dialects.responses import RESPONSES
 

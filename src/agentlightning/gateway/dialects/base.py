@@ -15,22 +15,17 @@ import json
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Final, Literal, Protocol
 
+import jsonschema_rs
 import orjson
 
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import RANGES, Engine, SamplingParams, out_of_range
 from agentlightning.errors import AgentLightningError
 from agentlightning.gateway.answer import Answer, Event, ProviderResponse, Usage, object_of
-from agentlightning.gateway.dialects.output_constraint import (
-    JSON_OBJECT,
-    Constraint,
-    OutputSchema,
-    json_schema,
-    strict_arguments,
-)
-from agentlightning.gateway.dialects.response_store import ResponseLookup
+from agentlightning.gateway.dialects.response_store import Attempt, ResponseLookup, ResponseStore
 from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.gateway.http import parse
 from agentlightning.tracing.agent_spans import valid_text
@@ -40,6 +35,150 @@ ApiPath = Literal["chat/completions", "completions", "responses", "embeddings", 
 """Paths of the API that are model calls."""
 Body = bytes | Json
 """The body of a request, as received or parsed."""
+
+
+# -- constraints on the answer -----------------------------------------------------------------------------------------
+
+# Constraints that a request puts on the form of its answer, and whether an answer meets them.
+#
+# Constrained sampling changes probabilities: tokens that a grammar forbids are never sampled, and the others become
+# more likely. The recorded log-probabilities are those of the constrained distribution, whereas a trainer computes the
+# policy's own, and the two cannot be compared: a token that the grammar forces has probability 1, however unlikely the
+# policy finds it. A policy that is always constrained also never learns the form by itself. So answers that may be
+# trained on are sampled freely and then checked; all others are constrained where the engine supports it
+# (`gateway.sampling`). Constrained answers carry `agentlightning.reshaped` on their span, and losses reject
+# them by that attribute. The span also has the verdict (`agentlightning.constraint`):
+#
+#     enforced    the answer could not violate it: sampling was constrained, or ended with the first tool call
+#     checked     the answer was free to violate it, and meets it
+#     violated    it does not; `agentlightning.constraint.violations` names the fields of the request that it violates
+#
+# The caller gets the answer whatever the verdict. The content of an answer that calls tools is not checked: the content
+# that the constraint requires is still to come.
+
+Verdict = Literal["enforced", "checked", "violated"]
+Check = Callable[[str], bool]
+"""Whether a text meets a constraint."""
+
+NO_PARAMETERS: Final[Json] = {"type": "object", "properties": {}, "additionalProperties": False}
+MAX_SCHEMA_BYTES: Final = 120_000
+"""Limit in bytes for a JSON schema: compiling one holds the interpreter lock. OpenAI has the same limit."""
+_MATCHING: Final = jsonschema_rs.FancyRegexOptions(backtrack_limit=100_000)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSchema:
+    """A JSON schema that the content must match."""
+
+    schema: str
+    """The schema as JSON text."""
+    check: Check
+    given: Json = field(default_factory=lambda: {"type": "json_object"})
+    """As the request has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """The constraints on one answer; by default none."""
+
+    requires_tool_call: bool = False
+    names: frozenset[str] | None = None
+    """The only tools that may be called; None: any."""
+    single_tool_call: bool = False
+    """At most one tool call."""
+    arguments: Mapping[str, Check] = field(default_factory=dict[str, Check])
+    """The checks of strict tools, by name."""
+    content: OutputSchema | None = None
+    content_field: str = "response_format"
+    """The field of the request that sets `content`."""
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.requires_tool_call or self.names is not None or self.single_tool_call or self.arguments or self.content
+        )
+
+    def evaluate(self, answer: Answer) -> tuple[Verdict, list[str]]:
+        """(verdict, fields of the request that the answer violates)."""
+        failed = [name for name, holds in self._checks(answer) if not holds]
+        if failed:
+            return "violated", failed
+        free = self.requires_tool_call or self.names is not None or self.arguments or self.content is not None
+        free = free or (self.single_tool_call and not answer.stops_after_tool_call)
+        return ("checked" if free and not answer.is_constrained else "enforced"), failed
+
+    def _checks(self, answer: Answer) -> list[tuple[str, bool]]:
+        calls = answer.tool_calls
+        chosen = (calls or not self.requires_tool_call) and all(
+            self.names is None or call.name in self.names for call in calls
+        )
+        strict = all(self.arguments[call.name](call.arguments) for call in calls if call.name in self.arguments)
+        return [
+            ("tool_choice", bool(chosen)),
+            ("parallel_tool_calls", not self.single_tool_call or len(calls) <= 1),
+            ("tools", strict),
+            (
+                self.content_field,
+                bool(calls) or self.content is None or self.content.check(answer.prefill + answer.content),
+            ),
+        ]
+
+
+def _is_object(text: str) -> bool:
+    return isinstance(_parse(text), dict)
+
+
+JSON_OBJECT: Final = OutputSchema('{"type":"object"}', _is_object)
+"""Any JSON object."""
+
+
+def json_schema(where: str, schema: Any) -> OutputSchema:
+    """Compile a JSON schema. Raises ApiError 400, naming `where`, if it is none."""
+    if not isinstance(schema, dict):
+        raise bad_request(where, f"{where} must be a JSON schema, which is an object")
+    try:
+        # Unsorted: a constrained answer has its keys in this order.
+        written = dumps(schema).decode()
+        if len(written) > MAX_SCHEMA_BYTES:
+            raise ValueError(f"it has {len(written)} bytes, and at most {MAX_SCHEMA_BYTES} can be compiled")
+        valid = _validator(dumps(schema, option=orjson.OPT_SORT_KEYS)).is_valid
+    except (ValueError, TypeError, jsonschema_rs.ReferencingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise bad_request(where, f"{where} is no JSON schema that can be checked: {reason}") from None
+
+    def check(text: str) -> bool:
+        value = _parse(text)
+        return value is not _NOT_JSON and valid(value)
+
+    return OutputSchema(written, check)
+
+
+@lru_cache(maxsize=512)
+def _validator(schema: bytes) -> jsonschema_rs.Validator:
+    """Cached, since agents send the same schema with every call. References to other documents are never fetched."""
+    return jsonschema_rs.validator_for(loads(schema), offline=True, pattern_options=_MATCHING)
+
+
+_NOT_JSON: Final = object()
+
+
+def _parse(text: str) -> Any:
+    try:
+        return loads(text)
+    except orjson.JSONDecodeError:
+        return _NOT_JSON
+
+
+def strict_arguments(tools: Sequence[Json] | None) -> dict[str, Check]:
+    """The checks of the tools with `strict`, by name. Raises ApiError 400 for a schema that cannot be checked."""
+    functions = [tool["function"] for tool in tools or ()]
+    return {
+        function["name"]: json_schema("tools.parameters", function["parameters"]).check
+        for function in functions
+        if function.get("strict") is True and function.get("parameters") is not None
+    }
+
+
+# -- the contract ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +207,11 @@ class Request:
     """The beginning of the answer, written by the caller, who wants the rest."""
     token_ids: bool = False
     """The reply includes the token ids, as vLLM's does (`return_token_ids`)."""
-    template: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    template: Json = field(default_factory=Json)
     """Variables for the chat template."""
     ignored_fields: tuple[str, ...] = ()
     """Names of the fields that were ignored."""
-    raw: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    raw: Json = field(default_factory=Json)
     """The request as received."""
 
 
@@ -89,24 +228,40 @@ class ReplyMetadata:
     output."""
 
 
-class ReplyWriter(Protocol):
-    """Writes the reply to one request: either `body`, or `start`, `event` for each event, and `end`."""
+class ReplyWriter:
+    """Writes the reply to one request: either `body`, or `more` with the events as they come, and then `end`."""
+
+    def __init__(self, request: Request, head: ReplyMetadata) -> None:
+        self.request, self.head = request, head
+        self._is_open = False
+
+    def more(self, answers: Sequence[Answer], events: Sequence[tuple[Answer, Event]] = ()) -> bytes:
+        """More of a stream, from its start on."""
+        opening = b"" if self._is_open else self.start(answers)
+        self._is_open = True
+        return opening + b"".join([self.event(*each) for each in events])
 
     def body(self, answers: Sequence[Answer]) -> bytes:
         """The reply as one object."""
-        ...
+        raise NotImplementedError
 
     def start(self, answers: Sequence[Answer]) -> bytes:
         """The stream up to the first event."""
-        ...
+        raise NotImplementedError
 
     def event(self, answer: Answer, event: Event) -> bytes:
         """One more event of an answer."""
-        ...
+        raise NotImplementedError
 
     def end(self, answers: Sequence[Answer]) -> bytes:
         """The stream after the last event: why each answer ended, and the usage."""
-        ...
+        raise NotImplementedError
+
+    def store(
+        self, store: ResponseStore, attempt: Attempt, answer: Answer, body: bytes = b"", digests: Sequence[bytes] = ()
+    ) -> None:
+        """Store a reply that later requests may refer to. `body`: as it was sent, unless it was streamed; `digests`:
+        those of the request's messages, if they are known."""
 
 
 class ReadRequest(Protocol):
@@ -128,7 +283,7 @@ class Dialect:
     call_prefix: str
     """Prefix of the ids of tool calls."""
     read: ReadRequest
-    reply: Callable[[Request, ReplyMetadata], ReplyWriter]
+    reply: type[ReplyWriter]
     response: type[ProviderResponse]
     """Reads what a provider answers."""
     error_body: Callable[[ApiError], bytes]
@@ -160,7 +315,7 @@ def read_json(body: Body) -> Json:
     return data
 
 
-def reject_unsupported(data: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> None:
+def reject_unsupported(data: Json, fields: Mapping[str, tuple[Any, ...]]) -> None:
     """Reject fields that would change the answer and are not supported. `fields` maps each to the values that change
     nothing; null is always one of them."""
     for name, neutral in fields.items():
@@ -168,7 +323,7 @@ def reject_unsupported(data: Mapping[str, Any], fields: Mapping[str, tuple[Any, 
             raise bad_request(name, f"{name}={shorten(data[name])} cannot be honoured here; leave it out")
 
 
-def optional(data: Mapping[str, Any], name: str, kind: type) -> Any:
+def optional(data: Json, name: str, kind: type) -> Any:
     """The value of a field; None if it is absent or null."""
     return None if data.get(name) is None else require_type(name, data[name], kind)
 
@@ -185,14 +340,14 @@ def kind_of(value: Any) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
-def integer(data: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
+def integer(data: Json, name: str, low: int, high: int) -> int | None:
     value = data.get(name)
     if value is not None and (type(value) is not int or not low <= value <= high):
         raise bad_request(name, f"{name}={shorten(value)} must be a whole number from {low} to {high}")
     return value
 
 
-def top_logprobs(data: Mapping[str, Any], name: str = "top_logprobs") -> int:
+def top_logprobs(data: Json, name: str = "top_logprobs") -> int:
     """How many of the likeliest tokens are reported at each position."""
     return integer(data, name, 0, MAX_TOP_LOGPROBS) or 0
 
@@ -209,10 +364,10 @@ Readers = Mapping[str, tuple[str, Callable[[Any], Any]]]
 """Name in a request -> (field of `SamplingParams`, parser that raises ValueError)."""
 
 
-def sampling_params(data: Mapping[str, Any], readers: Readers, base: SamplingParams, source: str) -> SamplingParams:
+def sampling_params(data: Json, readers: Readers, base: SamplingParams, source: str) -> SamplingParams:
     """`base` with the values that `data` sets. Raises ApiError 400 naming an invalid value; `source` says where it was
     set."""
-    values: dict[str, Any] = {}
+    values: Json = {}
     for name, (target, read) in readers.items():
         if data.get(name) is None:
             continue
@@ -244,7 +399,7 @@ def read_shared(
     )
 
 
-def apply_resource_params(params: SamplingParams, resource: str, forced: Mapping[str, Any]) -> SamplingParams:
+def apply_resource_params(params: SamplingParams, resource: str, forced: Json) -> SamplingParams:
     """Apply the sampling parameters of the trainer's LLM resource, which take precedence over the request's.
 
     Raises ApiError 400 for a name that is not supported."""
@@ -330,10 +485,6 @@ OPENAI_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
 
 
 # -- tools and formats -------------------------------------------------------------------------------------------------
-
-Tools = list[Json]
-"""Function tools, as chat completions has them."""
-
 
 Choice = tuple[bool, frozenset[str] | None] | None
 """(whether a tool call is required, of which tools; None: any); None: the tools must not be called."""
@@ -431,7 +582,7 @@ VLLM_FORMAT_FIELDS = ("structured_outputs", "guided_json")
 """vLLM's fields for the format of the content."""
 
 
-def content_format(data: Mapping[str, Any]) -> tuple[OutputSchema | None, str]:
+def content_format(data: Json) -> tuple[OutputSchema | None, str]:
     """(schema of the content, the field that sets it): `response_format`, or what vLLM's clients send instead. Raises
     ApiError 400 for formats that are not supported."""
     guided, outputs = data.get("guided_json"), optional(data, "structured_outputs", dict) or {}
@@ -474,58 +625,44 @@ class EventTooLongError(AgentLightningError):
 class SSEDecoder:
     """Splits the bytes of a stream into events, in time linear in the bytes however they are chunked."""
 
-    __slots__ = ("_limit", "_parts", "_size", "_tail")
+    __slots__ = ("_buffer", "_has_cr", "_limit", "_searched")
 
     def __init__(self, limit: int = MAX_EVENT_BYTES) -> None:
         self._limit = limit
-        self._parts: list[bytes] = []
-        self._size = 0
-        self._tail = b""
-        """The last bytes received: the end of an event may start there."""
+        self._buffer = bytearray()
+        self._searched = 0
+        """The end of an event may start here, and not before."""
+        self._has_cr = False
 
     def feed(self, more: bytes) -> list[bytes]:
         """The events completed by `more`, each with the blank line that ends it. Raises EventTooLongError."""
+        self._buffer += more
+        self._has_cr |= b"\r" in more
         found: list[bytes] = []
-        if not self._parts:
-            rest = _split(more, found)
-        elif _END.search(self._tail + more):
-            rest = _split(b"".join([*self._parts, more]), found)
-        else:
-            self._buffer(more)
-            return found
-        self._parts, self._size, self._tail = [], 0, b""
-        if rest:
-            self._buffer(rest)
+        start = 0
+        while (end := self._find_end()) > 1:
+            found.append(bytes(self._buffer[start:end]))
+            start = self._searched = end
+        del self._buffer[:start]
+        self._searched = max(0, len(self._buffer) - _OVERLAP)
+        if len(self._buffer) > self._limit:
+            raise EventTooLongError(f"an event of its stream has more than {self._limit} bytes")
         return found
 
-    def _buffer(self, more: bytes) -> None:
-        self._parts.append(more)
-        self._size += len(more)
-        self._tail = (self._tail + more[-_OVERLAP:])[-_OVERLAP:]
-        if self._size > self._limit:
-            raise EventTooLongError(f"an event of its stream has more than {self._limit} bytes")
+    def _find_end(self) -> int:
+        """The end of the next event; at most 1 if it has not come."""
+        if not self._has_cr:
+            return self._buffer.find(b"\n\n", self._searched) + 2
+        match = _END.search(self._buffer, self._searched)
+        return match.end() if match else 0
 
     @property
     def rest(self) -> bytes:
         """The received part of the next event."""
-        return b"".join(self._parts)
+        return bytes(self._buffer)
 
 
-def _split(data: bytes, found: list[bytes]) -> bytes:
-    """Append the complete events of `data` to `found` and return the remainder."""
-    start = 0
-    if b"\r" in data:
-        for match in _END.finditer(data):
-            found.append(data[start : match.end()])
-            start = match.end()
-        return data[start:]
-    while (end := data.find(b"\n\n", start) + 2) > 1:
-        found.append(data[start:end])
-        start = end
-    return data[start:]
-
-
-def encode_event(data: Mapping[str, Any], event: str = "") -> bytes:
+def encode_event(data: Json, event: str = "") -> bytes:
     """One event with JSON data, named `event` in the dialects that name their events."""
     name = b"event: %b\n" % event.encode() if event else b""
     return b"%bdata: %b\n\n" % (name, dumps(data))
@@ -577,14 +714,14 @@ def error_event(api_error: ApiError) -> bytes:
     return encode_event({"error": api_error.error_object()})
 
 
-def include_usage(data: Mapping[str, Any]) -> bool:
+def include_usage(data: Json) -> bool:
     """Whether a stream ends with an extra chunk that has the usage and no choice. Raises ApiError 400 for an invalid
     option."""
     wanted = (optional(data, "stream_options", dict) or {}).get("include_usage")
     return bool(require_type("stream_options.include_usage", wanted, bool)) if wanted is not None else False
 
 
-def end_of_stream(chunks: Sequence[Mapping[str, Any]], usage: Mapping[str, Any], *, apart: bool) -> bytes:
+def end_of_stream(chunks: Sequence[Json], usage: Json, *, apart: bool) -> bytes:
     """The last chunks of a stream. The usage gets a chunk of its own (`apart`) only if that was asked for, since a
     plain loop over `chunk.choices[0]` fails on it. Otherwise it is part of the last chunk with a choice, since some
     frameworks count tokens by it."""

@@ -1,4 +1,4 @@
-"""The dialect of OpenAI's `/v1/chat/completions`.
+"""The dialects of OpenAI's `/v1/chat/completions`, and of `/v1/completions` and `/v1/embeddings`, which share much.
 
 Fields that would change what is sampled and are not supported are rejected by name. Unknown fields are accepted,
 ignored and counted.
@@ -6,11 +6,11 @@ ignored and counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import chain, groupby
-from typing import Any, Final, Self, cast
+from itertools import accumulate, chain, groupby
+from typing import Any, Final, NoReturn, cast
 
 from agentlightning.chat.base import Message
 from agentlightning.chat.messages import read_message
@@ -20,12 +20,9 @@ from agentlightning.gateway.answer import (
     CHAT_TURN,
     Answer,
     Event,
-    HostedCall,
-    Json,
     ProviderResponse,
     ReasoningDelta,
     RefusalDelta,
-    SignedReasoning,
     ToolCall,
     Usage,
     logprob_entries,
@@ -38,6 +35,7 @@ from agentlightning.gateway.dialects.base import (
     Body,
     Dialect,
     ReplyMetadata,
+    ReplyWriter,
     Request,
     content_format,
     encode_event,
@@ -57,8 +55,8 @@ from agentlightning.gateway.dialects.base import (
 )
 from agentlightning.gateway.dialects.content_parts import read_content
 from agentlightning.gateway.dialects.response_store import ResponseLookup
-from agentlightning.gateway.errors import bad_request
-from agentlightning.util.json_values import dumps
+from agentlightning.gateway.errors import ApiError, bad_request
+from agentlightning.util.json_values import Json, dumps
 
 _KNOWN: Final = frozenset(
     {
@@ -132,7 +130,7 @@ def _messages(value: Any, attachments: bool) -> list[Message]:
     return [_message(index, message, attachments) for index, message in enumerate(value)]
 
 
-def _split_prefill(data: Mapping[str, Any], messages: list[Message]) -> tuple[list[Message], str]:
+def _split_prefill(data: Json, messages: list[Message]) -> tuple[list[Message], str]:
     """(messages, prefill of the answer): with vLLM's `continue_final_message`, the answer continues the last message.
     Raises ApiError 400 if that is not text of the assistant."""
     goes_on = bool(optional(data, "continue_final_message", bool))
@@ -167,20 +165,7 @@ def _message(index: int, message: Any, attachments: bool) -> Message:
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class ChatReplyWriter:
-    """Writes the reply to one request; a `ReplyWriter`."""
-
-    head: ReplyMetadata
-    logprobs: bool = False
-    token_ids: bool = False
-    include_usage: bool = False
-    """A stream ends with an extra chunk for the usage."""
-
-    @classmethod
-    def of(cls, request: Request, head: ReplyMetadata) -> Self:
-        return cls(head, request.logprobs, request.token_ids, include_usage(request.raw))
-
+class ChatReplyWriter(ReplyWriter):
     def body(self, answers: Sequence[Answer]) -> bytes:
         choices = [
             self._choice(answer, self._whole(answer), answer.all_logprobs, answer.finish_reason, answer.token_ids)
@@ -194,9 +179,6 @@ class ChatReplyWriter:
         return b"".join([encode_event(chunk | self._prompt(answers)) for chunk in opened])
 
     def event(self, answer: Answer, event: Event) -> bytes:
-        if isinstance(event, SignedReasoning | HostedCall):  # No field can express it.
-            answer.next_logprobs()
-            return b""
         return encode_event(self._chunk(self._choice(answer, self._delta(event), answer.next_logprobs)))
 
     def end(self, answers: Sequence[Answer]) -> bytes:
@@ -204,7 +186,7 @@ class ChatReplyWriter:
             self._chunk(self._choice(answer, self._delta(None), answer.remaining_logprobs, answer.finish_reason))
             for answer in answers
         ]
-        return end_of_stream(closing, self._usage(answers), apart=self.include_usage)
+        return end_of_stream(closing, self._usage(answers), apart=include_usage(self.request.raw))
 
     def _usage(self, answers: Sequence[Answer]) -> Json:
         usage, sampled = self.head.usage, num_output_tokens(answers)
@@ -223,11 +205,11 @@ class ChatReplyWriter:
         token_ids: Sequence[int] | None = None,
     ) -> Json:
         """`token_ids`: those of a whole answer; None for those of the listed log-probabilities."""
-        listed = list_logprobs() if self.logprobs or self.token_ids else []
+        listed = list_logprobs() if self.request.logprobs or self.request.token_ids else []
         choice: Json = {"index": answer.index, **shown, "finish_reason": reason, "logprobs": None}
-        if listed and self.logprobs:
+        if listed and self.request.logprobs:
             choice["logprobs"] = self._logprobs(answer, listed)
-        if self.token_ids:
+        if self.request.token_ids:
             choice["token_ids"] = answer.take_token_ids() if token_ids is None else token_ids
         return choice
 
@@ -258,7 +240,7 @@ class ChatReplyWriter:
                 return {"delta": {}}
 
     def _prompt(self, answers: Sequence[Answer]) -> Json:
-        return {"prompt_token_ids": answers[0].prompt_token_ids} if self.token_ids and answers else {}
+        return {"prompt_token_ids": answers[0].prompt_token_ids} if self.request.token_ids and answers else {}
 
     def _logprobs(self, answer: Answer, listed: list[Json]) -> Json:
         return {"content": listed, "refusal": None}
@@ -280,20 +262,18 @@ class ChatResponse(ProviderResponse):
     def __init__(self) -> None:
         super().__init__()
         self._echoed: dict[int, dict[str, list[Any]]] = {}
-        """By choice, the values of each of `ECHOED` that came since the last of its blocks."""
+        """By choice, the values of each of `ECHOED`, in the order they came."""
 
-    def read_all(self, events: Sequence[Any]) -> None:
+    def merge(self, events: Sequence[tuple[bytes, Any]]) -> list[tuple[bytes, Any]]:
         """As one, what follows each other and has nothing but more text of one choice, perhaps with its tokens: most of
         a stream, in a tenth of the time."""
-        for index, run in groupby(events, _plain_choice):
-            chunks = list(run)
-            if index is None or len(chunks) == 1:
-                super().read_all(chunks)
-                continue
-            for chunk in chunks:
-                if not (self.id and self.model):
-                    self._identify(chunk)
-            self.read(_merged(chunks))
+        merged: list[tuple[bytes, Any]] = []
+        for plain, run in groupby(events, lambda each: _plain_choice(each[1])):
+            found = list(run)
+            if plain is not None and len(found) > 1:
+                found = [(b"".join([event for event, _ in found]), _merged([data for _, data in found]))]
+            merged += found
+        return merged
 
     def _read(self, data: Json) -> None:
         if not (self.id and self.model):  # Each chunk names both.
@@ -317,7 +297,9 @@ class ChatResponse(ProviderResponse):
         else:
             answer.add_text(choice.get("text"))
         if reason or whole or message is None:
-            self._end_reasoning(answer)
+            if echoed := self._echoed.pop(index, None):
+                message = {name: _joined(values) for name, values in echoed.items()}
+                answer.add_block({"type": CHAT_TURN, "message": message})
             # vLLM and SGLang name the stop string that ended an answer.
             stops = [stop for name in ("matched_stop", "stop_reason") if isinstance(stop := choice.get(name), str)]
             answer.end(reason if isinstance(reason, str) else None, stops[0] if stops else None)
@@ -336,8 +318,6 @@ class ChatResponse(ProviderResponse):
         calls, refusal = message.get("tool_calls") or (), message.get("refusal")
         if legacy := message.get("function_call"):
             calls = [*calls, {"function": legacy}]
-        if calls or refusal:
-            self._end_reasoning(answer)
         self._read_content(message.get("content"), answer)
         answer.add_refusal(refusal)
         for place, call in enumerate(calls):
@@ -347,24 +327,17 @@ class ChatResponse(ProviderResponse):
         """A text, or a list of texts, text parts and thinking parts."""
         for part in cast("list[Any]", content) if isinstance(content, list) else [content]:
             known = cast("Json", part) if isinstance(part, dict) else {"text": part}
-            if isinstance(text := known.get("text"), str) and text:
-                self._end_reasoning(answer)
-                answer.add_text(text)
+            answer.add_text(known.get("text"))
             thought = known.get("thinking")
             for each in cast("list[Any]", thought) if isinstance(thought, list) else [thought]:
                 answer.add_reasoning(each.get("text") if isinstance(each, dict) else each)
-
-    def _end_reasoning(self, answer: Answer) -> None:
-        if echoed := self._echoed.pop(answer.index, None):
-            message = {name: _joined(values) for name, values in echoed.items()}
-            answer.add_block({"type": CHAT_TURN, "message": message})
 
 
 _PLAIN: Final = frozenset({"index", "delta", "finish_reason", "logprobs", "token_ids"})
 
 
-def _plain_choice(chunk: Any) -> int | None:
-    """The index of the only choice of a chunk that has more text of it, perhaps with its tokens, and nothing else."""
+def _plain_choice(chunk: Any) -> tuple[Any, ...] | None:
+    """(index, id, model) of a chunk whose only choice has more text, perhaps with its tokens, and nothing else."""
     try:
         (choice,) = chunk["choices"]
         (text,) = choice["delta"].items()
@@ -382,7 +355,7 @@ def _plain_choice(chunk: Any) -> int | None:
         )
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
-    return choice["index"] if is_plain else None
+    return (choice["index"], chunk.get("id"), chunk.get("model")) if is_plain else None
 
 
 def _merged(chunks: Sequence[Json]) -> Json:
@@ -393,6 +366,7 @@ def _merged(chunks: Sequence[Json]) -> Json:
     merged: Json = {
         "index": choices[0]["index"],
         "delta": {"content": "".join([c["delta"]["content"] for c in choices])},
+        "finish_reason": None,
     }
     merged |= {"logprobs": {"content": list(chain.from_iterable(logged))}} if logged else {}
     merged |= {"token_ids": list(chain.from_iterable(ids))} if ids else {}
@@ -468,8 +442,143 @@ CHAT: Final = Dialect(
     id_prefix="chatcmpl-",
     call_prefix="call_",
     read=read_request,
-    reply=ChatReplyWriter.of,
+    reply=ChatReplyWriter,
     response=ChatResponse,
     error_body=error_body,
     error_event=error_event,
 )
+
+
+# -- completions -------------------------------------------------------------------------------------------------------
+
+_COMPLETIONS_KNOWN: Final = frozenset(
+    {"model", "prompt", "stream", "stream_options", "n", "logprobs", "user", "return_token_ids"}
+)
+_COMPLETIONS_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
+    **OPENAI_UNSUPPORTED,
+    **dict.fromkeys(VLLM_FORMAT_FIELDS, ()),
+    "chat_template_kwargs": ({},),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "prompt_logprobs": (0,),
+    "prompt_embeds": (),
+    "response_format": ({"type": "text"},),
+    "add_special_tokens": (False,),
+}
+_DEFAULT: Final = SamplingParams(max_tokens=16)
+_MAX_PROMPTS: Final = 1024
+
+
+def read_completion(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> Request:
+    """See `ReadRequest`."""
+    data = read_json(body)
+    include_usage(data)
+    prompts = _prompts(data.get("prompt"))
+    asked = optional(data, "return_token_ids", bool)
+    # Whoever sends token ids reads them, too: agents of Agent Lightning 1.0 do so without asking for them.
+    token_ids = any(isinstance(each, list) for each in prompts) if asked is None else asked
+    logprobs = None if data.get("logprobs") is False else data.get("logprobs")
+    top = top_logprobs(data, "logprobs") if logprobs is not None else 0
+    base = replace(_DEFAULT, top_logprobs=top, stream_logprobs=logprobs is not None or token_ids)
+    return replace(
+        read_shared(data, OPENAI_PARAMS, base, _COMPLETIONS_KNOWN, _COMPLETIONS_UNSUPPORTED),
+        prompts=prompts,
+        n=integer(data, "n", 1, 128) or 1,
+        logprobs=logprobs is not None,
+        token_ids=token_ids,
+    )
+
+
+def _prompts(value: Any) -> tuple[str | list[int], ...]:
+    prompts = [value] if isinstance(value, str) or _is_tokens(value) else value
+    if not isinstance(prompts, list) or not 0 < len(prompts) <= _MAX_PROMPTS or not all(map(_is_prompt, prompts)):
+        shapes = f"a text, a list of token ids, or a list of at most {_MAX_PROMPTS} of either, none of them empty"
+        raise bad_request("prompt", f"prompt={shorten(value)} must be {shapes}")
+    return tuple(prompts)
+
+
+def _is_prompt(value: Any) -> bool:
+    return (isinstance(value, str) and value != "") or _is_tokens(value)
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int and 0 <= token < 2**31 for token in value)
+
+
+class CompletionReplyWriter(ChatReplyWriter):
+    def __init__(self, request: Request, head: ReplyMetadata) -> None:
+        super().__init__(request, head)
+        self._offsets: dict[int, int] = {}
+        """For each answer, the text offset of its next token."""
+        self._with_prompt: set[int] = set()
+        """The answers whose prompt was written."""
+
+    def start(self, answers: Sequence[Answer]) -> bytes:
+        return b""
+
+    def _head(self, choices: Sequence[Json], kind: str = "") -> Json:
+        return ChatReplyWriter._head(self, choices) | {"object": "text_completion"}
+
+    def _whole(self, answer: Answer) -> Json:
+        return {"text": answer.content}
+
+    def _delta(self, event: Event | None) -> Json:
+        return {"text": event if isinstance(event, str) else ""}
+
+    def _prompt(self, answers: Sequence[Answer]) -> Json:
+        return {}
+
+    def _choice(
+        self,
+        answer: Answer,
+        shown: Json,
+        list_logprobs: Callable[[], list[Json]],
+        reason: str | None = None,
+        token_ids: Sequence[int] | None = None,
+    ) -> Json:
+        choice = ChatReplyWriter._choice(self, answer, shown, list_logprobs, reason, token_ids)
+        if self.request.token_ids and answer.index not in self._with_prompt:
+            self._with_prompt.add(answer.index)  # Once in a stream: the prompt may be far longer than an event.
+            choice["prompt_token_ids"] = answer.prompt_token_ids
+        return choice
+
+    def _logprobs(self, answer: Answer, listed: list[Json]) -> Json:
+        texts = [entry["token"] for entry in listed]
+        *offsets, self._offsets[answer.index] = accumulate(map(len, texts), initial=self._offsets.get(answer.index, 0))
+        return {
+            "tokens": texts,
+            "token_logprobs": [entry["logprob"] for entry in listed],
+            "top_logprobs": _tops(listed),
+            "text_offset": offsets,
+        }
+
+
+def _tops(listed: Sequence[Json]) -> list[dict[str, float]] | None:
+    """The likeliest tokens at each place by their text; of two tokens with the same text, the likelier one."""
+    tops = [entry["top_logprobs"] for entry in listed]
+    return [{top["token"]: top["logprob"] for top in reversed(each)} for each in tops] if any(tops) else None
+
+
+COMPLETIONS: Final = Dialect(
+    id_prefix="cmpl-",
+    call_prefix="call_",
+    read=read_completion,
+    reply=CompletionReplyWriter,
+    response=ChatResponse,
+    error_body=error_body,
+    error_event=error_event,
+)
+
+
+# -- embeddings --------------------------------------------------------------------------------------------------------
+
+
+def _read_embedding(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> NoReturn:
+    """Raises ApiError 404: requests that are read are those for our engines."""
+    model = optional(read_json(body), "model", str)
+    message = f"the model {model!r} makes no embeddings here; add a route that leads it to a provider that does"
+    raise ApiError(404, message, code="model_not_supported", param="model")
+
+
+EMBEDDINGS: Final = replace(COMPLETIONS, id_prefix="embd-", read=_read_embedding)

@@ -214,7 +214,7 @@ def message_digests(messages: Sequence[Message]) -> tuple[bytes, ...]:
 def turn_key(previous: Message | None, turn: Message) -> bytes:
     """The key to look up a turn of the assistant that a client sends back: the ids of its tool calls, which are unique,
     or else its text and the message before it. Earlier history may be cut or changed meanwhile."""
-    calls: Sequence[Mapping[str, Any]] = turn.get("tool_calls") or ()
+    calls: Sequence[Json] = turn.get("tool_calls") or ()
     if calls:
         meaning = dumps([call.get("id") for call in calls])
     else:

@@ -7,8 +7,8 @@ no JSON object, which this format cannot carry, is written as `{"_raw_arguments"
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, Final
 
@@ -24,11 +24,8 @@ from agentlightning.gateway.answer import (
     ProviderResponse,
     ReasoningDelta,
     RefusalDelta,
-    SignedReasoning,
     ToolCall,
     Usage,
-    decode_signed_reasoning,
-    encode_signed_reasoning,
 )
 from agentlightning.gateway.dialects.base import (
     MESSAGES_PARAMS,
@@ -36,6 +33,7 @@ from agentlightning.gateway.dialects.base import (
     Choice,
     Dialect,
     ReplyMetadata,
+    ReplyWriter,
     Request,
     encode_event,
     loads_tolerantly,
@@ -107,14 +105,14 @@ def _tool_choice(choice: Json) -> Choice:
             )
 
 
-def _format(data: Mapping[str, Any]) -> tuple[str, Any]:
+def _format(data: Json) -> tuple[str, Any]:
     """(path of the field, response format), under its current or its earlier name."""
     if shape := (optional(data, "output_config", dict) or {}).get("format"):
         return "output_config.format", shape
     return "output_format", data.get("output_format")
 
 
-def _conversation(data: Mapping[str, Any], dropped: list[str], attachments: bool) -> list[Message]:
+def _conversation(data: Json, dropped: list[str], attachments: bool) -> list[Message]:
     given = data.get("messages")
     if not isinstance(given, list) or not given:
         raise bad_request("messages", "messages must be a list with at least one message")
@@ -176,7 +174,7 @@ def _user(where: str, role: str, blocks: Sequence[Json], dropped: list[str], att
     return messages or [{"role": role, "content": ""}]
 
 
-def _result(where: str, block: Mapping[str, Any], dropped: list[str], attachments: bool) -> Message:
+def _result(where: str, block: Json, dropped: list[str], attachments: bool) -> Message:
     if block.get("is_error"):
         dropped.append("tool_result.is_error")
     content = read_content(f"{where}.tool_result.content", block.get("content"), _TEXT_FIELDS, attachments, "\n")
@@ -186,7 +184,6 @@ def _result(where: str, block: Mapping[str, Any], dropped: list[str], attachment
 
 def _assistant(where: str, blocks: Sequence[Json]) -> Message:
     message: Message = {"role": "assistant", "content": ""}
-    sealed: list[Json] = []
     for block in blocks:
         match block.get("type"):
             case "tool_use":
@@ -194,15 +191,14 @@ def _assistant(where: str, blocks: Sequence[Json]) -> Message:
             case "thinking":
                 thought = require_type(f"{where}.thinking", block.get("thinking"), str)
                 message["reasoning_content"] = message.get("reasoning_content", "") + thought
-                sealed += decode_signed_reasoning(block.get("signature"))
             case "redacted_thinking":
-                sealed += decode_signed_reasoning(block.get("data"))
+                pass
             case _:
                 message["content"] += text_of(read_content(where, [block], _TEXT_FIELDS, attachments=False))
-    return message | ({"sealed": sealed} if sealed else {})
+    return message
 
 
-def _call(where: str, block: Mapping[str, Any]) -> Json:
+def _call(where: str, block: Json) -> Json:
     given = block.get("input")
     if isinstance(given, dict) and isinstance(given.get(RAW_ARGUMENTS), str):
         given = given[RAW_ARGUMENTS]
@@ -214,19 +210,15 @@ def _call(where: str, block: Mapping[str, Any]) -> Json:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class MessagesReplyWriter:
-    """Writes the reply to one request; a `ReplyWriter`."""
-
-    head: ReplyMetadata
-    _index: int = field(default=-1, init=False)
-    """Index of the last block that was started."""
-    _open: str | None = field(default=None, init=False)
-    """Type of the open block, if it takes deltas."""
-    _sealed: list[Json] = field(default_factory=list[Json], init=False)
-    """What the provider wants back and no block has carried yet."""
-    _blocks: list[Json] | None = field(default=None, init=False)
-    """The blocks of a reply that is written at once."""
+class MessagesReplyWriter(ReplyWriter):
+    def __init__(self, request: Request, head: ReplyMetadata) -> None:
+        super().__init__(request, head)
+        self._index = -1
+        """Index of the last block that was started."""
+        self._open: str | None = None
+        """Type of the open block, if it takes deltas."""
+        self._blocks: list[Json] | None = None
+        """The blocks of a reply that is written at once."""
 
     def body(self, answers: Sequence[Answer]) -> bytes:
         (answer,) = answers
@@ -234,7 +226,6 @@ class MessagesReplyWriter:
         for part in answer.parts():
             self.event(answer, part)
         self._close()
-        self._hidden()
         return dumps(self._message(blocks) | _stop_fields(answer) | {"usage": self._usage(num_output_tokens(answers))})
 
     def start(self, answers: Sequence[Answer]) -> bytes:
@@ -250,22 +241,18 @@ class MessagesReplyWriter:
                 started = self._close() + self._begin(_tool_use(event, {}), _tool_use(event, arguments))
                 return started + self._delta(delta) + self._end()
             case ReasoningDelta():
-                closed = self._close() if self._sealed else b""  # What follows is another thought.
-                started = closed + self._open_block({"type": "thinking", "thinking": "", "signature": ""})
+                started = self._open_block({"type": "thinking", "thinking": "", "signature": ""})
                 return started + self._extend("thinking", event.text)
             case str() | RefusalDelta():
                 text = event if isinstance(event, str) else event.text
                 return self._open_block({"type": "text", "text": ""}) + self._extend("text", text)
-            case SignedReasoning():
-                self._sealed.append(event.block)
-                return b""
             case _:
                 return b""
 
     def end(self, answers: Sequence[Answer]) -> bytes:
         (answer,) = answers
         used = {"delta": _stop_fields(answer), "usage": self._usage(num_output_tokens(answers))}
-        return self._close() + self._hidden() + _event("message_delta", used) + _event("message_stop", {})
+        return self._close() + _event("message_delta", used) + _event("message_stop", {})
 
     def _message(self, content: list[Json]) -> Json:
         head = {"id": self.head.id, "type": "message", "role": "assistant", "model": self.head.model}
@@ -282,11 +269,10 @@ class MessagesReplyWriter:
 
     def _begin(self, block: Json, whole: Json | None = None) -> bytes:
         """Start a block; `whole`: as it will be, if it takes no deltas of text."""
-        hidden = self._hidden()
         self._index += 1
         if self._blocks is not None:
             self._blocks.append(dict(whole or block))
-        return hidden + _event("content_block_start", {"index": self._index, "content_block": block})
+        return _event("content_block_start", {"index": self._index, "content_block": block})
 
     def _extend(self, name: str, text: str) -> bytes:
         """More of a field of the open block."""
@@ -310,21 +296,9 @@ class MessagesReplyWriter:
     def _close(self) -> bytes:
         """End the open block."""
         kind, self._open = self._open, None
-        if kind != "thinking":
-            return self._end() if kind else b""
-        return self._extend("signature", self._take_signature()) + self._end()
-
-    def _hidden(self) -> bytes:
-        """What a provider wants back and no thinking block has carried, as a block of its own."""
-        if not self._sealed:
-            return b""
-        return self._begin({"type": "redacted_thinking", "data": self._take_signature()}) + self._end()
-
-    def _take_signature(self) -> str:
-        """Of thinking blocks: clients send unsigned ones back as text, or not at all. It carries what the provider
-        wants back; without that it means nothing."""
-        sealed, self._sealed = self._sealed, []
-        return encode_signed_reasoning(*sealed) if sealed else self.head.id
+        # Clients send thinking without a signature back as text, or not at all; this one means nothing.
+        signed = self._extend("signature", self.head.id) if kind == "thinking" else b""
+        return signed + self._end() if kind else b""
 
 
 def _stop_fields(answer: Answer) -> dict[str, str | None]:
@@ -447,11 +421,7 @@ class MessagesResponse(ProviderResponse):
 
     def _start(self, place: Any, block: Json) -> None:
         self._blocks[place] = dict(block)
-        kind = block.get("type")
-        if kind == "tool_use":
-            self.choice().add_call(place, block.get("id"), block.get("name"), block.get("input") or None)
-        else:
-            self._add_text(kind, block)
+        self._add_text(block.get("type"), block)
 
     def _add_text(self, kind: Any, data: Json) -> None:
         if kind == "text":
@@ -468,30 +438,24 @@ class MessagesResponse(ProviderResponse):
             self._blocks[place][kind] = delta[kind]
         elif kind == "input_json":
             self._extend(place, "partial_json", delta)
-            if self._blocks[place].get("type") == "tool_use":
-                self.choice().add_call(place, None, None, delta["partial_json"])
 
     def _extend(self, place: Any, name: str, delta: Json) -> None:
         self._deltas.setdefault(place, {}).setdefault(name, []).append(delta[name])
 
     def _end(self, place: Any) -> None:
         block, answer = self._blocks.pop(place), self.choice()
-        if block.get("type") == "tool_use":
-            answer.end_call(place)
-        if (whole := self._joined(place, block)) is not None:
-            (answer.add_block if block.get("type") in _OWN else answer.add_hosted_call)(whole)
-
-    def _joined(self, place: Any, block: Json) -> Json | None:
-        """The block with its deltas; None for a tool call that was cut off, which cannot be sent back."""
         texts = {name: "".join(deltas) for name, deltas in self._deltas.pop(place, {}).items()}
         arguments = texts.pop("partial_json", "")
         block |= {name: block.get(name, "") + text for name, text in texts.items()}
+        if block.get("type") == "tool_use":
+            answer.add_call(place, block.get("id"), block.get("name"), arguments or block.get("input"))
+            answer.end_call(place)
         if arguments:
             try:
                 block["input"] = loads_tolerantly(arguments.encode())
             except ValueError:
-                return None
-        return block
+                return  # A call that was cut off cannot be sent back.
+        (answer.add_block if block.get("type") in _OWN else answer.add_hosted_call)(block)
 
 
 def messages_usage(usage: Json, before: Usage) -> Usage:
@@ -509,15 +473,11 @@ def messages_usage(usage: Json, before: Usage) -> Usage:
     return Usage.counted(prompt, output, cached or before.cached_tokens, written - hour, hour, thought)
 
 
-def _reply(request: Request, head: ReplyMetadata) -> MessagesReplyWriter:
-    return MessagesReplyWriter(head)
-
-
 MESSAGES: Final = Dialect(
     id_prefix="msg_",
     call_prefix="toolu_",
     read=read_request,
-    reply=_reply,
+    reply=MessagesReplyWriter,
     response=MessagesResponse,
     error_body=error_body,
     error_event=error_event,

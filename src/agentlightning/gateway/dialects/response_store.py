@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -132,7 +132,7 @@ class ResponseStore:
         messages: Sequence[Message],
         answer: Message,
         body: bytes | None,
-        items: Sequence[Mapping[str, Any]],
+        items: Sequence[Json],
         num_instructions: int = 0,
     ) -> None:
         """Keep a reply; the first `num_instructions` messages belonged to its request alone. Without a `body` it can be

@@ -8,8 +8,8 @@ that only a hosted service can read are rejected by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from agentlightning.chat.base import Message
@@ -22,12 +22,9 @@ from agentlightning.gateway.answer import (
     ProviderResponse,
     ReasoningDelta,
     RefusalDelta,
-    SignedReasoning,
     ToolCall,
     custom_arguments,
     custom_input,
-    decode_signed_reasoning,
-    encode_signed_reasoning,
     logprob_entries,
     object_of,
 )
@@ -38,6 +35,7 @@ from agentlightning.gateway.dialects.base import (
     Body,
     Dialect,
     ReplyMetadata,
+    ReplyWriter,
     Request,
     encode_event,
     error_body,
@@ -54,7 +52,7 @@ from agentlightning.gateway.dialects.base import (
     with_tools,
 )
 from agentlightning.gateway.dialects.chat import chat_usage
-from agentlightning.gateway.dialects.content_parts import has_attachments, joined, read_content
+from agentlightning.gateway.dialects.content_parts import has_attachments, joined, message_digests, read_content
 from agentlightning.gateway.dialects.response_store import Attempt, ResponseLookup, ResponseStore
 from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.util.json_values import Json, dumps
@@ -120,9 +118,7 @@ def _as_function(tool: Any) -> Any:
     return {"type": "function", "function": function}
 
 
-def _conversation(
-    data: Mapping[str, Any], recall: ResponseLookup, attachments: bool
-) -> tuple[list[Message], list[Message]]:
+def _conversation(data: Json, recall: ResponseLookup, attachments: bool) -> tuple[list[Message], list[Message]]:
     """(instructions of this request alone, conversation)."""
     instructions, given, previous = data.get("instructions"), data.get("input"), data.get("previous_response_id")
     num_instructions = _read_items("instructions", _as_items(instructions, "system"), recall, attachments)
@@ -142,7 +138,7 @@ def _as_items(value: Any, role: str) -> Any:
 
 def _read_items(where: str, items: Any, recall: ResponseLookup, attachments: bool) -> list[Message]:
     messages: list[Message] = []
-    reasoning, sealed = "", list[Json]()
+    reasoning = ""
     for index, item in enumerate(require_type(where, items, list)):
         place = f"{where}[{index}]"
         item = require_type(place, item, dict)
@@ -150,37 +146,32 @@ def _read_items(where: str, items: Any, recall: ResponseLookup, attachments: boo
             item = recall.item(require_type(f"{place}.id", item.get("id"), str))
         if item.get("type") == "reasoning":
             reasoning += _reasoning_text(place, item)
-            sealed += decode_signed_reasoning(item.get("encrypted_content"))
             continue
         first = len(messages)
         _add_item(place, messages, item, attachments)
-        if reasoning or sealed:
-            _add_reasoning(messages, first, reasoning, sealed)
-        reasoning, sealed = "", []
+        if reasoning:
+            _add_reasoning(messages, first, reasoning)
+        reasoning = ""
     return messages
 
 
-def _add_reasoning(messages: list[Message], first: int, reasoning: str, sealed: list[Json]) -> None:
+def _add_reasoning(messages: list[Message], first: int, reasoning: str) -> None:
     """Add reasoning to the assistant's turn that follows it, or as a turn of its own."""
-    if messages[-1]["role"] != "assistant":
-        messages.insert(first, {"role": "assistant", "content": ""})
-        turn = messages[first]
-    else:
-        turn = messages[-1]
-    if reasoning:
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + reasoning
-    if sealed:
-        turn["sealed"] = [*turn.get("sealed", ()), *sealed]
+    turn = messages[-1]
+    if turn["role"] != "assistant":
+        turn = {"role": "assistant", "content": ""}
+        messages.insert(first, turn)
+    turn["reasoning_content"] = turn.get("reasoning_content", "") + reasoning
 
 
-def _reasoning_text(where: str, item: Mapping[str, Any]) -> str:
+def _reasoning_text(where: str, item: Json) -> str:
     """The readable text of a reasoning item."""
     parts = require_type(f"{where}.content", item.get("content") or [], list)
     texts = [part.get("text") for part in parts if isinstance(part, dict)]
     return "".join(text for text in texts if isinstance(text, str))
 
 
-def _add_item(where: str, messages: list[Message], item: Mapping[str, Any], attachments: bool) -> None:
+def _add_item(where: str, messages: list[Message], item: Json, attachments: bool) -> None:
     match item.get("type") or "message":
         case "message":
             _add_message(where, messages, item, attachments)
@@ -194,7 +185,7 @@ def _add_item(where: str, messages: list[Message], item: Mapping[str, Any], atta
             raise bad_request(where, f"{where} is an item of type {shorten(kind)}, which cannot be read here")
 
 
-def _add_message(where: str, messages: list[Message], item: Mapping[str, Any], attachments: bool) -> None:
+def _add_message(where: str, messages: list[Message], item: Json, attachments: bool) -> None:
     role, content = item.get("role"), read_content(f"{where}.content", item.get("content"), _TEXT_FIELDS, attachments)
     if role not in _ROLES:
         raise bad_request(where, f"{where} has the role {shorten(role)}; use {', '.join(_ROLES)}")
@@ -207,7 +198,7 @@ def _add_message(where: str, messages: list[Message], item: Mapping[str, Any], a
     messages.append(message)
 
 
-def _add_call(where: str, messages: list[Message], item: Mapping[str, Any]) -> None:
+def _add_call(where: str, messages: list[Message], item: Json) -> None:
     """The calls of one turn and the text before them become one message."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
@@ -227,26 +218,22 @@ def _add_call(where: str, messages: list[Message], item: Mapping[str, Any]) -> N
 
 _INCOMPLETE: Final = {"stop": None, "tool_calls": None, "length": "max_output_tokens"}
 """Finish reasons -> why a response is incomplete, where they differ; None: it is complete."""
-_ENCRYPTED: Final = "reasoning.encrypted_content"
 
 
-@dataclass(slots=True)
-class ResponsesReplyWriter:
-    """Writes the reply to one request; a `ReplyWriter`."""
-
-    request: Request
-    head: ReplyMetadata
-    items: list[Json] = field(default_factory=list[Json], init=False)
-    """The output items; all but the last are complete."""
-    _open: str | None = field(default=None, init=False)
-    """Type of the open item, if it takes deltas."""
-    _number: int = field(default=0, init=False)
-    """Sequence number of the next event."""
+class ResponsesReplyWriter(ReplyWriter):
+    def __init__(self, request: Request, head: ReplyMetadata) -> None:
+        super().__init__(request, head)
+        self.items: list[Json] = []
+        """The output items; all but the last are complete."""
+        self._open: str | None = None
+        """Type of the open item, if it takes deltas."""
+        self._number = 0
+        """Sequence number of the next event."""
 
     def body(self, answers: Sequence[Answer]) -> bytes:
         (answer,) = answers
         if not self.items:
-            for event in answer.events:
+            for event in answer.parts():
                 self.event(answer, event)
             self.end(answers)
         return dumps(self._final(answer))
@@ -262,8 +249,6 @@ class ResponsesReplyWriter:
                 return self._extend("output_text", event, logprobs=logprobs)
             case ReasoningDelta():
                 return self._extend("reasoning_text", event.text)
-            case SignedReasoning():
-                return self._sign(event)
             case RefusalDelta():
                 return self._extend("refusal", event.text)
             case ToolCall():
@@ -284,15 +269,14 @@ class ResponsesReplyWriter:
         return started + closed + self._event(f"response.{final['status']}", response=final)
 
     def store(
-        self, store: ResponseStore, attempt: Attempt, digests: Sequence[bytes], answer: Answer, body: bytes = b""
+        self, store: ResponseStore, attempt: Attempt, answer: Answer, body: bytes = b"", digests: Sequence[bytes] = ()
     ) -> None:
-        """Store the reply, to which later requests may refer. `body`: as it was sent, unless it was streamed."""
         request = self.request
         is_stored = request.raw.get("store") is not False
         store.add(
             attempt,
             self.head.id,
-            digests,
+            digests or message_digests(request.messages),
             request.messages,
             answer.message,
             (body or self.body([answer])) if is_stored else None,
@@ -327,17 +311,6 @@ class ResponsesReplyWriter:
         self.items.append(item | {"content": [part]})
         added = self._item_event("added", item | {"content": []})
         return added + self._event("response.content_part.added", **self._place(), part=part)
-
-    def _sign(self, event: SignedReasoning) -> bytes:
-        """Signed reasoning, which the caller can send back unchanged if it asked for encrypted content."""
-        if _ENCRYPTED not in (self.request.raw.get("include") or ()):
-            return self._close() if self._open == "reasoning_text" else b""
-        last = self.items[-1] if self.items else {}
-        started = b""
-        if last.get("type") != "reasoning" or "encrypted_content" in last:  # It has no text.
-            started = self._close() + self._start("reasoning_text")
-        self.items[-1]["encrypted_content"] = encode_signed_reasoning(event.block)
-        return started + self._close()
 
     def _close(self, status: str = "completed") -> bytes:
         """End the open text or reasoning."""
@@ -417,20 +390,20 @@ class ResponsesReplyWriter:
             "output": [],
             "error": None,
             "incomplete_details": None,
-            "instructions": raw.get("instructions"),
-            "metadata": raw.get("metadata") or {},
-            "parallel_tool_calls": raw.get("parallel_tool_calls") is not False,
-            "previous_response_id": raw.get("previous_response_id"),
-            "store": raw.get("store") is not False,
             "temperature": params.temperature,
             "top_p": params.top_p,
             "max_output_tokens": params.max_tokens,
-            "text": raw.get("text") or {"format": {"type": "text"}},
-            "tool_choice": raw.get("tool_choice") or "auto",
-            "tools": raw.get("tools") or [],
             "truncation": "disabled",
             "usage": None,
+            **{name: default if raw.get(name) is None else raw[name] for name, default in _REPEATED.items()},
         }
+
+
+_REPEATED: Final[Json] = {
+    **{"instructions": None, "metadata": {}, "parallel_tool_calls": True, "previous_response_id": None, "store": True},
+    **{"text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": []},
+}
+"""Fields of a request that its reply repeats -> what they are if they are not given."""
 
 
 # -- reading answers ---------------------------------------------------------------------------------------------------
@@ -440,51 +413,40 @@ LAST_EVENTS: Final = ("response.completed", "response.incomplete", "response.fai
 _CALLS: Final = ("function_call", "custom_tool_call")
 _OWN: Final = (*_CALLS, "message", "reasoning")
 """Types of the items that the model writes; hosted tools write the others."""
-_CALL_DELTAS: Final = ("response.function_call_arguments.delta", "response.custom_tool_call_input.delta")
 
 
 class ResponsesResponse(ProviderResponse):
-    """What a provider answers to `/v1/responses`, whole or event by event. Items that were streamed are not read again
-    where the last event repeats them."""
+    """What a provider answers to `/v1/responses`, whole or event by event: text as it comes, all else once its item is
+    complete. Items that were streamed are not read again where the last event repeats them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._streamed: set[Any] = set()
-        """Output indexes of the items that were read, and ids of those that came in deltas."""
-        self._started: set[Any] = set()
-        """Output indexes of the tool calls whose names came before their arguments."""
+        self._begun: set[Any] = set()
+        """Output indexes and ids, of which a server may give one, of the items whose text was read, perhaps in part."""
+        self._whole: set[Any] = set()
+        """Output indexes of the items that were read; ids of those without."""
 
     def _read(self, data: Json) -> None:
-        kind, place = data.get("type"), data.get("output_index")
-        if kind == "error":
-            self.error = str(data.get("message"))
-        elif kind == "response.output_item.done":
-            self._read_item(place, data["item"])
-        elif kind == "response.output_item.added":
-            if data["item"].get("type") in _CALLS:
-                self._started.add(place)
-                self._add_call(place, data["item"])
-        elif kind == "response.reasoning_summary_part.added":
-            if data.get("summary_index"):
-                self.choice().add_reasoning("\n\n")
-        elif isinstance(kind, str) and kind.endswith(".delta"):
-            self._streamed |= {place, data["item_id"]} if data.get("item_id") else {place}
-            self._read_delta(kind, place, data)
-        else:
-            response = data.get("response", data if data.get("object") == "response" else None)
-            if response is not None:
-                self._read_response(response, kind is None or kind in LAST_EVENTS)
-
-    def _read_delta(self, kind: str, place: Any, data: Json) -> None:
-        answer, delta = self.choice(), data["delta"]
-        if kind == "response.output_text.delta":
-            _add_text(answer, delta, data.get("logprobs"))
-        elif kind == "response.refusal.delta":
-            answer.add_refusal(delta)
-        elif kind in ("response.reasoning_text.delta", "response.reasoning_summary_text.delta"):
-            answer.add_reasoning(delta)
-        elif kind in _CALL_DELTAS:
-            answer.add_call(place, None, None, delta, kind == _CALL_DELTAS[1])
+        kind = data.get("type")
+        if isinstance(kind, str) and kind.endswith(".delta"):
+            self._begun |= _names(data.get("output_index"), data.get("item_id"))
+        match kind:
+            case "response.output_text.delta":
+                _add_text(self.choice(), data["delta"], data.get("logprobs"))
+            case "response.refusal.delta":
+                self.choice().add_refusal(data["delta"])
+            case "response.reasoning_text.delta" | "response.reasoning_summary_text.delta":
+                self.choice().add_reasoning(data["delta"])
+            case "response.reasoning_summary_part.added":
+                self.choice().add_reasoning("\n\n" if data.get("summary_index") else "")
+            case "response.output_item.done":
+                self._read_item(data.get("output_index"), data["item"])
+            case "error":
+                self.error = str(data.get("message"))
+            case _:
+                response = data.get("response", data if data.get("object") == "response" else None)
+                if response is not None:
+                    self._read_response(response, kind is None or kind in LAST_EVENTS)
 
     def _read_response(self, response: Json, whole: bool) -> None:
         self._identify(response)
@@ -494,8 +456,7 @@ class ResponsesResponse(ProviderResponse):
             self._add_usage(chat_usage(usage))
         items = response.get("output") or ()
         for place, item in enumerate(items):
-            if place not in self._streamed and item.get("id") not in self._streamed:
-                self._read_item(place, item)
+            self._read_item(place, item)
         status = response.get("status") or "completed"
         if status == "failed":
             self.error = str((response.get("error") or {}).get("message"))
@@ -505,25 +466,26 @@ class ResponsesResponse(ProviderResponse):
 
     def _read_item(self, place: Any, item: Json) -> None:
         """A complete item, of which nothing is read twice."""
-        kind, answer = item.get("type"), self.choice()
-        if place not in self._streamed and item.get("id") not in self._streamed:
-            self._streamed.add(place)
-            for part in item.get("content") or item.get("summary") or ():
-                if kind == "reasoning":
-                    answer.add_reasoning(part.get("text"))
-                else:
-                    _add_text(answer, part.get("text"), part.get("logprobs"))
-                    answer.add_refusal(part.get("refusal"))
-            if kind in _CALLS:
-                self._add_call(place, item | {"call_id": None, "name": None} if place in self._started else item)
+        kind, answer, known = item.get("type"), self.choice(), _names(place, item.get("id"))
+        if known & self._whole:
+            return
+        self._whole.add(item.get("id") if place is None else place)
+        for part in () if known & self._begun else item.get("content") or item.get("summary") or ():
+            if kind == "reasoning":
+                answer.add_reasoning(part.get("text"))
+            else:
+                _add_text(answer, part.get("text"), part.get("logprobs"))
+                answer.add_refusal(part.get("refusal"))
         if kind in _CALLS:
+            is_custom = kind == "custom_tool_call"
+            arguments = item.get("input" if is_custom else "arguments")
+            answer.add_call(place, item.get("call_id"), item.get("name"), arguments, is_custom)
             answer.end_call(place)
         (answer.add_block if kind in _OWN else answer.add_hosted_call)(item)
 
-    def _add_call(self, place: Any, item: Json) -> None:
-        is_custom = item["type"] == "custom_tool_call"
-        arguments = item.get("input" if is_custom else "arguments")
-        self.choice().add_call(place, item.get("call_id"), item.get("name"), arguments, is_custom)
+
+def _names(place: Any, item_id: Any) -> set[Any]:
+    return {name for name in (place, item_id) if name is not None}
 
 
 def _add_text(answer: Answer, text: Any, logprobs: Any) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import mimetypes
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ import orjson
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.answer import THOUGHTS, object_of
+from agentlightning.gateway.config import Provider
 from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import MESSAGES_PARAMS, RESPONSES_PARAMS, ApiPath, Request, shorten
 from agentlightning.gateway.dialects.chat import ECHOED
@@ -36,7 +36,6 @@ from agentlightning.gateway.dialects.content_parts import (
 )
 from agentlightning.gateway.dialects.messages import RAW_ARGUMENTS
 from agentlightning.gateway.errors import ApiError, bad_request
-from agentlightning.gateway.upstream.provider import Provider
 from agentlightning.util.json_values import Json, loads
 
 TurnLookup = Callable[[bytes], list[Json]]
@@ -52,7 +51,7 @@ _READERS: Final = {**RESPONSES_PARAMS, **MESSAGES_PARAMS}
 _NEUTRAL: Final = SamplingParams()
 
 
-def given_params(raw: Mapping[str, Any], params: SamplingParams, forced: Mapping[str, Any]) -> Json:
+def given_params(raw: Json, params: SamplingParams, forced: Json) -> Json:
     """The sampling parameters that were set, by their names in `SamplingParams`: our defaults are never sent."""
     named = {
         field for name, (field, _) in _READERS.items() if raw.get(name) is not None or forced.get(name) is not None
@@ -167,13 +166,9 @@ def turns_of(messages: Sequence[Message]) -> list[Message]:
         if last is None or message["role"] != "assistant" or last["role"] != "assistant":
             merged.append(message)
             continue
-        both = {"content": joined(last.get("content"), message.get("content"))}
-        lists = {
-            key: [*last.get(key, ()), *message.get(key, ())]
-            for key in ("tool_calls", "sealed")
-            if key in last or key in message
-        }
-        merged[-1] = {**last, **both, **lists}
+        merged[-1] = {**last, "content": joined(last.get("content"), message.get("content"))}
+        if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
+            merged[-1]["tool_calls"] = calls
     return merged
 
 
@@ -190,7 +185,7 @@ def known_turn(
     answer.take_new(done=True)
     is_unchanged = bool(before) and same_meaning(answer.message) == same_meaning(turn)
     kinds = THOUGHTS if is_blocks else ("reasoning",)
-    thoughts = [block for block in before or turn.get("sealed") or () if block["type"] in kinds]
+    thoughts = [block for block in before if block["type"] in kinds]
     return before if is_unchanged else None, thoughts
 
 
@@ -337,7 +332,7 @@ def _chat_messages(messages: Sequence[Message], provider: Provider, find_turn: T
         fields = {key: value for key, value in message.items() if key in known}
         fields["content"] = None if not content and message.get("tool_calls") else as_chat(content)
         if message["role"] == "assistant":
-            blocks = find_turn(turn_key(previous, message)) or message.get("sealed") or ()
+            blocks = find_turn(turn_key(previous, message))
             fields |= _echoed(fields, [block for block in blocks if block.get("provider") == provider.name])
         sent.append(fields)
         previous = message
@@ -348,9 +343,7 @@ def _echoed(fields: Json, blocks: Sequence[Json]) -> Json:
     """What this provider wants back with a turn that it wrote (`answer.CHAT_TURN`)."""
     found: Json = {}
     for block in blocks:
-        for name, value in object_of(block, "message").items():
-            both = type(found.get(name)) is type(value) and isinstance(value, str | list)
-            found |= {name: found[name] + value if both else value} if name in ECHOED else {}
+        found |= {name: value for name, value in object_of(block, "message").items() if name in ECHOED}
         if extra := object_of(block, "calls"):
             calls = found.get("tool_calls") or fields.get("tool_calls") or ()
             found["tool_calls"] = [
@@ -516,7 +509,7 @@ def _message_tools(request: Request) -> Json:
     )
 
 
-def _message_tool(function: Mapping[str, Any]) -> Json:
+def _message_tool(function: Json) -> Json:
     schema = {"type": "object"} | (function.get("parameters") or {})
     tool: Json = {"name": function["name"], "input_schema": schema}
     return tool | {key: function[key] for key in ("description", "strict") if function.get(key) is not None}
@@ -543,51 +536,25 @@ def _thinking(name: str, effort: Any, request: Request, model: str) -> Json:
 # -- settings: what else a request says of its user and of its answer -------------------------------------------------
 
 _SAME: Final = ("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "user")
+"""Fields that OpenAI's APIs have in common."""
 _INSIDE: Final = {"reasoning_effort": ("reasoning", "effort"), "verbosity": ("text", "verbosity")}
 """Field of chat completions -> where a request for a response has it."""
-_MAX_USER_ID: Final = 64
-"""OpenAI's limit for a user id, in characters."""
 
 
-def _settings(raw: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """(value, field of the request that has it), by their names in chat completions. What writes the body takes out
-    those that its API can express; the others are dropped, and said."""
-    given = [(name, raw.get(name), name) for name in (*_SAME, *_INSIDE)]
-    given += [(name, object_of(raw, outer).get(inner), outer) for name, (outer, inner) in _INSIDE.items()]
-    if "messages" in raw:
-        given.append(("user", object_of(raw, "metadata").get("user_id"), "metadata"))
-    found: dict[str, tuple[Any, str]] = {}
-    for name, value, field in given:
-        if value and (isinstance(value, str) or name == "reasoning_effort"):
-            found.setdefault(name, (value, field))
-    return found
-
-
-def _openai_settings(path: ApiPath, settings: Json) -> Json:
-    """For chat completions and responses."""
-    body = dict(settings)
-    settings.clear()
-    if len(user := body.get("user", "")) > _MAX_USER_ID:
-        body["user"] = hashlib.sha256(user.encode()).hexdigest()
-    if (tier := body.pop("service_tier", "auto")) != "auto":
-        body["service_tier"] = "default" if tier == "standard_only" else tier
-    if path == "responses":
-        body |= {outer: {inner: body.pop(name)} for name, (outer, inner) in _INSIDE.items() if name in body}
-    return body
-
-
-def _messages_settings(settings: Json, field: str, request: Request, model: str) -> Json:
-    """For Anthropic's messages. Raises ApiError 400, naming the `field`, for an effort that is not known."""
-    effort, tier = settings.get("reasoning_effort"), settings.get("service_tier")
-    body = {} if effort is None else _thinking(field, effort, request, model)
-    if body:
-        del settings["reasoning_effort"]
-    if user := settings.pop("safety_identifier", None) or settings.pop("user", None):
-        body["metadata"] = {"user_id": user}
-    if tier in ("auto", "default"):
-        del settings["service_tier"]
-        body |= {"service_tier": "standard_only"} if tier == "default" else {}
-    return body
+def _settings(path: ApiPath, request: Request, model: str) -> tuple[Json, set[str]]:
+    """(fields of the body, the fields of the request that say it; others are dropped). Raises ApiError 400 for an
+    effort that is not known."""
+    raw, known, kind = (request.raw, _ANTHROPIC_FIELDS, dict) if path == "messages" else (request.raw, _SAME, str)
+    body: Json = {name: raw[name] for name in known if isinstance(raw.get(name), kind) and raw[name] != "standard_only"}
+    taken = set(body)
+    for name, (outer, inner) in _INSIDE.items():
+        given = [(raw.get(name), name), (object_of(raw, outer).get(inner), outer)]
+        for value, field in [each for each in given if each[0]][:1]:
+            found = {name: value} if path == "chat/completions" else {outer: {inner: value}}
+            if path == "messages":
+                found = _thinking(field, value, request, model) if name == "reasoning_effort" else {}
+            body, taken = _merged(body, found), taken | ({field} if found else set())
+    return body, taken
 
 
 # -- the targets -------------------------------------------------------------------------------------------------------
@@ -615,27 +582,20 @@ def body_of(
 ) -> tuple[Json, tuple[str, ...]]:
     """(body for a path, names of the fields that were dropped). Raises ApiError 400 naming a field that must not be
     dropped."""
-    raw, found = request.raw, _settings(request.raw)
-    left = {name: value for name, (value, _) in found.items()}
-    own = {name: raw[name] for name in _ANTHROPIC_FIELDS if path == "messages" and isinstance(raw.get(name), dict)}
-    if path == "messages":
-        others = _messages_settings(left, found.get("reasoning_effort", ("", ""))[1], request, model)
-    else:
-        others = _openai_settings(path, left)
+    settings, taken = _settings(path, request, model)
     reject_unsupported(path, request, provider, params)
     try:
         body = _WRITERS[path](request, provider, model, params, find_turn)
     except UnsupportedContentError as error:
-        raise bad_request("messages" if "messages" in raw else "input", str(error)) from None
+        raise bad_request("messages" if "messages" in request.raw else "input", str(error)) from None
     if request.logprobs and request.params.top_logprobs:
         body["top_logprobs"] = request.params.top_logprobs
     if request.stream:
         body["stream"] = True
-    body = _merged(_merged(body, own), others)
+    body = _merged(body, settings)
     if "max_tokens" not in params:  # Reasoning counts as output: its budget comes on top of our default limit.
         budget = object_of(body, "thinking").get("budget_tokens")
         body |= {"max_tokens": body["max_tokens"] + budget} if type(budget) is int and budget > 0 else {}
-    taken = {*own, *(found[name][1] for name in found if name not in left)}
     dropped = tuple(name for name in request.ignored_fields if name not in taken)
     return body, dropped + _dropped_inside(path, request)
 

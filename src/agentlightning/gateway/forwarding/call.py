@@ -33,22 +33,22 @@ from agentlightning import span as names
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError
 from agentlightning.gateway.answer import PENDING, Answer, ProviderResponse, Usage, needs_echo, object_of, objects
 from agentlightning.gateway.callers import AttemptIds, AttemptTable, Caller
+from agentlightning.gateway.config import COUNT_TOKENS_PATH, Price, Provider
 from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import (
     ApiPath,
+    Constraint,
     ReplyMetadata,
     ReplyWriter,
-    Request,
     apply_resource_params,
     encode_event,
     event_data,
     loads_tolerantly,
 )
-from agentlightning.gateway.dialects.content_parts import message_digests, turn_key
+from agentlightning.gateway.dialects.content_parts import turn_key
 from agentlightning.gateway.dialects.messages import count_reply
-from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.dialects.response_store import ResponseStore
-from agentlightning.gateway.dialects.responses import LAST_EVENTS, ResponsesReplyWriter
+from agentlightning.gateway.dialects.responses import LAST_EVENTS
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.bodies import body_of, given_params, split_stops, translation_target, turns_of
 from agentlightning.gateway.http import PASSED, ResponseWriter, offload, run_to_completion
@@ -75,7 +75,6 @@ from agentlightning.gateway.upstream.call import (
     unreadable_response,
 )
 from agentlightning.gateway.upstream.limits import estimate_prompt_tokens
-from agentlightning.gateway.upstream.provider import COUNT_TOKENS_PATH, Price, Provider
 from agentlightning.span import Span
 from agentlightning.store import durability
 from agentlightning.store.base import LightningStoreBase
@@ -110,9 +109,9 @@ class ProviderRecord(CallRecord):
     route: ModelRoute
     data: Json
     """The request."""
-    forced: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    forced: Json = field(default_factory=Json)
     """What the attempt's resources say of the sampling, whatever the agent asks for."""
-    extra_attributes: Json = field(default_factory=dict[str, Any])
+    extra_attributes: Json = field(default_factory=Json)
     """Attributes of every span, which replace those read from the request and the response."""
     constraint: Constraint | None = None
     """What the caller demands of the answer, if that is known."""
@@ -237,7 +236,7 @@ def _are_numbers(prompt: Any, token_ids: Any, logprobs: Any) -> bool:
 # -- the request -------------------------------------------------------------------------------------------------------
 
 
-def encode_request(request: Mapping[str, Any]) -> bytes:
+def encode_request(request: Json) -> bytes:
     """Serialize a request. Raises ApiError 400 if it is nested too deeply."""
     try:
         return dumps(request)
@@ -453,11 +452,12 @@ class ForwardedCall:
             shown = self._added.filter_event(event, data)
             (self._final_events if self._final_events or is_final(event, data) else passed).append(shown)
 
-    def _read(self, events: Sequence[bytes]) -> list[tuple[bytes, Any]]:
+    def _read(self, events: Sequence[bytes]) -> Sequence[tuple[bytes, Any]]:
         """Read events, and return them with their data."""
-        read = [event_data(event) for event in events]
-        self.record.response.read_all(read)
-        return list(zip(events, read, strict=True))
+        read = self.record.response.merge([(event, event_data(event)) for event in events])
+        for _, data in read:
+            self.record.response.read(data)
+        return read
 
     def _read_unread(self) -> None:
         unread, self._unread = self._unread, []
@@ -492,7 +492,7 @@ def translate(
     call: ResolvedCall,
     trace_id: str = "",
     resource: str = "",
-    forced: Mapping[str, Any] | None = None,
+    forced: Json | None = None,
 ) -> TranslatedCall:
     """The call to a provider of another dialect. `forced`: the sampling parameters of the LLM resource `resource`.
     Raises ApiError 400 for an invalid request, and for what the provider's dialect cannot express."""
@@ -520,20 +520,15 @@ def translate(
     record.response.choices[0] = answer
     beta = f"{provider.dialect}-beta"  # What the caller enables in this provider's header.
     headers = {beta: call.headers.get(beta, "")}
-    return TranslatedCall(service, record, headers, request, head, dialect.reply(request, head), answer)
+    return TranslatedCall(service, record, headers, dialect.reply(request, head), answer)
 
 
 @dataclass(slots=True)
 class TranslatedCall(ForwardedCall):
     """A call whose response is read, and written in the dialect of the caller."""
 
-    request: Request
-    """As the caller sent it."""
-    head: ReplyMetadata
     reply: ReplyWriter
     answer: Answer
-    _is_open: bool = field(default=False, init=False)
-    """Whether the start of the reply was sent."""
 
     def _whole(self, call: UpstreamCall, data: Any) -> bytes:
         self._check_failed()
@@ -542,13 +537,13 @@ class TranslatedCall(ForwardedCall):
         return self.reply.body([self.answer])
 
     def _read_events(self, events: list[bytes], passed: list[bytes]) -> None:
-        for event in events:
-            data = event_data(event)
+        """The text of one read of the network is one delta for the caller."""
+        read = self._read(events)
+        passed.append(self._write())
+        self._check_failed()
+        for event, data in read:
             if data is None and b"data:" in event and b"[DONE]" not in event:
                 raise unreadable_response(self._provider, "an event of its stream is not JSON")
-            self.record.response.read(data)
-            passed.append(self._write())
-            self._check_failed()
             if is_final(event, data):
                 self._final_events.append(event)
 
@@ -558,29 +553,24 @@ class TranslatedCall(ForwardedCall):
 
     def _remember(self, body: bytes) -> None:
         """Store the reply for later requests, and the turn if its provider wants it back."""
-        attempt, reply, answer = self.record.caller.attempt, self.reply, self.answer
+        attempt, messages, answer = self.record.caller.attempt, self.reply.request.messages, self.answer
         if attempt is None:
             return
         if any(needs_echo(block) for block in answer.blocks):
-            answered = turns_of(self.request.messages)[-1]
+            answered = turns_of(messages)[-1]
             self.service.responses.add_turn(attempt, turn_key(answered, answer.message), answer.blocks)
-        if isinstance(reply, ResponsesReplyWriter):
-            reply.store(self.service.responses, attempt, message_digests(self.request.messages), answer, body)
+        self.reply.store(self.service.responses, attempt, answer, body)
 
     def _write(self, done: bool = False) -> bytes:
         """The new events as bytes, after the start of the reply if they are the first."""
-        events = self.answer.take_new(done)
-        if not (events or done):
-            return b""
-        opening = b"" if self._is_open else self.reply.start([self.answer])
-        self._is_open = True
-        return opening + b"".join([self.reply.event(self.answer, event) for event in events])
+        events = [(self.answer, event) for event in self.answer.take_new(done)]
+        return self.reply.more([self.answer], events) if events or done else b""
 
     def _finish(self, call: UpstreamCall) -> None:
         """Report the usage. Raises ApiError for an answer that its provider did not finish: the caller may ask
         again."""
-        self.head.usage = call.usage or Usage()
-        self.answer.num_tokens = self.head.usage.output_tokens
+        self.reply.head.usage = call.usage or Usage()
+        self.answer.num_tokens = self.reply.head.usage.output_tokens
         if self.answer.is_finished:
             return
         reason = display_text(self._provider, self.answer.given_reason or "it holds no choice with a finish reason")
@@ -613,7 +603,7 @@ _REQUEST_ERRORS: Final = frozenset({400, 413, 422})
 _UNSUPPORTED: Final = frozenset({404, 405, 501})
 
 
-async def _send_count(writer: ResponseWriter, request: Mapping[str, Any], size: int, counted: int | None) -> None:
+async def _send_count(writer: ResponseWriter, request: Json, size: int, counted: int | None) -> None:
     """Send a number of tokens, or an estimate, in Anthropic's format."""
     writer.extra_headers = [(HEADER, b"estimate" if counted is None else b"tokenizer")]
     if counted is None:
@@ -721,7 +711,7 @@ class ForwardingService:
 
     def _prepare(self, call: ResolvedCall) -> ForwardedCall:
         path, headers, caller, context, data, route = call
-        resource, forced, trace_id = "", Json(), ""
+        resource, forced, trace_id, overridden = "", Json(), "", tuple[str, ...]()
         if context is not None:
             resource, forced = context.sampling_parameters(route.name)
             trace_id = context.trace_id
@@ -730,11 +720,15 @@ class ForwardingService:
             if caller.temperature is not None and (reports or route.name in context.llms):
                 forced = {"temperature": caller.temperature, **forced}
             if reports and is_training(context, caller.mode, route.name):
-                data = self.on_policy.strip_request(data, forced)
+                data, overridden = self.on_policy.strip_request(data, forced)
         if route.provider is None or not route.provider.serves(path):
-            return translate(self, call._replace(body=data), trace_id, resource, forced)
-        record = ProviderRecord(caller=caller, trace_id=trace_id, path=path, route=route, data=data, forced=forced)
-        return ForwardedCall(self, record, headers)
+            forwarded = translate(self, call._replace(body=data), trace_id, resource, forced)
+        else:
+            record = ProviderRecord(caller=caller, trace_id=trace_id, path=path, route=route, data=data, forced=forced)
+            forwarded = ForwardedCall(self, record, headers)
+        if overridden:
+            forwarded.record.extra_attributes[names.OVERRIDDEN] = list(overridden)
+        return forwarded
 
     # -- the record ------------------------------------------------------------------------------------------------
 

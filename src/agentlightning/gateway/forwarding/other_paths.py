@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 from urllib.parse import quote, unquote
 
 from starlette.requests import Request
@@ -22,10 +22,16 @@ from agentlightning.gateway.dialects.chat import ChatResponse
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.http import parse_object, run_to_completion
 from agentlightning.gateway.record import CallRecord, failure_of
-from agentlightning.gateway.upstream.call import ServerPool, display_text, from_response, from_transport
-from agentlightning.gateway.upstream.provider import visible_headers
+from agentlightning.gateway.upstream.call import (
+    ServerPool,
+    display_text,
+    from_response,
+    from_transport,
+    visible_headers,
+)
 from agentlightning.span import Span
 from agentlightning.transport import Headers, TransportError
+from agentlightning.util.json_values import Json
 
 MAX_UPLOAD_BYTES: Final = 512 * 1024 * 1024
 """The largest file that OpenAI accepts."""
@@ -51,7 +57,7 @@ async def forward_as_is(
     if ".." in unquote(path).split("/"):
         raise ApiError(404, f"/v1/{path} is no path of the provider {provider.name!r}")
     model = (parse_object(body) or {}).get("model") if body[:1] == b"{" else None
-    attributes: dict[str, Any] = {
+    attributes: Json = {
         names.PROVIDER_NAME: provider.name,
         names.HTTP_METHOD: request.method,
         names.URL_PATH: f"/v1/{path}",
@@ -116,7 +122,7 @@ def _headers(requested: Headers, configured: Headers) -> Headers:
     return [*passed, *(header for header in configured if header[0] not in given)]
 
 
-def _usage(body: bytes) -> dict[str, Any]:
+def _usage(body: bytes) -> Json:
     response = ChatResponse()
     with suppress(ValueError):
         response.read(loads_tolerantly(body))

@@ -20,26 +20,118 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Self
-from urllib.parse import unquote, urlsplit
+from typing import Final, Literal, Self
+from urllib.parse import quote, unquote, urlsplit
 
 from agentlightning import span as names
 from agentlightning.gateway.answer import Usage
+from agentlightning.gateway.config import Price, Provider
 from agentlightning.gateway.dialects.base import ApiPath, EventTooLongError, SSEDecoder, event_data, loads_tolerantly
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream.limits import Budgets, RateLimiter, Reservation, max_prompt_tokens
-from agentlightning.gateway.upstream.provider import HIDDEN, Price, Provider, Redactor, redact_text, visible_headers
 from agentlightning.transport import Headers, Response, Transport, TransportError
 from agentlightning.transport.base import CONTEXT_ERROR, error_fields, retry_after
 from agentlightning.transport.servers import Server, ServerSet
+from agentlightning.util.json_values import Json
 from agentlightning.util.random_ids import random_uniform
 
 logger = logging.getLogger(__name__)
+
+# -- what the caller sees of a response --------------------------------------------------------------------------------
+
+_VISIBLE_HEADERS: Final = frozenset(
+    {
+        *(b"x-request-id", b"request-id", b"apim-request-id", b"x-amzn-requestid", b"cf-ray"),
+        *(b"retry-after", b"retry-after-ms", b"openai-processing-ms", b"openai-version"),
+    }
+)
+"""Response headers for the caller: request ids, processing time and retry hints."""
+_REQUEST_IDS: Final = {b"x-request-id": b"request-id", b"request-id": b"x-request-id"}
+_VISIBLE_PREFIXES: Final = (b"x-ratelimit-", b"anthropic-ratelimit-")
+_MAX_HEADER_BYTES: Final = 1024
+_LINE_BREAKS: Final = frozenset(b"\r\n\0")
+
+
+def visible_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
+    """The headers of a response that the SDK of the caller shows or acts upon: request ids, rate limits, `retry-after`.
+
+    Names are in lower case. Account names, cookies, headers of the connection and values with line breaks are left
+    out. The SDKs of OpenAI and Anthropic read the request id from different headers, so it is sent as both.
+    """
+    visible = [
+        (name, value)
+        for name, value in headers
+        if (name in _VISIBLE_HEADERS or name.startswith(_VISIBLE_PREFIXES))
+        and len(value) <= _MAX_HEADER_BYTES
+        and not _LINE_BREAKS & set(value)
+    ]
+    ids = {name: value for name, value in visible if name in _REQUEST_IDS}
+    if len(ids) == 1:
+        ((id_header, value),) = ids.items()
+        visible.append((_REQUEST_IDS[id_header], value))
+    return visible
+
+
+# Redacts the credentials of a provider in its responses, stream events, headers and errors.
+#
+# Otherwise a provider that echoes requests, or names its key in an error, would reveal it to agents and spans. Runs for
+# every response before it is parsed, so it only searches the bytes.
+
+HIDDEN: Final = "***"
+MIN_BODY_SECRET_CHARS: Final = 16
+"""Shorter credentials are redacted in errors and headers only: in a response they may be words of the model, and no
+provider issues such keys."""
+_ERROR: Final = b'"error"'
+_NO_ERROR: Final = (b'"error":null', b'"error": null')
+
+
+class Redactor:
+    """Hides the credentials of one provider."""
+
+    def __init__(self, provider: Provider) -> None:
+        credentials = [text for text in provider.credentials() if len(text) >= MIN_BODY_SECRET_CHARS]
+        self._in_bodies = _encodings(credentials)
+        self._everywhere = _encodings(provider.secrets())
+
+    def redact_body(self, data: bytes) -> bytes:
+        """Redact a response or a stream event; errors are searched for every secret."""
+        encodings = self._in_bodies
+        if encodings != self._everywhere and data.count(_ERROR) > sum(data.count(null) for null in _NO_ERROR):
+            encodings = self._everywhere
+        return _replace(data, encodings)
+
+    def redact_headers(self, headers: Headers) -> list[tuple[bytes, bytes]]:
+        return [(name, _replace(value, self._everywhere)) for name, value in headers]
+
+
+def redact_text(provider: Provider, text: str) -> str:
+    """Redact a text of a provider."""
+    data = text.encode("utf-8", "surrogatepass")
+    return _replace(data, _encodings(provider.secrets())).decode("utf-8", "surrogatepass")
+
+
+def _replace(data: bytes, encodings: Iterable[bytes]) -> bytes:
+    for encoded in encodings:
+        if encoded in data:
+            data = data.replace(encoded, HIDDEN.encode())
+    return data
+
+
+def _encodings(secrets: Iterable[str]) -> tuple[bytes, ...]:
+    """How secrets may be written in a body or a header; the longest first, since one may contain another."""
+    encodings: set[bytes] = set()
+    for secret in secrets:
+        escaped = json.dumps(secret, ensure_ascii=False)[1:-1]
+        texts = (secret, escaped, escaped.replace("/", "\\/"), json.dumps(secret)[1:-1], quote(secret, safe=""))
+        encodings |= {text.encode("utf-8", "surrogatepass") for text in texts}
+    return tuple(sorted(encodings, key=lambda encoded: (-len(encoded), encoded)))
+
 
 # -- the servers of a provider -----------------------------------------------------------------------------------------
 
@@ -254,8 +346,6 @@ class Failure:
     counts_against_health: bool = False
     """Whether the server counts as unhealthy for it."""
     unreachable: bool = False
-    retry_after_seconds: float | None = None
-    """Seconds without calls that the server asked for."""
 
 
 def from_transport(provider: Provider, error: TransportError) -> Failure:
@@ -322,7 +412,6 @@ def from_response(provider: Provider, status: int, headers: Headers, body: bytes
         api_error,
         is_retryable=retryable if should_retry is None else should_retry,
         counts_against_health=failed,
-        retry_after_seconds=after,
     )
 
 
@@ -388,9 +477,9 @@ class UpstreamCall:
 
     # -- tokens and dollars ----------------------------------------------------------------------------------------
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> Json:
         """Attributes of the call's span: the provider, the retries, the usage and cost of all tries."""
-        attributes: dict[str, Any] = {
+        attributes: Json = {
             names.PROVIDER_NAME: self._provider.name,
             names.PROVIDER_RETRIES: self.retries,
         }
@@ -607,14 +696,14 @@ class UpstreamCall:
             self._server.record_failure(failure.unreachable)
             if not self._server.up:
                 self._pool.watch(self._server)
-        provider, seconds = self._provider, failure.retry_after_seconds
+        provider, seconds = self._provider, failure.api_error.retry_after
         if seconds is not None and (provider.retries or seconds <= provider.max_wait_seconds):
             self._server.pause(self.request.model, min(seconds, _MAX_PAUSE_SECONDS))
 
     def _retry_pause(self, failure: Failure, tried: Sequence[ProviderServer]) -> float | None:
         """Seconds until the next try; None if there is none. A rate limit that says when it ends is waited for, or
         another server is asked; all else takes a retry of this call, and one of the provider's budget."""
-        pool, provider, after = self._pool, self._provider, failure.retry_after_seconds
+        pool, provider, after = self._pool, self._provider, failure.api_error.retry_after
         if not failure.is_retryable or not provider.retries:
             return None
         server = pool.choose(self.request.affinity, tried, self.request.model)

@@ -14,7 +14,7 @@ import asyncio
 import math
 import os
 import struct
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import mul
@@ -22,44 +22,23 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import orjson
-from pydantic import PositiveFloat
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.answer import object_of
+from agentlightning.gateway.config import BudgetConfig, Provider
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.upstream.provider import PrivateSection, Provider
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.tracing.messages import IMAGES, image_url
 from agentlightning.util.file_lock import lock_file
 from agentlightning.util.json_values import Json, dumps, loads
-from agentlightning.util.settings import AtLeastOne
 
 _LAYOUT: Final = struct.Struct("<8sdd")
 _MAGIC: Final = b"aglspent"
 _MAX_ROLLOUTS: Final = 65536
 _MAX_AMOUNT: Final = 1e15
 """Upper limit for the recorded dollars or tokens of one call."""
-
-
-class BudgetConfig(PrivateSection):
-    """Limits for the cost of calls to providers. Calls to local policies are not counted."""
-
-    dollars: PositiveFloat | None = None
-    """US dollars for all rollouts together; None: no limit."""
-    tokens: AtLeastOne | None = None
-    """Input and output tokens of all rollouts together; None: no limit."""
-    rollout_dollars: PositiveFloat | None = None
-    """US dollars for each rollout, over all its attempts; None: no limit."""
-    rollout_tokens: AtLeastOne | None = None
-    """Tokens of each rollout, over all its attempts; None: no limit."""
-    file: str | None = None
-    """The file that keeps the total across restarts of the server; remove it to start at zero. None: beside the store's
-    file, or in memory if the store has none."""
-
-    def __bool__(self) -> bool:
-        return any((self.dollars, self.tokens, self.rollout_dollars, self.rollout_tokens))
 
 
 @dataclass(slots=True)
@@ -259,32 +238,32 @@ class _SpendFile:
 # -- rates -------------------------------------------------------------------------------------------------------------
 
 
+_ROUNDING: Final = 1e-6
+"""Seconds."""
+
+
 class TokenBucket:
     """A rate per minute; None: no limit."""
 
     def __init__(self, per_minute: int | None, clock: Callable[[], float]) -> None:
-        self._capacity = float(per_minute or 0)
-        self._per_second = self._capacity / 60
-        self._available = self._capacity
+        self._seconds = 60 / per_minute if per_minute else 0.0
+        """Seconds for each."""
         self._clock = clock
-        self._refilled_at = clock()
+        self._full_at = clock()
+        """When the bucket is full again."""
 
-    def seconds_until(self, amount: float) -> float:
+    def seconds_until(self, amount: float, most: float = 60.0) -> float:
         """Seconds until a call of `amount` may start. One beyond the capacity starts when the bucket is full."""
-        return self.seconds_for(min(amount, self._capacity))
+        seconds = self._full_at - self._clock() + min(most, amount * self._seconds) - 60
+        return seconds if seconds > _ROUNDING else 0.0
 
     def seconds_for(self, amount: float) -> float:
         """Seconds until `amount` is available in full."""
-        if not self._per_second:
-            return 0.0
-        now = self._clock()
-        self._available = min(self._capacity, self._available + (now - self._refilled_at) * self._per_second)
-        self._refilled_at = now
-        return max(0.0, amount - self._available) / self._per_second
+        return self.seconds_until(amount, math.inf)
 
     def take(self, amount: float) -> None:
         """Take an amount; the balance may become negative."""
-        self._available -= amount
+        self._full_at = max(self._full_at, self._clock()) + amount * self._seconds
 
 
 class RateLimiter:
@@ -440,7 +419,7 @@ _NOT_CONTENT: Final = _FILES | {
 }
 
 
-def estimate_prompt_tokens(body: Mapping[str, Any]) -> int:
+def estimate_prompt_tokens(body: Json) -> int:
     """An estimate for a prompt in any dialect: its system prompt, messages or items, and tools. Rather too high than
     too low, since agents shorten their conversations by it."""
     messages = body.get("messages", body.get("input"))
