@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import cache
 from typing import Any, Final, Generic, TypeVar, cast
+from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 import httpx
@@ -31,6 +32,8 @@ LONGEST_WAIT: Final = 60.0
 """Seconds between two tries, whatever the service asks for."""
 MOST_BYTES: Final = 16 * 2**20
 """Of an answer, decompressed."""
+OPENAI: Final = "https://api.openai.com/v1"
+_NEW_LIMIT_HOSTS: Final = ("api.openai.com", ".openai.azure.com")
 SHOWN: Final = 200
 """Characters of an unexpected response that are shown."""
 T = TypeVar("T")
@@ -96,6 +99,16 @@ def last_object(text: str, key: str) -> Mapping[str, Any] | None:
                 found = cast("Mapping[str, Any]", value)
         place = text.find("{", end)
     return found
+
+
+async def complete_chat(base_url: str, body: dict[str, Any], **request: Any) -> Any:
+    """The chat completion, not yet checked, of an OpenAI-compatible endpoint for a `body` with `max_tokens`. `request`,
+    and what it raises: as of `post_json`."""
+    if (urlsplit(base_url).hostname or "").endswith(_NEW_LIMIT_HOSTS):
+        # The newer models of OpenAI refuse `max_tokens`; other servers may not know the new name.
+        body = {**body, "max_completion_tokens": body["max_tokens"]}
+        del body["max_tokens"]
+    return await post_json(f"{base_url.rstrip('/')}/chat/completions", body, **request)
 
 
 async def post_json(

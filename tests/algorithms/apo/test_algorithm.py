@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from tests.support.prompt_worlds import START, PromptWorld
 
 import agentlightning as agl
@@ -60,21 +59,3 @@ async def test_an_edit_that_cannot_be_used_is_counted_and_warned_of_once(made):
     state = algorithm.state_dict()
     assert state["skips"] == {"schema_violations": 1, "edit_unknown_line": 1, "editor_nonsense": 1}
     assert not state["skips"].keys() & state["counts"].keys()
-
-
-@pytest.mark.parametrize("skips", [{}, {"schema_violations": 18}])
-async def test_texts_that_break_a_template_are_counted_on_in_a_search_of_an_earlier_version(made, skips):
-    """It had those of gepa among its counts alone, those of other searches in both."""
-    search = made(BeamSearch, PromptWorld())
-    run: Any = Run(search.training)
-    run.step = 1
-    algorithm = agl.APO(critic={"model": "m"}, search="beam", rounds=1)
-    spent = {"state": search.state_dict(), "spending": search.spending.state_dict()}
-    counts = {"proposed": 20, "schema_violations": 18}
-    algorithm.load_state_dict(
-        {"search": "beam", **spent, "counts": counts, "skips": skips, "ended": None, "for_budget": False}
-    )
-    await algorithm.run(run)
-    assert run.warnings["apo_schema_violations"].startswith("18 replies")
-    assert algorithm.state_dict()["counts"] == {"proposed": 20}
-    assert algorithm.state_dict()["skips"] == {"schema_violations": 18}
