@@ -364,7 +364,7 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._credit.memory.load_state_dict(state.get("credit_memory", {"forgotten": 0, "tables": {}}))
+        self._credit.memory.load_state_dict(state.get("credit_memory", {"tables": {}}))
         if self._replay is not None:
             self._replay.load_state_dict(state.get("replay", {}))
 
@@ -383,7 +383,8 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
             self._roles.check_seen(collected.trajectories, target)
         trajectories, shaping = await self._shaped(training, learned, target)
         trajectories, filtered = self._filtered(trajectories)
-        samples, report = await self._credit.samples(training, trajectories, target, self._roles.trains)
+        trains = partial(self._roles.trains, target=target)
+        samples, report = await self._credit.samples(training, trajectories, trains)
         counts |= filtered | self._roles.counts(collected.trajectories)
         metrics = {
             **reward_metrics(collected, config.reward_weights),
@@ -397,15 +398,8 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
         average = None
         if "sdpo" in {loss.type for loss in config.losses}:
             feedback = config.feedback or Feedback()
-            samples, own = await with_feedback(
-                training,
-                samples,
-                learned,
-                feedback,
-                target,
-                config.reward_weights,
-                self._roles.trains,
-            )
+            weights = config.reward_weights
+            samples, own = await with_feedback(training, samples, learned, feedback, trains, weights)
             metrics, average = metrics | own, feedback.rate if feedback.rate < 1 else None
         if self._learns(samples):
             metrics |= await self._update(training, samples, average)

@@ -101,14 +101,18 @@ def last_object(text: str, key: str) -> Mapping[str, Any] | None:
     return found
 
 
-async def complete_chat(base_url: str, body: dict[str, Any], **request: Any) -> Any:
-    """The chat completion, not yet checked, of an OpenAI-compatible endpoint for a `body` with `max_tokens`. `request`,
-    and what it raises: as of `post_json`."""
-    if (urlsplit(base_url).hostname or "").endswith(_NEW_LIMIT_HOSTS):
-        # The newer models of OpenAI refuse `max_tokens`; other servers may not know the new name.
-        body = {**body, "max_completion_tokens": body["max_tokens"]}
-        del body["max_tokens"]
-    return await post_json(f"{base_url.rstrip('/')}/chat/completions", body, **request)
+def limited(base_url: str, max_tokens: int) -> dict[str, int]:
+    """The limit of a chat completion under the name that an endpoint takes. The newer models of OpenAI refuse
+    `max_tokens`; other servers may not know the new name."""
+    is_new = (urlsplit(base_url).hostname or "").endswith(_NEW_LIMIT_HOSTS)
+    return {"max_completion_tokens" if is_new else "max_tokens": max_tokens}
+
+
+async def complete_chat(base_url: str, body: Mapping[str, Any], max_tokens: int, **request: Any) -> Any:
+    """The chat completion, not yet checked, of an OpenAI-compatible endpoint. `request`, and what it raises: as of
+    `post_json`."""
+    url = f"{base_url.rstrip('/')}/chat/completions"
+    return await post_json(url, {**body, **limited(base_url, max_tokens)}, **request)
 
 
 async def post_json(

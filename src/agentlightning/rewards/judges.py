@@ -71,13 +71,13 @@ class ChatJudge(Portable):
         body = {
             "model": self.model,
             "temperature": self.temperature,
-            "max_tokens": self.max_tokens,
             "messages": [{"role": "system", "content": system}, {"role": "user", "content": user}],
         }
         async with self._limits.get():
             found = await complete_chat(
                 self.base_url,
                 body,
+                self.max_tokens,
                 key_variable=self.key_variable,
                 timeout=self.timeout,
                 retries=self.retries,

@@ -197,9 +197,10 @@ async def test_a_client_object_is_called_as_openai_is():
         message = SimpleNamespace(content="Yes.")
         return SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason="stop")], usage=None)
 
-    opened = await open_model(PromptModel(model="m", temperature=0.5), Client(create), AsyncExitStack(), "critic")
+    settings = PromptModel(model="m", temperature=0.5, max_tokens=9)
+    opened = await open_model(settings, Client(create), AsyncExitStack(), "critic")
     assert (await opened.complete([{"role": "user", "content": "Hi"}])).text == "Yes."
-    assert (asked["model"], asked["temperature"]) == ("m", 0.5)
+    assert (asked["model"], asked["temperature"], asked["max_tokens"]) == ("m", 0.5, 9)
 
 
 async def test_errors_of_a_client_are_counted_not_raised(writer):

@@ -38,7 +38,7 @@ from agentlightning.algorithms.training import RolloutReport, Training
 from agentlightning.assemble import calls, steps
 from agentlightning.errors import ConfigError, MissingRewardError, TrainingStopped
 from agentlightning.resources import PromptTemplate
-from agentlightning.rewards.base import OPENAI, complete_chat
+from agentlightning.rewards.base import OPENAI, complete_chat, limited
 from agentlightning.span import Span
 from agentlightning.trajectory import Step
 from agentlightning.util.json_values import as_text, recorded_objects
@@ -97,7 +97,8 @@ async def ask_endpoint(settings: PromptModel, messages: list[Message]) -> Comple
     body = {"model": settings.model, "messages": messages, "temperature": settings.temperature}
     reply = await complete_chat(
         url,
-        body | {"max_tokens": settings.max_tokens},
+        body,
+        settings.max_tokens,
         key_variable=settings.api_key_env,
         timeout=settings.timeout_seconds,
         retries=RETRIES,
@@ -109,8 +110,9 @@ async def ask_endpoint(settings: PromptModel, messages: list[Message]) -> Comple
 
 async def ask_client(client: Any, settings: PromptModel, messages: list[Message]) -> Completion:
     """The reply of a client object with the interface of `openai.AsyncOpenAI`."""
+    limit = limited(str(getattr(client, "base_url", "")), settings.max_tokens)
     reply = await client.chat.completions.create(
-        model=settings.model, messages=messages, temperature=settings.temperature
+        model=settings.model, messages=messages, temperature=settings.temperature, **limit
     )
     return _completion(reply)
 

@@ -15,7 +15,6 @@ another policy would soon teach nothing.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import singledispatch
@@ -101,7 +100,6 @@ class RecordedSessions:
 
     def plan(self, algorithm: Algorithm[Any], form: Form, refused: Sequence[Rejection] = ()) -> Plan:
         """An algorithm learns from the sessions in a form, but not from those that it has `refused`."""
-        before = Counter(self.tokenizer.counts)  # Of an earlier look at the same sessions.
         found, rejected = self.prepare(form, algorithm.reward_weights)
         left_out = {each.rollout_id for each in refused}
         found = [each for each in found if each.trajectory.rollout_id not in left_out]
@@ -111,7 +109,7 @@ class RecordedSessions:
             notes.append(f"{several} sessions hold several rewards; each belongs to the calls since the one before it")
         if foreign := sum(each.foreign for each in found):
             notes.append(f"{foreign} calls have tokens of another tokenizer; their text is rendered anew")
-        return Plan(algorithm, found, rejected, [*notes, *describe_notes(self.tokenizer.counts - before)], len(found))
+        return Plan(algorithm, found, rejected, [*notes, *describe_notes(self.tokenizer.counts)], len(found))
 
     def choose(self, found: Sequence[TokenizedSession], known: int, weights: Any) -> tuple[Method, list[str]]:
         """The method that the data has what it needs for, and why: of the sessions that were `found`, `known` have
@@ -258,6 +256,7 @@ def _pairs(algorithm: DPO, tokenizer: Tokenizer) -> Plan:
 @plan.register
 def _(algorithm: LightningRL, recorded: RecordedSessions) -> Plan:
     config, weights = algorithm.config, algorithm.reward_weights
+    recorded = replace(recorded, sessions=[recorded.tokenizer.read(each) for each in recorded.sessions])
     found, _ = recorded.prepare("recorded", weights)
     sampled = [each.trajectory for each in found if each.logprobs]
     refused = algorithm.rejections(sampled, config.target_agent) if sampled else []
