@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, cast
 from pydantic import Field, TypeAdapter, ValidationError, field_validator
 
 from agentlightning.assemble import scalar_reward
-from agentlightning.credit.agent_rewards import AgentRewards, agents_apart, check_agents, reward_of, team_score
+from agentlightning.credit.agent_rewards import AgentRewards, check_agents, reward_of, team_score
 from agentlightning.credit.base import (
     SMALLEST_SPREAD,
     Credit,
@@ -338,8 +338,13 @@ class Assignment:
         return [next(following) if len(group) >= self.rule.min_group else None for group in groups]
 
     def _views(self, groups: Sequence[Group]) -> list[View]:
-        agents = agents_apart(groups, self.agent_rewards)
-        views = [View()] if agents is None else [View(agent, every_agent=False) for agent in agents]
+        every = [each for group in groups for each in group]
+        if self.agent_rewards == "shared" or not any(each.agent_rewards for each in every):
+            views = [View()]
+        else:
+            agents = {call.agent for each in every for call in each.transitions}
+            ordered = sorted(agents, key=lambda agent: (agent is not None, agent or ""))
+            views = [View(agent, every_agent=False) for agent in ordered]
         if self.normalization.type != GDPO:
             return views
         weights = self.reward_weights or {}

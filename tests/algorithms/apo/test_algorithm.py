@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ from tests.support.prompt_worlds import START, PromptWorld
 
 import agentlightning as agl
 from agentlightning.algorithms.apo.beam import BeamSearch
+from agentlightning.algorithms.apo.reflective import ReflectiveSearch
 
 ADVICE = "The prompt lacks the colour."
 
@@ -59,3 +61,28 @@ async def test_an_edit_that_cannot_be_used_is_counted_and_warned_of_once(made):
     state = algorithm.state_dict()
     assert state["skips"] == {"schema_violations": 1, "edit_unknown_line": 1, "editor_nonsense": 1}
     assert not state["skips"].keys() & state["counts"].keys()
+
+
+async def test_a_search_that_ended_for_its_rounds_goes_on_where_there_are_more(made):
+    def algorithm(rounds: int) -> agl.APO:
+        models = {part: {"model": part} for part in ("critic", "editor")}
+        found = agl.APO(client, **models, rounds=rounds, budget={"calls": 300})
+        found.load_state_dict(state)
+        return found
+
+    async def create(model, messages, **_):
+        text = {"critic": world.critique, "editor": world.edits}[model](messages[-1]["content"])
+        return SimpleNamespace(
+            choices=[SimpleNamespace(message=SimpleNamespace(content=text), finish_reason="stop")], usage=None
+        )
+
+    world, state = PromptWorld(), {}
+    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    run: Any = Run(made(ReflectiveSearch, world).training)
+    for rounds in (3, 3, 6):
+        running = algorithm(rounds)
+        await running.run(run)
+        assert run.step == rounds
+        state = json.loads(json.dumps(running.state_dict()))
+    assert "its 3 rounds are done" in run.warnings["apo_budget"]
+    assert state["state"]["number"] == 6

@@ -161,7 +161,7 @@ class APO(Algorithm[APOConfig]):
             while search.ended is None and training.step < self.total_steps:
                 await search.step()
                 if search.ended is None and training.step + 1 >= self.total_steps:
-                    await search.end(f"its {self.total_steps} rounds are done")
+                    await search.end(f"its {self.total_steps} rounds are done", budget=True)
                 await self._finish_step(training, search)
             self._report(training, search)
 
@@ -183,7 +183,10 @@ class APO(Algorithm[APOConfig]):
         """Say why the search ended, and what of critic and editor could not be used."""
         text = f"the search ended because {search.ended or 'all rounds are done'}"
         if search.ended_for_budget:
-            training.warn("apo_budget", f"{text}; more might be found: resume it with a larger algorithm.budget")
+            training.warn(
+                "apo_budget",
+                f"{text}; more might be found: resume it with a larger algorithm.budget, or algorithm.rounds",
+            )
         else:
             training.note(text)
         for reason, count in search.skips.items():

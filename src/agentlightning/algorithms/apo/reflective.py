@@ -68,12 +68,10 @@ class Node:
         """Its own outcomes on a task."""
         return [each for each in self.outcomes if each.task == task]
 
-    def known(self, task: int) -> list[Outcome]:
-        """What is known of a task: its own outcomes, else the inherited one."""
-        return self.own(task) or [each for each in self.inherited if each.task == task]
-
     def score(self, task: int) -> float:
-        return fmean(map(score_of, self.known(task)))
+        """What is known of a task: its own outcomes, else the inherited one."""
+        known = self.own(task) or [each for each in self.inherited if each.task == task]
+        return fmean(map(score_of, known))
 
     @property
     def tasks(self) -> set[int]:

@@ -358,7 +358,8 @@ class Search(ABC):
         """One proposal; the last one calls `end`."""
 
     async def end(self, why: str, *, budget: bool = False) -> None:
-        """End the search, for its `budget` or otherwise."""
+        """End the search: for its `budget`, or a number of rounds, with which it goes on where they have grown, or for
+        good."""
         self.ended, self.ended_for_budget = why, budget
 
     # -- candidates ------------------------------------------------------------------------------------------------
@@ -509,8 +510,8 @@ class Search(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned. One that ended for its budget goes on if the budget has grown
-        since. Raises ConfigError for the state of another strategy."""
+        """Continue from what `state_dict` returned. One that ended for its budget or its rounds goes on if these have
+        grown since. Raises ConfigError for the state of another strategy."""
         if state["search"] != self.config.search:
             raise ConfigError(f"the run is a search {state['search']!r}; resume it with search={state['search']!r}")
         own = state["state"]

@@ -34,7 +34,7 @@ from agentlightning.algorithms.recorded.sessions import (
     without_probabilities,
 )
 from agentlightning.algorithms.sft import RejectionSampling, SFTAlgorithm
-from agentlightning.credit import is_target
+from agentlightning.credit import group_trajectories, is_target
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.base import SMALLEST_SPREAD, spread
 from agentlightning.credit.rejection import Rejection, count_reasons, describe_reasons
@@ -114,12 +114,11 @@ class RecordedSessions:
     def choose(self, found: Sequence[TokenizedSession], known: int, weights: Any) -> tuple[Method, list[str]]:
         """The method that the data has what it needs for, and why: of the sessions that were `found`, `known` have
         log-probabilities. Raises DatasetError, saying what is missing."""
-        groups: dict[str, list[float]] = {}
-        for each in found:
-            groups.setdefault(each.trajectory.group, []).append(team_score(each.trajectory, weights) or 0.0)
-        singles = [group[0] for group in groups.values() if len(group) == 1]
-        varied = any(spread(group) > SMALLEST_SPREAD for group in (*groups.values(), singles) if group)
-        ids = {each.trajectory.rollout_id for each in found}
+        trajectories = [each.trajectory for each in found]
+        groups = [[team_score(each, weights) or 0.0 for each in group] for group in group_trajectories(trajectories)]
+        singles = [group[0] for group in groups if len(group) == 1]
+        varied = any(spread(group) > SMALLEST_SPREAD for group in (*groups, singles) if group)
+        ids = {each.rollout_id for each in trajectories}
         own = [each for each in self.sessions if each.rollout.rollout_id in ids]
         parts = [part for each in own for part in divided(each, "rejection", self.tokenizer.target)]
         rewards = [reward for part in parts if (reward := part.reward(weights)) is not None]
