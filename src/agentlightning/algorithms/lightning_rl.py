@@ -55,7 +55,6 @@ from agentlightning.algorithms.step import (
     with_feedback,
     with_kl_penalty,
     with_overlong_penalty,
-    with_reward,
     without_weight,
 )
 from agentlightning.algorithms.training import Collected, Training
@@ -319,7 +318,8 @@ def shape_rewards(
     """The trajectories with what they themselves change of their rewards, and its metrics."""
     metrics: dict[str, float] = {}
     if config.truncated_reward is not None:
-        trajectories = with_reward(trajectories, truncated_rollouts(trajectories, target), config.truncated_reward)
+        cut, reward = truncated_rollouts(trajectories, target), config.truncated_reward
+        trajectories = [replace(each, reward=reward) if each.rollout_id in cut else each for each in trajectories]
     if config.overlong is not None:
         trajectories, metrics = with_overlong_penalty(trajectories, config.overlong, target, config.reward_weights)
     return trajectories, metrics

@@ -182,7 +182,7 @@ def _messages(fields: Mapping[str, Any], name: str, role: str, where: str) -> tu
     if value is None or value == "":
         raise _wrong(where, f"{name} is {'missing' if value is None else 'empty'}")
     if isinstance(value, str):
-        return ({"role": role, "content": value},)
+        value = [{"role": role, "content": value}]
     turns = cast("list[Any]", value) if isinstance(value, list) else []
     if not turns:
         raise _wrong(where, f"{name} is {value!r:.60}")

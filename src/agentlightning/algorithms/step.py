@@ -408,11 +408,6 @@ def truncated_rollouts(trajectories: Sequence[Trajectory], target_agent: str | N
     )
 
 
-def with_reward(trajectories: Sequence[Trajectory], rollouts: Collection[str], reward: float) -> list[Trajectory]:
-    """The trajectories, some rollouts with another reward."""
-    return [replace(each, reward=reward) if each.rollout_id in rollouts else each for each in trajectories]
-
-
 def without_weight(samples: Sequence[TrainingSample], rollouts: Collection[str]) -> list[TrainingSample]:
     """The samples with weight 0 for some rollouts. The others weigh what they did."""
     return [

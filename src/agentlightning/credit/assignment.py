@@ -403,8 +403,8 @@ def refuse_not_finite(trajectory: Trajectory) -> None:
 def _teaches_nothing(credit: Credit) -> bool:
     import numpy as np
 
-    advantages = [bool(np.any(each)) for own in credit.advantages for each in own]
-    return credit.returns is None and bool(advantages) and not any(advantages)
+    advantages = [each for own in credit.advantages for each in own]
+    return credit.returns is None and bool(advantages) and not any(np.any(each) for each in advantages)
 
 
 def _zeros(group: Group) -> Credit:
