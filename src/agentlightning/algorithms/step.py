@@ -323,9 +323,9 @@ class CreditAssigner:
             raise ConfigError(f'credit rule "{rule.type}" needs {sorted(wanted)} of a policy, and this run trains none')
         found: dict[str, Mapping[CallId, Any]] = {}
         for name in sorted(wanted):
-            of_answers = name == ANSWER_LOGPROBS and isinstance(rule, InformationGainCredit)
+            of_answers = rule if name == ANSWER_LOGPROBS and isinstance(rule, InformationGainCredit) else None
             column: Any = "logprobs" if of_answers else name
-            trees = await asyncio.to_thread(_answer_trees if of_answers else _trees, groups, rule, learner)
+            trees = await asyncio.to_thread(_trees, groups, of_answers, learner)
             try:
                 calls = by_call(trees, (await learner.score(trees, {column}))[column])
             except PolicyError as error:
@@ -341,14 +341,15 @@ def with_shared(found: Mapping[CallId, Any], groups: Sequence[Sequence[Trajector
     return {**found, **{call: found[first] for call, first in shared.items() if first in found}}
 
 
-def _trees(groups: Sequence[Sequence[Trajectory]], *_: object) -> list[TokenTree]:
+def _trees(
+    groups: Sequence[Sequence[Trajectory]], of_answers: InformationGainCredit | None, learner: Learner
+) -> list[TokenTree]:
+    """The tree of each group; with a rule `of_answers`, of its prompts followed by the known answers."""
+    if of_answers is not None:
+        every = [each for group in groups for each in group]
+        answers = {each.rollout_id: learner.chat.encode(of_answers.answer_text(each)) for each in every}
+        groups = [answering(group, answers) for group in groups]
     return [token_tree(group) for group in groups]
-
-
-def _answer_trees(groups: Sequence[Sequence[Trajectory]], rule: Any, learner: Learner) -> list[TokenTree]:
-    """For each group, its prompts followed by the known answers."""
-    answers = {each.rollout_id: learner.chat.encode(rule.answer_text(each)) for group in groups for each in group}
-    return [token_tree(answering(group, answers)) for group in groups]
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
