@@ -98,7 +98,7 @@ async def test_a_resumed_run_gives_the_advantages_of_one_that_was_not_interrupte
 def test_an_algorithm_that_remembers_nothing_has_no_state() -> None:
     assert LightningRL(group_size=2).state_dict() == {}
     algorithm = LightningRL(group_size=2, credit="state_value")
-    algorithm.load_state_dict({"credit_memory": {"forgotten": 3, "tables": {"t": {"s": [1.0, 0.5]}}}})
+    algorithm.load_state_dict({"credit_memory": {"tables": {"t": {"s": [1.0, 0.5]}}}})
     assert algorithm.state_dict()["credit_memory"]["tables"] == {"t": {"s": [1.0, 0.5]}}
     algorithm.load_state_dict({})
     assert algorithm.state_dict() == {}

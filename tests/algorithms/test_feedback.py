@@ -13,7 +13,7 @@ import pytest
 from tests.support.models import model_tokenizer
 
 from agentlightning.algorithms.lightning_rl import LightningRL
-from agentlightning.algorithms.step import Feedback, Reprompt, feedback_of
+from agentlightning.algorithms.step import Feedback, feedback_of, reprompted
 from agentlightning.algorithms.training import Collected
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.errors import ConfigError
@@ -53,13 +53,13 @@ def test_feedback_is_a_better_answer_or_the_error_a_call_led_to(chat: HFChatForm
 
 def test_feedback_is_the_last_message_before_the_same_answer(chat: HFChatFormat) -> None:
     asked = call(chat, "r", 1, "2 + 3?", "it is 6")
-    found = Reprompt(chat, 500)(asked, "It is <|im_end|> 5.")
+    found = reprompted(asked, "It is <|im_end|> 5.", chat, 500)
     assert found is not None
     messages = [{"role": "user", "content": "2 + 3?"}, {"role": "user", "content": chat.escape("It is <|im_end|> 5.")}]
     assert found.prompt_token_ids == tuple(chat.encode(chat.render(messages)))
     assert (found.response_token_ids, found.logprobs) == (asked.response_token_ids, asked.logprobs)
-    assert Reprompt(chat, 20)(asked, "It is 5.") is None, "the context is too short"
-    assert Reprompt(chat, 500)(replace(asked, prompt_token_ids=(1, 2, 3)), "It is 5.") is None, "another template"
+    assert reprompted(asked, "It is 5.", chat, 20) is None, "the context is too short"
+    assert reprompted(replace(asked, prompt_token_ids=(1, 2, 3)), "It is 5.", chat, 500) is None, "another template"
 
 
 class FakeTraining:
@@ -135,7 +135,7 @@ async def test_the_teacher_is_the_policy_after_the_feedback_at_the_same_tokens(c
         if node.sampled:
             seen[node.call] = (logprobs.tolist(), set(weights.tolist()))
     for own in (rollouts[1].transitions[0], rollouts[2].transitions[0]):
-        asked = Reprompt(chat, 500)(own, texts[own.rollout_id, own.span_id])
+        asked = reprompted(own, texts[own.rollout_id, own.span_id], chat, 500)
         assert asked is not None
         start = len(asked.prompt_token_ids)
         assert seen[own.span_id] == ([float(start + i) for i in range(len(own.response_token_ids))], {1.0})

@@ -12,11 +12,11 @@ from agentlightning.errors import ResumeError
 from agentlightning.trajectory import Trajectory
 
 
-def test_the_tasks_that_were_not_written_for_longest_are_forgotten_and_counted() -> None:
+def test_the_tasks_that_were_not_written_for_longest_are_forgotten() -> None:
     memory = CreditMemory(limit=4)
     for task in "abc":
         memory.write(task, {"x": [1.0], "y": [2.0]})
-    assert (memory.read("a"), memory.forgotten, memory.size) == ({}, 1, 4)
+    assert (memory.read("a"), memory.size) == ({}, 4)
     memory.write("b", {"x": [3.0]})
     memory.write("d", {"x": [4.0]})
     assert (memory.read("b"), memory.read("c"), memory.size) == ({"x": [3.0]}, {"x": [1.0], "y": [2.0]}, 4)
@@ -33,7 +33,7 @@ def test_a_memory_goes_through_json_unchanged() -> None:
     assert other == memory
 
 
-@pytest.mark.parametrize("state", [{}, {"forgotten": 0, "tables": []}, {"forgotten": 0, "tables": {"a": {"x": ["?"]}}}])
+@pytest.mark.parametrize("state", [{}, {"tables": []}, {"tables": {"a": {"x": ["?"]}}}])
 def test_a_memory_that_cannot_be_read_is_an_error_of_resuming(state: dict[str, object]) -> None:
     memory = CreditMemory()
     memory.write("a", {"x": [1.0]})

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import agentlightning as agl
+from agentlightning.rewards import base
 from agentlightning.rewards.judges import (
     MOST_CHARACTERS,
     JudgedRollout,
@@ -34,6 +35,28 @@ def settings(service: Any, **given: Any) -> dict[str, Any]:
 
 def judge(service: Any, **given: Any) -> agl.LLMJudge:
     return agl.LLMJudge("a-judge", "Correct and short.", **settings(service, **given))
+
+
+@pytest.mark.parametrize(
+    ("url", "limit"),
+    [
+        ("https://api.openai.com/v1", "max_completion_tokens"),
+        ("https://mine.openai.azure.com/openai/v1", "max_completion_tokens"),
+        ("http://127.0.0.1:8000/v1", "max_tokens"),
+    ],
+)
+async def test_the_limit_of_an_answer_has_the_name_that_the_endpoint_takes(monkeypatch, url: str, limit: str) -> None:
+    """The newer models of OpenAI answer `max_tokens` with 400; other servers may not know another name."""
+    sent: list[dict[str, Any]] = []
+
+    async def post(url: str, body: dict[str, Any], **_: Any) -> Any:
+        sent.append(body)
+        return chat('{"score": 1}')
+
+    monkeypatch.setattr(base, "post_json", post)
+    judge = agl.LLMJudge("gpt-5-mini", "Correct and short.", base_url=url, max_tokens=77)
+    assert await judge("t", "o") == 1.0
+    assert {name: value for name, value in sent[0].items() if "tokens" in name} == {limit: 77}
 
 
 # -- scores ------------------------------------------------------------------------------------------------------------

@@ -46,15 +46,12 @@ async def test_the_service_sees_task_output_and_rollout(service: Any) -> None:
     assert service.seen == [{"items": [{"task": {"n": 1}, "output": "out", "rollout_id": "ro-1"}]}]
 
 
-async def test_what_was_scored_before_is_not_asked_again(service: Any) -> None:
-    service.answers = [lengths]
-    reward = remote(service, cache_size=1)
-    assert [await reward("t", output) for output in ("a", "a", "bb", "a")] == [1, 1, 2, 1]
-    assert [body["items"][0]["output"] for body in service.seen] == ["a", "bb", "a"], "one reward is remembered"
-    fresh = remote(service, cache_size=0)
-    await fresh("t", "c")
-    await fresh("t", "c")
-    assert len(service.seen) == 5
+async def test_rollouts_with_the_same_output_have_their_own_rewards(service: Any) -> None:
+    """A service may look up what a rollout did by its id."""
+    service.answers = [lambda body: {"rewards": [int(item["rollout_id"][-1]) for item in body["items"]]}]
+    reward = remote(service)
+    rollouts = [SimpleNamespace(rollout_id=f"ro-{number}") for number in (3, 5)]
+    assert [await reward("t", None, rollout=each) for each in rollouts] == [3, 5]
 
 
 @pytest.mark.parametrize("status", [408, 409, 425, 429, 500, 503, 520, 529])
@@ -131,9 +128,7 @@ async def test_it_travels_to_the_process_of_a_runner(service: Any) -> None:
     assert await arrived("t", "oo") == 2
 
 
-@pytest.mark.parametrize(
-    "settings", [{"batch_size": 0}, {"timeout": 0}, {"retries": -1}, {"backoff": -1.0}, {"cache_size": -1}]
-)
+@pytest.mark.parametrize("settings", [{"batch_size": 0}, {"timeout": 0}, {"retries": -1}, {"backoff": -1.0}])
 def test_settings_that_cannot_work_are_refused_by_name(settings: dict[str, Any]) -> None:
     with pytest.raises(agl.errors.ConfigError, match=next(iter(settings))):
         agl.RemoteReward("http://127.0.0.1:1", **settings)

@@ -70,9 +70,11 @@ class AgentRoles:
                 'use agents with "shared" and "frozen" only, or another credit rule'
             )
 
-    def trains(self, call: Transition) -> str | None:
-        """What a call trains: an adapter, `OWN`, or None for nothing. The weights that answered decide; where they are
-        not known, the agent does."""
+    def trains(self, call: Transition, target: str | None = None) -> str | None:
+        """What a call trains: an adapter, `OWN`, or None for nothing, as one of an agent that `target` does not select.
+        The weights that answered decide; where they are not known, the agent does."""
+        if not is_target(call.agent, target):
+            return None
         if not self.agents:
             return OWN
         answered = _adapter(call)

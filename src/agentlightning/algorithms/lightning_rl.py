@@ -55,7 +55,6 @@ from agentlightning.algorithms.step import (
     with_feedback,
     with_kl_penalty,
     with_overlong_penalty,
-    with_reward,
     without_weight,
 )
 from agentlightning.algorithms.training import Collected, Training
@@ -319,7 +318,8 @@ def shape_rewards(
     """The trajectories with what they themselves change of their rewards, and its metrics."""
     metrics: dict[str, float] = {}
     if config.truncated_reward is not None:
-        trajectories = with_reward(trajectories, truncated_rollouts(trajectories, target), config.truncated_reward)
+        cut, reward = truncated_rollouts(trajectories, target), config.truncated_reward
+        trajectories = [replace(each, reward=reward) if each.rollout_id in cut else each for each in trajectories]
     if config.overlong is not None:
         trajectories, metrics = with_overlong_penalty(trajectories, config.overlong, target, config.reward_weights)
     return trajectories, metrics
@@ -364,7 +364,7 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._credit.memory.load_state_dict(state.get("credit_memory", {"forgotten": 0, "tables": {}}))
+        self._credit.memory.load_state_dict(state.get("credit_memory", {"tables": {}}))
         if self._replay is not None:
             self._replay.load_state_dict(state.get("replay", {}))
 
@@ -383,7 +383,8 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
             self._roles.check_seen(collected.trajectories, target)
         trajectories, shaping = await self._shaped(training, learned, target)
         trajectories, filtered = self._filtered(trajectories)
-        samples, report = await self._credit.samples(training, trajectories, target, self._roles.trains)
+        trains = partial(self._roles.trains, target=target)
+        samples, report = await self._credit.samples(training, trajectories, trains)
         counts |= filtered | self._roles.counts(collected.trajectories)
         metrics = {
             **reward_metrics(collected, config.reward_weights),
@@ -397,15 +398,8 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
         average = None
         if "sdpo" in {loss.type for loss in config.losses}:
             feedback = config.feedback or Feedback()
-            samples, own = await with_feedback(
-                training,
-                samples,
-                learned,
-                feedback,
-                target,
-                config.reward_weights,
-                self._roles.trains,
-            )
+            weights = config.reward_weights
+            samples, own = await with_feedback(training, samples, learned, feedback, trains, weights)
             metrics, average = metrics | own, feedback.rate if feedback.rate < 1 else None
         if self._learns(samples):
             metrics |= await self._update(training, samples, average)

@@ -37,7 +37,7 @@ from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.losses import COUNT, FACTOR, MARGIN, REF_LOGPROBS, WEIGHTS, DPOLoss, Loss, PreferenceLoss
 from agentlightning.task import json_lines, load_dataset
-from agentlightning.trajectory import CallId, TokenTree, TrainingSample, Trajectory, Transition
+from agentlightning.trajectory import CallId, TokenTree, TrainingSample, Trajectory
 from agentlightning.util.settings import AtLeastOne, SettingsSignature
 
 # -- records -----------------------------------------------------------------------------------------------------------
@@ -78,38 +78,28 @@ def preference_pairs(
 ) -> list[Preference]:
     """At most `most` pairs of one task's sessions, given with their rewards, the largest differences first; each
     session is used about equally often."""
-    candidates = [(of_target(each, target), reward) for each, reward in group]
-    candidates = [(each, reward) for each, reward in candidates if each.transitions]
-    found = _pairs(candidates) if of == "sessions" else _branches(candidates)
+    candidates = [(own, reward) for each, reward in group if (own := of_target(each, target)).transitions]
+    found = [
+        Preference(good, bad, high - low)
+        for comparable in ([candidates] if of == "sessions" else _branches(candidates))
+        for good, high in comparable
+        for bad, low in comparable
+        if high > low and _tokens(good) != _tokens(bad)
+    ]
     rng.shuffle(found)
     found.sort(key=lambda pair: -pair.difference)
     return _balanced(found, most)
 
 
-def _pairs(candidates: Sequence[tuple[Trajectory, float]]) -> list[Preference]:
-    return [
-        Preference(good, bad, high - low)
-        for good, high in candidates
-        for bad, low in candidates
-        if high > low and _tokens(good) != _tokens(bad)
-    ]
-
-
-def _branches(candidates: Sequence[tuple[Trajectory, float]]) -> list[Preference]:
-    """Pairs of answers to the same prompt tokens."""
-    worth: dict[tuple[int, ...], dict[tuple[int, ...], list[tuple[Trajectory, Transition, float]]]] = {}
+def _branches(candidates: Sequence[tuple[Trajectory, float]]) -> list[list[tuple[Trajectory, float]]]:
+    """The answers to each prompt, with what they are worth."""
+    worth: dict[tuple[int, ...], dict[tuple[int, ...], list[tuple[Trajectory, float]]]] = {}
     for trajectory, reward in candidates:
         for call in trajectory.transitions:
             answers = worth.setdefault(call.prompt_token_ids, {})
-            answers.setdefault(call.response_token_ids, []).append((trajectory, call, reward))
-    found: list[Preference] = []
-    for answers in worth.values():
-        means = [(*own[0][:2], fmean(reward for *_, reward in own)) for own in answers.values()]
-        for good, chosen, high in means:
-            for bad, rejected, low in means:
-                if high > low:
-                    found.append(Preference(_only(good, chosen), _only(bad, rejected), high - low))
-    return found
+            alone = replace(trajectory, transitions=(call,))
+            answers.setdefault(call.response_token_ids, []).append((alone, reward))
+    return [[(own[0][0], fmean(reward for _, reward in own)) for own in answers.values()] for answers in worth.values()]
 
 
 def _balanced(pairs: Sequence[Preference], most: int) -> list[Preference]:
@@ -127,10 +117,6 @@ def _balanced(pairs: Sequence[Preference], most: int) -> list[Preference]:
 
 def _tokens(trajectory: Trajectory) -> list[tuple[int, ...]]:
     return [call.response_token_ids for call in trajectory.transitions]
-
-
-def _only(trajectory: Trajectory, call: Transition) -> Trajectory:
-    return replace(trajectory, transitions=(call,))
 
 
 FORM: Final = 'give {"prompt": [messages], "chosen": [messages], "rejected": [messages]}, or texts in their place'
@@ -196,7 +182,7 @@ def _messages(fields: Mapping[str, Any], name: str, role: str, where: str) -> tu
     if value is None or value == "":
         raise _wrong(where, f"{name} is {'missing' if value is None else 'empty'}")
     if isinstance(value, str):
-        return ({"role": role, "content": value},)
+        value = [{"role": role, "content": value}]
     turns = cast("list[Any]", value) if isinstance(value, list) else []
     if not turns:
         raise _wrong(where, f"{name} is {value!r:.60}")
@@ -344,13 +330,8 @@ class DPO(RolloutsAlgorithm[DPOConfig]):
                     Comparison.of_one(each, reward >= config.success_threshold, target) for each, reward in scored
                 ]
                 continue
-            pairs = preference_pairs(
-                scored,
-                of=config.pairs,
-                most=config.pairs_per_task,
-                target=target,
-                rng=rng,
-            )
+            most = config.pairs_per_task
+            pairs = preference_pairs(scored, of=config.pairs, most=most, target=target, rng=rng)
             counts["groups_without_pairs"] += not pairs
             found += [Comparison.of_pair(pair) for pair in pairs]
         found = [each for each in found if any(each.factors.values())]

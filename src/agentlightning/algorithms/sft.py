@@ -209,13 +209,8 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
 
     async def _load(self) -> None:
         if self._loaded is None:
-            config = self.config
-            self._loaded = await load_demonstrations(
-                self.dataset if self.has_dataset else (),
-                self.validation,
-                share=config.validation_share,
-                seed=config.seed,
-            )
+            dataset, share = self.dataset if self.has_dataset else (), self.config.validation_share
+            self._loaded = await load_demonstrations(dataset, self.validation, share=share, seed=self.config.seed)
 
     def train(self) -> SFTResult:
         """`run`, for callers without an event loop."""
@@ -245,10 +240,10 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
         learner = learner_of(training)
         tokenizer = Tokenizer(learner.chat, learner.context_length, target=self.config.target_agent)
         examples, left_out = await asyncio.to_thread(to_examples, found.training, tokenizer)
-        held_back, unmeasured = (
-            await asyncio.to_thread(to_examples, found.validation, tokenizer) if found.validation else ([], {})
-        )
-        left_out |= {f"validation_{reason}": count for reason, count in unmeasured.items()}
+        held_back: list[Trajectory] = []
+        if found.validation:
+            held_back, unmeasured = await asyncio.to_thread(to_examples, found.validation, tokenizer)
+            left_out |= {f"validation_{reason}": count for reason, count in unmeasured.items()}
         trees = [tree for each in held_back if (tree := token_tree([each])).num_sampled]
         losses, validation_losses, tokens = list[float](), dict[int, float](), 0
 

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 from pydantic import FiniteFloat, PositiveFloat, TypeAdapter, ValidationError, model_validator
 
@@ -95,15 +95,14 @@ async def with_columns(
     """The samples with the columns they lack; those that nothing is learned from need no proximal policy."""
     found = list(samples)
     for column in sorted(needed):
-        lacking = [
-            i
-            for i, sample in enumerate(found)
-            if column not in sample.columns and (column != PROXIMAL_LOGPROBS or learns(sample))
-        ]
+        lacking = {i: each for i, each in enumerate(found) if column not in each.columns}
+        if column == PROXIMAL_LOGPROBS:
+            lacking = {i: each for i, each in lacking.items() if learns(each)}
         if lacking:
-            trees, adapters = [found[i].tree for i in lacking], [found[i].adapter for i in lacking]
-            for i, values in zip(lacking, await scores(training, trees, column, models, adapters), strict=True):
-                found[i] = replace(found[i], columns={**found[i].columns, column: values})
+            trees, adapters = [each.tree for each in lacking.values()], [each.adapter for each in lacking.values()]
+            columns = await scores(training, trees, column, models, adapters)
+            for (i, sample), values in zip(lacking.items(), columns, strict=True):
+                found[i] = replace(sample, columns={**sample.columns, column: values})
     return found
 
 
@@ -175,28 +174,33 @@ async def with_feedback(
     samples: Sequence[TrainingSample],
     trajectories: Sequence[Trajectory],
     setting: Feedback,
-    target_agent: str | None,
-    weights: RewardWeights,
     trains: Trains,
+    weights: RewardWeights,
 ) -> tuple[list[TrainingSample], dict[str, float]]:
     """The samples with the log-probabilities of a teacher that was given feedback, and the number of calls that have
-    some, and that could not be given theirs. The teacher of a call is that of the weights that it trains."""
+    some, and that could not be given theirs. The teacher of a call is that of the weights that it trains; calls that
+    train nothing need none."""
     learner = learner_of(training)
-    reprompt = Reprompt(learner.chat, learner.context_length)
     asked: list[tuple[Sequence[Trajectory], str | None, TokenTree]] = []
     counts = {"calls_with_feedback": 0.0, "feedback_left_out": 0.0}
     for group in group_trajectories(trajectories):
         texts = feedback_of(group, setting, learner.chat, weights)
-        changed, left_out = reprompted(group, texts, reprompt, target_agent, trains)
-        counts["feedback_left_out"] += left_out
-        for adapter, rollouts in changed.items():
-            counts["calls_with_feedback"] += sum(len(each.transitions) for each in rollouts)
-            asked.append((group, adapter, token_tree(rollouts)))
+        changed: dict[str | None, list[Transition]] = {}
+        for call in (call for each in group for call in each.transitions if call.call_id in texts):
+            if (name := trains(call)) is None:
+                continue
+            own = reprompted(call, texts[call.call_id], learner.chat, learner.context_length)
+            counts["feedback_left_out" if own is None else "calls_with_feedback"] += 1
+            if own is not None:
+                changed.setdefault(name or None, []).append(own)
+        for adapter, calls in changed.items():
+            asked.append((group, adapter, token_tree([replace(group[0], transitions=tuple(calls))])))
     column: ScoreColumn = "average_logprobs" if setting.rate < 1 else "logprobs"
     trees, adapters = [tree for *_, tree in asked], [adapter for _, adapter, _ in asked]
-    scored = await scores_by_adapter(learner, trees, column, adapters)
     known: dict[str | None, dict[CallId, FloatArray]] = {}
-    for (_, adapter, tree), values in zip(asked, scored, strict=True):
+    for adapter, tree, values in zip(
+        adapters, trees, await scores_by_adapter(learner, trees, column, adapters), strict=True
+    ):
         known.setdefault(adapter, {}).update(by_call([tree], [values]))
     trained = {(each.adapter, node.rollout_id) for each in samples for node in each.tree.nodes if node.sampled}
     # A group that is in no sample of its adapter, because its rewards are all equal, gets one of its own.
@@ -208,27 +212,19 @@ async def with_feedback(
     return [_with_teacher(each, known.get(each.adapter, {})) for each in (*samples, *unrewarded)], counts
 
 
-@dataclass(frozen=True, slots=True)
-class Reprompt:
-    """A message after a prompt, in the place of the beginning of the answer."""
-
-    chat: ChatFormat
-    context_length: int
-
-    def __call__(self, call: Transition, text: str) -> Transition | None:
-        """The call with feedback at the end of its prompt; None where the prompt does not end as the chat template
-        ends one, or the context is too short."""
-        asked: list[Message] = [{"role": "user", "content": "?"}]
-        before = self.chat.render(asked, add_generation_prompt=False)
-        begin = tuple(self.chat.encode(self.chat.render(asked)[len(before) :]))
-        after = self.chat.render([*asked, {"role": "user", "content": self.chat.escape(text)}])
-        prompt = call.prompt_token_ids
-        if not begin or prompt[-len(begin) :] != begin or not after.startswith(before):
-            return None
-        prompt = (*prompt[: -len(begin)], *self.chat.encode(after[len(before) :]))
-        if len(prompt) + len(call.response_token_ids) > self.context_length:
-            return None
-        return replace(call, prompt_token_ids=prompt)
+def reprompted(call: Transition, text: str, chat: ChatFormat, context_length: int) -> Transition | None:
+    """The call with feedback as the last message of its prompt; None where the prompt does not end as the chat template
+    ends one, or the context is too short."""
+    asked: list[Message] = [{"role": "user", "content": "?"}]
+    before = chat.render(asked, add_generation_prompt=False)
+    begin = tuple(chat.encode(chat.render(asked)[len(before) :]))
+    after = chat.render([*asked, {"role": "user", "content": chat.escape(text)}])
+    prompt = call.prompt_token_ids
+    if not begin or prompt[-len(begin) :] != begin or not after.startswith(before):
+        return None
+    prompt = (*prompt[: -len(begin)], *chat.encode(after[len(before) :]))
+    fits = len(prompt) + len(call.response_token_ids) <= context_length
+    return replace(call, prompt_token_ids=prompt) if fits else None
 
 
 def feedback_of(
@@ -236,33 +232,26 @@ def feedback_of(
 ) -> dict[CallId, str]:
     """The feedback of each call of a group that has some."""
     rewards = {each.rollout_id: team_score(each, weights) for each in group}
-    known = [each for each in group if rewards[each.rollout_id] is not None]
-    best = max(known, key=lambda each: rewards[each.rollout_id] or 0.0, default=None)
+    known = {name: reward for name, reward in rewards.items() if reward is not None}
+    best = max(
+        (each for each in group if each.rollout_id in known), key=lambda each: known[each.rollout_id], default=None
+    )
+    most, success, solution = -math.inf, setting.success, ""
+    if best is not None:
+        most = known[best.rollout_id]
+        answers = (chat.decode(call.response_token_ids, skip_special_tokens=True) for call in best.transitions)
+        solution = "This attempt at the same task was better:\n\n" + "\n\n".join(answers) + "\n\n"
     found: dict[CallId, str] = {}
     for trajectory in group:
-        solution = ""
-        if setting.siblings and best is not None and _is_better(best, trajectory, rewards, setting.success):
-            solution = f"This attempt at the same task was better:\n\n{_answers(best, chat)}\n\n"
+        own = known.get(trajectory.rollout_id, math.inf)
+        is_shown = setting.siblings and most > own and (success is None or most >= success > own)
         errors = _errors(trajectory) if setting.errors else {}
         for call in trajectory.transitions:
             error = errors.get(call.span_id, "")
-            text = solution + (f"Your answer led to this error:\n\n{error}\n\n" if error else "")
+            text = (solution if is_shown else "") + (f"Your answer led to this error:\n\n{error}\n\n" if error else "")
             if text:
                 found[call.call_id] = f"{text}Now answer correctly."
     return found
-
-
-def _is_better(best: Trajectory, own: Trajectory, rewards: Mapping[str, float | None], success: float | None) -> bool:
-    reward, mine = rewards[best.rollout_id], rewards[own.rollout_id]
-    if reward is None or mine is None or reward <= mine:
-        return False
-    return success is None or reward >= success > mine
-
-
-def _answers(trajectory: Trajectory, chat: ChatFormat) -> str:
-    return "\n\n".join(
-        chat.decode(call.response_token_ids, skip_special_tokens=True) for call in trajectory.transitions
-    )
 
 
 def _errors(trajectory: Trajectory) -> dict[str, str]:
@@ -274,32 +263,6 @@ def _errors(trajectory: Trajectory) -> dict[str, str]:
             last = max(before, key=lambda call: call.sequence_id).span_id
             found[last] = "\n".join(filter(None, (found.get(last), f"{step.name}: {step.error}")))
     return found
-
-
-def reprompted(
-    group: Sequence[Trajectory],
-    texts: Mapping[CallId, str],
-    reprompt: Reprompt,
-    target_agent: str | None,
-    trains: Trains,
-) -> tuple[dict[str | None, list[Trajectory]], int]:
-    """The rollouts of a group with feedback in their prompts, by the adapter that their calls train (None: the policy
-    itself), and the number of calls it could not be given to. Calls that train nothing need none."""
-    found: dict[str | None, list[Trajectory]] = {}
-    left_out = 0
-    for trajectory in group:
-        own: dict[str | None, list[Transition]] = {}
-        for call in trajectory.transitions:
-            text, name = texts.get(call.call_id), trains(call)
-            if text is None or name is None or not is_target(call.agent, target_agent):
-                continue
-            if (changed := reprompt(call, text)) is None:
-                left_out += 1
-            else:
-                own.setdefault(name or None, []).append(changed)
-        for adapter, calls in own.items():
-            found.setdefault(adapter, []).append(replace(trajectory, transitions=tuple(calls)))
-    return found, left_out
 
 
 def _unrewarded(group: Sequence[Trajectory], adapter: str | None) -> TrainingSample:
@@ -337,7 +300,6 @@ class CreditAssigner:
         self,
         training: Training,
         trajectories: Sequence[Trajectory],
-        target_agent: str | None,
         trains: Trains | None = None,
     ) -> tuple[list[TrainingSample], CreditReport]:
         """The samples of one step, and what became of its groups. `trains` says what each call trains."""
@@ -348,7 +310,6 @@ class CreditAssigner:
             groups,
             self.assignment,
             aggregate=self.aggregate,
-            target_agent=target_agent,
             trains=trains,
             context=CreditContext(self.memory, columns),
         )
@@ -358,17 +319,19 @@ class CreditAssigner:
         wanted = rule.needs | (rule.uses if self.trains_values else frozenset())
         if not wanted or not any(each.transitions for group in groups for each in group):
             return {}
-        if training.learner is None:
+        if (learner := training.learner) is None:
             raise ConfigError(f'credit rule "{rule.type}" needs {sorted(wanted)} of a policy, and this run trains none')
         found: dict[str, Mapping[CallId, Any]] = {}
         for name in sorted(wanted):
-            if name == ANSWER_LOGPROBS and isinstance(rule, InformationGainCredit):
-                trees = await asyncio.to_thread(_answer_trees, rule, groups, training.learner)
-                found[name] = by_call(trees, await _score(training.learner, trees, "logprobs", rule.type))
-            else:
-                trees = await asyncio.to_thread(lambda: [token_tree(group) for group in groups])
-                column = await _score(training.learner, trees, cast("ScoreColumn", name), rule.type)
-                found[name] = with_shared(by_call(trees, column), groups)
+            of_answers = rule if name == ANSWER_LOGPROBS and isinstance(rule, InformationGainCredit) else None
+            column: Any = "logprobs" if of_answers else name
+            trees = await asyncio.to_thread(_trees, groups, of_answers, learner)
+            try:
+                calls = by_call(trees, (await learner.score(trees, {column}))[column])
+            except PolicyError as error:
+                message = f'credit rule "{rule.type}" needs the column {column!r} of the policy: {error}'
+                raise ConfigError(message) from error
+            found[name] = calls if of_answers else with_shared(calls, groups)
         return found
 
 
@@ -378,22 +341,15 @@ def with_shared(found: Mapping[CallId, Any], groups: Sequence[Sequence[Trajector
     return {**found, **{call: found[first] for call, first in shared.items() if first in found}}
 
 
-async def _score(learner: Learner, trees: Sequence[TokenTree], column: ScoreColumn, rule: str) -> Any:
-    try:
-        return (await learner.score(trees, {column}))[column]
-    except PolicyError as error:
-        raise ConfigError(f'credit rule "{rule}" needs the column {column!r} of the policy: {error}') from error
-
-
-def _answer_trees(
-    rule: InformationGainCredit, groups: Sequence[Sequence[Trajectory]], learner: Learner
+def _trees(
+    groups: Sequence[Sequence[Trajectory]], of_answers: InformationGainCredit | None, learner: Learner
 ) -> list[TokenTree]:
-    """For each group, its prompts followed by the known answers."""
-    found: list[TokenTree] = []
-    for group in groups:
-        answers = {each.rollout_id: learner.chat.encode(rule.answer_text(each)) for each in group}
-        found.append(token_tree(answering(group, answers)))
-    return found
+    """The tree of each group; with a rule `of_answers`, of its prompts followed by the known answers."""
+    if of_answers is not None:
+        every = [each for group in groups for each in group]
+        answers = {each.rollout_id: learner.chat.encode(of_answers.answer_text(each)) for each in every}
+        groups = [answering(group, answers) for group in groups]
+    return [token_tree(group) for group in groups]
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
@@ -453,11 +409,6 @@ def truncated_rollouts(trajectories: Sequence[Trajectory], target_agent: str | N
     )
 
 
-def with_reward(trajectories: Sequence[Trajectory], rollouts: Collection[str], reward: float) -> list[Trajectory]:
-    """The trajectories, some rollouts with another reward."""
-    return [replace(each, reward=reward) if each.rollout_id in rollouts else each for each in trajectories]
-
-
 def without_weight(samples: Sequence[TrainingSample], rollouts: Collection[str]) -> list[TrainingSample]:
     """The samples with weight 0 for some rollouts. The others weigh what they did."""
     return [
@@ -488,15 +439,11 @@ def most_uncertain(
     count = math.ceil(share * len(groups))
     if count >= len(groups):
         return list(groups)
-    spreads = [_spread(group, reward_weights) for group in groups]
+    scores = [[team_score(each, reward_weights) for each in group] for group in groups]
+    known = [[score for score in own if score is not None] for own in scores]
+    spreads = [statistics.pstdev(own) if own else -1.0 for own in known]
     kept = sorted(sorted(range(len(groups)), key=lambda index: -spreads[index])[:count])
     return [groups[index] for index in kept]
-
-
-def _spread(group: Sequence[Trajectory], weights: RewardWeights) -> float:
-    """The standard deviation of the rewards; -1 where none is known."""
-    rewards = [reward for each in group if (reward := team_score(each, weights)) is not None]
-    return statistics.pstdev(rewards) if rewards else -1.0
 
 
 def groups_with_spread(trajectories: Sequence[Trajectory], weights: RewardWeights) -> int:
@@ -534,9 +481,9 @@ def with_overlong_penalty(
     weights: RewardWeights = None,
 ) -> tuple[list[Trajectory], dict[str, float]]:
     """The trajectories with the penalty in their rewards, and its mean and the number of rollouts it applies to."""
-    penalties = [setting.of_length(sampled_tokens(each, target_agent)) for each in trajectories]
-    shaped = [_add(each, penalty, weights) for each, penalty in zip(trajectories, penalties, strict=True)]
-    return shaped, {
+    calls = [[call for call in each.transitions if is_target(call.agent, target_agent)] for each in trajectories]
+    penalties = [setting.of_length(sum(len(call.response_token_ids) for call in own)) for own in calls]
+    return _changed(trajectories, penalties, weights), {
         "overlong_penalty": _mean(penalties),
         "overlong_rollouts": float(sum(penalty < 0 for penalty in penalties)),
     }
@@ -564,19 +511,17 @@ async def with_kl_penalty(
         )
         for each in trajectories
     ]
-    shaped = [_add(each, -coefficient * own, weights) for each, own in zip(trajectories, divergence, strict=True)]
-    return shaped, {"reward_kl": _mean(divergence)}
+    changes = [-coefficient * own for own in divergence]
+    return _changed(trajectories, changes, weights), {"reward_kl": _mean(divergence)}
 
 
-def sampled_tokens(trajectory: Trajectory, target_agent: str | None = None) -> int:
-    """The number of tokens that the agents to train sampled."""
-    calls = trajectory.transitions
-    return sum(len(call.response_token_ids) for call in calls if is_target(call.agent, target_agent))
-
-
-def _add(trajectory: Trajectory, change: float, weights: RewardWeights) -> Trajectory:
-    reward = team_score(trajectory, weights)
-    return trajectory if reward is None or not change else replace(trajectory, reward=reward + change)
+def _changed(trajectories: Sequence[Trajectory], changes: Sequence[float], weights: RewardWeights) -> list[Trajectory]:
+    """The trajectories with a number added to each reward that is known."""
+    rewards = [team_score(each, weights) for each in trajectories]
+    return [
+        each if reward is None or not change else replace(each, reward=reward + change)
+        for each, reward, change in zip(trajectories, rewards, changes, strict=True)
+    ]
 
 
 def _mean(numbers: Sequence[float]) -> float:
@@ -585,8 +530,9 @@ def _mean(numbers: Sequence[float]) -> float:
 
 def reward_metrics(collected: Collected, weights: RewardWeights) -> Mapping[str, float]:
     """Mean reward of a batch, without missing rewards, and counts of its calls."""
-    known = [reward for trajectory in collected.trajectories if (reward := team_score(trajectory, weights)) is not None]
-    calls = sum(len(trajectory.transitions) for trajectory in collected.trajectories)
+    rewards = [team_score(each, weights) for each in collected.trajectories]
+    known = [reward for reward in rewards if reward is not None]
+    calls = sum(len(each.transitions) for each in collected.trajectories)
     return {
         "reward": sum(known) / len(known) if known else float("nan"),
         "calls_per_rollout": calls / max(1, len(collected.trajectories)),

@@ -119,16 +119,16 @@ def link_rewards(spans: Iterable[Span]) -> RewardLinks:
         elif is_reward(span) and span is last:
             value = read_reward(span)
             if call is not None and isinstance(links.get(call, value), dict) == isinstance(value, dict):
-                parts = {**links, call: _sum(links.get(call), value, call)}
+                parts = {**links, call: add_rewards(links.get(call), value, call)}
         elif is_reward(span) and _is_own(span):
             if call is None:
                 unlinked += 1
             else:
-                links[call] = _sum(links.get(call), read_reward(span), call)
+                _add(links, call, span, "call")
     for span in automatic_rewards(rewards):
         call = str(span.attributes.get(names.AIR_CALL))
         if call in counted:
-            links[call] = _sum(links.get(call), read_reward(span), call)
+            _add(links, call, span, "call")
     final = rescored[-1] if rescored else last
     parts = {} if rescored or len(parts) < 2 else parts
     return RewardLinks(None if final is None else read_reward(final), links, unlinked, agents, parts)
@@ -160,7 +160,7 @@ def _agent_rewards(spans: Iterable[Span]) -> dict[str, Reward]:
     for span in spans:
         agent = span.attributes.get(names.REWARD_AGENT)
         if is_reward(span) and agent is not None:
-            found[str(agent)] = _sum(found.get(str(agent)), read_reward(span), f"of agent {agent!r}")
+            _add(found, str(agent), span, "agent")
     return found
 
 
@@ -193,13 +193,18 @@ def _finite(value: Any, span: Span) -> float:
     return number
 
 
-def _sum(left: Reward | None, right: Reward, call: str) -> Reward:
+def _add(sums: dict[str, Reward], key: str, span: Span, kind: str) -> None:
+    sums[key] = add_rewards(sums.get(key), read_reward(span), f"{kind} {key}")
+
+
+def add_rewards(left: Reward | None, right: Reward, of: str) -> Reward:
+    """The sum, of named dimensions name by name. Raises RewardError, which says `of` what, for one of each form."""
     if left is None:
         return right
     if isinstance(left, dict) and isinstance(right, dict):
         return {name: left.get(name, 0.0) + right.get(name, 0.0) for name in left | right}
     if isinstance(left, dict) or isinstance(right, dict):
-        raise RewardError(f"call {call} has a plain reward and one of named dimensions; give all rewards the same form")
+        raise RewardError(f"{of} has a plain reward and one of named dimensions; give all rewards the same form")
     return left + right
 
 

@@ -12,11 +12,11 @@ An agent is compared with the same agent of the other rollouts of the group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
 from agentlightning.assemble import scalar_reward
-from agentlightning.credit.base import Group
+from agentlightning.assemble.trajectories import add_rewards
 from agentlightning.errors import RewardError
 from agentlightning.trajectory import Reward, RewardWeights, Trajectory
 
@@ -47,29 +47,15 @@ def names_of(agents: Iterable[str | None]) -> str:
 def team_reward(trajectory: Trajectory) -> Reward | None:
     """The reward of the rollout, or those of its agents added up, named dimensions by name. None where all are missing.
     Raises RewardError where plain and named rewards are mixed."""
-    if trajectory.reward is not None or not trajectory.agent_rewards:
-        return trajectory.reward
-    given = list(trajectory.agent_rewards.values())
-    plain = [each for each in given if not isinstance(each, dict)]
-    if len(plain) == len(given):
-        return float(sum(plain))
-    if plain:
-        raise _mixed(trajectory)
-    total: dict[str, float] = {}
-    for name, value in (item for each in given if isinstance(each, dict) for item in each.items()):
-        total[name] = total.get(name, 0.0) + value
+    total = trajectory.reward
+    for reward in trajectory.agent_rewards.values() if total is None else ():
+        total = add_rewards(total, reward, f"rollout {trajectory.rollout_id}")
     return total
 
 
 def team_score(trajectory: Trajectory, weights: RewardWeights = None) -> float | None:
     """`team_reward` as one number, its dimensions weighed; None where it is missing. Raises RewardError as both do."""
     return scalar_reward(team_reward(trajectory), weights)
-
-
-def _mixed(trajectory: Trajectory) -> RewardError:
-    return RewardError(
-        f"rollout {trajectory.rollout_id} has plain rewards and rewards of named dimensions; give all the same form"
-    )
 
 
 def reward_of(trajectory: Trajectory, agent: str | None, mode: AgentRewards) -> Reward | None:
@@ -84,18 +70,7 @@ def reward_of(trajectory: Trajectory, agent: str | None, mode: AgentRewards) -> 
 
 def _difference(trajectory: Trajectory, without: Reward) -> Reward | None:
     reward = trajectory.reward
-    if reward is None:
-        return None
     if isinstance(reward, dict) and isinstance(without, dict):
         return {name: value - without.get(name, 0.0) for name, value in reward.items()}
-    if isinstance(reward, dict) or isinstance(without, dict):
-        raise _mixed(trajectory)
-    return reward - without
-
-
-def agents_apart(groups: Sequence[Group], mode: AgentRewards) -> list[str | None] | None:
-    """The agents whose rewards differ from the team's; None where all calls have the same reward."""
-    if mode == "shared" or not any(each.agent_rewards for group in groups for each in group):
-        return None
-    agents = {call.agent for group in groups for each in group for call in each.transitions}
-    return sorted(agents, key=lambda agent: (agent is not None, agent or ""))
+    negated = {name: -value for name, value in without.items()} if isinstance(without, dict) else -without
+    return None if reward is None else add_rewards(reward, negated, f"rollout {trajectory.rollout_id}")

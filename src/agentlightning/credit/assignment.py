@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, cast
 from pydantic import Field, TypeAdapter, ValidationError, field_validator
 
 from agentlightning.assemble import scalar_reward
-from agentlightning.credit.agent_rewards import AgentRewards, agents_apart, check_agents, reward_of, team_score
+from agentlightning.credit.agent_rewards import AgentRewards, check_agents, reward_of, team_score
 from agentlightning.credit.base import (
     SMALLEST_SPREAD,
     Credit,
@@ -308,41 +308,43 @@ class Assignment:
         for trajectory in (each for group in groups for each in group):
             refuse_not_finite(trajectory)
         views = self._views(groups)
-        known = [set[str]() for _ in groups]
-        parts = [list[tuple[View, Group, Credit]]() for _ in groups]
+        parts = [list[tuple[View, Group, Credit | None]]() for _ in groups]
         for view in views:
             shown = [[self._shown(each, view) for each in group] for group in groups]
             if len(views) > 1:
                 shown = _apart(shown, view)
             rewarded = [[each for each in group if each.reward is not None] for group in shown]
-            credits = self._assign_view(rewarded, context)
-            for g, members in enumerate(rewarded):
-                known[g].update(each.rollout_id for each in members)
-                if g in credits:
-                    parts[g].append((view, members, credits[g]))
+            for own, members, credit in zip(parts, rewarded, self._assign_view(rewarded, context), strict=True):
+                own.append((view, members, credit))
         found: list[GroupCredit] = []
-        for group, ids, own in zip(groups, known, parts, strict=True):
-            kept = [each for each in group if each.rollout_id in ids]
-            found.append(GroupCredit(kept, _joined(kept, own) if own else None, len(kept) < self.rule.min_group))
+        for group, own in zip(groups, parts, strict=True):
+            rewarded = {each.rollout_id for _, members, _ in own for each in members}
+            kept = [each for each in group if each.rollout_id in rewarded]
+            credit = _joined(kept, own) if any(credit for *_, credit in own) else None
+            found.append(GroupCredit(kept, credit, len(kept) < self.rule.min_group))
         return found
 
-    def _assign_view(self, groups: Sequence[Group], context: CreditContext) -> dict[int, Credit]:
-        """The credit of the groups that have some in this view, by their place."""
-        large = {g: group for g, group in enumerate(groups) if len(group) >= self.rule.min_group}
-        chosen = list(large.values())
+    def _assign_view(self, groups: Sequence[Group], context: CreditContext) -> list[Credit | None]:
+        """The credit of each group in this view; None where it is too small, or left out."""
+        large = [group for group in groups if len(group) >= self.rule.min_group]
         how = Normalization(type="group") if self.normalization.type == GDPO else self.normalization
-        credits = credited(self.rule, chosen, context)
-        if keeps := self.equal_groups == "keep":
-            credits = [_zeros(group) if own is None else own for group, own in zip(chosen, credits, strict=True)]
-        return {
-            g: credit
-            for g, credit in zip(large, how.apply(chosen, credits), strict=True)
-            if credit is not None and (keeps or not _teaches_nothing(credit))
-        }
+        credits = credited(self.rule, large, context)
+        if self.equal_groups == "keep":
+            credits = [_zeros(group) if own is None else own for group, own in zip(large, credits, strict=True)]
+        credits = how.apply(large, credits)
+        if self.equal_groups == "filter":
+            credits = [None if own is None or _teaches_nothing(own) else own for own in credits]
+        following = iter(credits)
+        return [next(following) if len(group) >= self.rule.min_group else None for group in groups]
 
     def _views(self, groups: Sequence[Group]) -> list[View]:
-        agents = agents_apart(groups, self.agent_rewards)
-        views = [View()] if agents is None else [View(agent, every_agent=False) for agent in agents]
+        every = [each for group in groups for each in group]
+        if self.agent_rewards == "shared" or not any(each.agent_rewards for each in every):
+            views = [View()]
+        else:
+            agents = {call.agent for each in every for call in each.transitions}
+            ordered = sorted(agents, key=lambda agent: (agent is not None, agent or ""))
+            views = [View(agent, every_agent=False) for agent in ordered]
         if self.normalization.type != GDPO:
             return views
         weights = self.reward_weights or {}
@@ -401,8 +403,8 @@ def refuse_not_finite(trajectory: Trajectory) -> None:
 def _teaches_nothing(credit: Credit) -> bool:
     import numpy as np
 
-    advantages = [bool(np.any(each)) for own in credit.advantages for each in own]
-    return credit.returns is None and bool(advantages) and not any(advantages)
+    advantages = [each for own in credit.advantages for each in own]
+    return credit.returns is None and bool(advantages) and not any(np.any(each) for each in advantages)
 
 
 def _zeros(group: Group) -> Credit:
@@ -415,11 +417,13 @@ def _apart(groups: Sequence[Sequence[Trajectory]], view: View) -> list[list[Traj
     return [[replace(each, task=name) for each in group] for group, name in zip(groups, names, strict=True)]
 
 
-def _joined(group: Group, parts: Sequence[tuple[View, Group, Credit]]) -> Credit:
+def _joined(group: Group, parts: Sequence[tuple[View, Group, Credit | None]]) -> Credit:
     """One credit of those of several views. Calls without any have weight 0."""
     calls: dict[CallId, list[Any]] = {call.call_id: [0.0, 0.0, None] for each in group for call in each.transitions}
     counts: Counter[str] = Counter()
     for view, members, credit in parts:
+        if credit is None:
+            continue
         counts.update(credit.counts)
         for call, advantage, weight, returns in credit.of_calls(members):
             if view.holds(call):

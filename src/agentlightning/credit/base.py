@@ -41,14 +41,12 @@ class CreditMemory:
     >>> memory = CreditMemory(limit=2)
     >>> for task in ("a", "b", "c"):
     ...     memory.write(task, {"state": [0.5, 8.0]})
-    >>> memory.read("a"), memory.read("c"), memory.forgotten
-    ({}, {'state': [0.5, 8.0]}, 1)
+    >>> memory.read("a"), memory.read("c")
+    ({}, {'state': [0.5, 8.0]})
     """
 
     limit: int = 200_000
     """Keys of all tasks together."""
-    forgotten: int = 0
-    """Tasks that were dropped because of the limit."""
     _tables: dict[str, MemoryTable] = field(default_factory=dict[str, MemoryTable])
     _size: int = 0
 
@@ -68,21 +66,18 @@ class CreditMemory:
         while self._size > self.limit and len(self._tables) > 1:
             oldest = next(iter(self._tables))
             self._size -= len(self._tables.pop(oldest))
-            self.forgotten += 1
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, as JSON can hold it."""
-        return {"forgotten": self.forgotten, "tables": self._tables}
+        return {"tables": self._tables}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace all of it. Raises ResumeError for what `state_dict` cannot have written."""
         try:
             tables = _TABLES.validate_python(state["tables"])
-            forgotten = int(state["forgotten"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, ValueError) as error:
             raise ResumeError(f"the memory of the credit rule cannot be read: {error!r}; start a new run") from error
-        self._tables, self.forgotten = {}, forgotten
-        self._size = 0
+        self._tables, self._size = {}, 0
         for task, table in tables.items():
             self.write(task, table)
 

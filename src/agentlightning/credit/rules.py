@@ -304,7 +304,7 @@ class GroupStepCredit(CreditRule):
     """Divide by standard deviations."""
 
     def advantages(self, group: Group) -> Advantages | None:
-        episodes = standardised([_return(returns_to_go(each)) for each in group], divide=self.normalize_std)
+        episodes = standardised([sum(returns_to_go(each)[:1]) for each in group], divide=self.normalize_std)
         returns = [returns_to_go(each, self.gamma) for each in group]
         steps = within_states(state_keys(group, self.similarity), returns, divide=self.normalize_std)
         if episodes is None and not any(map(any, steps)):
@@ -313,10 +313,6 @@ class GroupStepCredit(CreditRule):
         return [
             tuple(outcome + self.omega * step for step in own) for outcome, own in zip(outcomes, steps, strict=True)
         ]
-
-
-def _return(to_go: list[float]) -> float:
-    return to_go[0] if to_go else 0.0
 
 
 def within_states(keys: StateKeys, numbers: list[list[float]], *, divide: bool) -> list[list[float]]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import cache
 from typing import Any, Final, Generic, TypeVar, cast
+from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 import httpx
@@ -31,6 +32,8 @@ LONGEST_WAIT: Final = 60.0
 """Seconds between two tries, whatever the service asks for."""
 MOST_BYTES: Final = 16 * 2**20
 """Of an answer, decompressed."""
+OPENAI: Final = "https://api.openai.com/v1"
+_NEW_LIMIT_HOSTS: Final = ("api.openai.com", ".openai.azure.com")
 SHOWN: Final = 200
 """Characters of an unexpected response that are shown."""
 T = TypeVar("T")
@@ -96,6 +99,20 @@ def last_object(text: str, key: str) -> Mapping[str, Any] | None:
                 found = cast("Mapping[str, Any]", value)
         place = text.find("{", end)
     return found
+
+
+def limited(base_url: str, max_tokens: int) -> dict[str, int]:
+    """The limit of a chat completion under the name that an endpoint takes. The newer models of OpenAI refuse
+    `max_tokens`; other servers may not know the new name."""
+    is_new = (urlsplit(base_url).hostname or "").endswith(_NEW_LIMIT_HOSTS)
+    return {"max_completion_tokens" if is_new else "max_tokens": max_tokens}
+
+
+async def complete_chat(base_url: str, body: Mapping[str, Any], max_tokens: int, **request: Any) -> Any:
+    """The chat completion, not yet checked, of an OpenAI-compatible endpoint. `request`, and what it raises: as of
+    `post_json`."""
+    url = f"{base_url.rstrip('/')}/chat/completions"
+    return await post_json(url, {**body, **limited(base_url, max_tokens)}, **request)
 
 
 async def post_json(

@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, cast
 
 from agentlightning.errors import ConfigError, MissingRewardError, RewardError, RewardServiceError
-from agentlightning.rewards.base import SHOWN, PerLoop, Portable, check_at_least, check_url, last_object, post_json
+from agentlightning.rewards.base import (
+    OPENAI,
+    SHOWN,
+    PerLoop,
+    Portable,
+    check_at_least,
+    check_url,
+    complete_chat,
+    last_object,
+)
 from agentlightning.util.printable import shown_url
 
 # -- chat ------------------------------------------------------------------------------------------------------------
@@ -30,7 +39,7 @@ class ChatJudge(Portable):
     """The judge's name at its endpoint."""
     rubric: str
     """What makes an answer good, in words."""
-    base_url: str = "https://api.openai.com/v1"
+    base_url: str = OPENAI
     """An OpenAI-compatible endpoint. Never that of the run: a policy that judges itself is refused."""
     key_variable: str = "OPENAI_API_KEY"
     """The environment variable with the key of the endpoint, where it needs one."""
@@ -62,13 +71,13 @@ class ChatJudge(Portable):
         body = {
             "model": self.model,
             "temperature": self.temperature,
-            "max_tokens": self.max_tokens,
             "messages": [{"role": "system", "content": system}, {"role": "user", "content": user}],
         }
         async with self._limits.get():
-            found = await post_json(
-                f"{self.base_url.rstrip('/')}/chat/completions",
+            found = await complete_chat(
+                self.base_url,
                 body,
+                self.max_tokens,
                 key_variable=self.key_variable,
                 timeout=self.timeout,
                 retries=self.retries,

@@ -10,8 +10,6 @@ for none.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -42,10 +40,9 @@ Waiting = list[tuple[_Batch, "asyncio.Task[list[Any]]"]]
 class RemoteReward(Portable):
     """A reward function behind `url`, usable wherever a reward function is.
 
-    Calls made at the same time travel in one request. A task and output that were scored before are answered from a
-    cache. Raises MissingRewardError (the rollout has no reward) where the service gives null or times out, and
-    RewardServiceError (the attempt fails) where it cannot be reached or answers something else; ConfigError for
-    arguments that cannot work.
+    Calls made at the same time travel in one request. Raises MissingRewardError (the rollout has no reward) where the
+    service gives null or times out, and RewardServiceError (the attempt fails) where it cannot be reached or answers
+    something else; ConfigError for arguments that cannot work.
 
         >>> agl.RemoteReward("http://scorer.example/score", timeout=5).batch_size
         32
@@ -63,33 +60,21 @@ class RemoteReward(Portable):
     """Further tries after a timeout, a connection that failed, or a status such as 429 and 503."""
     backoff: float = 0.5
     """Seconds before the first retry, about; doubled for each further one."""
-    cache_size: int = 10_000
-    """The number of rewards remembered by task and output, in each process. 0: none; for rewards that are random."""
     token_variable: str | None = None
     """The environment variable whose value is sent as a bearer token. None: no token is sent."""
     _waiting: PerLoop[Waiting] = field(default_factory=lambda: PerLoop(Waiting), init=False, repr=False)
-    _cache: OrderedDict[bytes, Any] = field(default_factory=OrderedDict[bytes, Any], init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_url(self.url, "url")
         check_at_least(1, batch_size=self.batch_size)
         check_at_least(0, batch_seconds=self.batch_seconds, retries=self.retries, backoff=self.backoff)
-        check_at_least(0, cache_size=self.cache_size)
         check_at_least(0.001, timeout=self.timeout)
 
     async def __call__(self, task: Any, output: Any, rollout: Any = None) -> Reward:
-        item = {"task": task, "output": output}
-        key = hashlib.blake2b(dumps(item, default=repr, option=_ANY), digest_size=16).digest()
-        if key in self._cache:
-            self._cache.move_to_end(key)
-            return self._cache[key]
-        reward = await self._ask({**item, "rollout_id": getattr(rollout, "rollout_id", None)})
+        item = {"task": task, "output": output, "rollout_id": getattr(rollout, "rollout_id", None)}
+        reward = await self._ask(item)
         if reward is None:
             raise MissingRewardError(f"the reward service at {shown_url(self.url)} gave this rollout no reward (null)")
-        if self.cache_size:
-            self._cache[key] = reward
-            while len(self._cache) > self.cache_size:
-                self._cache.popitem(last=False)
         return reward
 
     async def _ask(self, item: dict[str, Any]) -> Any:

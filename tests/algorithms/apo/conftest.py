@@ -61,9 +61,8 @@ class Model:
 def _made(kind: type[Search], world: PromptWorld, **settings: Any) -> Any:
     config, start = APOConfig.model_validate(settings), {"prompt": PromptTemplate(template=START)}
     training: Any = Follower(world)
-    critic: Any = Model(world.critique)
-    editor: Any = Model(world.edits)
-    return kind(config, start, training, critic, editor)
+    models: Any = {"critic": Model(world.critique), "editor": Model(world.edits)}
+    return kind(config, start, training, models)
 
 
 @pytest.fixture

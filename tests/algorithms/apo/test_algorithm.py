@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from tests.support.prompt_worlds import START, PromptWorld
 
 import agentlightning as agl
 from agentlightning.algorithms.apo.beam import BeamSearch
+from agentlightning.algorithms.apo.reflective import ReflectiveSearch
 
 ADVICE = "The prompt lacks the colour."
 
@@ -62,19 +63,26 @@ async def test_an_edit_that_cannot_be_used_is_counted_and_warned_of_once(made):
     assert not state["skips"].keys() & state["counts"].keys()
 
 
-@pytest.mark.parametrize("skips", [{}, {"schema_violations": 18}])
-async def test_texts_that_break_a_template_are_counted_on_in_a_search_of_an_earlier_version(made, skips):
-    """It had those of gepa among its counts alone, those of other searches in both."""
-    search = made(BeamSearch, PromptWorld())
-    run: Any = Run(search.training)
-    run.step = 1
-    algorithm = agl.APO(critic={"model": "m"}, search="beam", rounds=1)
-    spent = {"state": search.state_dict(), "spending": search.spending.state_dict()}
-    counts = {"proposed": 20, "schema_violations": 18}
-    algorithm.load_state_dict(
-        {"search": "beam", **spent, "counts": counts, "skips": skips, "ended": None, "for_budget": False}
-    )
-    await algorithm.run(run)
-    assert run.warnings["apo_schema_violations"].startswith("18 replies")
-    assert algorithm.state_dict()["counts"] == {"proposed": 20}
-    assert algorithm.state_dict()["skips"] == {"schema_violations": 18}
+async def test_a_search_that_ended_for_its_rounds_goes_on_where_there_are_more(made):
+    def algorithm(rounds: int) -> agl.APO:
+        models = {part: {"model": part} for part in ("critic", "editor")}
+        found = agl.APO(client, **models, rounds=rounds, budget={"calls": 300})
+        found.load_state_dict(state)
+        return found
+
+    async def create(model, messages, **_):
+        text = {"critic": world.critique, "editor": world.edits}[model](messages[-1]["content"])
+        return SimpleNamespace(
+            choices=[SimpleNamespace(message=SimpleNamespace(content=text), finish_reason="stop")], usage=None
+        )
+
+    world, state = PromptWorld(), {}
+    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    run: Any = Run(made(ReflectiveSearch, world).training)
+    for rounds in (3, 3, 6):
+        running = algorithm(rounds)
+        await running.run(run)
+        assert run.step == rounds
+        state = json.loads(json.dumps(running.state_dict()))
+    assert "its 3 rounds are done" in run.warnings["apo_budget"]
+    assert state["state"]["number"] == 6

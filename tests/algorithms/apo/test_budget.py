@@ -6,12 +6,12 @@ import pytest
 
 from agentlightning import span as names
 from agentlightning.algorithms.apo.config import (
-    PromptModel,
     SearchBudget,
     Spending,
     announcement,
     check_budget,
     detectable_gain,
+    price,
 )
 from agentlightning.algorithms.apo.search import usage
 from agentlightning.errors import ConfigError
@@ -19,14 +19,12 @@ from agentlightning.span import Span
 
 
 def test_each_limit_ends_the_search_in_words():
-    model = PromptModel(model="m", input_price=2.0, output_price=10.0)
     spent = Spending(SearchBudget(calls=3, tokens=50, money=1e-3, seconds=100))
     assert spent.exhausted() is None
-    spent.count_model(model, 10, 5)
-    assert (spent.tokens, spent.model_calls) == (15, 1)
+    spent.add(15, price(10, 5, 2.0, 10.0))
+    assert spent.tokens == 15
     assert spent.money == pytest.approx((10 * 2 + 5 * 10) / 1e6)
-    for _ in range(3):
-        spent.count_evaluation(2, 0.0)
+    spent.calls += 3
     assert "3 evaluations" in str(spent.exhausted())
     assert "50 tokens" in str(Spending(SearchBudget(calls=None, tokens=50), tokens=50).exhausted())
     assert "0.001" in str(Spending(SearchBudget(calls=None, money=1e-3), money=0.01).exhausted())

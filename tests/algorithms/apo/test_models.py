@@ -28,7 +28,7 @@ def writer(made, model):
 
     def make(critic=lambda _: ADVICE, editor=lambda _: "{}", **settings):
         search = made(BeamSearch, PromptWorld(), max_edits=2, max_transcript_chars=100, **settings)
-        search.critic, search.editor = model(critic), model(editor)
+        search.models = {"critic": model(critic), "editor": model(editor)}
         return search
 
     return make
@@ -37,7 +37,7 @@ def writer(made, model):
 async def test_the_critic_sees_numbered_texts_and_rollouts_cut_in_the_middle(writer):
     asked = writer()
     critique = await asked.critique(TEXTS, FAILED)
-    [text] = asked.critic.asked
+    [text] = asked.models["critic"].asked
     assert critique == ADVICE
     assert "## prompt\n[1] Say {word}." in text
     assert "## Rollout 1, reward 0.25" in text
@@ -52,8 +52,8 @@ async def test_the_critic_counts_items_of_playbooks(writer):
     asked = writer(lambda _: f"{ADVICE}\nHELPFUL: 1, 3\nHARMFUL: [2]", playbooks=["book"])
     book = {"prompt": "Say {word}.", "book": "- Be kind.\n- Be brief.\n- Be loud."}
     assert await asked.critique(book, FAILED) == ADVICE
-    assert "The lines of book are items" in asked.critic.asked[0]
-    assert "HELPFUL" in asked.critic.asked[0]
+    assert "The lines of book are items" in asked.models["critic"].asked[0]
+    assert "HELPFUL" in asked.models["critic"].asked[0]
     assert asked.playbook.counts == {"be kind.": [1, 0], "be loud.": [1, 0], "be brief.": [0, 1]}
 
 
@@ -61,7 +61,7 @@ async def test_the_editor_sees_the_advice_and_the_edits_that_did_not_help(writer
     asked = writer(playbooks=["book"])
     asked.playbook.counts = {"be kind.": [2, 0]}
     await asked.edit(TEXTS, ADVICE, ["add 'Shout.'"])
-    [text] = asked.editor.asked
+    [text] = asked.models["editor"].asked
     assert "at most 2 edits" in text
     assert "- add 'Shout.'" in text
     assert "[1] - Be kind.\nItem [1] helped 2" in text
@@ -197,9 +197,10 @@ async def test_a_client_object_is_called_as_openai_is():
         message = SimpleNamespace(content="Yes.")
         return SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason="stop")], usage=None)
 
-    opened = await open_model(PromptModel(model="m", temperature=0.5), Client(create), AsyncExitStack(), "critic")
+    settings = PromptModel(model="m", temperature=0.5, max_tokens=9)
+    opened = await open_model(settings, Client(create), AsyncExitStack(), "critic")
     assert (await opened.complete([{"role": "user", "content": "Hi"}])).text == "Yes."
-    assert (asked["model"], asked["temperature"]) == ("m", 0.5)
+    assert (asked["model"], asked["temperature"], asked["max_tokens"]) == ("m", 0.5, 9)
 
 
 async def test_errors_of_a_client_are_counted_not_raised(writer):
@@ -213,7 +214,7 @@ async def test_errors_of_a_client_are_counted_not_raised(writer):
         settings = PromptModel(model="m", timeout_seconds=0.01)
         opened = await open_model(settings, Client(call), AsyncExitStack(), "critic")
         asked = writer()
-        asked.critic = opened
+        asked.models = {"critic": opened}
         assert await asked.critique(TEXTS, FAILED) is None
         assert asked.skips == {f"critic_{reason}": 1}
 

@@ -8,11 +8,11 @@ import statistics
 from collections import Counter
 
 import pytest
-from tests.support.prompt_worlds import ADVICE, HEAD, START, TAIL, InteractingWorld, PromptWorld
+from tests.support.prompt_worlds import HEAD, START, TAIL, InteractingWorld, PromptWorld
 
 from agentlightning.algorithms.apo.beam import BeamSearch
 from agentlightning.algorithms.apo.gepa import GepaSearch
-from agentlightning.algorithms.apo.reflective import Finals, ReflectiveSearch
+from agentlightning.algorithms.apo.reflective import Node, ReflectiveSearch
 from agentlightning.algorithms.apo.search import MAX_SKIPS, Trial
 from agentlightning.algorithms.apo.text import Texts, digest
 
@@ -52,8 +52,7 @@ async def test_a_result_of_a_parent_is_never_bought_twice(made):
 
 async def test_a_bad_edit_costs_only_the_failures_it_was_written_for(made):
     search = made(ReflectiveSearch, PromptWorld(0, insight=0.0, luck=0.0), budget={"calls": 200}, patience=8)
-    while search.finals is None:
-        await search.step()
+    await run(search)
     of_children = [text for text, _ in search.training.asked if text != START]
     assert search.counts["rejected_screen"] == search.counts["proposed"] > 3
     assert len(of_children) <= search.counts["proposed"] * search.config.reflection_size
@@ -61,12 +60,23 @@ async def test_a_bad_edit_costs_only_the_failures_it_was_written_for(made):
 
 async def test_no_validation_task_is_used_before_the_finals(made):
     search = made(ReflectiveSearch, PromptWorld(0), budget={"calls": 250})
-    while search.finals is None:
+    used: list[set[str]] = []
+    while search.ended is None:
+        used.append(search.training.splits)
         await search.step()
-    assert search.training.splits == {"train"}
-    assert search.spending.calls <= 250 - search.reserved + 5
-    await search.step()
+    assert all(each <= {"train"} for each in used)
+    finals = [name for _, name in search.training.asked if "validation" in name]
+    assert finals
+    assert search.spending.calls - len(finals) <= 250 - search.reserved + 5
+
+
+async def test_a_search_that_ends_for_its_rounds_has_its_finals(made):
+    search = made(ReflectiveSearch, PromptWorld(0), budget={"calls": 400})
+    while len(search.pool) < 2:
+        await search.step()
+    await search.end("its rounds are done")
     assert "validation" in search.training.splits
+    assert search.favourite in [node.texts for node in search.pool]
 
 
 async def test_a_search_that_ends_for_its_budget_says_so(made):
@@ -89,34 +99,16 @@ async def test_a_search_goes_on_from_its_state(made, kind):
         await whole.step()
         await broken.step()
     state = json.loads(json.dumps(broken.state_dict()))
-    resumed = kind(broken.config, broken.start, broken.training, broken.critic, broken.editor)
+    resumed = kind(broken.config, broken.start, broken.training, broken.models)
     resumed.load_state_dict(state)
-    resumed.spending = broken.spending
     for _ in range(6):
         if whole.ended is None:
             await whole.step()
             await resumed.step()
     assert resumed.favourite == whole.favourite
-    assert resumed.state_dict() == whole.state_dict()
-
-
-async def test_a_line_that_is_not_needed_is_taken_back(made):
-    world = PromptWorld(0, follow=1.0, luck=0.0)
-    search = made(ReflectiveSearch, world, budget={"calls": 2000})
-    node = search.pool[0]
-    node.texts = prompt(ADVICE[0], *world.instructions)
-    for line in [ADVICE[0], *world.instructions[:3]]:
-        needing = (
-            [i for i in range(100) if world.instructions.index(line) in world.needs(f"{i:04d}")]
-            if (line in world.instructions)
-            else [0]
-        )
-        search.credits["prompt", f"- {line}"] = needing[:1]
-    while search.prunable:
-        await search.step()
-    text = search.favourite["prompt"]
-    assert ADVICE[0] not in text
-    assert world.given(text) == set(range(12))
+    assert resumed.state_dict()["state"] == whole.state_dict()["state"]
+    assert resumed.counts == whole.counts
+    assert resumed.spending.calls == whole.spending.calls
 
 
 async def test_a_child_that_loses_a_line_is_tried_on_what_that_line_turned(made):
@@ -127,7 +119,7 @@ async def test_a_child_that_loses_a_line_is_tried_on_what_that_line_turned(made)
     parent.texts = prompt(kept, lost)
     child = parent.child(prompt(kept), 1)
     needing = [i for i in range(100) if world.needs(f"{i:04d}") == (1,)]
-    search.credits["prompt", f"- {lost}"] = needing[:1]
+    search.credits[f"prompt: - {lost}"] = needing[:1]
     [outcome] = await search.run_trials(parent.texts, [Trial(needing[0])])
     parent.add(outcome)
     assert not await search.guards(child, parent)
@@ -141,7 +133,7 @@ async def test_each_candidate_is_tried_with_the_one_that_it_was_made_from(made, 
     search = made(kind, PromptWorld(0), search=name, budget={"calls": 200})
     search.training.directory = tmp_path
     if kind is GepaSearch:
-        search.critic = model(search.training.world.reflect)
+        search.models = {"critic": model(search.training.world.reflect)}
     await run(search)
     texts = {digest({"prompt": text}): text for text, _ in search.training.asked}
     parents = search.training.parents
@@ -173,7 +165,7 @@ async def test_gepa_searches_with_this_run_and_stops_at_its_budget(made, model, 
     pytest.importorskip("gepa")
     world = PromptWorld(0)
     search = made(GepaSearch, world, search="gepa", budget={"calls": 300})
-    search.critic = model(world.reflect)
+    search.models = {"critic": model(world.reflect)}
     search.training.directory = tmp_path
     best = await run(search)
     assert search.ended_for_budget
@@ -187,7 +179,7 @@ async def test_a_gepa_search_goes_on_from_its_own_files_with_a_larger_budget(mad
 
     def opened(calls: int) -> GepaSearch:
         search = made(GepaSearch, PromptWorld(0), search="gepa", budget={"calls": calls})
-        search.critic = model(search.training.world.reflect)
+        search.models = {"critic": model(search.training.world.reflect)}
         search.training.directory = tmp_path
         return search
 
@@ -195,7 +187,6 @@ async def test_a_gepa_search_goes_on_from_its_own_files_with_a_larger_budget(mad
     before = await run(first)
     again = opened(300)
     again.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    again.spending.load_state_dict(first.spending.state_dict())
     assert again.favourite == before
     await run(again)
     assert {text for text, _ in again.training.asked} - {START}
@@ -206,7 +197,7 @@ async def test_a_gepa_search_goes_on_from_its_own_files_with_a_larger_budget(mad
 async def test_a_gepa_candidate_that_breaks_its_template_is_not_run(made, model, tmp_path):
     pytest.importorskip("gepa")
     search = made(GepaSearch, PromptWorld(0), search="gepa", budget={"calls": 60})
-    search.critic = model(lambda _: "```\nWrite something.\n```")
+    search.models = {"critic": model(lambda _: "```\nWrite something.\n```")}
     search.training.directory = tmp_path
     assert (await run(search)) == {"prompt": START}
     assert search.skips["schema_violations"] > 0
@@ -217,7 +208,7 @@ async def test_a_useful_reply_in_gepa_starts_the_count_of_useless_ones_again(mad
     pytest.importorskip("gepa")
     search = made(GepaSearch, PromptWorld(0), search="gepa", budget={"calls": 300})
     useful, asked = search.training.world.reflect, itertools.count()
-    search.critic = model(lambda text: useful(text) if next(asked) % 3 == 0 else "")
+    search.models = {"critic": model(lambda text: useful(text) if next(asked) % 3 == 0 else "")}
     search.training.directory = tmp_path
     await run(search)
     assert search.skips["critic_empty"] > MAX_SKIPS
@@ -227,24 +218,42 @@ async def test_a_useful_reply_in_gepa_starts_the_count_of_useless_ones_again(mad
 # -- finals ----------------------------------------------------------------------------------------------------------
 
 
+def finalists(search, *lines: list[str]) -> list[Texts]:
+    search.pool = [Node(dict(prompt(*each))) for each in lines]
+    return [node.texts for node in search.pool]
+
+
 async def test_the_finals_find_the_better_of_two_early_and_buy_each_result_once(made):
     world = PromptWorld(0)
     search = made(ReflectiveSearch, world, budget={"calls": 500})
-    good, bad = prompt(*world.instructions), prompt()
-    finals = Finals([bad, good])
-    await finals.decide(search)
-    assert finals.best == good
+    _, good = finalists(search, [], world.instructions)
+    await search.end("it is over")
+    assert search.favourite == good
     assert len(search.training.asked) < 2 * 45, "the test of all pairs goes on after it is decided"
     assert max(Counter(search.training.asked).values()) == 1
-    search.finals = finals
     again = made(ReflectiveSearch, world)
     again.load_state_dict(json.loads(json.dumps(search.state_dict())))
     assert again.favourite == good
+    assert again.ended == "it is over"
+
+
+async def test_a_search_that_ended_for_its_budget_goes_on_with_a_larger_one(made):
+    search = made(ReflectiveSearch, PromptWorld(0), budget={"calls": 60})
+    await run(search)
+    state = json.loads(json.dumps(search.state_dict()))
+    same, larger = (made(ReflectiveSearch, PromptWorld(0), budget={"calls": calls}) for calls in (60, 90))
+    for each in (same, larger):
+        each.load_state_dict(state)
+        assert each.favourite == search.favourite
+    assert same.ended == search.ended
+    assert larger.ended is None
+    await run(larger)
+    assert 60 < larger.spending.calls <= 90
 
 
 async def test_finals_without_the_budget_keep_the_favourite(made):
     search = made(ReflectiveSearch, PromptWorld(0), budget={"calls": 5})
-    finals = Finals([prompt(), prompt("more")])
-    await finals.decide(search)
+    favourite, _ = finalists(search, [], ["more"])
+    await search.end("it is over")
     assert not search.training.asked
-    assert finals.best == prompt()
+    assert search.favourite == favourite

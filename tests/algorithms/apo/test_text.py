@@ -89,7 +89,6 @@ def test_no_more_edits_than_allowed_are_made_and_the_rest_is_counted():
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
-        ("  ", "editor_empty"),
         ("I would rather not.", "editor_nonsense"),
         ('{"changes": []}', "editor_nonsense"),
         ('{"edits": [{"op": "shuffle"}]}', "editor_nonsense"),

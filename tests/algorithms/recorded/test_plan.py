@@ -25,7 +25,17 @@ def messages(role: str, text: str) -> str:
 
 
 @pytest.mark.parametrize("method", ["auto", "awr", "rejection"])
-async def test_what_the_template_cannot_write_is_counted_once_for_each_answer(method: Any) -> None:
+async def test_sessions_are_put_into_tokens_once_and_what_the_template_cannot_write_is_counted_once(
+    method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    tokens = Tokenizer.tokens
+
+    def counted(self: Tokenizer, call: Any) -> Any:
+        read.append(call.span_id)
+        return tokens(self, call)
+
+    monkeypatch.setattr(Tokenizer, "tokens", counted)
     store: Any = agl.LightningStore(":memory:")
     for answer, reward in (("yes", 1.0), ("no", 0.0), ("maybe", 0.5)):
         rollout = await store.start_rollout("which?")
@@ -47,3 +57,4 @@ async def test_what_the_template_cannot_write_is_counted_once_for_each_answer(me
     assert made.method == ("awr" if method == "auto" else method)
     [note] = [each for each in made.notes if "end-of-sequence" in each]
     assert note.startswith("3 answers")
+    assert len(read) == 3

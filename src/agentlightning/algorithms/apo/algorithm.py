@@ -16,7 +16,7 @@ from agentlightning.algorithms.apo.beam import BeamSearch
 from agentlightning.algorithms.apo.config import APOConfig, BeamSearchConfig, PromptModel, announcement, check_budget
 from agentlightning.algorithms.apo.gepa import GepaSearch
 from agentlightning.algorithms.apo.reflective import ReflectiveSearch
-from agentlightning.algorithms.apo.search import ModelError, Search, ask_endpoint, open_model
+from agentlightning.algorithms.apo.search import LanguageModel, ModelError, Search, open_model
 from agentlightning.algorithms.apo.text import placeholders
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.training import Collected, Training
@@ -104,18 +104,7 @@ class APO(Algorithm[APOConfig]):
         return super().restorable and self.client is None
 
     def state_dict(self) -> Mapping[str, Any]:
-        search = self._search
-        if search is None:
-            return self._learned
-        return {
-            "search": self.config.search,
-            "state": search.state_dict(),
-            "spending": search.spending.state_dict(),
-            "counts": dict(search.counts),
-            "skips": dict(search.skips),
-            "ended": search.ended,
-            "for_budget": search.ended_for_budget,
-        }
+        return self._learned if self._search is None else self._search.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._learned = state
@@ -128,40 +117,60 @@ class APO(Algorithm[APOConfig]):
             )
         return next(iter(self._search.templates(self._search.favourite).values()))
 
+    @property
+    def _models(self) -> dict[str, PromptModel]:
+        """Critic and editor, where it is another; gepa has its critic write."""
+        config = self.config
+        editor = {} if config.editor is None or config.search == "gepa" else {"editor": config.editor}
+        return {"critic": config.critic, **editor}
+
     async def prepare(self, training: Training) -> Mapping[str, str]:
         """A short call of critic and editor, where they are behind an endpoint, shows that it knows model and key."""
         start = self._templates(training)
         found = {"templates": f"the search changes {', '.join(start)}"}
-        async with AsyncExitStack() as stack:
-            search = await self._open(training, start, stack, load=False)
+        search = self._make_search(training, start, {})
         if not self._learned:
             check_budget(self.config.budget, search.smallest_budget, self.config.search)
-        for part, model in {"critic": search.critic, "editor": search.editor}.items():
-            if model.send is not ask_endpoint or (part == "editor" and model is search.critic):
-                continue
-            try:
-                await model.complete([{"role": "user", "content": "Reply with the word ready."}])
-            except ModelError as error:  # It may be better later; a search skips such replies.
-                training.note(f"{part}: {error}")
-            else:
-                found[part] = f"{model.settings.model} answers"
+        async with AsyncExitStack() as stack:
+            for part, settings in self._models.items():
+                if settings.path is not None:  # It takes time and memory to open.
+                    continue
+                model = await open_model(settings, self.client, stack, part)
+                if self.client is not None:
+                    continue
+                try:
+                    await model.complete([{"role": "user", "content": "Reply with the word ready."}])
+                except ModelError as error:  # It may be better later; a search skips such replies.
+                    training.note(f"{part}: {error}")
+                else:
+                    found[part] = f"{settings.model} answers"
         return found
 
     async def run(self, training: Training) -> None:
         start = self._templates(training)
         async with AsyncExitStack() as stack:
-            search = await self._open(training, start, stack)
+            models = {
+                part: await open_model(settings, self.client, stack, part) for part, settings in self._models.items()
+            }
+            search = self._make_search(training, start, models)
             if self._learned:
-                self._restore(search)
+                search.load_state_dict(self._learned)
             else:
                 training.note(announcement(self.config.budget, search.reserved, training.held_out_tasks))
             self._search = search
             while search.ended is None and training.step < self.total_steps:
                 await search.step()
                 if search.ended is None and training.step + 1 >= self.total_steps:
-                    search.end(f"its {self.total_steps} rounds are done")
+                    await search.end(f"its {self.total_steps} rounds are done", budget=True)
                 await self._finish_step(training, search)
             self._report(training, search)
+
+    def _make_search(
+        self, training: Training, start: Mapping[str, PromptTemplate], models: Mapping[str, LanguageModel]
+    ) -> Search:
+        search = SEARCHES[self.config.search](self.config, start, training, models)
+        search.on_favourite = self.on_favourite
+        return search
 
     async def _finish_step(self, training: Training, search: Search) -> None:
         await training.publish(dict(search.templates(search.favourite)))
@@ -174,7 +183,10 @@ class APO(Algorithm[APOConfig]):
         """Say why the search ended, and what of critic and editor could not be used."""
         text = f"the search ended because {search.ended or 'all rounds are done'}"
         if search.ended_for_budget:
-            training.warn("apo_budget", f"{text}; more might be found: resume it with a larger algorithm.budget")
+            training.warn(
+                "apo_budget",
+                f"{text}; more might be found: resume it with a larger algorithm.budget, or algorithm.rounds",
+            )
         else:
             training.note(text)
         for reason, count in search.skips.items():
@@ -200,32 +212,3 @@ class APO(Algorithm[APOConfig]):
             except ValueError as error:
                 raise ConfigError(f"the prompt template {name!r} cannot be read: {error}") from error
         return {name: found[name] for name in names}
-
-    async def _open(
-        self, training: Training, start: Mapping[str, PromptTemplate], stack: AsyncExitStack, *, load: bool = True
-    ) -> Search:
-        """`load`: whether models on this machine are opened, which takes time and memory."""
-        config = self.config
-        critic = await open_model(config.critic, self.client, stack, "critic", load=load)
-        editor = critic
-        if config.editor is not None and config.search != "gepa":
-            editor = await open_model(config.editor, self.client, stack, "editor", load=load)
-        search = SEARCHES[config.search](config, start, training, critic, editor)
-        search.on_favourite = self.on_favourite
-        return search
-
-    def _restore(self, search: Search) -> None:
-        """Continue a search. One that ended for its budget goes on if the budget has grown since."""
-        learned = self._learned
-        if learned["search"] != self.config.search:
-            raise ConfigError(f"the run is a search {learned['search']!r}; resume it with search={learned['search']!r}")
-        search.load_state_dict(learned["state"])
-        search.spending.load_state_dict(learned["spending"])
-        search.counts.update(learned["counts"])
-        search.skips.update(learned["skips"])
-        if "schema_violations" in search.counts:  # Of an earlier version, which counted those of gepa there alone.
-            search.skips["schema_violations"] = search.counts.pop("schema_violations")
-        if learned["ended"] is not None:
-            search.end(learned["ended"], budget=learned["for_budget"])
-            if learned["for_budget"] and search.spending.exhausted() is None:
-                search.reopen()

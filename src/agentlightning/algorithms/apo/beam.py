@@ -42,18 +42,17 @@ class BeamSearch(Search):
         return self.settings.gradient_batch_size + 2 * min(self.settings.val_batch_size, self.validation_tasks)
 
     async def step(self) -> None:
-        spending, tasks = self.spending, range(self.validation_tasks)
+        spending, tasks, rounds = self.spending, range(self.validation_tasks), self.settings.beam_rounds
         if not tasks:
-            return self.end("there are no validation tasks to score prompts on; give some")
+            return await self.end("there are no validation tasks to score prompts on; give some")
         if self.round == 0 and self.settings.run_initial_validation and spending.left() >= len(tasks):
             self.best_score = await self._score(self.best, tasks)
-        spent = spending.exhausted()
-        if spent is None and self.round < self.settings.beam_rounds:
+        if spending.exhausted() is None and self.round < rounds:
             await self._round()
             self.round += 1
-            spent = spending.exhausted()
-        if spent is not None or self.round >= self.settings.beam_rounds:
-            self.end(spent or f"all {self.round} rounds are done", budget=spent is not None)
+        spent = spending.exhausted()
+        if spent is not None or self.round >= rounds:
+            await self.end(spent or f"all {self.round} rounds are done", budget=spent is not None)
         return None
 
     async def _round(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -189,15 +188,9 @@ class Spending:
     """In earlier sessions of the run."""
     _since: float = field(default_factory=time.monotonic)
 
-    def count_evaluation(self, tokens: int, money: float) -> None:
-        self.calls += 1
+    def add(self, tokens: int, money: float) -> None:
         self.tokens += tokens
         self.money += money
-
-    def count_model(self, model: PromptModel, input_tokens: int, output_tokens: int) -> None:
-        self.model_calls += 1
-        self.tokens += input_tokens + output_tokens
-        self.money += price(input_tokens, output_tokens, model.input_price, model.output_price)
 
     @property
     def elapsed(self) -> float:
@@ -205,9 +198,12 @@ class Spending:
 
     def exhausted(self, reserved: int = 0) -> str | None:
         """The limit that is reached, in words. `reserved`: evaluations that are put aside."""
-        found = next(limits(self.budget, [self.calls + reserved, self.tokens, self.money, self.elapsed]), None)
-        aside = f", {reserved} of them for validation" if reserved and "evaluations" in str(found) else ""
-        return None if found is None else f"its budget of {found} is spent{aside}"
+        used = self.calls + reserved, self.tokens, self.money, self.elapsed
+        for spent, (limit, shown) in zip(used, limits(self.budget), strict=True):
+            if limit is not None and spent >= limit:
+                aside = f", {reserved} of them for validation" if reserved and "evaluations" in shown else ""
+                return f"its budget of {shown} is spent{aside}"
+        return None
 
     def left(self, reserved: int = 0) -> int:
         """Evaluations that may still be made."""
@@ -224,12 +220,10 @@ class Spending:
         self._since = time.monotonic()
 
 
-def limits(budget: SearchBudget, used: Sequence[float] | None = None) -> Iterator[str]:
-    """The limits in words, or those that are reached: `used` are evaluations, tokens, money and seconds."""
+def limits(budget: SearchBudget) -> list[tuple[float | None, str]]:
+    """The limits of evaluations, tokens, money and seconds (None: there is none), each with its words."""
     given = {"evaluations": budget.calls, "tokens": budget.tokens, "in money": budget.money, "seconds": budget.seconds}
-    for place, (unit, limit) in enumerate(given.items()):
-        if limit is not None and (used is None or used[place] >= limit):
-            yield f"{limit if isinstance(limit, int) else f'{limit:g}'} {unit}"
+    return [(limit, f"{limit or 0:.12g} {unit}") for unit, limit in given.items()]
 
 
 def price(read: float, written: float, input_price: float, output_price: float) -> float:
@@ -254,17 +248,15 @@ def check_budget(budget: SearchBudget, smallest: int, search: str) -> None:
 
 def announcement(budget: SearchBudget, reserved: int, held_out: int) -> str:
     """What the search is about to spend, and what that can show."""
-    named = " or ".join(limits(budget)) or "no limit at all"
+    named = " or ".join(shown for limit, shown in limits(budget) if limit is not None) or "no limit at all"
     if budget.money and not (budget.agent_input_price or budget.agent_output_price):
         named += (
             " (the agent's calls count where gateway.providers has a price for them: budget.agent_input_price and"
             " budget.agent_output_price are not set)"
         )
-    pairs = reserved // 2
-    aside = (
-        f" {reserved} are put aside for validation, enough to tell two finalists {detectable_gain(pairs):.2f} apart;"
-    )
+    apart = detectable_gain(reserved // 2)
+    aside = f" {reserved} are put aside for validation, enough to tell two finalists {apart:.2f} apart;"
     return (
-        f"prompt search: at most {named};{aside if pairs else ''} the {held_out} held-out tasks, which the search does"
-        f" not see, are enough to show a gain of {detectable_gain(held_out):.2f}"
+        f"prompt search: at most {named};{aside if reserved > 1 else ''} the {held_out} held-out tasks, which the"
+        f" search does not see, are enough to show a gain of {detectable_gain(held_out):.2f}"
     )

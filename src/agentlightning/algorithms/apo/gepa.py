@@ -50,7 +50,7 @@ class GepaSearch(Search):
     async def step(self) -> None:
         """The whole search."""
         if self.validation == 0:
-            return self.end("there are no validation tasks to score prompts on; give some")
+            return await self.end("there are no validation tasks to score prompts on; give some")
         self._loop, spending = asyncio.get_running_loop(), self.spending
         self.failure = None
         task = asyncio.create_task(asyncio.to_thread(self._optimize))
@@ -66,7 +66,7 @@ class GepaSearch(Search):
             spent = f"what is left of its budget of {spending.budget.calls} evaluations is too little"
         else:
             self.best = dict(result.best_candidate)
-        self.end(spent or "gepa found nothing more to try", budget=spent is not None)
+        await self.end(spent or "gepa found nothing more to try", budget=spent is not None)
         return None
 
     def _optimize(self) -> Any:
@@ -118,7 +118,7 @@ class GepaSearch(Search):
         try:
             self.check(candidate)
         except ReplyError as error:
-            self.count_skip(error.reason, str(error))
+            self.skip(error.reason, str(error))
             return [Outcome(trial.task, None, str(error)) for trial in batch]
         if self.reflected is not None and candidate != self.reflected:
             self.descend(candidate, self.reflected)

@@ -9,8 +9,7 @@ child. The child then has to pass three stages, each of which ends as soon as it
 
 Results of the parent are never bought again, so a bad edit costs about `reflection_size` evaluations and a good one
 about five. No validation task is used meanwhile: at the end, the best `finalists` are compared on them, pair by pair,
-by a sequential test. A rejected child that is proposed again is screened on other failures only. Now and then a line is
-taken back, if the failures that it turned stay turned without it.
+by a sequential test. A rejected child that is proposed again is screened on other failures only.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from agentlightning.algorithms.apo.search import BudgetSpentError, Outcome, Sear
 from agentlightning.algorithms.apo.text import Texts, digest
 from agentlightning.evaluation.sequential import PairedSequentialTest, fewest_pairs
 
-Line = tuple[str, str]
-"""Name of the resource, text."""
+Scores = dict[str, dict[int, float]]
+"""Digest of a candidate -> validation task -> score."""
 FAVOURITE_SHARE: Final = 0.85
 """How often the search goes on from its favourite instead of another candidate of the pool."""
 PRIOR_STRENGTH: Final = 8
@@ -69,12 +68,10 @@ class Node:
         """Its own outcomes on a task."""
         return [each for each in self.outcomes if each.task == task]
 
-    def known(self, task: int) -> list[Outcome]:
-        """What is known of a task: its own outcomes, else the inherited one."""
-        return self.own(task) or [each for each in self.inherited if each.task == task]
-
     def score(self, task: int) -> float:
-        return fmean(map(score_of, self.known(task)))
+        """What is known of a task: its own outcomes, else the inherited one."""
+        known = self.own(task) or [each for each in self.inherited if each.task == task]
+        return fmean(map(score_of, known))
 
     @property
     def tasks(self) -> set[int]:
@@ -103,66 +100,6 @@ class Node:
         return Node(dict(texts), number, inherited=list(self.last.values()), prior=prior)
 
 
-# -- finals ----------------------------------------------------------------------------------------------------------
-
-# The best candidates meet on the validation tasks, which the search has not used before.
-#
-# The favourite meets one challenger after the other, task by task. A sequential test looks at the differences as they
-# come and stops as soon as it can tell the two apart; where it cannot, the higher mean decides. Results of the
-# favourite are bought once for all challengers.
-
-
-@dataclass
-class Finals:
-    """Chooses among the finalists."""
-
-    finalists: list[dict[str, str]]
-    """The favourite of the search first."""
-    why: str = ""
-    """Why the search ended."""
-    for_budget: bool = False
-    span: float = 1.0
-    """The largest difference of two rewards; a larger one counts as this."""
-    scores: dict[str, dict[int, float]] = Field(default={})
-    """Digest -> validation task -> score."""
-    winner: dict[str, str] | None = None
-
-    @property
-    def best(self) -> Texts:
-        return self.winner or self.finalists[0]
-
-    async def decide(self, search: Search) -> None:
-        """Spend the validation tasks, and choose."""
-        best: Texts = self.finalists[0]
-        for challenger in self.finalists[1:] if search.validation_tasks else ():
-            if await self._wins(search, challenger, best):
-                best = challenger
-        self.winner = dict(best)
-
-    async def _wins(self, search: Search, challenger: Texts, best: Texts) -> bool:
-        """Whether the challenger is better; where the test cannot tell, or the budget ends it, the higher mean is."""
-        tasks, alpha = range(search.validation_tasks), search.config.alpha
-        test = PairedSequentialTest(alpha, (-self.span, self.span), max_pairs=max(len(tasks), fewest_pairs(alpha)))
-        differences: list[float] = []
-        for start in range(0, len(tasks), WAVE):
-            wave = tasks[start : start + WAVE]
-            if search.spending.left() < 2 * len(wave) or search.spending.exhausted() is not None:
-                break
-            theirs, ours = await self._scores(search, best, wave), await self._scores(search, challenger, wave)
-            for mine, other in zip(ours, theirs, strict=True):
-                differences.append(mine - other)
-                verdict = test.update(max(-self.span, min(self.span, mine - other)))
-                if verdict in ("better", "worse"):
-                    return verdict == "better"
-        return bool(differences) and fmean(differences) > 0
-
-    async def _scores(self, search: Search, candidate: Texts, tasks: Sequence[int]) -> list[float]:
-        known = self.scores.setdefault(digest(candidate), {})
-        missing = [Trial(task, split="validation") for task in tasks if task not in known]
-        known |= {outcome.task: score_of(outcome) for outcome in await search.run_trials(candidate, missing)}
-        return [known[task] for task in tasks]
-
-
 # -- search -----------------------------------------------------------------------------------------------------------
 
 
@@ -172,31 +109,31 @@ class ReflectiveSearch(Search):
     learned: ClassVar[Mapping[str, Any]] = {
         "pool": list[Node],
         "children": dict[str, Node],
+        "credits": dict[str, list[int]],
         "number": int,
         "fruitless": int,
-        "finals": Finals | None,
+        "winner": dict[str, str] | None,
     }
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
         self.pool = [Node(dict(self.best))]
         """The candidates to go on from; the best come first."""
-        self.credits: dict[Line, list[int]] = {}
+        self.credits: dict[str, list[int]] = {}
         """Added line -> the tasks whose failures it turned. A child that loses a line is tried on just these."""
-        self.examined: set[Line] = set()
-        """Lines that were found to be needed."""
         self.children: dict[str, Node] = {}
         """Rejected children by digest of parent and child, with what is known of them."""
         self.number = 0
         self.fruitless = 0
         """Proposals in a row of which none was accepted."""
-        self.finals: Finals | None = None
+        self.winner: dict[str, str] | None = None
+        """Of the finals."""
         self.order = list(range(self.train_tasks))
         self.random.shuffle(self.order)
 
     @property
     def favourite(self) -> Texts:
-        return self.pool[0].texts if self.finals is None else self.finals.best
+        return self.winner or self.pool[0].texts
 
     @property
     def reserved(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -210,33 +147,20 @@ class ReflectiveSearch(Search):
         return 2 * (2 * self.config.reflection_size + 1 + self.config.guards)
 
     async def step(self) -> None:
-        if self.finals is not None:
-            await self.finals.decide(self)
-            return self.end(self.finals.why, budget=self.finals.for_budget)
+        self.winner = None  # Of a search that goes on with a larger budget.
         spent = self.spending.exhausted(self.reserved)
-        if spent is not None or self.fruitless >= self.config.patience:
-            why = spent or f"none of the last {self.fruitless} proposals was accepted"
-            return self.end_search(why, budget=spent is not None)
-        self.number += 1
-        try:
-            line = self.prunable
-            accepted = await (self._propose() if line is None else self._prune(line))
-        except BudgetSpentError:
-            calls = self.spending.budget.calls
-            return self.end_search(f"what is left of its budget of {calls} evaluations is too little", budget=True)
-        self.fruitless = 0 if accepted else self.fruitless + 1
-        self.show_favourite()
-        return None
-
-    def end_search(self, why: str, *, budget: bool) -> None:
-        """Go on with the finals."""
-        finalists = [node.texts for node in self.pool[: self.config.finalists]]
-        known = [score_of(each) for node in self.pool for each in node.last.values()]
-        self.finals = Finals(finalists, why, budget, span=max([*known, 1.0]) - min([*known, 0.0]))
-
-    def reopen(self) -> None:
-        super().reopen()
-        self.finals = None
+        if spent is None and self.fruitless >= self.config.patience:
+            return await self.end(f"none of the last {self.fruitless} proposals was accepted")
+        if spent is None:
+            self.number += 1
+            try:
+                accepted = await self._propose()
+            except BudgetSpentError:
+                spent = f"what is left of its budget of {self.spending.budget.calls} evaluations is too little"
+            else:
+                self.fruitless = 0 if accepted else self.fruitless + 1
+                return self.show_favourite()
+        return await self.end(spent, budget=True)
 
     # -- one proposal ----------------------------------------------------------------------------------------------
 
@@ -336,46 +260,53 @@ class ReflectiveSearch(Search):
                 return False
         return True
 
-    @property
-    def prunable(self) -> Line | None:
-        """An added line of the favourite to try to do without: the oldest that was not examined since three others were
-        added."""
-        added = [line for line in lines_of(self.pool[0].texts) if line in self.credits]
-        waiting = [line for line in added if line not in self.examined]
-        return waiting[0] if len(waiting) > 3 else None
+    # -- finals ----------------------------------------------------------------------------------------------------
 
-    async def _prune(self, line: Line) -> bool:
-        """Take a line back if the failures that it turned stay turned without it, twice."""
-        name, text = line
-        node = self.pool[0]
-        self.examined.add(line)
-        lines = node.texts[name].splitlines()
-        lines.remove(text)
-        shorter = node.child({**node.texts, name: "\n".join(lines)}, self.number)
-        self.descend(shorter.texts, node.texts)
-        for task in (self.credits[line][:2] * 2)[:2]:
-            [outcome] = await self._run(shorter, [task])
-            if score_of(outcome) < self.config.success:
-                return False
-        self.counts["pruned"] += 1
-        self.pool.remove(node)
-        self._add(shorter)
-        return True
+    async def end(self, why: str, *, budget: bool = False) -> None:
+        """The best candidates meet on the validation tasks, which the search has not used before.
 
-    def state_dict(self) -> dict[str, Any]:
-        credits = [[*line, tasks] for line, tasks in self.credits.items()]
-        return {**super().state_dict(), "credits": {"credits": credits, "examined": sorted(map(list, self.examined))}}
+        The favourite meets one challenger after the other, task by task. A sequential test looks at the differences as
+        they come and stops as soon as it can tell the two apart; where it cannot, the higher mean decides. Results of
+        the favourite are bought once for all challengers."""
+        best, *challengers = [node.texts for node in self.pool[: self.config.finalists]]
+        scores: Scores = {}
+        for challenger in challengers if self.validation_tasks else ():
+            if await self.wins(challenger, best, scores):
+                best = challenger
+        self.winner = best
+        await super().end(why, budget=budget)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.credits = {(name, text): list(tasks) for name, text, tasks in state["credits"]["credits"]}
-        self.examined = {(name, text) for name, text in state["credits"]["examined"]}
+    async def wins(self, challenger: Texts, best: Texts, scores: Scores) -> bool:
+        """Whether the challenger is better; where the test cannot tell, or the budget ends it, the higher mean is.
+        `scores`: what was bought before."""
+        tasks, alpha = range(self.validation_tasks), self.config.alpha
+        known = [score_of(each) for node in self.pool for each in node.last.values()]
+        span = max([*known, 1.0]) - min([*known, 0.0])  # The largest difference that counts.
+        test = PairedSequentialTest(alpha, (-span, span), max_pairs=max(len(tasks), fewest_pairs(alpha)))
+        differences: list[float] = []
+        for start in range(0, len(tasks), WAVE):
+            wave = tasks[start : start + WAVE]
+            if self.spending.left() < 2 * len(wave) or self.spending.exhausted() is not None:
+                break
+            theirs, ours = await self._scores(best, wave, scores), await self._scores(challenger, wave, scores)
+            for mine, other in zip(ours, theirs, strict=True):
+                differences.append(mine - other)
+                verdict = test.update(max(-span, min(span, mine - other)))
+                if verdict in ("better", "worse"):
+                    return verdict == "better"
+        return bool(differences) and fmean(differences) > 0
+
+    async def _scores(self, candidate: Texts, tasks: Sequence[int], scores: Scores) -> list[float]:
+        known = scores.setdefault(digest(candidate), {})
+        missing = [Trial(task, split="validation") for task in tasks if task not in known]
+        known |= {outcome.task: score_of(outcome) for outcome in await self.run_trials(candidate, missing)}
+        return [known[task] for task in tasks]
 
 
-def lines_of(texts: Texts) -> list[Line]:
-    return [(name, line) for name, text in texts.items() for line in text.splitlines()]
-
-
-def added_lines(before: Texts, after: Texts) -> list[Line]:
-    known = set(lines_of(before))
-    return [line for line in lines_of(after) if line not in known and line[1].strip()]
+def added_lines(before: Texts, after: Texts) -> list[str]:
+    """Lines that are new, each behind the name of its text."""
+    known, own = (
+        dict.fromkeys(f"{name}: {line}" for name, text in texts.items() for line in text.splitlines() if line.strip())
+        for texts in (before, after)
+    )
+    return [line for line in own if line not in known]

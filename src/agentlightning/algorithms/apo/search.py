@@ -38,8 +38,9 @@ from agentlightning.algorithms.training import RolloutReport, Training
 from agentlightning.assemble import calls, steps
 from agentlightning.errors import ConfigError, MissingRewardError, TrainingStopped
 from agentlightning.resources import PromptTemplate
-from agentlightning.rewards.base import post_json
+from agentlightning.rewards.base import OPENAI, complete_chat, limited
 from agentlightning.span import Span
+from agentlightning.trajectory import Step
 from agentlightning.util.json_values import as_text, recorded_objects
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -47,7 +48,6 @@ from agentlightning.util.json_values import as_text, recorded_objects
 # Language models that read and write prompts: an OpenAI-compatible endpoint, a client object, a local model.
 
 Message = dict[str, str]
-DEFAULT_URL: Final = "https://api.openai.com/v1"
 RETRIES: Final = 2
 BACKOFF_SECONDS: Final = 0.5
 
@@ -93,11 +93,12 @@ class LanguageModel:
 
 async def ask_endpoint(settings: PromptModel, messages: list[Message]) -> Completion:
     """The reply of a model behind an OpenAI-compatible endpoint."""
-    url = (settings.base_url or os.environ.get("OPENAI_BASE_URL") or DEFAULT_URL).rstrip("/")
+    url = settings.base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI
     body = {"model": settings.model, "messages": messages, "temperature": settings.temperature}
-    reply = await post_json(
-        f"{url}/chat/completions",
-        body | {"max_tokens": settings.max_tokens},
+    reply = await complete_chat(
+        url,
+        body,
+        settings.max_tokens,
         key_variable=settings.api_key_env,
         timeout=settings.timeout_seconds,
         retries=RETRIES,
@@ -109,8 +110,9 @@ async def ask_endpoint(settings: PromptModel, messages: list[Message]) -> Comple
 
 async def ask_client(client: Any, settings: PromptModel, messages: list[Message]) -> Completion:
     """The reply of a client object with the interface of `openai.AsyncOpenAI`."""
+    limit = limited(str(getattr(client, "base_url", "")), settings.max_tokens)
     reply = await client.chat.completions.create(
-        model=settings.model, messages=messages, temperature=settings.temperature
+        model=settings.model, messages=messages, temperature=settings.temperature, **limit
     )
     return _completion(reply)
 
@@ -138,24 +140,17 @@ async def ask_engine(engine: Any, settings: PromptModel, messages: list[Message]
     return Completion(text, len(prompt), len(sample.token_ids), sample.finish_reason == "length")
 
 
-async def open_model(
-    settings: PromptModel, client: Any, stack: AsyncExitStack, part: str, *, load: bool = True
-) -> LanguageModel:
-    """The model that settings name; the stack closes it. Raises ConfigError where they name none. Without `load` a
-    model of this machine cannot be asked."""
+async def open_model(settings: PromptModel, client: Any, stack: AsyncExitStack, part: str) -> LanguageModel:
+    """The model that settings name; the stack closes it. Raises ConfigError where they name none."""
     if settings.path is not None:
-        policy = None
-        if load:
-            from agentlightning.policy.open import open_frozen
+        from agentlightning.policy.open import open_frozen
 
-            policy = await open_frozen(part, settings.path)
-            stack.push_async_callback(policy.close)
+        policy = await open_frozen(part, settings.path)
+        stack.push_async_callback(policy.close)
         return LanguageModel(settings, partial(ask_engine, policy))
     if not settings.model:
         raise ConfigError(f"algorithm.{part} names no model; set its model (and base_url), or its path")
-    if client is not None:
-        return LanguageModel(settings, partial(ask_client, client))
-    return LanguageModel(settings, ask_endpoint)
+    return LanguageModel(settings, ask_endpoint if client is None else partial(ask_client, client))
 
 
 # -- record ----------------------------------------------------------------------------------------------------------
@@ -183,8 +178,6 @@ class Outcome(NamedTuple):
     """None: the rollout failed or has no usable reward; it counts as the lowest score seen, or 0."""
     transcript: str = ""
     """The rollout as the critic reads it."""
-    tokens: int = 0
-    money: float = 0.0
 
 
 # -- transcript ------------------------------------------------------------------------------------------------------
@@ -221,22 +214,16 @@ def _number(span: Span, name: str) -> float:
 
 
 def _events(spans: Sequence[Span]) -> Iterator[str]:
-    events: list[tuple[int, Span | str]] = [(span.sequence_id, span) for span in calls(spans)]
-    for step in steps(spans):
-        shown = (
-            f"Tool {step.name}({as_text(step.arguments)}): {as_text(step.result)}" if step.kind == "tool" else "Error"
-        )
-        events.append((step.sequence_id, shown + (f": {step.error}" if step.error else "")))
     seen: set[str] = set()
-    for _, event in sorted(events, key=lambda each: each[0]):
-        if isinstance(event, str):
-            yield event
+    for event in sorted([*calls(spans), *steps(spans)], key=lambda event: event.sequence_id):
+        if isinstance(event, Step):
+            tool = f"Tool {event.name}({as_text(event.arguments)}): {as_text(event.result)}"
+            yield (tool if event.kind == "tool" else "Error") + (f": {event.error}" if event.error else "")
             continue
-        for name in (names.INPUT_MESSAGES, names.OUTPUT_MESSAGES):
-            for line in _messages(event.attributes.get(name)):
-                if line not in seen:
-                    seen.add(line)
-                    yield line
+        recorded = (event.attributes.get(name) for name in (names.INPUT_MESSAGES, names.OUTPUT_MESSAGES))
+        lines = dict.fromkeys(line for messages in recorded for line in _messages(messages) if line not in seen)
+        seen.update(lines)
+        yield from lines
 
 
 def _messages(recorded: object) -> Iterator[str]:
@@ -285,6 +272,7 @@ EDITOR_TASK: Final = (
     ' TEXT}}, {{"op": "delete", "resource": NAME, "line": LINE}}, {{"op": "replace", "resource": NAME, "line": LINE,'
     ' "text": TEXT}}]}}. Line numbers are those shown; `after` 0 adds before the first line.'
 )
+TASK: Final = "# Your task"
 _COUNTER = re.compile(r"^\W*(HELPFUL|HARMFUL)\b(.*)$", re.MULTILINE)
 
 
@@ -319,7 +307,7 @@ class Search(ABC):
     """A way to find better texts: what its strategies have in common."""
 
     learned: ClassVar[Mapping[str, Any]]
-    """The attributes that its state consists of, by name, and their types."""
+    """The attributes that the state of a strategy consists of, by name, and their types."""
     reserved = 0
     """Evaluations that are put aside for validation."""
 
@@ -328,12 +316,11 @@ class Search(ABC):
         config: APOConfig,
         start: Mapping[str, PromptTemplate],
         training: Training,
-        critic: LanguageModel,
-        editor: LanguageModel,
+        models: Mapping[str, LanguageModel],
     ) -> None:
-        """`start`: the templates to begin with; `training` runs the agent, on the tasks that a search may see."""
-        self.config, self.start, self.training = config, start, training
-        self.critic, self.editor = critic, editor
+        """`start`: the templates to begin with; `training` runs the agent, on the tasks that a search may see;
+        `models`: the critic and the editor by these names, without an editor the critic edits."""
+        self.config, self.start, self.training, self.models = config, start, training, models
         self.train_tasks, self.validation_tasks = len(training.train_tasks), len(training.validation_tasks)
         self.spending = Spending(config.budget)
         self.playbook = Playbook(config.playbooks)
@@ -368,7 +355,12 @@ class Search(ABC):
 
     @abstractmethod
     async def step(self) -> None:
-        """One proposal. Sets `ended` where it is the last."""
+        """One proposal; the last one calls `end`."""
+
+    async def end(self, why: str, *, budget: bool = False) -> None:
+        """End the search: for its `budget`, or a number of rounds, with which it goes on where they have grown, or for
+        good."""
+        self.ended, self.ended_for_budget = why, budget
 
     # -- candidates ------------------------------------------------------------------------------------------------
 
@@ -386,16 +378,17 @@ class Search(ABC):
         splits = {"train": self.training.train_tasks, "validation": self.training.validation_tasks}
         candidate = digest(texts)
         keys = [f"{candidate}-{each.split}{each.task:05d}-{each.repeat}" for each in trials]
-        tasks = dict(zip(keys, (splits[each.split][each.task] for each in trials), strict=True))
+        tasks = {key: splits[each.split][each.task] for key, each in zip(keys, trials, strict=True)}
         made_from = {PARENT: self.parents[candidate]} if candidate in self.parents else {}
         reports = await self.training.try_resources(dict(self.templates(texts)), tasks, made_from)
-        found = dict(zip(tasks, reports, strict=True))
+        found = dict(zip(tasks, reports, strict=True))  # A trial may be among them twice.
         outcomes: list[Outcome] = []
         for key, trial in zip(keys, trials, strict=True):
-            report, used = found[key], usage(found[key].spans, self.config.budget)
-            self.spending.count_evaluation(*used)
+            report = found[key]
+            self.spending.add(*usage(report.spans, self.config.budget))
+            self.spending.calls += 1
             self.counts["failed_rollouts"] += report.score is None
-            outcomes.append(Outcome(trial.task, report.score, transcript(tasks[key], report), *used))
+            outcomes.append(Outcome(trial.task, report.score, transcript(tasks[key], report)))
         return outcomes
 
     def descend(self, child: Texts, parent: Texts) -> None:
@@ -431,15 +424,16 @@ class Search(ABC):
         counters = [COUNTERS_TASK.format(names=names)] if names else []
         limit = self.config.max_transcript_chars
         shown = [show_rollout(each, number, limit) for number, each in enumerate(rollouts, 1)]
-        parts = ["# Texts", show_texts(texts, {}), "# Rollouts", *shown, "# Your task", CRITIC_TASK, *counters]
-        reply = await self.ask("critic", CRITIC_ROLE, "\n\n".join(parts))
+        reply = await self.ask(
+            "critic", CRITIC_ROLE, "# Texts", show_texts(texts, {}), "# Rollouts", *shown, TASK, CRITIC_TASK, *counters
+        )
         if reply is None:
             return None
         text = reply.text.strip()
         if len(text) > MAX_CRITIQUE_CHARS or reply.truncated:
-            return self.skip("critic", "critic_over_long", f"the critic wrote {len(text)} characters, or was cut off")
+            return self.skip("critic_over_long", f"the critic wrote {len(text)} characters, or was cut off", "critic")
         if not re.search(r"\w+\W+\w+", text):
-            return self.skip("critic", "critic_nonsense", f"the critic said {text[:100]!r}, which is no advice")
+            return self.skip("critic_nonsense", f"the critic said {text[:100]!r}, which is no advice", "critic")
         self._in_a_row.pop("critic", None)
         self.playbook.count(texts, _numbers(text, "HELPFUL"), _numbers(text, "HARMFUL"))
         return _COUNTER.sub("", text).strip()
@@ -449,8 +443,7 @@ class Search(ABC):
         parts = ["# Texts", show_texts(parent, self.playbook.notes(parent)), "# Advice", critique]
         if rejected:
             parts += ["# Edits tried before that did not help", "\n".join(f"- {each}" for each in rejected)]
-        parts += ["# Your task", EDITOR_TASK.format(max_edits=self.config.max_edits)]
-        reply = await self.ask("editor", EDITOR_ROLE, "\n\n".join(parts))
+        reply = await self.ask("editor", EDITOR_ROLE, *parts, TASK, EDITOR_TASK.format(max_edits=self.config.max_edits))
         if reply is None:
             return None
         try:
@@ -459,7 +452,7 @@ class Search(ABC):
             child = self.playbook.pruned(apply_edits(parent, edits))
             self.check(child)
         except ReplyError as error:
-            return self.skip("editor", error.reason, f"{error}; the editor said {reply.text[:200]!r}")
+            return self.skip(error.reason, f"{error}; the editor said {reply.text[:200]!r}", "editor")
         self._in_a_row.pop("editor", None)
         if child == parent:
             self.counts["unchanged"] += 1
@@ -467,25 +460,28 @@ class Search(ABC):
         self.descend(child, parent)
         return child, "; ".join(map(str, edits))
 
-    async def ask(self, part: str, role: str, text: str) -> Completion | None:
+    async def ask(self, part: str, role: str, *parts: str) -> Completion | None:
         """A reply of the critic or the editor; None: there was none, which is counted."""
-        model = self.critic if part == "critic" else self.editor
+        model = self.models.get(part) or self.models["critic"]
+        question = [{"role": "system", "content": role}, {"role": "user", "content": "\n\n".join(parts)}]
         try:
-            reply = await model.complete([{"role": "system", "content": role}, {"role": "user", "content": text}])
+            reply = await model.complete(question)
         except ModelError as error:
-            return self.skip(part, f"{part}_{error.reason}", str(error))
-        self.spending.count_model(model.settings, reply.input_tokens, reply.output_tokens)
+            return self.skip(f"{part}_{error.reason}", str(error), part)
+        settings, tokens = model.settings, (reply.input_tokens, reply.output_tokens)
+        self.spending.add(sum(tokens), price(*tokens, settings.input_price, settings.output_price))
+        self.spending.model_calls += 1
         if not reply.text.strip():
-            return self.skip(part, f"{part}_empty", f"the {part}'s reply is empty")
+            return self.skip(f"{part}_empty", f"the {part}'s reply is empty", part)
         return reply
 
-    def count_skip(self, reason: str, message: str) -> None:
+    def skip(self, reason: str, message: str, part: str | None = None) -> None:
+        """Count a reply that cannot be used. Raises TrainingStopped after too many of a part, critic or editor, in a
+        row."""
         self.skips[reason] += 1
         self.first.setdefault(reason, message)
-
-    def skip(self, part: str, reason: str, message: str) -> None:
-        """Count a reply that cannot be used. Raises TrainingStopped after too many of critic or editor in a row."""
-        self.count_skip(reason, message)
+        if part is None:
+            return
         row = self._in_a_row.setdefault(part, [])
         row.append(message)
         if len(row) >= MAX_SKIPS:
@@ -503,24 +499,31 @@ class Search(ABC):
         own = {
             name: TypeAdapter(kind).dump_python(getattr(self, name), mode="json") for name, kind in self.learned.items()
         }
-        version, internal, gauss = self.random.getstate()
-        playbook = {"counts": self.playbook.counts}
-        return {**own, "playbook": playbook, "random": [version, list(internal), gauss]}
+        return {
+            "search": self.config.search,
+            "state": {**own, "playbook": {"counts": self.playbook.counts}, "random": self.random.getstate()},
+            "spending": self.spending.state_dict(),
+            "counts": dict(self.counts),
+            "skips": dict(self.skips),
+            "ended": self.ended,
+            "for_budget": self.ended_for_budget,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Continue from what `state_dict` returned. One that ended for its budget or its rounds goes on if these have
+        grown since. Raises ConfigError for the state of another strategy."""
+        if state["search"] != self.config.search:
+            raise ConfigError(f"the run is a search {state['search']!r}; resume it with search={state['search']!r}")
+        own = state["state"]
         for name, kind in self.learned.items():
-            setattr(self, name, TypeAdapter(kind).validate_python(state[name]))
-        version, internal, gauss = state["random"]
+            setattr(self, name, TypeAdapter(kind).validate_python(own[name]))
+        version, internal, gauss = own["random"]
         self.random.setstate((version, tuple(internal), gauss))
-        self.playbook.counts = {item: list(counts) for item, counts in state["playbook"]["counts"].items()}
-
-    def reopen(self) -> None:
-        """Go on with a search that ended, because its budget has grown."""
-        self.ended, self.ended_for_budget = None, False
-
-    def end(self, why: str, *, budget: bool = False) -> None:
-        self.ended, self.ended_for_budget = why, budget
+        self.playbook.counts = {item: list(counts) for item, counts in own["playbook"]["counts"].items()}
+        self.spending.load_state_dict(state["spending"])
+        self.counts, self.skips = Counter(state["counts"]), Counter(state["skips"])
+        if not state["for_budget"] or self.spending.exhausted() is not None:
+            self.ended, self.ended_for_budget = state["ended"], state["for_budget"]
 
 
 def score_of(outcome: Outcome) -> float:

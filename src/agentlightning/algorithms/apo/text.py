@@ -123,8 +123,6 @@ def numbered(text: str) -> str:
 
 def read_edits(reply: str, max_edits: int, max_chars: int) -> tuple[list[Edit], int]:
     """The edits in an editor's reply, and how many beyond `max_edits` were left out. Raises ReplyError."""
-    if not reply.strip():
-        raise ReplyError("editor_empty", "the editor's reply is empty")
     listed: Any = (last_object(reply, "edits") or {}).get("edits")
     if not isinstance(listed, list):
         raise ReplyError("editor_nonsense", f"the editor's reply holds no list of edits: {reply[:200]!r}")

@@ -15,7 +15,6 @@ another policy would soon teach nothing.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import singledispatch
@@ -35,7 +34,7 @@ from agentlightning.algorithms.recorded.sessions import (
     without_probabilities,
 )
 from agentlightning.algorithms.sft import RejectionSampling, SFTAlgorithm
-from agentlightning.credit import is_target
+from agentlightning.credit import group_trajectories, is_target
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.base import SMALLEST_SPREAD, spread
 from agentlightning.credit.rejection import Rejection, count_reasons, describe_reasons
@@ -101,7 +100,6 @@ class RecordedSessions:
 
     def plan(self, algorithm: Algorithm[Any], form: Form, refused: Sequence[Rejection] = ()) -> Plan:
         """An algorithm learns from the sessions in a form, but not from those that it has `refused`."""
-        before = Counter(self.tokenizer.counts)  # Of an earlier look at the same sessions.
         found, rejected = self.prepare(form, algorithm.reward_weights)
         left_out = {each.rollout_id for each in refused}
         found = [each for each in found if each.trajectory.rollout_id not in left_out]
@@ -111,17 +109,16 @@ class RecordedSessions:
             notes.append(f"{several} sessions hold several rewards; each belongs to the calls since the one before it")
         if foreign := sum(each.foreign for each in found):
             notes.append(f"{foreign} calls have tokens of another tokenizer; their text is rendered anew")
-        return Plan(algorithm, found, rejected, [*notes, *describe_notes(self.tokenizer.counts - before)], len(found))
+        return Plan(algorithm, found, rejected, [*notes, *describe_notes(self.tokenizer.counts)], len(found))
 
     def choose(self, found: Sequence[TokenizedSession], known: int, weights: Any) -> tuple[Method, list[str]]:
         """The method that the data has what it needs for, and why: of the sessions that were `found`, `known` have
         log-probabilities. Raises DatasetError, saying what is missing."""
-        groups: dict[str, list[float]] = {}
-        for each in found:
-            groups.setdefault(each.trajectory.group, []).append(team_score(each.trajectory, weights) or 0.0)
-        singles = [group[0] for group in groups.values() if len(group) == 1]
-        varied = any(spread(group) > SMALLEST_SPREAD for group in (*groups.values(), singles) if group)
-        ids = {each.trajectory.rollout_id for each in found}
+        trajectories = [each.trajectory for each in found]
+        groups = [[team_score(each, weights) or 0.0 for each in group] for group in group_trajectories(trajectories)]
+        singles = [group[0] for group in groups if len(group) == 1]
+        varied = any(spread(group) > SMALLEST_SPREAD for group in (*groups, singles) if group)
+        ids = {each.rollout_id for each in trajectories}
         own = [each for each in self.sessions if each.rollout.rollout_id in ids]
         parts = [part for each in own for part in divided(each, "rejection", self.tokenizer.target)]
         rewards = [reward for part in parts if (reward := part.reward(weights)) is not None]
@@ -258,6 +255,7 @@ def _pairs(algorithm: DPO, tokenizer: Tokenizer) -> Plan:
 @plan.register
 def _(algorithm: LightningRL, recorded: RecordedSessions) -> Plan:
     config, weights = algorithm.config, algorithm.reward_weights
+    recorded = replace(recorded, sessions=[recorded.tokenizer.read(each) for each in recorded.sessions])
     found, _ = recorded.prepare("recorded", weights)
     sampled = [each.trajectory for each in found if each.logprobs]
     refused = algorithm.rejections(sampled, config.target_agent) if sampled else []

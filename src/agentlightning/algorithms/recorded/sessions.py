@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
@@ -73,6 +72,8 @@ class RecordedCall:
     """With its tokens, where they were recorded."""
     reward: Reward | None = None
     """The intermediate reward between this call and the next."""
+    tokens: Transition | Rejection | None = None
+    """In tokens of the model that learns, or why it cannot be, once a `Tokenizer` has read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,27 +88,18 @@ class Session:
     rewards: Mapping[str, Reward] = field(default_factory=dict[str, Reward])
     """See `RewardLinks.parts`."""
 
-    @property
-    def group(self) -> str:
-        return self.trajectory.group
-
-    @property
-    def agents(self) -> set[str | None]:
-        return {call.agent for call in self.calls}
-
     def score(self, weights: Any = None) -> float | Rejection:
-        """Its reward as one number, or why it has none that is finite: dimensions without weights, say."""
+        """Its reward as one number, or why it has none: dimensions without weights, say."""
         try:
             found = team_score(self.trajectory, weights)
         except RewardError as error:
             return rejection(self.rollout.rollout_id, error)
-        if found is not None and math.isfinite(found):
-            return found
         way_out = "call agl.emit_reward in the session, or score recorded sessions with `agl rescore`"
-        return Rejection(self.rollout.rollout_id, MISSING_REWARD, f"it has no reward; {way_out}")
+        missing = Rejection(self.rollout.rollout_id, MISSING_REWARD, f"it has no reward; {way_out}")
+        return missing if found is None else found
 
     def reward(self, weights: Any = None) -> float | None:
-        """Its reward as one number; None where it has none that is finite."""
+        """Its reward as one number; None where it has none."""
         found = self.score(weights)
         return None if isinstance(found, Rejection) else found
 
@@ -119,17 +111,13 @@ class Session:
         found: list[Session] = []
         own: list[RecordedCall] = []
         for call in self.calls:
-            own.append(call)
+            own.append(replace(call, reward=None))
             if call.span_id in self.rewards or call is self.calls[-1]:
-                found.append(self._part(len(found) + 1, own, self.rewards.get(call.span_id)))
+                name = f"{self.rollout.rollout_id}{PART}{len(found) + 1}"
+                part = replace(self.trajectory, rollout_id=name, reward=self.rewards.get(call.span_id))
+                found.append(Session(replace(self.rollout, rollout_id=name), part, tuple(own)))
                 own = []
         return found
-
-    def _part(self, number: int, own: Sequence[RecordedCall], reward: Reward | None) -> Session:
-        name = f"{self.rollout.rollout_id}{PART}{number}"
-        part = replace(self.trajectory, rollout_id=name, reward=reward)
-        calls = tuple(replace(each, reward=None) for each in own)
-        return Session(replace(self.rollout, rollout_id=name), part, calls)
 
     @property
     def has_independent_parts(self) -> bool:
@@ -169,7 +157,7 @@ class Sessions:
 
     def check_target(self, target: str | None) -> None:
         """Raises DatasetError for an agent that made no call, with the names that were seen."""
-        seen = {agent for session in self.usable for agent in session.agents}
+        seen = {call.agent for session in self.usable for call in session.calls}
         if target is None or any(is_target(agent, target) for agent in seen):
             return
         raise DatasetError(
@@ -184,10 +172,12 @@ async def read_sessions(
     """The succeeded rollouts of a store in the order of their creation, without those that are `known`; with `ids`, no
     others."""
     await asyncio.to_thread(write_pending)
-    rollouts = [each async for each in succeeded(store) if each.rollout_id not in known]
-    if ids is not None:
-        wanted = set(ids)
-        rollouts = [each for each in rollouts if each.rollout_id in wanted]
+    wanted = None if ids is None else set(ids)
+    rollouts = [
+        each
+        async for each in succeeded(store)
+        if each.rollout_id not in known and (wanted is None or each.rollout_id in wanted)
+    ]
     learned = {each.rollout_id: each for each in rollouts if each.mode not in MEASURED}
     usable: list[Session] = []
     rejected: list[Rejection] = []
@@ -340,29 +330,50 @@ class Tokenizer:
     counts: Counter[str] = field(default_factory=Counter[str])
     """What deviates from the chat template, by the names of `NOTES`."""
 
+    def read(self, session: Session) -> Session:
+        """The session with the tokens of its calls, which it and its parts then have whatever is made of them."""
+        return replace(session, calls=tuple(replace(each, tokens=self.tokens(each)) for each in session.calls))
+
     def __call__(self, session: Session) -> TokenizedSession | Rejection:
         """The session's calls as transitions. Calls of other agents that cannot be put into tokens are left out; where
         one of the agents to train cannot, the session is."""
+        name, attempt_id = session.rollout.rollout_id, session.trajectory.attempt_id
         transitions: list[Transition] = []
         logprobs, rendered, foreign, own = True, 0, 0, 0
         for call in session.calls:
-            trained = is_target(call.agent, self.target)
-            known = call.transition if call.transition is not None and self._is_own(call.transition, call) else None
-            found = known or self._rendered(call, session)
+            trained, found = is_target(call.agent, self.target), call.tokens or self.tokens(call)
             if isinstance(found, Rejection):
                 if trained:
-                    return found
+                    return replace(found, rollout_id=name)
                 continue
-            transitions.append(replace(found, rollout_id=session.rollout.rollout_id, reward=call.reward))
             own += trained
-            if known is None:
-                rendered, foreign = rendered + 1, foreign + (call.transition is not None)
-            if trained and (known is None or known.temperature <= 0):
+            is_rendered = found is not call.transition
+            rendered, foreign = rendered + is_rendered, foreign + (is_rendered and call.transition is not None)
+            if trained and (is_rendered or found.temperature <= 0):
                 logprobs = False
+            transitions.append(replace(found, rollout_id=name, attempt_id=attempt_id, reward=call.reward))
         if not own:
-            return Rejection(session.rollout.rollout_id, NO_TARGET_CALLS, f"no call is of an agent {self.target!r}")
+            return Rejection(name, NO_TARGET_CALLS, f"no call is of an agent {self.target!r}")
         trajectory = replace(session.trajectory, transitions=tuple(transitions))
         return TokenizedSession(trajectory, logprobs, rendered, foreign)
+
+    def tokens(self, call: RecordedCall) -> Transition | Rejection:
+        """A call as it was sampled where its tokens are of this tokenizer, else rendered from its text; or why it
+        cannot be."""
+        if call.transition is not None and self._is_own(call.transition, call):
+            return call.transition
+        name = f"call {call.span_id}"
+        if not call.messages or call.answer is None:
+            message = f"of {name} neither tokens of this model nor prompt and answer were recorded"
+            return Rejection(name, NO_MESSAGES, message)
+        try:
+            before, text, end = self._text(call.messages, call.answer, call.tools, "the answer")
+        except (ConfigError, DatasetError) as error:
+            return Rejection(name, NO_MESSAGES, f"{name}: {error}")
+        prompt, answer = tuple(self.chat.encode(before)), (*self._encode(before, text)[0], *end)
+        place = "", "", call.span_id, call.sequence_id
+        found = Transition(*place, prompt, answer, (0.0,) * len(answer), agent=call.agent)
+        return self.too_long(name, [found]) or found
 
     def _is_own(self, transition: Transition, call: RecordedCall) -> bool:
         """Whether the tokens are of this tokenizer: each has an id in it, and they give the recorded answer."""
@@ -373,30 +384,6 @@ class Tokenizer:
             return True
         text = _squeezed(self.chat.decode(transition.response_token_ids, skip_special_tokens=False))
         return all(_squeezed(part) in text for part in _texts(call.answer))
-
-    def _rendered(self, call: RecordedCall, session: Session) -> Transition | Rejection:
-        rollout_id = session.rollout.rollout_id
-        if not call.messages or call.answer is None:
-            message = f"of call {call.span_id} neither tokens of this model nor prompt and answer were recorded"
-            return Rejection(rollout_id, NO_MESSAGES, message)
-        try:
-            prompt, answer = self.turn(call.messages, call.answer, call.tools)
-        except (ConfigError, DatasetError) as error:
-            return Rejection(rollout_id, NO_MESSAGES, f"call {call.span_id}: {error}")
-        if (length := len(prompt) + len(answer)) > self.context_length:
-            message = f"call {call.span_id} has {length} tokens, the model holds {self.context_length}"
-            return Rejection(rollout_id, TOO_LONG, message)
-        return Transition(
-            rollout_id,
-            session.trajectory.attempt_id,
-            call.span_id,
-            call.sequence_id,
-            prompt,
-            answer,
-            (0.0,) * len(answer),
-            agent=call.agent,
-            reward=call.reward,
-        )
 
     def trajectories(self, records: Sequence[Any], rejected: list[Rejection] | None = None) -> list[Trajectory]:
         """Each record as a trajectory whose sampled tokens are the assistant's, without those that the model cannot
@@ -443,14 +430,6 @@ class Tokenizer:
             agent = message.get("name")
             yield Transition(name, "", "", position + 1, tuple(prompt), (*tokens, *end), (), agent=agent)
             text, ids = (before + answer, prompt + tokens) if exact else ("", [])
-
-    def turn(
-        self, messages: Sequence[Message], answer: Message, tools: Sequence[dict[str, Any]]
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The tokens of a prompt and of its answer, with the token that ends the turn. Raises DatasetError where the
-        chat template does not render the answer after its prompt."""
-        before, text, end = self._text(messages, answer, tools, "the answer")
-        return tuple(self.chat.encode(before)), (*self._encode(before, text)[0], *end)
 
     def _encode(self, before: str, answer: str) -> tuple[list[int], bool]:
         tokens, exact = self.chat.encode_after(before, answer)
@@ -550,7 +529,7 @@ def _select(sessions: Sequence[Session], query: TrajectoryQuery) -> tuple[list[S
     counts: Counter[str] = Counter()
     groups: dict[str, list[Session]] = {}
     for session in sessions:
-        groups.setdefault(session.group, []).append(session)
+        groups.setdefault(session.trajectory.group, []).append(session)
     found: list[Session] = []
     for group in groups.values():
         found += _of_task(group, query, counts)
@@ -558,30 +537,33 @@ def _select(sessions: Sequence[Session], query: TrajectoryQuery) -> tuple[list[S
 
 
 def _of_task(group: Sequence[Session], query: TrajectoryQuery, counts: Counter[str]) -> list[Session]:
-    kept = _agreeing(group) if query.self_verified else _rewarded(group, query, counts)
+    kept: list[Session] = []
     if query.self_verified:
+        kept = _agreeing(group)
         counts["disagrees"] += len(group) - len(kept)
+    else:
+        scores = [session.score(query.reward_weights) for session in group]
+        for session, score in zip(group, scores, strict=True):
+            if isinstance(score, Rejection):
+                counts[score.reason] += 1
+            elif score < query.threshold:
+                counts["below_threshold"] += 1
+            else:
+                kept.append(session)
     low, high = query.pass_rate or (0.0, 1.0)
     if not low <= len(kept) / len(group) <= high:
         counts["pass_rate"] += len(kept)
         return []
     if query.deduplicate:
-        unique = {_content(session): session for session in reversed(kept)}
+        unique: dict[str, Session] = {}
+        for session in kept:
+            unique.setdefault(_content(session), session)
         counts["duplicate"] += len(kept) - len(unique)
-        kept = [session for session in kept if unique[_content(session)] is session]
+        kept = list(unique.values())
     if query.best_of is not None and len(kept) > query.best_of:
         counts["best_of"] += len(kept) - query.best_of
         ranked = sorted(kept, key=lambda session: -(session.reward(query.reward_weights) or 0.0))[: query.best_of]
         kept = [session for session in kept if session in ranked]
-    return kept
-
-
-def _rewarded(group: Sequence[Session], query: TrajectoryQuery, counts: Counter[str]) -> list[Session]:
-    scores = [session.score(query.reward_weights) for session in group]
-    counts.update(each.reason for each in scores if isinstance(each, Rejection))
-    scored = [(each, score) for each, score in zip(group, scores, strict=True) if not isinstance(score, Rejection)]
-    kept = [each for each, score in scored if score >= query.threshold]
-    counts["below_threshold"] += len(scored) - len(kept)
     return kept
 
 
@@ -603,19 +585,13 @@ def _last_answer(session: Session) -> str:
 
 
 def _content(session: Session) -> str:
-    """What makes two sessions of one task the same: what was answered, by whom."""
-    calls = [(call.agent, _without_ids(call.answer) if call.answer else _tokens(call)) for call in session.calls]
-    return json.dumps(calls, sort_keys=True, default=str)
-
-
-def _tokens(call: RecordedCall) -> tuple[int, ...]:
-    return () if call.transition is None else call.transition.response_token_ids
-
-
-def _without_ids(answer: dict[str, object]) -> dict[str, object]:
-    calls = answer.get("tool_calls")
-    functions = [each.get("function") for each in calls] if isinstance(calls, list) else None
-    return {"content": answer.get("content"), "calls": functions}
+    """What makes two sessions of one task the same: what was answered, by whom, whatever the ids of tool calls."""
+    found: list[Any] = []
+    for call in session.calls:
+        answer, tokens = call.answer or {}, call.transition and call.transition.response_token_ids
+        functions = [each["function"] for each in answer.get("tool_calls", ())]
+        found.append((call.agent, answer.get("content"), functions) if answer else (call.agent, tokens))
+    return json.dumps(found, sort_keys=True, default=str)
 
 
 def _none(sessions: Sequence[Session], query: TrajectoryQuery, left_out: dict[str, int]) -> str:
@@ -659,25 +635,22 @@ async def load_demonstrations(dataset: Any, validation: Any, *, share: float, se
     count = round(share * len(records))
     if share and not 0 < count < len(records):
         raise DatasetError(f"validation_share={share:g} of {len(records)} conversations is {count}; give more of them")
-    if not count:
-        return Demonstrations(records, (), left_out)
     order = list(range(len(records)))
     random.Random(f"validation/{seed}").shuffle(order)
-    chosen = set(order[:count])
-    training = [each for index, each in enumerate(records) if index not in chosen]
-    return Demonstrations(training, [records[index] for index in sorted(chosen)], left_out)
+    held_back, training = sorted(order[:count]), sorted(order[count:])
+    return Demonstrations([records[i] for i in training], [records[i] for i in held_back], left_out)
 
 
 async def _records(dataset: Any) -> tuple[Sequence[Any], dict[str, int]]:
-    if not isinstance(dataset, TrajectoryQuery):
-        if isinstance(dataset, list | tuple) and any(isinstance(each, Session | Trajectory) for each in dataset):
-            return cast("Sequence[Any]", dataset), {}
-        return await asyncio.to_thread(load_dataset, dataset), {}
-    sessions = await read_sessions(dataset.store)
-    sessions.check()
-    found, counts = successful(sessions.usable, dataset)
-    measured = {"modes_val_and_test": sessions.measured} if sessions.measured else {}
-    return found, {**count_reasons(sessions.rejected), **counts, **measured}
+    if isinstance(dataset, TrajectoryQuery):
+        sessions = await read_sessions(dataset.store)
+        sessions.check()
+        found, counts = successful(sessions.usable, dataset)
+        measured = {"modes_val_and_test": sessions.measured} if sessions.measured else {}
+        return found, {**count_reasons(sessions.rejected), **counts, **measured}
+    if isinstance(dataset, list | tuple) and any(isinstance(each, Session | Trajectory) for each in dataset):
+        return cast("Sequence[Any]", dataset), {}
+    return await asyncio.to_thread(load_dataset, dataset), {}
 
 
 def to_examples(records: Sequence[Any], tokenizer: Tokenizer) -> tuple[list[Trajectory], dict[str, int]]:
@@ -686,8 +659,7 @@ def to_examples(records: Sequence[Any], tokenizer: Tokenizer) -> tuple[list[Traj
     rejected: list[Rejection] = []
     found = tokenizer.trajectories([each for each in records if not isinstance(each, Session)], rejected)
     target = tokenizer.target
-    for session in (each for each in records if isinstance(each, Session)):
-        made = tokenizer(session)
+    for made in (tokenizer(each) for each in records if isinstance(each, Session)):
         if isinstance(made, Rejection):
             rejected.append(made)
         else:
