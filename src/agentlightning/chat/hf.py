@@ -100,7 +100,8 @@ class HFChatFormat(ChatFormat):
     `eos_token_ids` are added to those of the tokenizer, its `generation_config.json` and its template. `tool_calls`
     names the tool-call format (a key of `tool_calls.FORMATS`); None detects it, and writes tools into the messages
     where the template has no place for them. "messages" always does that, "template" never: tools are then refused.
-    Raises ConfigError if the tokenizer has no chat template, no fast form or no end-of-turn token, and for an unknown format.
+    Raises ConfigError if the tokenizer has no chat template, no fast form or no end-of-turn token, and for an unknown
+    format.
     """
 
     _fits = True
@@ -125,7 +126,8 @@ class HFChatFormat(ChatFormat):
         """The Rust tokenizer. Calling it directly takes half the time for a short text."""
         if self._backend is None:
             raise ConfigError(
-                f"the tokenizer of {self._name} has no form of the `tokenizers` library (tokenizer.json); use another model"
+                f"the tokenizer of {self._name} has no form of the `tokenizers` library (tokenizer.json); use another"
+                " model"
             )
         self._backend.no_truncation()
         self._backend.no_padding()

@@ -33,7 +33,7 @@ from zlib import crc32
 import torch
 from pydantic import BaseModel, Field, PositiveFloat
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -41,7 +41,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models import SHARED
-from agentlightning.models.checkpoint import FORWARD_ERRORS
+from agentlightning.models.checkpoint import FORWARD_ERRORS, read_tensors
 from agentlightning.models.resolve import resolve_model
 from agentlightning.util.settings import AtLeastOne
 
@@ -362,20 +362,7 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
 def read_weights(directory: Path, adapter: Adapter) -> dict[str, Tensor]:
     """The matrices saved in `directory`, for `adapter.load_state_dict`. Raises PolicyError if they are damaged,
     or are those of another adapter."""
-    path = directory / WEIGHTS
-    try:
-        saved = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise PolicyError(f"{path} cannot be read as an adapter: {error}; choose another checkpoint") from error
-    own = named_weights(adapter)
-    unlike = [
-        name for name in {*own, *saved} if name not in own or name not in saved or saved[name].shape != own[name].shape
-    ]
-    if unlike:
-        raise PolicyError(
-            f"{directory} holds another adapter: {min(unlike)} and {len(unlike) - 1} more matrices differ in name or "
-            "shape; continue with the r and targets it was saved with"
-        )
+    saved = read_tensors(directory / WEIGHTS, "adapter", named_weights(adapter))
     return {
         f"{part}.{index}": saved[f"{PREFIX}{layer}.lora_{letter}.weight"]
         for part, letter in (("down", "A"), ("up", "B"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, cast
@@ -210,13 +211,11 @@ class LocalPolicy(AgentEngines):
             self._generator.release_memory()
 
     def _train(self, samples: Sequence[TrainingSample], in_flight: bool, options: UpdateOptions) -> dict[str, float]:
-        version = self._version + 1
-        return self._learner.update(
-            samples,
-            options,
-            lambda name: self._set_version(version, [name]),
-            lambda names: self._prepare_weight_change(in_flight, names),
-        )
+        try:
+            return self._learner.update(samples, options, partial(self._prepare_weight_change, in_flight))
+        finally:
+            if self._learner.changed:
+                self._set_version(self._version + 1, self._learner.changed)
 
     def _set_version(self, version: int, names: Iterable[str | None]) -> None:
         """The weights of these names have changed."""

@@ -102,6 +102,11 @@ class ServedPolicy(SeparatePolicy, PooledEngine):
         )
         adapters = capabilities_of(learner).adapters
         check_servable(adapters, config, kind)
+        if adapters and not hasattr(learner, "save_adapter"):
+            raise ConfigError(
+                f"{type(learner).__name__} trains adapters and saves none for model servers; leave policy.lora and"
+                ' algorithm.agents out, or set policy.engine = "local"'
+            )
         transfer, device = (DISK, "cpu") if adapters else _transfer(learner, config, kind)
         if adapters:
             base = cast("LocalPolicy", learner).config.model  # Which never changes.
