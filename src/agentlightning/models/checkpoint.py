@@ -6,10 +6,10 @@ import inspect
 import os
 import pickle
 import tempfile
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
@@ -25,12 +25,6 @@ from agentlightning.models import INPUT_EMBEDDING, OUTPUT_HEAD
 TRAINING_STATE = "training_state.pt"
 
 
-class Savable(Protocol):
-    """A model, or what is saved in its place."""
-
-    def save_pretrained(self, directory: Path, /) -> object: ...
-
-
 @contextmanager
 def without_progress_bars() -> Generator[None]:
     """Hide the progress bars of transformers, which write over other output of the terminal."""
@@ -43,14 +37,8 @@ def without_progress_bars() -> Generator[None]:
             logging.enable_progress_bar()
 
 
-def save(
-    directory: Path,
-    model: Savable,
-    tokenizer: PreTrainedTokenizerBase,
-    state: Mapping[str, Any] | None,
-    *beside_model: Savable | None,
-) -> None:
-    """Write model, tokenizer, any training state, and what stands beside the model; an older checkpoint is replaced.
+def save(directory: Path, state: Mapping[str, Any] | None, *writers: Callable[[Path], object]) -> None:
+    """Write a directory, each part by one of `writers`, and any training state; an older checkpoint is replaced.
 
     Raises PolicyError if writing fails; `directory` is then unchanged.
     """
@@ -59,12 +47,10 @@ def save(
         directory.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as beside:
             new = Path(beside) / "new"
+            new.mkdir()
             with without_progress_bars():
-                model.save_pretrained(new)
-                tokenizer.save_pretrained(new)
-            for each in beside_model:
-                if each is not None:
-                    each.save_pretrained(new)
+                for write in writers:
+                    write(new)
             if state is not None:
                 torch.save(dict(state), new / TRAINING_STATE)
             _flush(new)

@@ -63,7 +63,10 @@ class Adapter(nn.Module):
         self.targets: Mapping[str, list[str]] = {"target_modules": list(layers)}
         """These names as peft, transformers and vLLM read them from a configuration."""
         random = torch.Generator().manual_seed(seed)
-        downs = [_uniform(r, layer.in_features, random).to(_device(layer)) for layer in layers.values()]
+        downs: list[Tensor] = []
+        for layer in layers.values():
+            bound = 1 / math.sqrt(layer.in_features)  # As nn.Linear begins.
+            downs.append(torch.empty(r, layer.in_features).uniform_(-bound, bound, generator=random).to(_device(layer)))
         ups = [torch.zeros(layer.out_features, r, device=_device(layer)) for layer in layers.values()]
         self.down = nn.ParameterList(downs)
         """A of each layer, [r, in]."""
@@ -91,12 +94,6 @@ class Adapter(nn.Module):
 def _device(layer: nn.Linear) -> torch.device:
     """Of a new matrix. A layer on the meta device is still to get its weights."""
     return torch.device("cpu") if layer.weight.is_meta else layer.weight.device
-
-
-def _uniform(r: int, width: int, random: torch.Generator) -> Tensor:
-    """Uniform within 1 / sqrt(width), as nn.Linear begins."""
-    bound = 1 / math.sqrt(width)
-    return torch.empty(r, width).uniform_(-bound, bound, generator=random)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,8 +47,6 @@ GREEDY: Final = SamplingParams(temperature=0.0, max_tokens=4)
 PROBE_MESSAGES: Final = ({"role": "user", "content": "What is 2 + 3?"},)
 OTHER_MODEL: Final = "it must serve the model below the adapters (policy.model): "
 OTHER_ADAPTER: Final = "with an adapter: "
-TOLERANCES: Final = {"float32": 0.01}
-"""Largest difference of log-probabilities, by dtype."""
 
 
 class ServedPolicy(SeparatePolicy, PooledEngine):
@@ -126,7 +124,7 @@ class ServedPolicy(SeparatePolicy, PooledEngine):
             transfer=transfer,
             device=device,
         )
-        tolerance = config.tolerance or TOLERANCES.get(dtype, 0.1)
+        tolerance = config.tolerance or (0.01 if dtype == "float32" else 0.1)
         policy = cls(learner, servers, checkpoints, tolerance, transfer, config, kind)
         try:
             if policy.adapters:

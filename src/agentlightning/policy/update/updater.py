@@ -16,7 +16,6 @@ from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -741,10 +740,11 @@ class LocalLearner:
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
-    def save(self, directory: Path, state: Mapping[str, Any] | None, *beside: checkpoint.Savable) -> None:
+    def save(self, directory: Path, state: Mapping[str, Any] | None, *beside: Callable[[Path], object]) -> None:
         """See `models.checkpoint.save`."""
-        saved: Any = SimpleNamespace(save_pretrained=self._save_adapters) if self.by_name else self.model
-        checkpoint.save(directory, saved, self.tokenizer, state, self.value_head, *beside)
+        own: Callable[[Path], object] = self._save_adapters if self.by_name else self.model.save_pretrained
+        head = () if self.value_head is None else (self.value_head.save_pretrained,)
+        checkpoint.save(directory, state, own, self.tokenizer.save_pretrained, *head, *beside)
 
     def _save_adapters(self, directory: Path) -> None:
         base, agents = shared_name(self._config.model), self._config.agents
