@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self, TypeAlias
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias, cast
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
@@ -402,6 +402,14 @@ class PolicyConfig(ModelSettings):
     """Where each version of the weights is published for other hosts."""
     tinker: TinkerConfig = TinkerConfig()
     """The server that trains and samples with kind "tinker"."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_address(cls, values: Any) -> Any:
+        """Runs of development versions wrote `address = "none"`; torchrun says now where ranks meet."""
+        if isinstance(values, dict) and values.get("address", "") in (None, "none"):
+            return {name: value for name, value in cast(dict[str, Any], values).items() if name != "address"}
+        return values
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
