@@ -22,7 +22,7 @@ from agentlightning.engine.servers.open import open_servers
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.tiny import make_tiny
 from agentlightning.policy.base import Capabilities, UpdateOptions
-from agentlightning.policy.config import PolicyConfig
+from agentlightning.policy.config import Lora, PolicyConfig
 from agentlightning.policy.open import with_servers
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.run import with_absolute_paths
@@ -113,6 +113,15 @@ async def test_servers_sample_from_a_backend_of_ones_own(server: ScriptedModelSe
         assert (await policy.sample([50], SamplingParams(max_tokens=3))).policy_version == 0
     finally:
         await policy.close()
+
+
+async def test_adapters_of_a_backend_that_cannot_give_them_to_servers_are_refused(
+    server: ScriptedModelServer, tmp_path: Path
+):
+    learner: Any = Learner(server)
+    learner.capabilities = Capabilities(adapters={"shared": Lora()})
+    with pytest.raises(ConfigError, match="Learner trains adapters and saves none for model servers"):
+        await ServedPolicy.open(learner, ServersConfig(urls=(server.url,)), tmp_path)
 
 
 async def test_answers_are_sampled_while_the_learner_trains(policy: ServedPolicy):

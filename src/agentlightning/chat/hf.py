@@ -100,7 +100,8 @@ class HFChatFormat(ChatFormat):
     `eos_token_ids` are added to those of the tokenizer, its `generation_config.json` and its template. `tool_calls`
     names the tool-call format (a key of `tool_calls.FORMATS`); None detects it, and writes tools into the messages
     where the template has no place for them. "messages" always does that, "template" never: tools are then refused.
-    Raises ConfigError if the tokenizer has no chat template or no end-of-turn token, and for an unknown format.
+    Raises ConfigError if the tokenizer has no chat template, no fast form or no end-of-turn token, and for an unknown
+    format.
     """
 
     _fits = True
@@ -121,11 +122,15 @@ class HFChatFormat(ChatFormat):
             )
         # A copy: the trainer may change padding and truncation of its own, and several threads read this one.
         self._tokenizer = copy.deepcopy(tokenizer)
-        self._backend: Any | None = getattr(self._tokenizer, "backend_tokenizer", None)
+        self._backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         """The Rust tokenizer. Calling it directly takes half the time for a short text."""
-        if self._backend is not None:
-            self._backend.no_truncation()
-            self._backend.no_padding()
+        if self._backend is None:
+            raise ConfigError(
+                f"the tokenizer of {self._name} has no form of the `tokenizers` library (tokenizer.json); use another"
+                " model"
+            )
+        self._backend.no_truncation()
+        self._backend.no_padding()
         self.template_kwargs: Mapping[str, Any] = {}
         self._views: dict[str, HFChatFormat] = {}
         # It escapes nothing while the template is probed.
@@ -197,8 +202,8 @@ class HFChatFormat(ChatFormat):
 
     @cached_property
     def _borders(self) -> re.Pattern[str]:
-        """The tokens that split a text before it is encoded; none for a tokenizer that is not known to do that."""
-        added = self._tokenizer.added_tokens_decoder.values() if self._backend is not None else ()
+        """The tokens that split a text before it is encoded."""
+        added = self._tokenizer.added_tokens_decoder.values()
         texts = [token.content for token in added if token.content and not token.normalized]
         return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
@@ -221,8 +226,6 @@ class HFChatFormat(ChatFormat):
     def _encode(self, text: str) -> list[int]:
         """The tokens of a text: special tokens are recognised, none is added. A long one is encoded without the
         interpreter lock, so that other threads are not blocked."""
-        if self._backend is None:
-            return self._tokenizer.encode(text, add_special_tokens=False)
         if len(text) < LONG:
             return self._backend.encode(text, add_special_tokens=False).ids
         return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -250,15 +253,11 @@ class HFChatFormat(ChatFormat):
         if _PROBE not in cast("str", self._tokenizer.decode(self._encode(_PROBE))):
             return 0
         longest = max(map(len, self._tokenizer.get_vocab()), default=1)
-        return longest if self._backend is not None and self._backend.normalizer is None else 4 * longest
+        return longest if self._backend.normalizer is None else 4 * longest
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """See `ChatFormat.decode`. Invalid UTF-8 becomes U+FFFD."""
-        if self._backend is not None:
-            return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        return self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def save_tokenizer(self, directory: Path) -> None:
         """Write the tokenizer, with its chat template, as transformers does."""

@@ -146,19 +146,10 @@ def _encode_after(encoder: Encode, text: str, first: bool) -> list[int]:
 
 def _text_encoder(tokenizer: Any) -> Encode:
     """The same tokenizer without special tokens, except for one that occurs in no text."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return lambda text: _encode_slowly(tokenizer, text)
     from tokenizers import AddedToken, Tokenizer
 
-    described: dict[str, Any] = json.loads(backend.to_str())
+    described: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
     described["added_tokens"], described["post_processor"] = [], None
     bare = Tokenizer.from_str(json.dumps(described))
     bare.add_special_tokens([AddedToken(_NONCE, special=True, normalized=False)])
     return lambda text: bare.encode(text, add_special_tokens=False).ids
-
-
-def _encode_slowly(tokenizer: Any, text: str) -> list[int]:
-    rest = text.removeprefix(_NONCE)
-    tokens: list[int] = tokenizer.encode(rest, add_special_tokens=False, split_special_tokens=True)
-    return tokens if rest == text else [0, *tokens]

@@ -6,13 +6,14 @@ import inspect
 import os
 import pickle
 import tempfile
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -22,12 +23,6 @@ from agentlightning.errors import AgentLightningError, PolicyError
 from agentlightning.models import INPUT_EMBEDDING, OUTPUT_HEAD
 
 TRAINING_STATE = "training_state.pt"
-
-
-class Savable(Protocol):
-    """A model, or what is saved in its place."""
-
-    def save_pretrained(self, directory: Path, /) -> object: ...
 
 
 @contextmanager
@@ -42,14 +37,8 @@ def without_progress_bars() -> Generator[None]:
             logging.enable_progress_bar()
 
 
-def save(
-    directory: Path,
-    model: Savable,
-    tokenizer: PreTrainedTokenizerBase,
-    state: Mapping[str, Any] | None,
-    *beside_model: Savable | None,
-) -> None:
-    """Write model, tokenizer, any training state, and what stands beside the model; an older checkpoint is replaced.
+def save(directory: Path, state: Mapping[str, Any] | None, *writers: Callable[[Path], object]) -> None:
+    """Write a directory, each part by one of `writers`, and any training state; an older checkpoint is replaced.
 
     Raises PolicyError if writing fails; `directory` is then unchanged.
     """
@@ -58,12 +47,10 @@ def save(
         directory.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as beside:
             new = Path(beside) / "new"
+            new.mkdir()
             with without_progress_bars():
-                model.save_pretrained(new)
-                tokenizer.save_pretrained(new)
-            for each in beside_model:
-                if each is not None:
-                    each.save_pretrained(new)
+                for write in writers:
+                    write(new)
             if state is not None:
                 torch.save(dict(state), new / TRAINING_STATE)
             _flush(new)
@@ -79,13 +66,29 @@ def read_model(directory: Path, model: PreTrainedModel) -> PreTrainedModel:
     """The model saved in `directory`, of the shape and dtype of `model`. Raises PolicyError for weights that are
     damaged or do not fit."""
     saved = load_model(directory, model.dtype)
-    weights, own = saved.state_dict(), model.state_dict()
-    if unlike := [name for name in own if name not in weights or weights[name].shape != own[name].shape]:
-        raise PolicyError(
-            f"{directory} holds another model: {unlike[0]} and {len(unlike) - 1} more weights differ in name or shape; "
-            "continue with the model it was saved from"
-        )
+    _check_alike(directory, "model", saved.state_dict(), model.state_dict())
     return saved
+
+
+def read_tensors(path: Path, what: str, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors in a file of safetensors, with the names and shapes of `own`: of a model, an adapter, or `what` it
+    is. Raises PolicyError for a damaged file, and for other tensors."""
+    try:
+        saved = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise PolicyError(f"{path} cannot be read: {error}; choose another checkpoint") from error
+    _check_alike(path, what, saved, own)
+    return saved
+
+
+def _check_alike(path: Path, what: str, saved: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
+    """Raises PolicyError for tensors of other names or shapes."""
+    shapes, own_shapes = ({name: each.shape for name, each in found.items()} for found in (saved, own))
+    if unlike := {name for name, _ in shapes.items() ^ own_shapes.items()}:
+        raise PolicyError(
+            f"{path} holds another {what}: {min(unlike)} and {len(unlike) - 1} more weights differ in name or shape;"
+            f" continue with the {what} it was saved with, and its settings"
+        )
 
 
 def empty_model(source: str | Path, dtype: torch.dtype) -> PreTrainedModel:

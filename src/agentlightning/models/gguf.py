@@ -123,7 +123,7 @@ def convert(path: Path, target: Path) -> None:
         _set_frequencies(path, model.config, frequencies)
     model.hf_quantizer.remove_quantization_config(model)
     _set_tokens(model, tokenizer, fields)
-    checkpoint.save(target, model, tokenizer, None)
+    checkpoint.save(target, None, model.save_pretrained, tokenizer.save_pretrained)
 
 
 def _field(reader: Any, name: str) -> Any:

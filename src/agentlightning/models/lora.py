@@ -33,7 +33,7 @@ from zlib import crc32
 import torch
 from pydantic import BaseModel, Field, PositiveFloat
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -41,7 +41,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models import SHARED
-from agentlightning.models.checkpoint import FORWARD_ERRORS
+from agentlightning.models.checkpoint import FORWARD_ERRORS, read_tensors
 from agentlightning.models.resolve import resolve_model
 from agentlightning.util.settings import AtLeastOne
 
@@ -63,7 +63,10 @@ class Adapter(nn.Module):
         self.targets: Mapping[str, list[str]] = {"target_modules": list(layers)}
         """These names as peft, transformers and vLLM read them from a configuration."""
         random = torch.Generator().manual_seed(seed)
-        downs = [_uniform(r, layer.in_features, random).to(_device(layer)) for layer in layers.values()]
+        downs: list[Tensor] = []
+        for layer in layers.values():
+            bound = 1 / math.sqrt(layer.in_features)  # As nn.Linear begins.
+            downs.append(torch.empty(r, layer.in_features).uniform_(-bound, bound, generator=random).to(_device(layer)))
         ups = [torch.zeros(layer.out_features, r, device=_device(layer)) for layer in layers.values()]
         self.down = nn.ParameterList(downs)
         """A of each layer, [r, in]."""
@@ -91,12 +94,6 @@ class Adapter(nn.Module):
 def _device(layer: nn.Linear) -> torch.device:
     """Of a new matrix. A layer on the meta device is still to get its weights."""
     return torch.device("cpu") if layer.weight.is_meta else layer.weight.device
-
-
-def _uniform(r: int, width: int, random: torch.Generator) -> Tensor:
-    """Uniform within 1 / sqrt(width), as nn.Linear begins."""
-    bound = 1 / math.sqrt(width)
-    return torch.empty(r, width).uniform_(-bound, bound, generator=random)
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,20 +359,7 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
 def read_weights(directory: Path, adapter: Adapter) -> dict[str, Tensor]:
     """The matrices saved in `directory`, for `adapter.load_state_dict`. Raises PolicyError if they are damaged,
     or are those of another adapter."""
-    path = directory / WEIGHTS
-    try:
-        saved = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise PolicyError(f"{path} cannot be read as an adapter: {error}; choose another checkpoint") from error
-    own = named_weights(adapter)
-    unlike = [
-        name for name in {*own, *saved} if name not in own or name not in saved or saved[name].shape != own[name].shape
-    ]
-    if unlike:
-        raise PolicyError(
-            f"{directory} holds another adapter: {min(unlike)} and {len(unlike) - 1} more matrices differ in name or "
-            "shape; continue with the r and targets it was saved with"
-        )
+    saved = read_tensors(directory / WEIGHTS, "adapter", named_weights(adapter))
     return {
         f"{part}.{index}": saved[f"{PREFIX}{layer}.lora_{letter}.weight"]
         for part, letter in (("down", "A"), ("up", "B"))

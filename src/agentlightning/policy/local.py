@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final, cast
 
 import torch
@@ -64,7 +64,6 @@ class LocalPolicy(AgentEngines):
         self.context_length = usable_context_length(config, model, tokenizer)
         self.vocab_size = vocab_size(model)
         self._model = model
-        # Its tokenizer is only for the worker thread; `chat` has its own copy.
         self._learner = LocalLearner(model, tokenizer, config, make_updater)
         self._version = 0
         self._reads_adapters = False
@@ -73,7 +72,7 @@ class LocalPolicy(AgentEngines):
         self._generator = ContinuousBatcher(
             model,
             eos_token_ids=self.chat.eos_token_ids,
-            decode=self._decode,
+            decode=self.chat.decode,
             context_length=self.context_length,
             max_batch_size=config.max_batch_size,
             kv_cache_bytes=config.kv_cache_bytes,
@@ -198,25 +197,17 @@ class LocalPolicy(AgentEngines):
 
     # -- in the worker thread --------------------------------------------------------------------------------------
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        text = self._learner.tokenizer.decode(
-            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return cast(str, text)
-
     def _prepare_weight_change(self, in_flight: bool, adapters: Collection[str | None] | None = None) -> None:
         self._generator.invalidate_cache(in_flight=in_flight, adapters=adapters)
         if self._model.device.type != "cpu":  # Training needs this memory.
             self._generator.release_memory()
 
     def _train(self, samples: Sequence[TrainingSample], in_flight: bool, options: UpdateOptions) -> dict[str, float]:
-        version = self._version + 1
-        return self._learner.update(
-            samples,
-            options,
-            lambda name: self._set_version(version, [name]),
-            lambda names: self._prepare_weight_change(in_flight, names),
-        )
+        try:
+            return self._learner.update(samples, options, partial(self._prepare_weight_change, in_flight))
+        finally:
+            if self._learner.changed:
+                self._set_version(self._version + 1, self._learner.changed)
 
     def _set_version(self, version: int, names: Iterable[str | None]) -> None:
         """The weights of these names have changed."""
@@ -299,14 +290,13 @@ class InPlacePolicy(LocalPolicy):
         self._given = given
 
     def _save(self, directory: Path, training_state: bool) -> None:
-        saved: Any = self._given
-        state = None
+        writers, state = [self._learner.tokenizer.save_pretrained, self._given.save_pretrained], None
         if training_state:  # What was given may be an adapter, or hold its weights in a form of its own.
-            saved = SimpleNamespace(save_pretrained=Path.mkdir)
+            writers.pop()
             named = self._model.named_parameters()
             trained = {name: value.detach() for name, value in named if value.requires_grad}
             state = {**self._own_state(), **self._learner.state_dict(), "weights": trained}
-        checkpoint.save(directory, saved, self._learner.tokenizer, state)
+        checkpoint.save(directory, state, *writers)
 
     def _load(self, directory: Path, in_flight: bool, above: int) -> None:
         state = checkpoint.load_state(directory)

@@ -113,23 +113,23 @@ def load_model(config: LocalPolicyConfig, *, weights: bool = True) -> tuple[PreT
 def usable_context_length(config: LocalPolicyConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
     text_config = model.config.get_text_config(decoder=True)
     most = getattr(text_config, "max_position_embeddings", None) or tokenizer.model_max_length
-    faithful, kind = _faithful_length(text_config, most)
+    faithful = _faithful_length(text_config, most)
     if config.max_context is not None and config.max_context > faithful:
-        reason = f" faithfully: beyond, {kind} RoPE changes the keys of earlier positions" if faithful < most else ""
+        reason = " faithfully: beyond, longrope RoPE changes the keys of earlier positions" if faithful < most else ""
         raise ConfigError(
             f"max_context={config.max_context} exceeds what {config.model} can hold{reason}; use at most {faithful}"
         )
     if config.max_context is None and faithful < most:
         logger.warning(
-            "%s is used up to %d of its %d tokens: beyond, %s RoPE changes every earlier position, and tokens would be "
-            "sampled from one distribution and trained under another",
-            config.model, faithful, most, kind,
+            "%s is used up to %d of its %d tokens: beyond, longrope RoPE changes every earlier position, and tokens "
+            "would be sampled from one distribution and trained under another",
+            config.model, faithful, most,
         )  # fmt: skip
     return min(config.max_context or faithful, faithful)
 
 
-def _faithful_length(text_config: Any, most: int) -> tuple[int, str]:
-    """The longest sequence for which cached keys stay valid, and the kind of RoPE.
+def _faithful_length(text_config: Any, most: int) -> int:
+    """The longest sequence for which cached keys stay valid.
 
     LongRoPE changes the frequencies of all positions, those of cached keys included, once a sequence exceeds the
     original length. Dynamic RoPE does so beyond `max_position_embeddings`, which no sequence exceeds here.
@@ -137,8 +137,8 @@ def _faithful_length(text_config: Any, most: int) -> tuple[int, str]:
     parameters: dict[str, Any] = getattr(text_config, "rope_parameters", None) or {}
     for rope in [value for value in parameters.values() if isinstance(value, dict)] or [parameters]:
         if rope.get("rope_type") == "longrope":
-            return min(most, int(rope.get("original_max_position_embeddings") or most)), "longrope"
-    return most, "default"
+            return min(most, int(rope.get("original_max_position_embeddings") or most))
+    return most
 
 
 def with_adapters_of(config: LocalPolicyConfig) -> tuple[LocalPolicyConfig, Path | None]:

@@ -47,8 +47,6 @@ GREEDY: Final = SamplingParams(temperature=0.0, max_tokens=4)
 PROBE_MESSAGES: Final = ({"role": "user", "content": "What is 2 + 3?"},)
 OTHER_MODEL: Final = "it must serve the model below the adapters (policy.model): "
 OTHER_ADAPTER: Final = "with an adapter: "
-TOLERANCES: Final = {"float32": 0.01}
-"""Largest difference of log-probabilities, by dtype."""
 
 
 class ServedPolicy(SeparatePolicy, PooledEngine):
@@ -102,6 +100,11 @@ class ServedPolicy(SeparatePolicy, PooledEngine):
         )
         adapters = capabilities_of(learner).adapters
         check_servable(adapters, config, kind)
+        if adapters and not hasattr(learner, "save_adapter"):
+            raise ConfigError(
+                f"{type(learner).__name__} trains adapters and saves none for model servers; leave policy.lora and"
+                ' algorithm.agents out, or set policy.engine = "local"'
+            )
         transfer, device = (DISK, "cpu") if adapters else _transfer(learner, config, kind)
         if adapters:
             base = cast("LocalPolicy", learner).config.model  # Which never changes.
@@ -121,7 +124,7 @@ class ServedPolicy(SeparatePolicy, PooledEngine):
             transfer=transfer,
             device=device,
         )
-        tolerance = config.tolerance or TOLERANCES.get(dtype, 0.1)
+        tolerance = config.tolerance or (0.01 if dtype == "float32" else 0.1)
         policy = cls(learner, servers, checkpoints, tolerance, transfer, config, kind)
         try:
             if policy.adapters:

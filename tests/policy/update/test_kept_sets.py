@@ -18,7 +18,7 @@ from agentlightning.assemble import token_tree
 from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.losses import LossSetting
 from agentlightning.policy.update import forward
-from agentlightning.policy.update.forward import Chosen, Kept, logprobs_from_linear, logprobs_from_logits
+from agentlightning.policy.update.forward import Chosen, logprobs_from_linear, logprobs_from_logits
 from agentlightning.policy.update.packing import KeptTokens
 from agentlightning.policy.update.updater import Updater
 from agentlightning.trajectory import TokenTree, TrainingSample, Trajectory, Transition
@@ -31,9 +31,9 @@ SETS = [[int(i) for i in range(row, V, row)] if row % 4 else [] for row in range
 """Of positions 4 and 8 every token is kept."""
 
 
-def kept() -> Kept:
+def kept() -> KeptTokens:
     sets = KeptSets.of(SETS)
-    return Kept.of(KeptTokens(sets.size_array(), sets.id_array()), V, torch.device("cpu"))
+    return KeptTokens(sets.size_array(), sets.id_array())
 
 
 def literal(logits: Tensor, token: int, temperature: float, own: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -96,14 +96,15 @@ def test_tokens_that_were_not_kept_have_no_gradient() -> None:
 
 
 def test_a_set_of_the_sampled_token_alone_has_the_probability_one() -> None:
-    one = Kept.of(KeptTokens(np.array([1]), np.array([5])), V, torch.device("cpu"))
+    one = KeptTokens(np.array([1]), np.array([5]))
     logprobs, entropy = logprobs_from_logits(torch.randn(1, V), Chosen(torch.tensor([5]), None, False, one))
     assert (logprobs.item(), entropy.item()) == (0.0, 0.0)
 
 
 def test_ids_that_another_model_lacks_are_left_out() -> None:
-    tokens = KeptTokens(np.array([2, 1]), np.array([3, V + 7, 4]))
-    assert Kept.of(tokens, V, torch.device("cpu")).ids.tolist() == [3, 4]
+    tokens, sets = torch.tensor([3, 4]), KeptTokens(np.array([2, 1]), np.array([3, V + 7, 4]))
+    logprobs, _ = logprobs_from_logits(torch.randn(2, V), Chosen(tokens, None, False, sets))
+    assert logprobs.tolist() == [0.0, 0.0]
 
 
 # -- a batch --------------------------------------------------------------------------------------------------------

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from typing import Any, Final, NamedTuple, cast
 
 from agentlightning.chat.lark_grammar import ANY, LarkGrammar, escaped, optional
 from agentlightning.chat.tool_calls.format import (
@@ -120,7 +120,7 @@ class Llama3(CallFormat):
         if text.startswith("{", start):
             call, end = _bare_call(text, start)
         else:
-            call, end = parse_python_call(text, start)
+            (call,), end = parse_python(text, start, [])
             call = ParsedToolCall(call.name.removesuffix(".call"), call.arguments)
         return (call,), end
 
@@ -263,22 +263,24 @@ def _gemma_json(found: re.Match[str]) -> str:
 # with constant values; they are converted to JSON with the original spelling of numbers. JSON's constants are accepted
 # too.
 
-MAX_DEPTH: Final = 100
-"""Nesting depth of lists and objects."""
-
 LONG_LIST: Final = 1000
 """Characters from which an unterminated list is not parsed again for every token."""
 
-_NAME: Final = re.compile(r"[^\W\d]\w*(?:[.\-]\w+)*")
-_NUMBER: Final = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w.])")
-_INCOMPLETE_NUMBER: Final = re.compile(r"-?\d*\.?\d*(?:[eE][+-]?\d*)?\Z")
+_NAME: Final = r"[^\W\d]\w*(?:[.\-]\w+)*"
+_TOKEN: Final = re.compile(
+    rf"""(?P<string>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|(?P<number>-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w.]))"""
+    rf"|(?P<call>{_NAME})\s*\(|(?P<key>{_NAME})\s*=|(?P<word>{_NAME})|(?P<open>[\[{{])|(?P<close>[\])}}])|(?P<sign>[,:])",
+    re.DOTALL,
+)
+_UNFINISHED: Final = re.compile(
+    r"""(?:[^\W\d][\w.\-]*\s*|-?[\d.]*(?:[eE][+-]?\d*)?|'(?:[^'\\]|\\.)*\\?|"(?:[^"\\]|\\.)*\\?)\Z""", re.DOTALL
+)
+"""The end of a text that may go on to be another token."""
 _WORDS: Final = {
     **{"True": "true", "False": "false", "None": "null"},
     **{"true": "true", "false": "false", "null": "null"},
 }
-_STRING: Final = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""", re.DOTALL)
 _ESCAPE: Final = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U(0[0-9a-fA-F]{7})|([0-7]{1,3})|(.))", re.DOTALL)
-T = TypeVar("T")
 _ESCAPED: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "\n": ""}
 
 
@@ -289,7 +291,7 @@ class Pythonic(CallFormat):
 
     def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str:
         parameters = read_parameters(schema)
-        if not all(_NAME.fullmatch(each.name) for each in parameters):
+        if not all(re.fullmatch(_NAME, each.name) for each in parameters):
             raise NoGrammar
         written = [
             (f"{lark.literal(each.name + '=')} {_value(lark, each.schema)}", each.required) for each in parameters
@@ -327,104 +329,60 @@ def _parse_list(text: str, start: int) -> Calls:
     """The calls in the list at `start`, and its end. An empty list is malformed."""
     if len(text) - start > LONG_LIST and "]" not in text[start:]:
         raise IncompleteCall("a long list has no end yet")
-    parser = _Parser(text, start)
-    if not (calls := parser.items("[]", parser.call)):
+    place = expect(text, start, "[")
+    calls, end = parse_python(text, place, ["]"])
+    if not calls:
         raise MalformedCall("the list is empty")
-    return tuple(calls), parser.position
+    return calls, end
 
 
-def parse_python_call(text: str, start: int) -> tuple[ParsedToolCall, int]:
-    """The call at `start`, and its end. Raises MalformedCall or IncompleteCall."""
-    parser = _Parser(text, start)
-    return parser.call(), parser.position
-
-
-class _Parser:
-    """Recursive-descent parser. Methods raise MalformedCall, or IncompleteCall where the text ends too early."""
-
-    def __init__(self, text: str, position: int) -> None:
-        self._text = text
-        self.position = position
-
-    def call(self) -> ParsedToolCall:
-        name = self._match(_NAME, "a name")
-        return ParsedToolCall(name, _object(self.items("()", self._argument)))
-
-    def items(self, brackets: str, read: Callable[[], T]) -> list[T]:
-        """What `read` reads between brackets, once for each item; a comma may follow the last."""
-        opening, closing = brackets
-        self._take(opening)
-        found: list[T] = []
-        while self._peek() != closing:
-            found.append(read())
-            if self._peek() != closing:
-                self._take(",")
-        self._take(closing)
-        return found
-
-    def _take(self, character: str) -> None:
-        if self._peek() != character:
-            raise MalformedCall(f"{character} is missing")
-        self.position += 1
-
-    def _peek(self) -> str:
-        self.position = skip_space(self._text, self.position)
-        if self.position == len(self._text):
-            raise IncompleteCall("more must follow")
-        return self._text[self.position]
-
-    def _match(self, pattern: re.Pattern[str], what: str) -> str:
-        self._peek()
-        if (found := pattern.match(self._text, self.position)) is None:
-            raise MalformedCall(f"{what} is missing")
-        if self._text[found.end() :] in ("", ".", "-"):  # A name may continue after these.
-            raise IncompleteCall(f"{what} may continue")
-        self.position = found.end()
-        return found[0]
-
-    def _argument(self) -> tuple[str, str]:
-        key = self._match(_NAME, "the name of an argument")
-        self._take("=")
-        return key, self._value(0)
-
-    def _value(self, depth: int) -> str:
-        """A constant, as JSON."""
-        if depth > MAX_DEPTH:
-            raise MalformedCall("it is nested too deeply")
-        match self._peek():
-            case "'" | '"':
-                return _json(self._string())
-            case "[":
-                return f"[{', '.join(self.items('[]', lambda: self._value(depth + 1)))}]"
-            case "{":
-                return _object(self.items("{}", lambda: self._item(depth + 1)))
-            case character if character == "-" or character.isdigit():
-                return self._number()
+def parse_python(text: str, position: int, closing: list[str]) -> Calls:
+    """The calls from `position` on, and the end of what the brackets `closing` close; without any, of one call. They
+    are written as JSON, `[["name", {"key": value}], ...]`, which tells what is malformed."""
+    written, outside = ["["], len(closing)
+    while True:
+        position = skip_space(text, position)
+        if _UNFINISHED.match(text, position):
+            value_end("".join(written), 0)
+        if (found := _TOKEN.match(text, position)) is None:
+            raise MalformedCall("it is no list of calls")
+        position, token, last = found.end(), found[0], closing[-1:]
+        match found.lastgroup:
+            case "close" if last == [token]:
+                if written[-1] == ", " and written[-2][-1] not in "[{":
+                    written.pop()
+                written.append("}]" if closing.pop() == ")" else token)
+                if not closing:
+                    break
+            case "call" if len(closing) == outside:
+                written.append(f"[{_json(found['call'])}, {{")
+                closing.append(")")
+            case "key" if last == [")"]:
+                written.append(f"{_json(found['key'])}: ")
+            case "sign" if token == "," or last == ["}"]:
+                written.append(f"{token} ")
+            case kind if len(closing) > outside:
+                written.append(_constant(kind, token))
+                closing += {"[": "]", "{": "}"}.get(token, "")
             case _:
-                word = self._match(_NAME, "a value")
-        if word not in _WORDS:
-            raise MalformedCall(f"{word} is not a constant")
-        return _WORDS[word]
+                raise MalformedCall("only calls stand in the list")
+    body = "".join(written) + "]" * (not outside)
+    value_end(body, 0)
+    calls = [[*raw_elements(call)] for call in raw_elements(body)]
+    return tuple(ParsedToolCall(json.loads(name), arguments) for name, arguments in calls), position
 
-    def _number(self) -> str:
-        if _INCOMPLETE_NUMBER.match(self._text, self.position):
-            raise IncompleteCall("the number may continue")
-        return self._match(_NUMBER, "a number")
 
-    def _string(self) -> str:
-        if (found := _STRING.match(self._text, self.position)) is None:
-            raise IncompleteCall("a string is not closed")
-        self.position = found.end()
+def _constant(kind: str | None, token: str) -> str:
+    """A constant, or the bracket that begins one, as JSON."""
+    if kind == "string":
         # Two escapes may spell the two surrogates of one character.
-        written = _ESCAPE.sub(_unescape, found[1] or found[2] or "")
-        return written.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
-
-    def _item(self, depth: int) -> tuple[str, str]:
-        if self._peek() not in "'\"":
-            raise MalformedCall("a key is a string")
-        key = self._string()
-        self._take(":")
-        return key, self._value(depth)
+        text = _ESCAPE.sub(_unescape, token[1:-1])
+        return _json(text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass"))
+    if kind in ("number", "open"):
+        return token
+    if token not in _WORDS:
+        raise MalformedCall(f"{token} is not a constant")
+    return _WORDS[token]
 
 
 def _object(items: Iterable[tuple[str, str]]) -> str:

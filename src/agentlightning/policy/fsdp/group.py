@@ -43,6 +43,7 @@ from torch.distributed.rendezvous import rendezvous
 from agentlightning.errors import AgentLightningError, ConfigError, RankError
 from agentlightning.policy.config import LocalPolicyConfig, ModelSettings
 from agentlightning.policy.fsdp.learner import Load, RankLearner, Ranks
+from agentlightning.policy.model_loading import find_device
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class Rank:
                 self._open(*arguments)
             else:
                 assert self.learner is not None
-                changed = self.learner.changed_names
+                changed = self.learner.changed
                 changed.clear()
                 value = getattr(self.learner, name)(*arguments)
         except AgentLightningError as error:
@@ -125,12 +126,9 @@ def _name(number: int, count: int, pid: int) -> str:
 
 
 def _device(name: str, local_rank: int) -> torch.device:
-    try:
-        found = torch.accelerator.current_accelerator(check_available=True) if name == "auto" else torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f'device="{name}" cannot be used: {error}; use "auto" or "cpu"') from error
-    if found is None or found.type == "cpu":
-        return torch.device("cpu")
+    found = find_device(name)
+    if found.type == "cpu":
+        return found
     count = torch.accelerator.device_count()
     if local_rank >= count:
         raise ConfigError(

@@ -374,8 +374,6 @@ class RankLearner(LocalLearner):
                     f"rank {number} has {other}, and rank 0 has {first}; give all machines the same version and model"
                 )
         tokenizer, model = load_model(config, weights=ranks.rank == 0)
-        self.changed_names: list[str | None] = []
-        """The names of the weights that the command in progress has changed."""
         self._ranks = ranks
         self.load: Load = lambda read: read()
         """Calls what reads a model, which changes the default dtype of this process meanwhile."""
@@ -403,9 +401,9 @@ class RankLearner(LocalLearner):
         self, samples: Sequence[TrainingSample], options: UpdateOptions
     ) -> tuple[dict[str, float], list[str | None]]:
         """The metrics of an update, and the names of what it trained."""
-        metrics = self.update(samples, options, self.changed_names.append)
+        metrics = self.update(samples, options)
         self.adapters.drop_stacks()
-        return metrics, list(self.changed_names)
+        return metrics, list(self.changed)
 
     def gather(self, names: Sequence[str | None]) -> Weights:
         """The weights that are trained under these names, whole, in the dtype that is sampled from, on rank 0."""

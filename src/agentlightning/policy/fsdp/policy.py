@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -145,12 +144,11 @@ class FsdpPolicy(SeparatePolicy, LocalPolicy):
             return
         state = self._own_state()
 
-        def save_ranks(beside: Path, /) -> None:
+        def save_ranks(beside: Path) -> None:
             state[STATE] = self.group.call("save_state", beside / FOLDER)
             check_complete(beside / FOLDER)
 
-        ranks: Any = SimpleNamespace(save_pretrained=save_ranks)
-        self._learner.save(directory.absolute(), state, ranks)
+        self._learner.save(directory.absolute(), state, save_ranks)
 
 
 def _state_in(directory: Path) -> dict[str, Any]:

@@ -78,46 +78,6 @@ FAR = -1e4
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """The tokens that N distributions are over."""
-
-    ids: Tensor
-    """[K]"""
-    rows: Tensor
-    """The distribution of each id [K], ascending."""
-    ends: Sequence[int]
-    """Where the ids of each distribution begin, and where the last ones end: N + 1."""
-    limited: Tensor
-    """Whether a distribution is not over the whole vocabulary [N]."""
-
-    @classmethod
-    def of(cls, kept: KeptTokens, vocabulary: int, device: torch.device) -> Kept:
-        """Without ids outside the vocabulary, which another model may lack."""
-        rows, within = np.repeat(np.arange(len(kept.sizes)), kept.sizes), kept.ids < vocabulary
-        rows = rows[within]
-        ends = np.searchsorted(rows, np.arange(len(kept.sizes) + 1))
-        ids_K, rows_K, limited_N = (
-            torch.from_numpy(each).to(device) for each in (kept.ids[within], rows, kept.sizes > 0)
-        )
-        return cls(ids_K, rows_K, ends.tolist(), limited_N)
-
-    def part(self, part: slice) -> Kept:
-        """The same of some distributions."""
-        start, stop = self.ends[part.start], self.ends[part.stop]
-        ends = [end - start for end in self.ends[part.start : part.stop + 1]]
-        return Kept(self.ids[start:stop], self.rows[start:stop] - part.start, ends, self.limited[part])
-
-    def excluded(self, part: slice, vocabulary: int) -> Tensor | None:
-        """Which tokens some distributions are not over [B, V]; None: they are over all."""
-        own = self.part(part)
-        if not len(own.ids):
-            return None
-        excluded_BV = own.limited[:, None].expand(-1, vocabulary).clone()
-        excluded_BV[own.rows, own.ids] = False
-        return excluded_BV
-
-
-@dataclass(frozen=True, slots=True)
 class Chosen:
     """What is asked of N distributions: each entry [N]."""
 
@@ -126,7 +86,7 @@ class Chosen:
     """None: 1."""
     entropy_gradient: bool = False
     """Whether entropies have a gradient."""
-    kept: Kept | None = None
+    kept: KeptTokens | None = None
     """None: all distributions are over the whole vocabulary."""
 
     def split(self, size: int) -> list[Chosen]:
@@ -274,7 +234,14 @@ def _temperatures(chosen: Chosen, rows: slice, like: Tensor) -> Tensor | None:
 
 
 def _excluded(logits_BV: Tensor, chosen: Chosen, places: slice) -> Tensor | None:
-    return None if chosen.kept is None else chosen.kept.excluded(places, logits_BV.shape[1])
+    """Which tokens some distributions are not over [B, V]; None: they are over all. Another model may lack an id."""
+    kept = None if chosen.kept is None else chosen.kept.part(places)
+    if kept is None or not len(kept.ids):
+        return None
+    rows, within = np.repeat(np.arange(len(kept.sizes)), kept.sizes), kept.ids < logits_BV.shape[1]
+    excluded_BV = torch.from_numpy(kept.sizes > 0).to(logits_BV.device)[:, None].expand(logits_BV.shape).clone()
+    excluded_BV[rows[within], kept.ids[within]] = False
+    return excluded_BV
 
 
 def _shifted(
@@ -724,15 +691,17 @@ class Forward:
     def states(self, batch: MicroBatch) -> Tensor:
         """Run the body of the model. hidden_NH, of which the targets of a micro-batch are predicted, in the order of
         `MicroBatch.places`."""
-        shared = batch.shared_length
-        where = batch.predictions()
-        prefix_PH, cache = self._prefix(batch, where.prefix) if shared else (None, None)
+        shared, first = batch.shared_length, len(batch.families) * batch.shared_length
+        # One token may predict the first of several answers.
+        distinct, which = np.unique(batch.predicting(), return_inverse=True)
+        early = int(np.searchsorted(distinct, first))
+        prefix_PH, cache = self._prefix(batch, distinct[:early]) if shared else (None, None)
         ids = [line.token_ids[shared:] for line in batch.lines]
         masked = self._line_inputs(batch.lines, batch.width) if batch.joined else {}
-        hidden_NH = self._states(self._padded(ids, batch.width), where.rows, cache, **masked)
-        if prefix_PH is None or not (len(where.prefix) or self.always_uses_prefix):
-            return hidden_NH
-        return torch.cat([prefix_PH, hidden_NH])[self.tensor(where.order)]
+        hidden_NH = self._states(self._padded(ids, batch.width), distinct[early:] - first, cache, **masked)
+        if prefix_PH is not None and (early or self.always_uses_prefix):
+            hidden_NH = torch.cat([prefix_PH, hidden_NH])
+        return hidden_NH.index_select(0, self.tensor(which))
 
     def logprobs(
         self, batch: MicroBatch, hidden_NH: Tensor, at_temperature: bool, entropy_gradient: bool = False
@@ -743,8 +712,7 @@ class Forward:
         chosen = [row.token_ids[target] for row in batch.rows for target in row.targets.tolist()]
         chosen_N = self.tensor(np.array(chosen, np.int64))
         temperatures_N = self.tensor(batch.table.temperatures[batch.places]) if at_temperature else None
-        sets = batch.kept if at_temperature else None
-        kept = None if sets is None else Kept.of(sets, self.head.vocabulary, self.model.device)
+        kept = batch.kept if at_temperature else None
         return token_logprobs(self.head, hidden_NH, Chosen(chosen_N, temperatures_N, entropy_gradient, kept))
 
     def of_targets(self, inputs: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> Tensor:
@@ -811,15 +779,13 @@ class Forward:
     def _states(
         self, ids_BT: Tensor, positions: np.ndarray[Any, Any], cache: DynamicCache | None, **inputs: Tensor
     ) -> Tensor:
-        """hidden_NH at `positions` of the flattened [B, T] input. Rows are padded on the right, where a causal model
-        does not look, so that no mask is needed unless rows are joined."""
+        """hidden_NH at distinct `positions` of the flattened [B, T] input. Rows are padded on the right, where a causal
+        model does not look, so that no mask is needed unless rows are joined."""
         hidden: list[Tensor] = []
-        # One token may predict the first of several answers.
-        distinct, which = np.unique(positions, return_inverse=True)
-        at_positions = states_at_positions(self.head.decoder, self.tensor(distinct), self.last_mlp, hidden)
+        at_positions = states_at_positions(self.head.decoder, self.tensor(positions), self.last_mlp, hidden)
         with at_positions, recomputed(self.recomputed_layers):
             self.model(input_ids=ids_BT, **{self.cache_argument: cache, "use_cache": cache is not None}, **inputs)
-        return hidden[0].index_select(0, self.tensor(which))
+        return hidden[0]
 
     def _padded(self, rows: Sequence[Sequence[int]], width: int) -> Tensor:
         padded = [[*row, *[0] * (width - len(row))] for row in rows]

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -39,10 +40,8 @@ from agentlightning.util.common_prefix import common_prefix_length
 
 IntArray: TypeAlias = NDArray[np.int64]
 
-NOT_SAMPLED = -1
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KeptTokens:
     """For each of some tokens the ids that alone could be sampled in its place, ragged."""
 
@@ -51,12 +50,20 @@ class KeptTokens:
     ids: IntArray
     """Those of all tokens, one behind the other."""
 
+    @cached_property
+    def ends(self) -> IntArray:
+        """Where the ids of each token begin, and where the last ones end."""
+        return np.concatenate([[0], np.cumsum(self.sizes)])
+
     def at(self, places: IntArray) -> KeptTokens:
         """Those of the tokens at `places`."""
         sizes = self.sizes[places]
-        begins = (np.cumsum(self.sizes) - self.sizes)[places]
-        index = np.repeat(begins - (np.cumsum(sizes) - sizes), sizes) + np.arange(int(sizes.sum()))
+        index = np.repeat(self.ends[places] - (np.cumsum(sizes) - sizes), sizes) + np.arange(int(sizes.sum()))
         return KeptTokens(sizes, self.ids[index])
+
+    def part(self, part: slice) -> KeptTokens:
+        """Those of consecutive tokens."""
+        return KeptTokens(self.sizes[part], self.ids[self.ends[part.start] : self.ends[part.stop]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +86,12 @@ class TokenTable:
     """Its call, numbered within the batch."""
     rollout: IntArray
     """Its rollout, numbered likewise."""
-    starts: tuple[IntArray, ...]
-    """For each sample, where the tokens of each node begin; `NOT_SAMPLED` for prompts."""
-    calls: tuple[IntArray, ...]
-    """For each sample, the call of each node; `NOT_SAMPLED` for prompts."""
+    starts: IntArray
+    """Of each of `nodes`, where its tokens begin."""
+    calls: IntArray
+    """Of each of `nodes`, its call."""
+    places: tuple[Mapping[int, int], ...]
+    """For each sample, by the index in its tree, the place in `nodes` of each sampled node."""
     kept: KeptTokens | None = None
     """None: every token could be sampled everywhere."""
     corrections: tuple[Correction, ...] = ()
@@ -113,27 +122,24 @@ class TokenTable:
 def token_table(samples: Iterable[TrainingSample]) -> TokenTable:
     """The sampled tokens of `samples`, numbered."""
     samples = tuple(samples)
-    nodes, owners, call = list[Node](), list[int](), list[int]()
-    starts, calls, count, position = list[IntArray](), list[IntArray](), 0, 0
+    nodes, owners, calls, count = list[Node](), list[int](), list[int](), 0
+    places: list[dict[int, int]] = []
     for number, sample in enumerate(samples):
-        tree = sample.tree
-        begins, numbers = (np.full(len(tree.nodes), NOT_SAMPLED, np.int64) for _ in range(2))
-        for index, node in enumerate(tree.nodes):
-            if not node.sampled:
-                continue
-            continues = _continues(tree, index)
-            begins[index], numbers[index] = position, numbers[node.parent] if continues else count
-            position, count = position + len(node.token_ids), count + (not continues)
-            nodes.append(node)
-            owners.append(number)
-            call.append(int(numbers[index]))
-        starts.append(begins)
-        calls.append(numbers)
-    lengths = [len(node.token_ids) for node in nodes]
+        own: dict[int, int] = {}
+        for index, node in enumerate(sample.tree.nodes):
+            if node.sampled:
+                continues = _continues(sample.tree, index)
+                calls.append(calls[own[node.parent]] if continues else count)
+                count += not continues
+                own[index] = len(nodes)
+                nodes.append(node)
+                owners.append(number)
+        places.append(own)
+    lengths = np.array([len(node.token_ids) for node in nodes], np.int64)
     rollouts: dict[tuple[int, object], int] = {}
     rollout = [
-        rollouts.setdefault((owner, node.rollout_id or number), len(rollouts))
-        for owner, node, number in zip(owners, nodes, call, strict=True)
+        rollouts.setdefault((owner, node.rollout_id or call), len(rollouts))
+        for owner, node, call in zip(owners, nodes, calls, strict=True)
     ]
 
     def of_tokens(values: Sequence[int]) -> IntArray:
@@ -149,10 +155,11 @@ def token_table(samples: Iterable[TrainingSample]) -> TokenTable:
         temperatures=np.repeat(np.array([node.temperature for node in nodes], np.float32), lengths),
         sample=of_tokens(owners),
         node=of_tokens(range(len(nodes))),
-        call=of_tokens(call),
+        call=of_tokens(calls),
         rollout=of_tokens(rollout),
-        starts=tuple(starts),
-        calls=tuple(calls),
+        starts=np.cumsum(lengths) - lengths,
+        calls=np.array(calls, np.int64),
+        places=tuple(places),
         kept=_kept_tokens(nodes),
     )
 
@@ -299,33 +306,18 @@ class MicroBatch:
         """The ids that could be sampled at each target."""
         return None if self.table.kept is None else self.table.kept.at(self.places)
 
-    def predictions(self) -> Predictions:
-        """The positions that predict the targets: one token before each, in the shared prefix or in its line."""
-        shared = self.shared_length
+    def predicting(self) -> IntArray:
+        """For each target, rows by rows, the position of the token before it: flat in [families, shared_length] where
+        it is in a shared prefix, else behind all of these in [lines, width]."""
+        shared, width = self.shared_length, self.width
+        behind = (len(self.families) - 1) * shared
         owners = np.repeat(np.arange(len(self.families) or 1), self.families or len(self.lines))
-        found = [
-            index[row.targets - 1] for line in self.lines for row, index in zip(line.rows, line.index, strict=True)
-        ]
-        before = np.concatenate(found)
-        line = np.repeat([number for number, line in enumerate(self.lines) for _ in line.rows], [*map(len, found)])
-        early = before < shared
-        order = np.empty(len(before), np.int64)
-        split = int(early.sum())
-        order[early], order[~early] = np.arange(split), np.arange(split, len(before))
-        prefix, inside = owners[line] * shared + before, line * self.width + before - shared
-        return Predictions(prefix[early], inside[~early], order)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Predictions:
-    """The positions among the computed tokens of a micro-batch that predict its targets."""
-
-    prefix: IntArray
-    """Flat positions in [families, shared_length]."""
-    rows: IntArray
-    """Flat positions in [lines, width]."""
-    order: IntArray
-    """For each target, rows by rows, its place in `prefix` followed by `rows`."""
+        found: list[IntArray] = []
+        for number, line in enumerate(self.lines):
+            for row, index in zip(line.rows, line.index, strict=True):
+                before = index[row.targets - 1]
+                found.append(before + np.where(before < shared, owners[number] * shared, behind + number * width))
+        return np.concatenate(found)
 
 
 # -- plan ------------------------------------------------------------------------------------------------------------
@@ -423,11 +415,11 @@ class _Paths:
     def __init__(self, table: TokenTable, number: int, trained: NDArray[np.bool_], by_call: bool) -> None:
         """`trained`: for each call of the table, whether it is."""
         self._table, self._tree = table, table.samples[number].tree
-        self._starts = table.starts[number]
+        self._places = table.places[number]
         calls: dict[int, list[int]] = {}
-        for index, call in enumerate(table.calls[number].tolist()):
-            if call != NOT_SAMPLED and trained[call] and self._tree.nodes[index].token_ids:
-                calls.setdefault(call, []).append(index)
+        for index, place in self._places.items():
+            if trained[table.calls[place]] and self._tree.nodes[index].token_ids:
+                calls.setdefault(int(table.calls[place]), []).append(index)
         self._calls = list(calls.values())
         """The nodes of each trained call, from the root down."""
         self.paths = [(self._tree.path(nodes[-1]), set(nodes)) for nodes in self._calls]
@@ -460,7 +452,7 @@ class _Paths:
             if index in owned:
                 offsets = np.arange(len(node.token_ids), dtype=np.int64)
                 targets.append(start + offsets)
-                places.append(self._starts[index] + offsets)
+                places.append(self._table.starts[self._places[index]] + offsets)
         joined = np.concatenate(targets)
         if joined[0] == 0:
             raise PolicyError(f"the first token of call {self._tree.nodes[path[0]].call} has no prompt before it")

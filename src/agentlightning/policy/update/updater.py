@@ -16,7 +16,6 @@ from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -643,6 +642,8 @@ class LocalLearner:
             self.adapters.add(name, r=lora.r, alpha=lora.scale_numerator, targets=lora.targets, seed=config.seed)
         self.own: str | None = SHARED if SHARED in shapes else None
         """The name of the policy itself: an adapter, or None for the model's own weights."""
+        self.changed: list[str | None] = []
+        """The names of the weights that the last update has changed."""
         self.updaters: dict[str | None, Updater] = {}
         """By name. A name that is not here does not learn."""
         if make_updater is not None:
@@ -660,12 +661,12 @@ class LocalLearner:
         self,
         samples: Sequence[TrainingSample],
         options: UpdateOptions,
-        changed: Callable[[str | None], None],
         before: Callable[[Collection[str | None]], None] = lambda names: None,
     ) -> dict[str, float]:
-        """The metrics of an update. Calls `before` with the names of the weights that it trains, and `changed` with
-        each of them once they have changed, also where a later minibatch fails. Raises PolicyError, before anything
-        changes, for weights that do not learn."""
+        """The metrics of an update. Calls `before` with the names of the weights that it trains; `changed` has each of
+        them once they have changed, also where a later minibatch fails. Raises PolicyError, before anything changes,
+        for weights that do not learn."""
+        self.changed.clear()
         by_name: dict[str | None, list[TrainingSample]] = {}
         for sample in samples:
             by_name.setdefault(self.own if sample.adapter is None else sample.adapter, []).append(sample)
@@ -673,7 +674,7 @@ class LocalLearner:
             self._check_trained(name)
         by_name = by_name or {self.own if self.own in self.updaters else next(iter(self.updaters)): []}
         before(by_name)
-        return joint_metrics({name: self._step(name, own, options, changed) for name, own in by_name.items()})
+        return joint_metrics({name: self._step(name, own, options) for name, own in by_name.items()})
 
     def _check_trained(self, name: str | None) -> None:
         if name not in self.updaters:
@@ -682,13 +683,7 @@ class LocalLearner:
                 f"{', '.join(repr(each) for each in self.updaters if each is not None) or 'all weights'}"
             )
 
-    def _step(
-        self,
-        name: str | None,
-        samples: Sequence[TrainingSample],
-        options: UpdateOptions,
-        changed: Callable[[str | None], None],
-    ) -> dict[str, float]:
+    def _step(self, name: str | None, samples: Sequence[TrainingSample], options: UpdateOptions) -> dict[str, float]:
         """`Updater.step` of the weights of a name."""
         updater = self.updaters[name]
         steps = updater.optimizer.steps
@@ -698,12 +693,12 @@ class LocalLearner:
         except BaseException:
             updater.zero_grad()  # The next step must not start from these gradients.
             if updater.optimizer.steps > steps:
-                changed(name)
+                self.changed.append(name)
             raise
         finally:
             if self.model.num_parameters() >= LARGE:
                 _return_memory()
-        changed(name)
+        self.changed.append(name)
         return metrics
 
     # -- scoring ---------------------------------------------------------------------------------------------------
@@ -745,10 +740,11 @@ class LocalLearner:
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
-    def save(self, directory: Path, state: Mapping[str, Any] | None, *beside: checkpoint.Savable) -> None:
+    def save(self, directory: Path, state: Mapping[str, Any] | None, *beside: Callable[[Path], object]) -> None:
         """See `models.checkpoint.save`."""
-        saved: Any = SimpleNamespace(save_pretrained=self._save_adapters) if self.by_name else self.model
-        checkpoint.save(directory, saved, self.tokenizer, state, self.value_head, *beside)
+        own: Callable[[Path], object] = self._save_adapters if self.by_name else self.model.save_pretrained
+        head = () if self.value_head is None else (self.value_head.save_pretrained,)
+        checkpoint.save(directory, state, own, self.tokenizer.save_pretrained, *head, *beside)
 
     def _save_adapters(self, directory: Path) -> None:
         base, agents = shared_name(self._config.model), self._config.agents

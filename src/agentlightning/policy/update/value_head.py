@@ -11,17 +11,16 @@ Shapes: N tokens, H hidden.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from agentlightning.errors import PolicyError
+from agentlightning.models.checkpoint import read_tensors
 from agentlightning.policy.config import STEP, OptimizerConfig, ValueHeadConfig
 
 logger = logging.getLogger(__name__)
@@ -74,25 +73,7 @@ class ValueHead(nn.Module):
         """The weights of the head saved beside a model; None where there is none. Raises PolicyError for a damaged file
         and for a head of another shape."""
         path = directory / FILE
-        if not path.is_file():
-            return None
-        try:
-            weights = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise PolicyError(f"{path} cannot be read: {error}; choose another checkpoint") from error
-        own, saved = map(_shape, (self.state_dict(), weights))
-        if own != saved:
-            raise PolicyError(
-                f"{path} holds a value head of shape {saved}, policy.value_head asks for {own}; continue with the"
-                " settings it was saved with"
-            )
-        return weights
-
-
-def _shape(weights: Mapping[str, Tensor]) -> list[int]:
-    """The sizes of what goes into the first layer and comes out of each."""
-    layers = [each.shape for _, each in sorted(weights.items()) if each.dim() == 2]
-    return [*(shape[1] for shape in layers[:1]), *(shape[0] for shape in layers)]
+        return read_tensors(path, "value head", self.state_dict()) if path.is_file() else None
 
 
 def reading(head: ValueHead | None, directory: Path) -> Callable[[], None]:
