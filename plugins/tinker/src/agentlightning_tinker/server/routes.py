@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import quote
 
 import orjson
@@ -49,6 +49,7 @@ CLIENT_CONFIG: Final = {
     "sample_join_sampling_session": False,
     "use_pyqwest_transport": False,
 }
+R = TypeVar("R", bound=wire.WireRequest)
 Endpoint = Callable[[Request], Awaitable[Response]]
 Handler = Callable[..., Any]
 """Answers a request that was read, or its path parameters: with JSON, with a response, or, as text, with the id of a
@@ -274,7 +275,7 @@ class _Endpoints:
         return FileResponse(file, media_type="application/octet-stream")
 
 
-def _parsed(body: bytes, kind: type[wire.WireRequest], path: str) -> wire.WireRequest:
+def _parsed(body: bytes, kind: type[R], path: str) -> R:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
