@@ -147,7 +147,7 @@ def examine(run_dir: Path) -> Examination:
     warnings = state.warnings
     if status == "finished":
         try:
-            gains = _gains(orjson.loads((run_dir / "report.json").read_bytes()))
+            gains = gains_of(orjson.loads((run_dir / "report.json").read_bytes()))
             warnings = warnings | closing_warnings(records, gains)
         except (orjson.JSONDecodeError, KeyError, TypeError, msgspec.ValidationError) as error:
             notes.append(f"report.json cannot be read, so that nothing is said of the gain: {error}")
@@ -186,7 +186,7 @@ def _resume(run_dir: Path) -> str:
     return f"agl train --resume {shlex.quote(str(run_dir))}"
 
 
-def _gains(report: Mapping[str, Any]) -> dict[str, Gain]:
+def gains_of(report: Mapping[str, Any]) -> dict[str, Gain]:
     """Without tasks that could be compared the numbers are NaN, which JSON has not."""
     unknown = dict.fromkeys(("before", "after", "gain"), math.nan) | {"interval": (math.nan, math.nan)}
     return {
