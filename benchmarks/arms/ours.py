@@ -87,7 +87,7 @@ async def memory(url: str, spans: int, directory: str | None = None) -> Any:
 def hub(folder: Path, database: str) -> Iterator[tuple[Popen[bytes], str]]:
     """`agl serve` in a process of its own, and its address."""
     log = folder / "server.log"
-    command = [str(Path(sys.executable).with_name("agl")), "serve", "--port", "0", "--db", database]
+    command = [str(Path(sys.executable).with_name("agl")), "serve", "--port", "0", "--store", database]
 
     def health() -> str | None:
         url = announced(log)

@@ -93,7 +93,7 @@ def run_process(url: str, names: list[str], barrier: Barrier, results: Any) -> N
 def start_hub(database: str, stack: ExitStack) -> tuple[str, int]:
     """A real `agl serve`: its URL and process id."""
     agl = Path(sys.executable).parent / "agl"
-    command = [str(agl), "serve", "--port", "0", "--db", database, "--json"]
+    command = [str(agl), "serve", "--port", "0", "--store", database, "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     stack.callback(process.wait, 60)
     stack.callback(process.send_signal, signal.SIGTERM)

@@ -90,7 +90,7 @@ class Server:
         self.process: Process | None = None
 
     def start(self, *arguments: str, environment: dict[str, str] | None = None) -> Process:
-        command = [AGL, "serve", "--port", str(self.port), "--db", str(self.database), *arguments]
+        command = [AGL, "serve", "--port", str(self.port), "--store", str(self.database), *arguments]
         self.process = self._start(command, self._folder / "server.log", environment)
         wait_until(self.answers, f"the server answers: {self.process.said()}", self.process)
         return self.process

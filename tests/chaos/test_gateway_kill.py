@@ -30,7 +30,7 @@ provider = "them"
 
 def serve(folder, routes):
     command = [sys.executable, "-c", "from agentlightning.cli import main; main()", "serve", "--port", "0", "--json"]
-    command += ["--db", str(folder / "store.db"), "--routes", str(routes)]
+    command += ["--store", str(folder / "store.db"), "--routes", str(routes)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
     return process, json.loads(process.stdout.readline())["url"]

@@ -56,7 +56,7 @@ def wait_for(process: Any, condition: Callable[[], bool]) -> None:
     ("verb", "records", "settings"),
     [
         ("dpo", ["--data", PAIRS], ["tasks_per_step=3"]),
-        ("sft", ["--dataset", CONVERSATIONS], ["batch_size=3", "validation_share=0.25", "validate_every=10"]),
+        ("sft", ["--data", CONVERSATIONS], ["batch_size=3", "validation_share=0.25", "validate_every=10"]),
     ],
 )
 def test_kill_9_costs_a_run_on_recorded_data_nothing_but_time(
@@ -66,7 +66,7 @@ def test_kill_9_costs_a_run_on_recorded_data_nothing_but_time(
     option, data = records
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(each) + "\n" for each in data))
     words = [verb, *settings, f"steps={STEPS}", "optimizer.lr=1e-4", option, str(tmp_path / "data.jsonl")]
-    words += ["--model", str(tiny), "--checkpoint-every", "4", "--run-dir"]
+    words += ["--model", str(tiny), "--checkpoint-every", "4", "--run"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     run_here([*words, str(whole)])
     for kill_at in (10, 30):

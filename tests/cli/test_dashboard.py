@@ -64,32 +64,17 @@ def test_it_opens_a_database(start, tmp_path):
     assert [row["rollout_id"] for row in rows] == ["mine"]
 
 
-def test_it_opens_a_server_elsewhere_with_the_runs_it_was_given(start, runs):
-    server = start("serve", "--port", "0", "--store", "s.db", "--runs", str(runs), "--json", AGL_TOKEN="theirs").line(
-        60
-    )
-    url, headers = opened(start("dashboard", "--port", "0", server["url"], "--json", AGL_TOKEN="theirs"))
-    assert names(url, headers)[-1] == "store"
-    assert {"calculator-grpo", "calculator-rloo"} < set(names(url, headers))
-    run = httpx.get(f"{url}/runs/calculator-grpo", headers=headers).json()
-    assert run["summary"]["step"] == 24
-    assert httpx.get(f"{url}/runs").status_code == 401
-    rollouts = httpx.get(f"{url}/runs/calculator-grpo/rollouts?limit=2", headers=headers).json()
-    assert not rollouts["writable"], "it offers no actions"
-    path, chosen = f"{url}/runs/calculator-grpo", {"rollout_ids": [row["rollout_id"] for row in rollouts["rows"]]}
-    refused = httpx.post(f"{path}/actions/cancel", json=chosen, headers=headers)
-    assert (refused.status_code, "only reads" in refused.json()["error"]["message"]) == (400, True)
-    assert httpx.post(f"{path}/export", json=chosen).status_code == 401
-    exported = httpx.post(f"{path}/export", json=chosen, headers=headers)
-    assert (exported.headers["x-agl-records"], len(exported.text.splitlines())) == ("2", 4)
-    badly = httpx.post(f"{path}/export", json={"form": "csv", "rollout_ids": ["x"]}, headers=headers)
-    assert "none of: rollouts, sft, dpo" in badly.json()["error"]["message"]
+def test_of_a_server_it_prints_the_link_of_its_own_dashboard(start, runs, invoke):
+    arguments = ("serve", "--port", "0", "--store", "s.db", "--runs", str(runs), "--json")
+    server = start(*arguments, AGL_TOKEN="theirs").line(60)
+    done = invoke("dashboard", server["url"], "--token", "theirs", "--json")
+    said = json.loads(done.stdout)
+    assert said == {"url": f"{server['url']}/dashboard", "link": f"{server['url']}/dashboard#token=theirs"}
     own = {"authorization": "Bearer theirs"}
-    assert httpx.get(f"{server['url']}/dashboard/api/runs", headers=own).json()["writable"]
-    wrong = start("dashboard", "--port", "0", server["url"], "--json", AGL_TOKEN="wrong").line(60)
-    assert "does not accept this access token" in wrong["error"]["message"]
-    none = start("dashboard", "--port", "0", server["url"], "--json").line(60)
-    assert "requires its access token" in none["error"]["message"]
+    assert {"calculator-grpo", "calculator-rloo"} < set(names(f"{said['url']}/api", own))
+    wrong = invoke("dashboard", server["url"], "--token", "wrong")
+    assert "does not accept this access token" in wrong.stderr
+    assert "requires its access token" in invoke("dashboard", server["url"]).stderr
 
 
 def test_status_reads_a_run_of_a_server_by_the_link_of_its_dashboard(start, runs, invoke):

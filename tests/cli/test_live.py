@@ -1,4 +1,4 @@
-"""The display of `agl train` in a real terminal (a pty): what it shows, its key, and plain lines without one."""
+"""The display of `agl train` in a real terminal (a pty): what it shows, and plain lines without one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ pytestmark = pytest.mark.integration
 PROGRAM = """
 import time
 from rich.console import Console
-from agentlightning.cli.train import LiveProgress
-from agentlightning.util.progress import RolloutCounts
+from agentlightning.util.progress import Progress, RolloutCounts
 
-with LiveProgress(Console(highlight=False)) as progress:
+with Progress(Console(highlight=False)) as progress:
     progress.phase("warm start", 2)
     progress.update(2, loss=0.5)
     progress.phase("training", 8)
@@ -31,10 +30,7 @@ with LiveProgress(Console(highlight=False)) as progress:
     progress.rollouts(RolloutCounts(12, 3, 96, 2, 1, "KeyError: \\x1b[31m'x'"))
     progress.note("warning: all rewards are 0")
     print("ready", flush=True)
-    for _ in range(100):
-        if progress.wants_transcript:
-            progress.transcript("user: hello\\nassistant: good day")
-        time.sleep(0.1)
+    time.sleep(SECONDS)
 """
 
 
@@ -79,12 +75,12 @@ class Terminal:
         os.close(self.ours)
 
 
-def test_the_display_shows_reward_validation_rollouts_and_warnings_and_a_transcript_on_a_key(tmp_path):
-    terminal = Terminal(tmp_path, PROGRAM)
+def test_the_display_shows_reward_validation_rollouts_and_warnings(tmp_path):
+    terminal = Terminal(tmp_path, PROGRAM.replace("SECONDS", "10"))
     try:
         terminal.read_until("ready")
         terminal.text = ""
-        terminal.read_until("ctrl-c stops the run", times=2)  # the first may have begun before
+        terminal.read_until("the last:", times=2)  # the first may have begun before
         shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.text)
         assert "0.750  ▁▅█  from 0.250, best 0.750" in shown
         assert "greedy 0.375  (step 3)" in shown
@@ -92,20 +88,13 @@ def test_the_display_shows_reward_validation_rollouts_and_warnings_and_a_transcr
         assert "1, the last: all rewards are 0" in shown
         assert "3,570 tokens/s" in shown
         assert "warm start" in shown
-        os.write(terminal.ours, b"t")
-        terminal.read_until("good day")
-        terminal.text = ""
-        os.write(terminal.ours, b"t")
-        time.sleep(1)
-        terminal.read_until("training")
-        assert "good day" not in terminal.text.rpartition("training")[0][-200:]
     finally:
         terminal.close()
 
 
 def test_without_a_terminal_there_are_plain_lines_and_no_control_sequences(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.replace("range(100)", "range(1)")],
+        [sys.executable, "-c", PROGRAM.replace("SECONDS", "0.1")],
         cwd=tmp_path, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

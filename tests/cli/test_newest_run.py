@@ -116,7 +116,7 @@ def test_without_a_run_the_way_out_is_named(tmp_path: Path, monkeypatch: pytest.
         done = call(*words)
         assert (done.exit_code, "there is no run below runs; give the directory of a run" in done.stderr) == (2, True)
     assert "give --agent and --data, --env, or --run RUN" in call("eval").stderr
-    assert "give --store PATH or --server URL" in call("store", "list").stderr
+    assert "give --store PATH or URL" in call("store", "list").stderr
 
 
 def test_a_store_that_is_named_or_of_recorded_commands_comes_before_the_newest_run(

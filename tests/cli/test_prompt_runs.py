@@ -14,7 +14,7 @@ import pytest
 from tests.support.prompt_worlds import START, PromptWorld, PromptWorldServer, grade, report_tasks
 
 import agentlightning as agl
-from agentlightning.dashboard.data.run_data import Catalog, Source
+from agentlightning.dashboard.data.run_data import Catalog
 from agentlightning.dashboard.data.run_files import RunFiles
 from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views.resources import show_search
@@ -118,8 +118,8 @@ async def test_no_token_and_no_dollar_is_counted_twice(run: Path) -> None:
 
 
 async def test_the_list_names_no_model_for_a_run_that_trains_none(run: Path) -> None:
-    (listed,) = Catalog(directories=[run]).sources()
-    assert summary(listed)["model"] is None
+    (listed,) = Catalog(directories=[run]).sources().items()
+    assert summary(*listed)["model"] is None
 
 
 async def test_held_out_rollouts_have_the_mode_test(run: Path) -> None:
@@ -163,7 +163,7 @@ def test_eval_measures_another_prompt_in_place_of_that_of_the_run(run: Path, ser
 
 
 def test_the_page_names_no_model_of_a_run_that_trains_none(run: Path) -> None:
-    assert summary(Source("run", RunFiles(run)))["model"] is None
+    assert summary("run", RunFiles(run))["model"] is None
 
 
 async def test_the_page_shows_every_candidate_that_was_tried_what_it_changed_and_what_came_of_it(run: Path) -> None:

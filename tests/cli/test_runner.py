@@ -69,7 +69,7 @@ async def test_it_runs_what_is_queued_and_drains_when_told_to_stop(start, server
 
 def test_it_needs_an_agent_and_a_server_that_is_there(invoke):
     assert "--agent" in invoke("runner", "--server", "http://127.0.0.1:9").stderr
-    refused = invoke("runner", "--server", "http://127.0.0.1:9", "--agent", "x:y", "--env", "NAME")
+    refused = invoke("runner", "--server", "http://127.0.0.1:9", "--agent", "x:y", "--variable", "NAME")
     assert (refused.exit_code, "VARIABLE=FIELD" in refused.stderr) == (2, True)
 
 

@@ -60,7 +60,7 @@ def write_expected(folder: Path, record: Any) -> None:
 @contextmanager
 def serving(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`agl serve` on the store of a folder, and its URL."""
-    command = [AGL, "serve", "--port", "0", "--json", "--db", str(folder / "store.db"), "--token", TOKEN, *options]
+    command = [AGL, "serve", "--port", "0", "--json", "--store", str(folder / "store.db"), "--token", TOKEN, *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder)
     assert process.stdout is not None
     with process.stdout:
@@ -97,8 +97,8 @@ def letters(task, output):
 """
 WORDS = ("red", "green", "blue", "white", "black", "pink", "grey", "brown", "gold", "teal")
 RUN = (
-    *("--agent", "agent.py:say", "--reward", "reward.py:letters", "--dataset", "tasks.jsonl", "--model", "model"),
-    *("--run-dir", "run", "--json", "warm_start.dataset=demonstrations.jsonl", "warm_start.steps=2"),
+    *("--agent", "agent.py:say", "--reward", "reward.py:letters", "--data", "tasks.jsonl", "--model", "model"),
+    *("--run", "run", "--json", "warm_start.dataset=demonstrations.jsonl", "warm_start.steps=2"),
     *("algorithm.steps=3", "algorithm.tasks_per_step=4", "algorithm.group_size=4", "algorithm.optimizer.lr=1e-3"),
     *("evaluation.every=2", "run.keep_checkpoints=1", "runner.concurrency=16"),
 )

@@ -49,7 +49,7 @@ def test_every_page_of_a_demo(browser):
 
 def test_every_page_of_a_finished_run(browser, tmp_path: Path):
     job = Job(tmp_path)
-    done = job.run(job.command("--run-dir", "run", "algorithm.steps=3"))
+    done = job.run(job.command("--run", "run", "algorithm.steps=3"))
     assert done.returncode == 0, done.stderr
     with dashboard(tmp_path / "run") as link:
         check(browser, link)

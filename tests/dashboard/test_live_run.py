@@ -23,7 +23,7 @@ class Running:
     def __init__(self, directory: Path) -> None:
         job = Job(directory)
         self._said = (directory / "said.txt").open("w")
-        command = job.command("--run-dir", "run", f"algorithm.steps={STEPS}")
+        command = job.command("--run", "run", f"algorithm.steps={STEPS}")
         self.process = subprocess.Popen(
             command, cwd=directory, env=job.environment, stdout=self._said, stderr=subprocess.STDOUT, text=True
         )

@@ -84,7 +84,7 @@ def test_a_run_is_made_of_parts_of_others_and_resumes_with_them(installed: Path,
         "algorithm.tasks_per_step=2",
         "algorithm.group_size=2",
     ]
-    agl(installed, tmp_path, "train", *SMALL, *parts, "--run-dir", str(run))
+    agl(installed, tmp_path, "train", *SMALL, *parts, "--run", str(run))
     assert "plain_gain" in metrics(run)[0]
     assert json.loads((run / "lines.jsonl").read_text().splitlines()[0])["step"] == 1
     assert any(b"lab.seconds" in file.read_bytes() for file in run.glob("store.db*"))
@@ -114,7 +114,7 @@ def test_an_algorithm_of_others_trains_and_names_its_file_where_it_fails(install
         )
     )
     given = ['algorithm.type="mine.py:LeaveOneOut"', "algorithm.steps=2", "reward=lab_reward:brevity"]
-    failed = agl(installed, tmp_path, "train", *SMALL, *given, "--run-dir", str(run), fails=True)
+    failed = agl(installed, tmp_path, "train", *SMALL, *given, "--run", str(run), fails=True)
     assert f"algorithm mine:LeaveOneOut ({tmp_path / 'mine.py'}) failed with AssertionError: too far" in failed.stderr
     assert "continue with  agl train --resume" in failed.stderr
     again = ["algorithm.type=mine.py:LeaveOneOut"]

@@ -194,7 +194,7 @@ def train(example: Example, model: Path, folder: Path, *changes: str) -> dict[st
     agl = Path(sys.executable).with_name("agl")
     settings = [f"reward={EXAMPLES}/reward.py:score", f"data.train={EXAMPLES}/tasks.jsonl", f"runner.cwd={folder}"]
     agent = ["--agent", shlex.join(example.command(warm=True)), f"algorithm.steps={example.steps}"]
-    files = ["--config", EXAMPLES / "train.toml", "--model", model, "--run-dir", folder / "run"]
+    files = ["--config", EXAMPLES / "train.toml", "--model", model, "--run", folder / "run"]
     command = [agl, "train", "--json", *files, *agent, *settings, *changes]
     done = subprocess.run(
         [str(word) for word in command],

@@ -87,7 +87,7 @@ def trial(folder: Path, command: str, *changes: str, **variables: str) -> dict[s
     folder.joinpath("tasks.jsonl").write_text("\n".join(tasks))
     folder.joinpath("reward.py").write_text("def score(output):\n    return float('It is' in output)\n")
     program = [str(Path(sys.executable).with_name("agl")), "train", "--dry-run", "--json", "--model", "tiny"]
-    given = ["--dataset", "tasks.jsonl", "--reward", "reward.py:score", "--agent", command, "runner.concurrency=4"]
+    given = ["--data", "tasks.jsonl", "--reward", "reward.py:score", "--agent", command, "runner.concurrency=4"]
     environment = {**os.environ, **variables, "HOME": str(folder)}
     done = subprocess.run([*program, *given, *changes], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr[-3000:]

@@ -36,7 +36,7 @@ def train(file: str, folder: Path, *changes: str, config: str = "writer") -> dic
     score, tasks = GIVEN[config]
     files = [f"reward={teams}/reward.py:{score}", f"data.train={teams}/{tasks}", "--config", f"{teams}/{config}.toml"]
     program = f"{home}/bin/python {EXAMPLES / 'warm.py'} {teams / file}"
-    agent = ["--agent", program, "--run-dir", str(folder / "run")]
+    agent = ["--agent", program, "--run", str(folder / "run")]
     command = [str(Path(sys.executable).with_name("agl")), "train", "--json", *agent, *files, *changes]
     environment = {**os.environ, "HOME": str(folder)}
     with sharing_imports():

@@ -187,7 +187,7 @@ def test_a_training_run_keeps_the_keys_of_its_attempts_from_third_parties(
     (tmp_path / "agent.py").write_text(TRAINED)
     (tmp_path / "tasks.jsonl").write_text("".join(f'{{"question": "{n}"}}\n' for n in range(60)))
     command = [str(Path(sys.executable).parent / "agl"), "train", "--agent", "agent.py:agent"]
-    command += ["--dataset", "tasks.jsonl", "--model", "tiny", "--run-dir", "run", "algorithm.steps=1"]
+    command += ["--data", "tasks.jsonl", "--model", "tiny", "--run", "run", "algorithm.steps=1"]
     command += [
         "algorithm.tasks_per_step=2",
         "algorithm.group_size=2",

@@ -67,7 +67,7 @@ def test_what_is_not_installed_names_the_way_out(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(plugins, "entry_points", lambda **given: entry_points(**{**given, "group": "nothing"}))
     result = CliRunner().invoke(build(), ["weights", "pull", "file:///x", "y", "--follow"])
     assert (result.exit_code, "pip install ./plugins/weights" in result.stderr) == (2, True), result.output
-    result = CliRunner().invoke(build(), ["serve", "--port", "0", "--db", ":memory:", "--tinker", "x=nowhere"])
+    result = CliRunner().invoke(build(), ["serve", "--port", "0", "--store", ":memory:", "--tinker", "x=nowhere"])
     assert (result.exit_code, "pip install ./plugins/tinker" in result.stderr) == (2, True), result.output
 
 

@@ -137,7 +137,7 @@ async def test_a_run_on_two_machines_has_the_account_of_one_on_one_machine(
     tmp_path: Path,
     given: dict[int, Weights],
 ):
-    hub = other.start("serve", "--port", "0", "--db", database, "--json")
+    hub = other.start("serve", "--port", "0", "--store", database, "--json")
     assert hub.stdout is not None
     url: str = json.loads(hub.stdout.readline())["url"]
     words = ("runner", "--server", url, "--agent", "agent.py:say", "--reward", "agent.py:letters", "--json")
@@ -187,7 +187,7 @@ async def test_adapters_learn_where_the_calls_of_their_agents_are_answered_on_an
     """Two agents of one run: the writer has an adapter of its own, and all others share one."""
     asking = AGENT.replace('model="policy"', 'model=("writer" if len(word) % 2 else "critic") + "@policy"')
     (other.directory / "agent.py").write_text(asking)
-    hub = other.start("serve", "--port", "0", "--db", "hub.db", "--json")
+    hub = other.start("serve", "--port", "0", "--store", "hub.db", "--json")
     assert hub.stdout is not None
     url: str = json.loads(hub.stdout.readline())["url"]
     other.start("runner", "--server", url, "--agent", "agent.py:say", "--reward", "agent.py:letters", "--json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from agentlightning.server.app import Server
 from agentlightning.store.sql.store import SqlStore
 from agentlightning_tinker.server import messages
 from agentlightning_tinker.server.host import AdapterHost
-from agentlightning_tinker.server.routes import tinker_routes
+from agentlightning_tinker.server.routes import LINK_SECONDS, tinker_routes
 from agentlightning_tinker.server.service import TinkerService
 from agentlightning_tinker.server.wire import CreateSampler, CreateSession, SampleRequest
 
@@ -251,7 +252,9 @@ async def test_a_session_that_is_silent_ends_and_frees_its_adapters(model: Path,
     await service.close()
 
 
-async def test_a_download_needs_the_signature_of_this_file_before_it_expires(client: Client) -> None:
+async def test_a_file_is_downloaded_by_its_own_url_until_that_expires(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await client.begin()
     body = {"model_id": client.model, "seq_id": client.number(), "path": "for peft/1"}
     found = await client.result((await client.post("/save_weights_external", **body))["request_id"])
@@ -263,12 +266,14 @@ async def test_a_download_needs_the_signature_of_this_file_before_it_expires(cli
     async with httpx.AsyncClient() as anybody:
         files = {file: await anybody.get(url) for file, url in urls.items()}
         assert sum(len(each.content) for each in files.values()) == found["size_bytes"]
-        one = httpx.URL(urls["adapter_config.json"])
-        for changed in ({"file": "../../secret"}, {"expires": "9999999999"}, {"signature": "0"}, {"expires": "soon"}):
-            refused = await anybody.get(one.copy_merge_params(changed))
-            assert refused.status_code == 403, changed
+        one = urls["adapter_config.json"]
+        for wrong in (one[:-1], f"{one}x", f"{one.rpartition('/')[0]}/adapter_config.json"):
+            assert (await anybody.get(wrong)).status_code == 403, wrong
         client.http.headers["x-api-key"] = "wrong"
         assert (await client.http.get(listing)).status_code == 401
+        later = time.time() + LINK_SECONDS + 1
+        monkeypatch.setattr("agentlightning_tinker.server.routes.time.time", lambda: later)
+        assert (await anybody.get(one)).status_code == 403
 
 
 async def test_weights_for_training_are_not_downloaded(client: Client) -> None:

@@ -26,12 +26,10 @@ from agentlightning.cli.options import (
     Reward,
     RewardWeights,
     RunStore,
-    Server,
     Statuses,
     Store,
     Token,
     checked,
-    named_store,
     open_named,
     overrides,
     own_config,
@@ -315,9 +313,9 @@ def compare_runs(runs: Annotated[list[Path], typer.Argument(help="The directorie
       agl compare runs/grpo-1 runs/grpo-2 runs/dapo-1 runs/dapo-2
       agl compare runs/*
     """
-    from agentlightning.dashboard.data.run_files import compared_configurations, configurations
+    from agentlightning.dashboard.data.run_files import RunFiles, compared_configurations, configurations
 
-    found = configurations(runs)
+    found = configurations(map(RunFiles, runs))
     for run in runs:
         if not (run / "report.json").exists():
             raise ConfigError(f"{run} has no report.json: the run is not finished; finish it, or leave it out")
@@ -358,7 +356,6 @@ async def rescore(
         str | None, typer.Option(help="A run directory, or part of the rollout id.", show_default=False)
     ] = None,
     store: Store = None,
-    server: Server = None,
     token: Token = None,
     status: Statuses = None,
     mode: Modes = None,
@@ -385,9 +382,7 @@ async def rescore(
         raise ConfigError("agl rescore needs --reward module:function")
     directory = Path(run) if run is not None and (Path(run) / "state.json").exists() else None
     named = run if directory is None else read_state(directory).run_id
-    place = named_store(store, server)
-    if place is None and directory is not None:
-        place = str(directory / "store.db")
+    place = str(directory / "store.db") if store is None and directory is not None else store
     selection = Selection(
         run=named,
         status=checked(status, "status") or ("succeeded",),
@@ -402,7 +397,7 @@ async def rescore(
             )
     if dry_run:
         chosen = [f"--status={each}" for each in status or ()] + [f"--mode={each}" for each in mode or ()]
-        after = agl("rescore", *chosen, reward=reward, run=run, task=task, store=store, server=server)
+        after = agl("rescore", *chosen, reward=reward, run=run, task=task, store=store)
     else:
         after = agl("store", "list", sort="reward", store=place)
     return Result(asdict(result), lambda console: _print_rescoring(result, console), [after])
@@ -435,7 +430,6 @@ OneMode = Annotated[Literal["train", "val", "test"] | None, typer.Option(help="O
 
 
 async def compare_rules(
-    earlier: Annotated[str | None, typer.Argument(help="The earlier form of --store.", hidden=True)] = None,
     run: RunStore = None,
     store: Store = None,
     rules: Annotated[
@@ -463,9 +457,7 @@ async def compare_rules(
     from agentlightning.credit.base import RULES
     from agentlightning.evaluation.credit_comparison import compare_credit
 
-    if earlier is not None:
-        typer.echo(f"STORE is an option now: --store {earlier}", err=True)
-    place = store_to_read(run, store or earlier)
+    place = store_to_read(run, store)
     weights = weights_of(reward_weights, place)
     chosen = [_rule(each) for each in rules] if rules else RULES.names()
     recorded, unreadable = await _read_groups(place, groups, mode)

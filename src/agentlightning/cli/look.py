@@ -34,15 +34,14 @@ from agentlightning.cli.options import (
     open_named,
     run_or_newest,
 )
-from agentlightning.cli.output import Output, Result, agl, print_prompt_diff, rewards_line
+from agentlightning.cli.output import Output, Result, agl, failure_lines, print_prompt_diff
 from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError, ServerError, StoreAuthError
 from agentlightning.util.plugins import PACKAGE, Registry, announced, described, installed, load
 from agentlightning.util.printable import printable
-from agentlightning.util.progress import duration
+from agentlightning.util.progress import duration, rewards_line
 
 if TYPE_CHECKING:
-    import httpx
-    from starlette.routing import Route
+    from starlette.routing import BaseRoute
 
     from agentlightning.dashboard.data.run_data import Catalog
     from agentlightning.training.health.examination import Examination
@@ -133,27 +132,30 @@ def remote_status(link: str, token: str | None, name: str | None) -> tuple[dict[
     the link of its dashboard, which may hold the token. `name`: which of its runs; None: the newest one.
 
     Raises ServerError, StoreAuthError or NotFoundError."""
-    import httpx
-
-    parts = urlsplit(link)
-    token = token or next(iter(parse_qs(parts.fragment).get("token", [])), None)
-    headers = {"authorization": f"Bearer {token}"} if token else {}
-    base = f"{parts.scheme}://{parts.netloc}"
-    with httpx.Client(base_url=f"{base}/dashboard/api", headers=headers, timeout=TIMEOUT) as client:
-        summary = _chosen(_get(client, "/runs", base)["runs"], name, base)
-        found = _get(client, f"/runs/{quote(summary['name'], safe='')}/status", base)
+    base, token = server_of(link, token)
+    summary = _chosen(get_page(base, token, "/runs")["runs"], name, base)
+    found = get_page(base, token, f"/runs/{quote(summary['name'], safe='')}/status")
     return {**found["status"], "run_dir": f"{base} {summary['name']}"}, found["rewards"]
 
 
-def _get(client: httpx.Client, path: str, server: str) -> dict[str, Any]:
+def server_of(link: str, token: str | None) -> tuple[str, str | None]:
+    """The address of a server, and its token: of what a link of its dashboard says, unless one is given."""
+    parts = urlsplit(link)
+    return f"{parts.scheme}://{parts.netloc}", token or next(iter(parse_qs(parts.fragment).get("token", [])), None)
+
+
+def get_page(server: str, token: str | None, path: str) -> dict[str, Any]:
+    """The JSON of a page of a server's dashboard. Raises ServerError or StoreAuthError."""
     import httpx
 
+    headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
-        response = client.get(path)
+        response = httpx.get(f"{server}/dashboard/api{path}", headers=headers, timeout=TIMEOUT)
     except httpx.HTTPError as error:
         raise ServerError(f"the server {server} cannot be reached: {error or type(error).__name__}") from error
     if response.status_code == 401:
-        raise StoreAuthError(f"the server {server} requires its access token; set AGL_TOKEN, or give --token")
+        problem = "does not accept this access token" if token else "requires its access token"
+        raise StoreAuthError(f"the server {server} {problem}; set AGL_TOKEN, or give --token")
     try:
         body = response.raise_for_status().json()
     except (httpx.HTTPStatusError, ValueError) as error:
@@ -280,8 +282,8 @@ def _print_findings(found: Examination, console: Console) -> None:
         console.print(f"  what  these lines of metrics.jsonl cannot be read and were left out: {lines}")
     if found.failures:
         console.print("failed rollouts by cause")
-    for each in found.failures:
-        console.print(f"  {each.count:>5}  {printable(each.cause)}  {printable(each.example)}")
+    for line in failure_lines(found.failures):
+        console.print(f"  {line}")
     for note in found.notes:
         console.print(f"note: {note}")
     if found.is_healthy:
@@ -311,8 +313,8 @@ async def dashboard(
 ) -> None:
     """Show runs, rollouts and tokens in the browser, until stopped (Ctrl-C). It only reads.
 
-    The page asks for a token of its own, which is part of the link that is printed. A server (`agl serve`, a run) has
-    its dashboard at /dashboard, with actions, and needs no `agl dashboard`.
+    The page asks for a token of its own, which is part of the link that is printed. A server (`agl serve`, a run) shows
+    itself at /dashboard, with actions: of its URL, the link is printed and opened.
 
     \b
     Examples:
@@ -321,19 +323,32 @@ async def dashboard(
     """
     from agentlightning.cli.serve import StopSignals
 
+    if demo and target is not None:
+        raise ConfigError(f"--demo shows recorded runs, and {target!r} is none of them; leave one of them out")
+    if target is not None and is_url(target):
+        base, token = server_of(target, token)
+        get_page(base, token, "/runs")
+        _show_link(f"{base}/dashboard", token, browser, ctx.obj)
+        return
     with StopSignals() as signals:  # so that one leaves no files of a demo behind
-        await signals.while_running(_show_pages(target, demo, host, port, token, browser, ctx.obj))
+        await signals.while_running(_show_pages(target, demo, host, port, browser, ctx.obj))
 
 
-async def _show_pages(
-    target: str | None, demo: bool, host: str, port: int, server_token: str | None, browser: bool, output: Output
-) -> None:
+def _show_link(url: str, token: str | None, browser: bool, output: Output) -> None:
+    link = f"{url}#token={token}" if token else url
+    output.show(Result({"url": url, "link": link}, lambda console: console.print(f"dashboard  {link}")))
+    sys.stdout.flush()
+    if browser and not output.as_json and sys.stdout.isatty():
+        import webbrowser
+
+        webbrowser.open(link)
+
+
+async def _show_pages(target: str | None, demo: bool, host: str, port: int, browser: bool, output: Output) -> None:
     from agentlightning.dashboard.app import PATH
     from agentlightning.dashboard.serve import dashboard_app, serve_dashboard
     from agentlightning.server.app import listen, url_of
 
-    if demo and target is not None:
-        raise ConfigError(f"--demo shows recorded runs, and {target!r} is none of them; leave one of them out")
     try:
         listener = listen(host, port)
     except ServerError as error:
@@ -341,28 +356,13 @@ async def _show_pages(
         raise ServerError(f"{error}. {open_there}; for one beside it: agl dashboard --port 0") from error
     token = secrets.token_urlsafe(24)
     with listener:
-        async with _routes(target, demo, server_token, token, output) as routes:
-            link = f"{url_of(host, listener.getsockname()[1])}{PATH}#token={token}"
-            record = {"url": link.partition("#")[0], "link": link}
-            output.show(Result(record, lambda console: console.print(f"dashboard  {link}")))
-            sys.stdout.flush()
-            if browser and not output.as_json and sys.stdout.isatty():
-                import webbrowser
-
-                webbrowser.open(link)
+        async with _routes(target, demo, token, output) as routes:
+            _show_link(f"{url_of(host, listener.getsockname()[1])}{PATH}", token, browser, output)
             await serve_dashboard(dashboard_app(routes, host, has_token=True), listener)
 
 
 @asynccontextmanager
-async def _routes(
-    target: str | None, demo: bool, server_token: str | None, token: str, output: Output
-) -> AsyncGenerator[list[Route]]:
-    if target is not None and is_url(target):
-        from agentlightning.dashboard.serve import remote_routes
-
-        async with remote_routes(target, server_token, token) as routes:
-            yield routes
-        return
+async def _routes(target: str | None, demo: bool, token: str, output: Output) -> AsyncGenerator[list[BaseRoute]]:
     from agentlightning.dashboard.app import dashboard_routes
 
     with tempfile.TemporaryDirectory(prefix="agl-dashboard-") as folder:

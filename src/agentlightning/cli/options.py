@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import math
 import os
 import re
 import sys
@@ -48,10 +47,21 @@ Routes = Annotated[
         help="A TOML or JSON file that maps calls to models and providers, and sets budgets.", show_default=False
     ),
 ]
+Database = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        help="A SQLite file, or postgresql://... (default: $AGL_STORE, else .agentlightning/store.db)",
+        show_default=False,
+    ),
+]
 Store = Annotated[
     str | None,
     typer.Option(
-        help="A SQLite file, or postgresql://... (default: $AGL_STORE, else .agentlightning/store.db)",
+        "--store",
+        "--server",
+        help="A SQLite file, postgresql://... or the URL of a server (default: $AGL_STORE, else"
+        " .agentlightning/store.db)",
         show_default=False,
     ),
 ]
@@ -88,9 +98,6 @@ Token = Annotated[
 LogFormat = Annotated[Literal["text", "json"], typer.Option(help="Format of the log on stderr.")]
 
 
-Server = Annotated[
-    str | None, typer.Option(help="Use the store of the server at this URL instead.", show_default=False)
-]
 Statuses = Annotated[list[str] | None, typer.Option("--status", help="Only rollouts with this status; repeatable.")]
 Modes = Annotated[list[str] | None, typer.Option("--mode", help="Only rollouts with this mode; repeatable.")]
 
@@ -129,25 +136,17 @@ def run_or_newest(run: Path | None, otherwise: str = "give the directory of a ru
     return states[-1].parent
 
 
-def named_store(store: str | None, server: str | None) -> str | None:
-    """The store that `--store` or `--server` names."""
-    if store is not None and server is not None:
-        raise ConfigError("--store opens a database, and --server uses that of a server; give only one of them")
-    return server if store is None else store
-
-
-def store_to_read(run: Path | None, store: str | None, server: str | None = None) -> str | None:
+def store_to_read(run: Path | None, store: str | None) -> str | None:
     """The store that is named, or that of a run; where nothing is named and there is no store of `agl run` either, that
     of the newest run. Raises ConfigError for a run together with another store, and for a run without one."""
     from agentlightning.store.base import DEFAULT_STORE, STORE_VARIABLE
 
-    place = named_store(store, server)
     if run is None:
-        named = place is not None or os.environ.get(STORE_VARIABLE)
+        named = store is not None or os.environ.get(STORE_VARIABLE)
         if named or Path(DEFAULT_STORE).exists() or not any(RUNS.glob("*/store.db")):
-            return place
-    elif place is not None:
-        raise ConfigError("--run uses the store of that run; leave out --store and --server")
+            return store
+    elif store is not None:
+        raise ConfigError("--run uses the store of that run; leave out --store")
     path = run_or_newest(run) / "store.db"
     if not path.exists():
         raise ConfigError(
@@ -185,9 +184,9 @@ async def open_named(
         if not place.startswith(POSTGRES):
             path = locate(place)
             if path is None:
-                raise ConfigError("an in-memory store ends with its process; give --store PATH or --server URL")
+                raise ConfigError("an in-memory store ends with its process; give --store PATH or URL")
             if not create and not path.exists():
-                raise ConfigError(f"there is no store at {path}; give --store PATH or --server URL")
+                raise ConfigError(f"there is no store at {path}; give --store PATH or URL")
         opened = LightningStore(place)
     try:
         yield opened
@@ -297,15 +296,10 @@ async def has_model(server: str, token: str | None) -> bool:
 # -- durations and sizes ----------------------------------------------------------------------------------------------
 
 
-_quantity = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
-
+_QUANTITY: Final = re.compile(r"\s*(\d{1,18}(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
 SECONDS: Final = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
-BYTES: Final = {
-    "": 1.0,
-    "b": 1.0,
-    **{f"{letter}b": 1000.0**power for power, letter in enumerate("kmgt", start=1)},
-    **{f"{letter}ib": 1024.0**power for power, letter in enumerate("kmgt", start=1)},
-}
+POWERS: Final = {name: power for power, letter in enumerate("kmgt", 1) for name in (f"{letter}b", f"{letter}ib")}
+BYTES: Final = {"": 1, "b": 1, **{name: (1024 if "i" in name else 1000) ** power for name, power in POWERS.items()}}
 
 
 def read_duration(text: str) -> float:
@@ -320,12 +314,11 @@ def read_size(text: str) -> int:
 
 
 def _read_quantity(text: str, units: Mapping[str, float], what: str) -> float:
-    match = _quantity.fullmatch(text)
+    match = _QUANTITY.fullmatch(text)
     factor = None if match is None else units.get(match[2].lower())
     if match is None or factor is None:
         raise ConfigError(f"{text!r} is not {what}")
-    value = float(match[1]) * factor
-    if not math.isfinite(value) or value >= 2**63:
+    if (value := float(match[1]) * factor) >= 2**63:
         raise ConfigError(f"{text!r} is too large for {what}")
     return value
 

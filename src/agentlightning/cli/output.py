@@ -6,14 +6,13 @@ Exit status: 0 success; 1 the run failed; 2 invalid input; 130 interrupted.
 from __future__ import annotations
 
 import errno
-import math
 import shlex
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 import typer
@@ -29,7 +28,10 @@ from agentlightning.errors import (
     ServerError,
 )
 from agentlightning.util.json_values import dumps
-from agentlightning.util.printable import printable_lines
+from agentlightning.util.printable import printable, printable_lines
+
+if TYPE_CHECKING:
+    from agentlightning.training.health.examination import Failures
 
 INVALID_INPUT: Final = (ConfigError, DatasetError, ResumeError, ServerError)
 EXTRAS: Final = {
@@ -45,9 +47,6 @@ EXTRAS: Final = {
     "trackio": "trackio",
 }
 """The extra of this package that installs a module."""
-
-
-BLOCKS: Final = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,48 +98,14 @@ def agl(*words: object, **options: object) -> str:
     return shlex.join(["agl", *map(str, [*words, *given])])
 
 
-def show_size(size: int) -> str:
-    """Such as `512 bytes`, `1.5 KB` or `10 GB`: powers of 1000, two or three digits."""
-    value, unit = float(size), "bytes"
-    for larger in ("KB", "MB", "GB", "TB"):
-        if value < 999.5:
-            break
-        value, unit = value / 1000, larger
-    return f"{value:.0f} {unit}" if value >= 99.5 or unit == "bytes" else f"{value:.2g} {unit}"
+def failure_lines(failures: Iterable[Failures]) -> list[str]:
+    """How many rollouts failed of each cause, with an example."""
+    return [f"{each.count:>5}  {printable(each.cause)}  {printable(each.example)}" for each in failures]
 
 
 def print_prompt_diff(diff: str, console: Console) -> None:
     """What has changed in the prompts of a run."""
     console.print(printable_lines(diff) or "the prompts have not changed")
-
-
-def rewards_line(rewards: Sequence[float]) -> str:
-    """The last reward, its course, the first and the best one; NaN is a step without one. Empty without any."""
-    known = [value for value in rewards if not math.isnan(value)]
-    if not known:
-        return ""
-    return f"{known[-1]:.3f}  {sparkline(rewards)}  from {known[0]:.3f}, best {max(known):.3f}"
-
-
-def sparkline(values: Sequence[float], width: int = 32) -> str:
-    """The values from the lowest to the highest; more than `width` are averaged in equal parts. NaN is a space.
-
-    >>> sparkline([0, 1, 2, 3])
-    '▁▃▆█'
-    """
-    count = min(len(values), width)
-    parts = [_mean(values[i * len(values) // count : (i + 1) * len(values) // count]) for i in range(count)]
-    known = [value for value in parts if not math.isnan(value)]
-    if not known:
-        return ""
-    low, span = min(known), max(known) - min(known)
-    scale = (len(BLOCKS) - 1) / span if span else 0.0
-    return "".join(" " if math.isnan(value) else BLOCKS[round((value - low) * scale)] for value in parts)
-
-
-def _mean(values: Sequence[float]) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    return sum(known) / len(known) if known else math.nan
 
 
 @contextmanager
@@ -192,6 +157,6 @@ def _causes(run_dir: Path) -> str:
         found = failures_of(run_dir / "store.db", read_state(run_dir), [])
     except AgentLightningError:
         return ""
-    lines = [f"\n  {each.count:>5}  {each.cause}  {each.example}" for each in found]
+    lines = [f"\n  {each}" for each in failure_lines(found)]
     advice = f"\nlook at them: agl store list --run {run_dir} --status failed;  agl store show --run {run_dir}"
     return f"\nfailed rollouts by cause{''.join(lines)}{advice}" if found else ""

@@ -26,9 +26,9 @@ from rich.console import Console
 
 from agentlightning.attempt_address import attempt_path, attempt_secret
 from agentlightning.cli.options import (
+    Database,
     Models,
     Routes,
-    Store,
     Token,
     database_name,
     file_beside_store,
@@ -81,7 +81,7 @@ def run(
         typer.Option("--server", help="A server that records the rollout and answers its calls.", show_default=False),
     ] = None,
     token: Token = None,
-    store: Store = None,
+    store: Database = None,
     task: Annotated[
         str | None, typer.Option(help="The task of the rollout: JSON or text; also in AGL_TASK.", show_default=False)
     ] = None,
@@ -548,19 +548,13 @@ class ChildProcess:
 
 async def _terminate(process: asyncio.subprocess.Process) -> int:
     """Terminate the command and its descendants: SIGTERM, and SIGKILL after the grace period."""
-    tree = [process.pid, *descendants(process.pid)]
-    _signal(tree, signal.SIGTERM)
-    try:
+    tree = descendants(process.pid)
+    _signal([process.pid, *tree], signal.SIGTERM)
+    with suppress(TimeoutError):
         async with asyncio.timeout(GRACE_SECONDS):
-            return await process.wait()
-    except TimeoutError:
-        return await _kill(process)
-    finally:
-        _signal([pid for pid in tree[1:] if pid in _parents()], signal.SIGKILL)
-
-
-async def _kill(process: asyncio.subprocess.Process) -> int:
-    _signal([process.pid, *descendants(process.pid)], signal.SIGKILL)
+            await process.wait()
+    alive = [process.pid, *descendants(process.pid)] if process.returncode is None else []
+    _signal({*alive, *(pid for pid in tree if pid in _parents())}, signal.SIGKILL)
     return await process.wait()
 
 

@@ -21,11 +21,11 @@ from rich.console import Console
 from agentlightning.cli.options import (
     POSTGRES,
     Agent,
+    Database,
     LogFormat,
     Models,
     Reward,
     Routes,
-    Store,
     Token,
     database_name,
     file_beside_store,
@@ -144,7 +144,7 @@ def serve(
     host: Host = "127.0.0.1",
     port: Port = 4747,
     workers: Workers = 1,
-    store: Store = None,
+    store: Database = None,
     token: Token = None,
     no_token: NoToken = False,
     allow_hosts: AllowHosts = None,
@@ -524,7 +524,6 @@ Hide = Annotated[
     list[str] | None,
     typer.Option(help="A field of a dict task that only the reward function receives; repeatable."),
 ]
-Cwd = Annotated[Path | None, typer.Option(help="Working directory of the agent.")]
 Log = Annotated[Path | None, typer.Option(help="File for what the agent prints (default: stderr).")]
 Redirect = Annotated[
     bool | None,
@@ -571,7 +570,6 @@ async def runner(
     max_rollouts: MaxRollouts = None,
     variables: Variables = None,
     hide: Hide = None,
-    cwd: Cwd = None,
     log: Log = None,
     redirect: Redirect = None,
     drain_seconds: DrainAttempts = None,
@@ -623,7 +621,6 @@ async def runner(
             max_rollouts=max_rollouts,
             env=_fields(variables or ()),
             hide=hide or (),
-            cwd=cwd,
             log=log,
             reward=reward,
             redirect=redirect,

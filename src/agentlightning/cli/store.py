@@ -3,12 +3,9 @@ programs."""
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import sys
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -16,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import typer
 from msgspec import structs
 from rich.console import Console
+from rich.filesize import decimal
 
 from agentlightning.cli.options import (
     POSTGRES,
@@ -24,57 +22,34 @@ from agentlightning.cli.options import (
     RewardWeights,
     Run,
     RunStore,
-    Server,
     Statuses,
     Store,
     Token,
     checked,
     is_url,
-    named_store,
     open_named,
     retention_from,
     run_or_newest,
     store_to_read,
     weights_of,
 )
-from agentlightning.cli.output import Output, Result, agl, show_size
+from agentlightning.cli.output import Output, Result, agl
 from agentlightning.errors import ConfigError
 from agentlightning.models import Precision
 from agentlightning.trajectory import RewardWeights as Weights
-from agentlightning.util.event_loop import in_background
 from agentlightning.util.printable import printable
 from agentlightning.util.progress import Progress
 
 if TYPE_CHECKING:
     from agentlightning.dashboard.data.rollouts import RolloutSummary
     from agentlightning.store.base import LightningStoreBase
-    from agentlightning.store.export.copy import Report
     from agentlightning.store.types import Pruned, Queue
-
-
-PROGRESS_SECONDS = 2.0
-"""Work that takes longer shows its progress, updated this often."""
-
-
-def showing(
-    progress: Progress, name: str, total: int | None = None, done: Callable[[], Awaitable[int]] | None = None
-) -> AbstractAsyncContextManager[None]:
-    """Show the progress of the body if it takes long; `done`: how much of it is."""
-
-    async def show() -> None:
-        await asyncio.sleep(PROGRESS_SECONDS)
-        progress.phase(name, total)
-        while done is not None:
-            progress.update(await done())
-            await asyncio.sleep(PROGRESS_SECONDS)
-
-    return in_background(show())
 
 
 # -- stats -----------------------------------------------------------------------------------------------------------
 
 
-async def stats(run: RunStore = None, store: Store = None, server: Server = None, token: Token = None) -> Result:
+async def stats(run: RunStore = None, store: Store = None, token: Token = None) -> Result:
     """Show the contents of a store: rollouts by status, attempts, spans, queues, and its size.
 
     \b
@@ -82,7 +57,7 @@ async def stats(run: RunStore = None, store: Store = None, server: Server = None
       agl store stats
       agl store stats --store hub.db --json
     """
-    place = store_to_read(run, store, server)
+    place = store_to_read(run, store)
     async with open_named(place, token) as opened:
         counts = await opened.statistics()
         queues = await opened.query_queues()
@@ -96,7 +71,6 @@ async def show(
     ] = None,
     run: RunStore = None,
     store: Store = None,
-    server: Server = None,
     token: Token = None,
 ) -> Result:
     """Show a rollout: its attempts, model calls, messages and reward.
@@ -108,7 +82,7 @@ async def show(
     """
     from agentlightning.dashboard.data.rollouts import rollout_lines
 
-    place = store_to_read(run, store, server)
+    place = store_to_read(run, store)
     async with open_named(place, token) as opened:
         rollouts = await opened.query_rollouts(rollout_id_contains=rollout_id, newest_first=True, limit=100)
         rollout = next((each for each in rollouts if each.rollout_id.startswith(rollout_id or "")), None)
@@ -134,7 +108,6 @@ async def list_rollouts(
     limit: Annotated[int, typer.Option(min=1, help="Rows to show.")] = 20,
     reward_weights: RewardWeights = None,
     store: Store = None,
-    server: Server = None,
     token: Token = None,
 ) -> Result:
     """List rollouts with their reward, calls and failure.
@@ -144,7 +117,7 @@ async def list_rollouts(
       agl store list --run runs/first --status failed
       agl store list --sort reward --limit 5
     """
-    place = store_to_read(run, store, server)
+    place = store_to_read(run, store)
     async with open_named(place, token) as opened:
         table = await rollout_table(opened, statuses, modes, sort, limit, weights_of(reward_weights, place))
     record = {"rollouts": [asdict(row) for row in table.rows], "read": table.read, "matching": table.matching}
@@ -161,7 +134,7 @@ def _show_stats(counts: dict[str, int], queues: list[Queue], console: Console) -
             continue
         console.print(f"{name:<12} {count:>12,}")
     if "bytes" in counts:
-        console.print(f"{'size':<12} {show_size(counts['bytes']):>12}")
+        console.print(f"{'size':<12} {decimal(counts['bytes']):>12}")
     for queue in queues:
         limit = "" if queue.limit is None else f" of at most {queue.limit:,}"
         console.print(f"queue {queue.name}: {queue.waiting:,} waiting, {queue.open:,} open{limit}")
@@ -173,7 +146,6 @@ def _show_stats(counts: dict[str, int], queues: list[Queue], console: Console) -
 async def prune(
     ctx: typer.Context,
     store: Store = None,
-    server: Server = None,
     token: Token = None,
     older_than: Annotated[
         str | None, typer.Option(help="Remove rollouts that finished longer ago: 12h, 30d, 2w.")
@@ -195,25 +167,19 @@ async def prune(
     """
 
     output: Output = ctx.obj
-    place = named_store(store, server)
-    retention = replace(retention_from(older_than, keep, max_size), spare=_rollouts_in_use(place))
-    async with open_named(place, token) as opened:
+    retention = replace(retention_from(older_than, keep, max_size), spare=_rollouts_in_use(store))
+    async with open_named(store, token) as opened:
         planned = await opened.prune(retention, dry_run=True)
         if dry_run or not planned.rollouts:
             text = f"would remove {_describe(planned)}" if planned.rollouts else "nothing to remove"
             return Result({"dry_run": dry_run, **asdict(planned)}, lambda console: console.print(text))
         if not yes:
             _confirm(planned, output)
-        before = await _finished(opened)
-
-        async def done() -> int:
-            return max(0, min(planned.rollouts, before - await _finished(opened)))
-
-        with Progress(output.console) as progress:
-            async with showing(progress, "pruning rollouts", planned.rollouts, done):
-                removed = await opened.prune(retention)
+        with Progress() as progress:
+            progress.phase(f"pruning {planned.rollouts:,} rollouts")
+            removed = await opened.prune(retention)
     text = f"removed {_describe(removed)}; vacuum returns the space to the file system"
-    after = [agl("store", "vacuum", store=place)]
+    after = [agl("store", "vacuum", store=store)]
     return Result({"dry_run": False, **asdict(removed)}, lambda console: console.print(text), after)
 
 
@@ -236,18 +202,11 @@ def _confirm(planned: Pruned, output: Output) -> None:
         raise typer.Exit(1)
 
 
-async def _finished(store: LightningStoreBase) -> int:
-    from agentlightning.rollouts import FINISHED
-
-    counts = await store.statistics()
-    return sum(counts.get(f"rollouts.{status}", 0) for status in FINISHED)
-
-
 def _describe(pruned: Pruned) -> str:
-    return f"{pruned.rollouts:,} rollouts with {pruned.spans:,} spans, {show_size(pruned.bytes)}"
+    return f"{pruned.rollouts:,} rollouts with {pruned.spans:,} spans, {decimal(pruned.bytes)}"
 
 
-async def vacuum(ctx: typer.Context, store: Store = None, server: Server = None, token: Token = None) -> Result:
+async def vacuum(store: Store = None, token: Token = None) -> Result:
     """Return free space to the file system.
 
     Also deletes tokens that no span refers to. Needs as much free disk space as the store is large. The store stays
@@ -258,27 +217,24 @@ async def vacuum(ctx: typer.Context, store: Store = None, server: Server = None,
       agl store vacuum
       agl store vacuum --store runs/first/store.db
     """
-    place = named_store(store, server)
-    with Progress(ctx.obj.console) as progress:
-        async with open_named(place, token) as opened:
+    with Progress() as progress:
+        async with open_named(store, token) as opened:
             before = (await opened.statistics())["bytes"]
-            async with showing(progress, "vacuuming"):
-                await opened.vacuum()
+            progress.phase("vacuuming")
+            await opened.vacuum()
             after = (await opened.statistics())["bytes"]
-    text = f"{show_size(before)} before, {show_size(after)} now"
+    text = f"{decimal(before)} before, {decimal(after)} now"
     record = {"bytes_before": before, "bytes": after}
-    return Result(record, lambda console: console.print(text), [agl("store", "stats", store=place)])
+    return Result(record, lambda console: console.print(text), [agl("store", "stats", store=store)])
 
 
 # -- export and import -----------------------------------------------------------------------------------------------
 
 
 async def export_(
-    ctx: typer.Context,
     file: Annotated[Path, typer.Argument(help="Ends in .jsonl, .jsonl.gz or .parquet.")],
     run: RunStore = None,
     store: Store = None,
-    server: Server = None,
     token: Token = None,
     statuses: Statuses = None,
     modes: Modes = None,
@@ -299,12 +255,19 @@ async def export_(
 
     from agentlightning.store.export import export_store
 
-    options: dict[str, Any] = {"status_in": checked(statuses, "status"), "mode_in": checked(modes, "mode")}
-    with Progress(ctx.obj.console) as progress:
-        async with open_named(store_to_read(run, store, server), token) as opened:
-            options |= {"queue_in": queues or None, "overwrite": force, "report": _report(progress, "exporting")}
+    with Progress() as progress:
+        async with open_named(store_to_read(run, store), token) as opened:
+            progress.phase("exporting rollouts")
             try:
-                exported = await export_store(opened, file, **options)
+                exported = await export_store(
+                    opened,
+                    file,
+                    status_in=checked(statuses, "status"),
+                    mode_in=checked(modes, "mode"),
+                    queue_in=queues or None,
+                    overwrite=force,
+                    report=lambda done, total: progress.update(done),
+                )
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise
@@ -315,35 +278,18 @@ async def export_(
     )
 
 
-def _report(progress: Progress, name: str) -> Report:
-    """A function that shows the progress of a copy that takes long."""
-    start, shown = time.monotonic(), False
-
-    def report(done: int, total: int | None) -> None:
-        nonlocal shown
-        if not shown and time.monotonic() - start >= PROGRESS_SECONDS:
-            progress.phase(f"{name} rollouts", total, done)
-            shown = True
-        if shown:
-            progress.update(done)
-
-    return report
-
-
 def _show_exported(file: Path, exported: Any, console: Console) -> None:
     console.print(
         f"{exported.rollouts:,} rollouts with {exported.spans:,} spans and {exported.resources:,} resources "
-        f"in {file}, {show_size(exported.bytes)}",
+        f"in {file}, {decimal(exported.bytes)}",
     )
     if exported.keys_left_out:
         console.print(f"the API keys of {exported.keys_left_out} resources were left out")
 
 
 async def import_(
-    ctx: typer.Context,
     file: Annotated[Path, typer.Argument(help="Written by `agl store export`.")],
     store: Store = None,
-    server: Server = None,
     token: Token = None,
 ) -> Result:
     """Add the contents of a file to a store.
@@ -361,17 +307,14 @@ async def import_(
     from agentlightning.store.export.copy import check_source
 
     check_source(file)  # before a database is created for it
-    place = named_store(store, server)
-    with Progress(ctx.obj.console) as progress:
-        async with open_named(place, token, create=True) as opened:
-            imported = await import_store(opened, file, report=_report(progress, "importing"))
+    with Progress() as progress:
+        async with open_named(store, token, create=True) as opened:
+            progress.phase("importing rollouts")
+            imported = await import_store(opened, file, report=lambda done, total: progress.update(done))
     known = f"; {imported.known:,} were already there" if imported.known else ""
     text = f"{imported.rollouts:,} rollouts and {imported.resources:,} resources imported from {file}{known}"
-    return Result(
-        {"file": str(file), **asdict(imported)},
-        lambda console: console.print(text),
-        [agl("store", "list", store=place)],
-    )
+    after = [agl("store", "list", store=store)]
+    return Result({"file": str(file), **asdict(imported)}, lambda console: console.print(text), after)
 
 
 VERBS: Final = {

@@ -1,24 +1,16 @@
-"""`agl train`, `agl sft`, `agl dpo` and `agl demo`: what they show of a run while it runs, and its report."""
+"""`agl train`, `agl sft`, `agl dpo` and `agl demo`, and the report of a run."""
 
 from __future__ import annotations
 
-import math
-import os
-import select
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Final, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import orjson
 import typer
-from rich.console import Console, RenderableType
-from rich.panel import Panel
-from rich.text import Text
+from rich.console import Console
 
 from agentlightning.cli.options import (
     RUNS,
@@ -34,11 +26,11 @@ from agentlightning.cli.options import (
     own_config,
     weights_of,
 )
-from agentlightning.cli.output import Output, Result, agl, print_prompt_diff, rewards_line
+from agentlightning.cli.output import Output, Result, agl, failure_lines, print_prompt_diff
 from agentlightning.errors import ConfigError
 from agentlightning.models.resolve import TINY
 from agentlightning.util.printable import printable
-from agentlightning.util.progress import Progress, RolloutCounts
+from agentlightning.util.progress import Progress
 
 if TYPE_CHECKING:
     from agentlightning.config import TrainConfig
@@ -109,7 +101,7 @@ def train(
     changes = overrides({SHORTCUTS.get(name, name): value for name, value in named.items()}, settings)
     config = config or (own_config() if resume is None else None)
     resolved = _resolve(changes, config, run, resume)
-    parts: dict[str, Any] = {"progress": LiveProgress(console=output.console)}
+    parts: dict[str, Any] = {"progress": Progress(console=output.console)}
     if server is not None:
         from agentlightning.store.http.client import LightningStoreClient
 
@@ -275,7 +267,6 @@ def _learn(verb: str, algorithm: Callable[[Callable[[], LightningStore | None]],
     from agentlightning.config import RunConfig, TrainConfig
     from agentlightning.trainer import Trainer
     from agentlightning.training.recorded import open_sessions
-    from agentlightning.util.progress import Progress
 
     given, output, resume = ctx.params, ctx.obj, ctx.params["resume"]
     directory = Path(resume or given["run"] or RUNS / time.strftime(f"{verb}-%Y%m%d-%H%M%S"))
@@ -332,7 +323,7 @@ def demo(
         configuration, tasks = job.settings(demonstrations, seed, steps), job.tasks(seed)
     else:
         configuration, tasks = messages.settings(model, seed, steps), messages.tasks(seed)
-    trainer = Trainer(configuration, run_dir=directory, progress=LiveProgress(output.console))
+    trainer = Trainer(configuration, run_dir=directory, progress=Progress(output.console))
     return report_of(trainer.fit(**tasks))
 
 
@@ -461,8 +452,8 @@ def print_closing(result: TrainingResult, console: Console) -> None:
     if flat:
         console.print(f"groups without spread: {flat} of {groups}, within which all rewards were equal")
     if result.failed_rollouts:
-        for each in failures_of(result.run_dir / "store.db", read_state(result.run_dir), []):
-            console.print(f"failed: {each.count:>5}  {printable(each.cause)}  {printable(each.example)}")
+        for line in failure_lines(failures_of(result.run_dir / "store.db", read_state(result.run_dir), [])):
+            console.print(f"failed: {line}")
     for name, row in best_and_worst(result.run_dir):
         reward = "none" if row["reward"] is None else f"{row['reward']:.3f}"
         console.print(f"{name} of the last validation, reward {reward}  ({row['rollout_id']})")
@@ -491,137 +482,3 @@ def _missing(result: TrainingResult, mode: str, gain: Gain) -> str:
         if count
     ]
     return f"tasks without a reward: {'; '.join(parts)}. The means leave them out; the interval allows them any reward"
-
-
-# -- the display of a run on a terminal -------------------------------------------------------------------------------
-
-
-TRANSCRIPT_KEY: Final = "t"
-MOST_LIVE_LINES: Final = 14
-"""Of a transcript."""
-POLL_SECONDS: Final = 0.2
-
-
-class LiveProgress(Progress):
-    """`Progress` with a few lines more on a terminal."""
-
-    def __init__(self, console: Console | None = None, **options: Any) -> None:
-        super().__init__(console, **options)
-        self._keys: _Keys | None = None
-        self._lines = dict.fromkeys(("reward", "validation", "rollouts", "warnings", "keys"), "")
-        self._rewards: list[float] = []
-        self._warnings = 0
-        self._wants = False
-        self._transcript: str | None = None
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        if self._bars is not None and self._keys is None:
-            self._keys = _Keys(self._pressed)
-            if self._keys.start():
-                self._lines["keys"] = f"{TRANSCRIPT_KEY} a transcript   ctrl-c stops the run, which can be resumed"
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        if self._depth == 1 and self._keys is not None:
-            self._keys.stop()
-            self._keys = self._transcript = None
-            self._lines["keys"] = ""
-        super().__exit__(kind, error, where)
-
-    # -- what is reported ----------------------------------------------------------------------------------------------
-
-    def note(self, text: str) -> None:
-        if text.startswith("warning: "):
-            self._warnings += 1
-            self._lines["warnings"] = f"{self._warnings}, the last: {text.removeprefix('warning: ')}"
-        super().note(text)
-
-    def step(self, metrics: Mapping[str, Any]) -> None:
-        reward = metrics.get("reward")
-        self._rewards.append(math.nan if reward is None else float(reward))
-        self._lines["reward"] = rewards_line(self._rewards)
-        measured = {k.removeprefix("validation_"): v for k, v in metrics.items() if k.startswith("validation_")}
-        if measured:
-            shown = "  ".join(f"{mode} {value:.3f}" for mode, value in measured.items())
-            self._lines["validation"] = f"{shown}  (step {metrics.get('step', 0)})"
-
-    def rollouts(self, counts: RolloutCounts) -> None:
-        self._lines["rollouts"] = _describe_counts(counts)
-
-    @property
-    def wants_transcript(self) -> bool:
-        return self._wants
-
-    def transcript(self, text: str) -> None:
-        self._wants = False
-        self._transcript = text
-
-    def _pressed(self, key: str) -> None:
-        if key == TRANSCRIPT_KEY:
-            self._wants = self._transcript is None
-            self._transcript = None
-
-    # -- what is shown -------------------------------------------------------------------------------------------------
-
-    def below(self) -> Iterator[RenderableType]:
-        for name, value in self._lines.items():
-            if not value:
-                continue
-            line = Text(f"{name:<11} ", style="dim", no_wrap=True, overflow="ellipsis")
-            line.append(printable(value), style="none" if name != "warnings" else "yellow")
-            yield line
-        if (transcript := self._transcript) is not None:
-            lines = [printable(line)[:400] for line in transcript.splitlines()[:MOST_LIVE_LINES]]
-            yield Panel(Text("\n".join(lines)), title="a rollout", title_align="left")
-
-
-def _describe_counts(counts: RolloutCounts) -> str:
-    parts = [f"{counts.running:,} running", f"{counts.waiting:,} waiting", f"{counts.succeeded:,} done"]
-    parts += [f"{counts.failed:,} failed"] if counts.failed else []
-    parts += [f"{counts.retried:,} retried"] if counts.retried else []
-    return ", ".join(parts) + (f"; last failure: {counts.cause}" if counts.cause else "")
-
-
-class _Keys:
-    """Reads single keys from the terminal, in a thread. Without one, or in the background, it does nothing."""
-
-    def __init__(self, pressed: Callable[[str], None]) -> None:
-        self._pressed = pressed
-        self._ended = threading.Event()
-        self._settings: list[Any] | None = None
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> bool:
-        """Whether there is a terminal to read from."""
-        import termios
-        import tty
-
-        try:
-            fd = sys.stdin.fileno()
-            if not os.isatty(fd) or os.tcgetpgrp(fd) != os.getpgrp():
-                return False
-            self._settings = termios.tcgetattr(fd)
-            tty.setcbreak(fd)
-        except (OSError, ValueError, termios.error):
-            return False
-        self._thread = threading.Thread(target=self._read, args=(fd,), name="keys", daemon=True)
-        self._thread.start()
-        return True
-
-    def stop(self) -> None:
-        import termios
-
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
-        if self._settings is not None:
-            termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, self._settings)
-
-    def _read(self, fd: int) -> None:
-        while not self._ended.is_set():
-            ready, _, _ = select.select([fd], [], [], POLL_SECONDS)
-            if ready and (key := os.read(fd, 1)):
-                self._pressed(key.decode("utf-8", "replace"))

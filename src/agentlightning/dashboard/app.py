@@ -11,17 +11,15 @@ the page: text of agents that is taken for HTML somewhere still runs nothing.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Awaitable, Callable, Mapping
-from functools import cache
-from importlib.resources import files
-from types import MappingProxyType
+from pathlib import Path
 from typing import Any, Final
 
 import orjson
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
+from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
 
 from agentlightning.dashboard.actions import act, export
 from agentlightning.dashboard.data.run_data import Catalog
@@ -48,8 +46,7 @@ HEADERS: Final = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-TYPES: Final = {"js": "text/javascript", "css": "text/css", "svg": "image/svg+xml", "html": "text/html"}
-STATIC_NAME: Final = re.compile(r"(vendor/|views/)?[a-z_-]+\.(js|css|svg)")
+STATIC: Final = Path(__file__).parent / "static"
 Handler = Callable[[Request], Awaitable[Response]]
 View = Callable[[Catalog, Query], Awaitable[dict[str, Any]]]
 VIEWS: Final[Mapping[str, View]] = {
@@ -76,7 +73,7 @@ VIEWS: Final[Mapping[str, View]] = {
 EXPORT: Final = "/runs/{run}/export"
 
 
-def dashboard_routes(data: Catalog, token: str | None) -> list[Route]:
+def dashboard_routes(data: Catalog, token: str | None) -> list[BaseRoute]:
     """Routes for a Starlette application. With a `token`, all data requires it."""
     api = f"{PATH}/api"
     return [
@@ -88,10 +85,10 @@ def dashboard_routes(data: Catalog, token: str | None) -> list[Route]:
     ]
 
 
-def page_routes() -> list[Route]:
+def page_routes() -> list[BaseRoute]:
     """The page and its files, which hold no data."""
     return [
-        Route(f"{PATH}/static/{{name:path}}", _static, methods=["GET"]),
+        Mount(f"{PATH}/static", _Static(directory=STATIC)),
         Route(PATH, _page, methods=["GET"]),
         Route(f"{PATH}/{{path:path}}", _page, methods=["GET"]),
     ]
@@ -101,19 +98,15 @@ def page_routes() -> list[Route]:
 
 
 def json_response(request: Request, content: Any) -> Response:
-    """A JSON response with an ETag, so that a page that asks again and again is sent what has changed."""
+    """A JSON response; that of a view with an ETag, so that a page that asks again is sent what has changed."""
     body = orjson.dumps(content, default=_plain, option=orjson.OPT_NON_STR_KEYS)
-    if request.method == "GET":
-        return tagged(request, body, "application/json", {"cache-control": "private, no-cache"})
-    return Response(body, 200, {**HEADERS, "cache-control": "no-store"}, media_type="application/json")
-
-
-def tagged(request: Request, body: bytes, media_type: str, own: Mapping[str, str] = MappingProxyType({})) -> Response:
-    """A response with an ETag, or 304 where the client has it already. `own` are headers beside `HEADERS`."""
-    headers = {**HEADERS, **own, "etag": f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'}
-    if request.headers.get("if-none-match") == headers["etag"]:
+    if request.method != "GET":
+        return Response(body, 200, {**HEADERS, "cache-control": "no-store"}, media_type="application/json")
+    tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
+    headers = {**HEADERS, "cache-control": "private, no-cache", "etag": tag}
+    if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)
-    return Response(body, headers=headers, media_type=media_type)
+    return Response(body, headers=headers, media_type="application/json")
 
 
 def _plain(value: Any) -> Any:
@@ -182,24 +175,14 @@ async def _body(request: Request) -> Any:
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
+class _Static(StaticFiles):
+    """The files of the page, with the headers of all that is served here."""
+
+    def file_response(self, *args: Any, **options: Any) -> Response:
+        response = super().file_response(*args, **options)
+        response.headers.update(HEADERS)
+        return response
+
+
 async def _page(request: Request) -> Response:
-    return _file(request, "index.html")
-
-
-async def _static(request: Request) -> Response:
-    name = request.path_params["name"]
-    return _file(request, name if STATIC_NAME.fullmatch(name) else "")
-
-
-def _file(request: Request, name: str) -> Response:
-    body = read_static(name)
-    if body is None:
-        return Response("there is no such file", 404, HEADERS, media_type="text/plain")
-    return tagged(request, body, TYPES[name.rpartition(".")[2]])
-
-
-@cache
-def read_static(name: str) -> bytes | None:
-    """A file of the page; None if there is none."""
-    path = files("agentlightning.dashboard").joinpath("static", *name.split("/"))
-    return path.read_bytes() if path.is_file() else None
+    return FileResponse(STATIC / "index.html", headers=HEADERS)

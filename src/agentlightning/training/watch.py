@@ -16,15 +16,13 @@ from agentlightning.assemble import calls
 from agentlightning.errors import AgentLightningError
 from agentlightning.rollouts import Attempt, Rollout, RolloutStatus
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.training.sources.collector import cause_of_failure, conversation_of, text_of
+from agentlightning.training.sources.collector import cause_of_failure, text_of
 from agentlightning.util.progress import Progress, RolloutCounts
 
 logger = logging.getLogger(__name__)
 
 SECONDS = 2.0
 RUNNING: Final[tuple[RolloutStatus, ...]] = ("preparing", "running")
-KEY_SECONDS = 0.2
-"""How soon a key is answered."""
 MOST_RUNNING = 200
 """Running rollouts that are looked at for hanging ones, the oldest."""
 HANGING_SHARE = 0.5
@@ -44,11 +42,7 @@ async def watch_rollouts(
             await watch.look()
         except AgentLightningError as error:
             logger.info("the rollouts of %s cannot be counted: %s", run_id, error)
-        until = time.monotonic() + SECONDS
-        while time.monotonic() < until:
-            await asyncio.sleep(KEY_SECONDS)
-            if progress.wants_transcript:
-                await watch.show_transcript()
+        await asyncio.sleep(SECONDS)
 
 
 class _Watch(Struct):
@@ -110,16 +104,6 @@ class _Watch(Struct):
                 f" {'answer' if answers == 1 else 'answers'} of a model; it is stopped"
                 f" after {self.timeout:g} s (runner.timeout_seconds).{further}"
             )
-
-    async def show_transcript(self) -> None:
-        """That of the newest rollout that ended well."""
-        attempt = await self._newest("succeeded")
-        if attempt is None:
-            self.progress.transcript("no rollout has ended yet")
-            return
-        lines = conversation_of(await self.store.query_spans(attempt.rollout_id))
-        output = f"output: {text_of(attempt.metadata.get('output'))}"
-        self.progress.transcript("\n".join([attempt.rollout_id, *lines, output]))
 
 
 async def running_rollouts(

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
@@ -25,13 +25,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.progress import Progress as RichProgress
+from rich.text import Text
+
+from agentlightning.util.printable import printable
 
 LINE_SECONDS = 5.0
-"""Without a terminal, a line is printed this long after the last one,"""
-LINE_SHARE = 0.1
-"""or after this share of the phase"""
-MIN_LINE_SECONDS = 1.0
-"""and at least this long after the last one."""
+"""Without a terminal, a line is printed this long after the last one."""
 SILENT_SECONDS = 15.0
 """Without a terminal, a line is printed after this time even without progress."""
 ESTIMATE_SHARE = 0.01
@@ -41,6 +40,7 @@ REFRESHES = 5
 WIDE = 110
 """Columns of a terminal from which on a bar is shown."""
 
+BLOCKS: Final = "▁▂▃▄▅▆▇█"
 Metric = float | str
 
 
@@ -56,6 +56,12 @@ class RolloutCounts:
     """Attempts beyond the first one of a rollout."""
     cause: str | None = None
     """The error of the last one that failed."""
+
+    def __str__(self) -> str:
+        parts = [f"{self.running:,} running", f"{self.waiting:,} waiting", f"{self.succeeded:,} done"]
+        parts += [f"{self.failed:,} failed"] if self.failed else []
+        parts += [f"{self.retried:,} retried"] if self.retried else []
+        return ", ".join(parts) + (f"; last failure: {self.cause}" if self.cause else "")
 
 
 @dataclass(slots=True)
@@ -138,6 +144,10 @@ class Progress:
         self._bars: Bars | None = None
         self._bar: TaskID | None = None
         self._ended = threading.Event()
+        self._lines = dict.fromkeys(("reward", "validation", "rollouts", "warnings"), "")
+        """What stands below the phases, on a terminal."""
+        self._rewards: list[float] = []
+        self._warnings = 0
 
     def __enter__(self) -> Self:
         with self._lock:
@@ -183,7 +193,7 @@ class Progress:
         with self._lock:
             phase.done = done
             phase.metrics = {**phase.metrics, **metrics}
-            if self._bars is None and self._due(phase, now := self._clock()):
+            if self._bars is None and (now := self._clock()) - phase.shown_at >= LINE_SECONDS:
                 self._show(phase, now)
 
     def redraw(self) -> None:
@@ -200,24 +210,29 @@ class Progress:
     def below(self) -> Iterable[RenderableType]:
         """What a display shows below the phases. A note holds the lock while it waits for the display, which calls
         this: it is called without."""
-        return ()
-
-    @property
-    def wants_transcript(self) -> bool:
-        """Whether somebody who looks on has asked for a rollout's transcript."""
-        return False
-
-    def transcript(self, text: str) -> None:
-        """Show the transcript of a rollout to who has asked for one."""
+        for name, value in [each for each in self._lines.items() if each[1]]:
+            line = Text(f"{name:<11} ", style="dim", no_wrap=True, overflow="ellipsis")
+            yield line.append(printable(value), style="none" if name != "warnings" else "yellow")
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Show the metrics of a finished step, where there is a display that draws them."""
+        """Show the rewards up to a finished step, and the last validation, on a terminal."""
+        reward = metrics.get("reward")
+        self._rewards.append(math.nan if reward is None else float(reward))
+        self._lines["reward"] = rewards_line(self._rewards)
+        measured = {k.removeprefix("validation_"): v for k, v in metrics.items() if k.startswith("validation_")}
+        if measured:
+            shown = "  ".join(f"{mode} {value:.3f}" for mode, value in measured.items())
+            self._lines["validation"] = f"{shown}  (step {metrics.get('step', 0)})"
 
     def rollouts(self, counts: RolloutCounts) -> None:
-        """Show what became of the rollouts so far, where there is a display for it."""
+        """Show what became of the rollouts so far, on a terminal."""
+        self._lines["rollouts"] = str(counts)
 
     def note(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a line that stays. On a terminal, warnings are counted as well."""
+        if text.startswith("warning: "):
+            self._warnings += 1
+            self._lines["warnings"] = f"{self._warnings}, the last: {text.removeprefix('warning: ')}"
         if self._enabled:
             with self._lock:
                 self._print(text)
@@ -232,11 +247,6 @@ class Progress:
             phase, now = self._phase, self._clock()
             if phase is not None and now - phase.shown_at >= SILENT_SECONDS:
                 self._show(phase, now)
-
-    def _due(self, phase: _Phase, now: float) -> bool:
-        since = now - phase.shown_at
-        share = 0.0 if not phase.total else (phase.done - max(phase.first, phase.shown_done)) / phase.total
-        return since >= LINE_SECONDS or (since >= MIN_LINE_SECONDS and share >= LINE_SHARE)
 
     def _show(self, phase: _Phase, now: float) -> None:
         phase.shown_at, phase.shown_done = now, phase.done
@@ -280,3 +290,32 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}:{minutes:02}:{rest:02}"
     return f"{minutes}:{rest:02}" if minutes else f"{rest} s"
+
+
+def rewards_line(rewards: Sequence[float]) -> str:
+    """The last reward, its course, the first and the best one; NaN is a step without one. Empty without any."""
+    known = [value for value in rewards if not math.isnan(value)]
+    if not known:
+        return ""
+    return f"{known[-1]:.3f}  {sparkline(rewards)}  from {known[0]:.3f}, best {max(known):.3f}"
+
+
+def sparkline(values: Sequence[float], width: int = 32) -> str:
+    """The values from the lowest to the highest; more than `width` are averaged in equal parts. NaN is a space.
+
+    >>> sparkline([0, 1, 2, 3])
+    '▁▃▆█'
+    """
+    count = min(len(values), width)
+    parts = [_mean(values[i * len(values) // count : (i + 1) * len(values) // count]) for i in range(count)]
+    known = [value for value in parts if not math.isnan(value)]
+    if not known:
+        return ""
+    low, span = min(known), max(known) - min(known)
+    scale = (len(BLOCKS) - 1) / span if span else 0.0
+    return "".join(" " if math.isnan(value) else BLOCKS[round((value - low) * scale)] for value in parts)
+
+
+def _mean(values: Sequence[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan

@@ -52,7 +52,7 @@ class Hub:
     """An `agl serve` in a process of its own."""
 
     def __init__(self, directory: Path, port: int = 0, database: str = "hub.db") -> None:
-        command = [AGL, "serve", "--port", str(port), "--db", database, "--json", "--grace-seconds", "1"]
+        command = [AGL, "serve", "--port", str(port), "--store", database, "--json", "--grace-seconds", "1"]
         self.log = (directory / "hub.log").open("a")
         self.process = subprocess.Popen(
             command, cwd=directory, env=environment(), stdout=subprocess.PIPE, stderr=self.log, text=True
@@ -134,8 +134,8 @@ def command(directory: Path, name: str, model_server: ScriptedModelServer, url: 
         "run.gateway_lease_seconds": lease,
     }
     words = [f"{setting}={value if isinstance(value, str) else json.dumps(value)}" for setting, value in given.items()]
-    files = ["--agent", "agent.py:say", "--dataset", "tasks.jsonl"]
-    return [AGL, "train", "--server", url, "--run-dir", name, "--json", *files, *words]
+    files = ["--agent", "agent.py:say", "--data", "tasks.jsonl"]
+    return [AGL, "train", "--server", url, "--run", name, "--json", *files, *words]
 
 
 async def start(directory: Path, words: list[str]) -> Process:

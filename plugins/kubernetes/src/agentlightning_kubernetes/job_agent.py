@@ -15,6 +15,7 @@ before.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import threading
@@ -33,10 +34,6 @@ from agentlightning.runner.agents.spec import JobTemplate
 from agentlightning_kubernetes.api import KubernetesApi, KubernetesError
 from agentlightning_kubernetes.manifest import PREFIX, agent_container, attempt_job, check_template, read_template
 
-# -- watcher ---------------------------------------------------------------------------------------------------------
-
-# The state of all Jobs of this process: one thread lists them and their pods, however many there are.
-
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS: Final = 1.0
@@ -51,64 +48,39 @@ class JobState:
     pod: Mapping[str, Any] | None
 
 
-class JobWatcher:
-    """Lists the Jobs with the labels `selector` once in POLL_SECONDS while some are watched."""
+class JobStates:
+    """The state of all Jobs with the labels `selector`. They are listed, with their pods, once in POLL_SECONDS, however
+    many threads ask."""
 
     def __init__(self, api: KubernetesApi, selector: str) -> None:
         self._api, self._selector = api, selector
-        self._changed = threading.Condition()
-        self._watched: dict[str, JobState | None] = {}
-        self._listing = False
+        self._lock = threading.Lock()
+        self._listed = -math.inf
+        self._jobs: dict[str, Mapping[str, Any]] = {}
+        self._pods: dict[str, Mapping[str, Any]] = {}
+        self._failing = False
 
-    def watch(self, name: str) -> None:
-        """Begin to watch a Job that exists."""
-        with self._changed:
-            self._watched[name] = None
-            if not self._listing:
-                self._listing = True
-                threading.Thread(target=self._list_on_and_on, name="agl-jobs", daemon=True).start()
-
-    def forget(self, name: str) -> None:
-        with self._changed:
-            self._watched.pop(name, None)
-
-    def wait(self, name: str, last: JobState | None, seconds: float) -> JobState | None:
-        """Wait until there is another state than `last`, for at most `seconds`; the state, if there is one."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._watched.get(name) is not last, seconds)
-            return self._watched.get(name)
-
-    def wake(self) -> None:
-        """End all `wait`s."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def _list_on_and_on(self) -> None:
-        failing = False
-        while True:
-            with self._changed:
-                names = list(self._watched)  # before the list is requested: these exist
-                if not names:
-                    self._listing = False
-                    return
+    def of(self, name: str, since: float) -> JobState | None:
+        """The state of a Job that exists since this time of the monotonic clock; None: it was not listed since."""
+        if time.monotonic() >= self._listed + POLL_SECONDS and self._lock.acquire(blocking=False):
             try:
-                states = self._states(names)
-                failing = False
+                self._list()
+                self._failing = False
             except KubernetesError as error:
-                if not failing:
-                    logger.warning("the state of %d Jobs is unknown, asking again: %s", len(names), error)
-                failing = True
-            else:
-                with self._changed:
-                    self._watched.update({name: state for name, state in states.items() if name in self._watched})
-                    self._changed.notify_all()
-            time.sleep(POLL_SECONDS)
+                if not self._failing:
+                    logger.warning("the state of Jobs is unknown, asking again: %s", error)
+                self._failing = True
+            finally:
+                self._lock.release()
+        return JobState(self._jobs.get(name), self._pods.get(name)) if self._listed > since else None
 
-    def _states(self, names: list[str]) -> dict[str, JobState]:
-        jobs = {job["metadata"]["name"]: job for job in self._api.list_jobs(self._selector)}
+    def _list(self) -> None:
+        began = time.monotonic()
+        jobs = self._api.list_jobs(self._selector)
         pods = sorted(self._api.list_pods(self._selector), key=lambda pod: pod["metadata"]["creationTimestamp"])
-        latest = {pod["metadata"]["labels"].get(JOB_LABEL): pod for pod in pods}
-        return {name: JobState(jobs.get(name), latest.get(name)) for name in names}
+        self._jobs = {job["metadata"]["name"]: job for job in jobs}
+        self._pods = {pod["metadata"]["labels"].get(JOB_LABEL): pod for pod in pods}
+        self._listed = began
 
 
 KILL_SECONDS: Final = 2.0
@@ -150,7 +122,7 @@ class JobAgent:
     def start(self, invocation: Invocation) -> str:
         """Run the Job of an attempt and return its output. Raises JobError."""
         with self._lock:
-            api, watcher = self._api, self._watcher
+            api, states = self._api, self._states
         attempt = invocation.rollout.attempt
         task = task_variable(invocation.task)
         if not task:
@@ -166,7 +138,7 @@ class JobAgent:
             start_seconds=self._template.start_seconds,
             owner=_owner(),
         )
-        running = RunningJob(api, watcher, job, self._template.start_seconds)
+        running = RunningJob(api, states, job, self._template.start_seconds)
         invocation.program = running
         if invocation.cancelled:  # cancelled before there was a Job
             running.terminate()
@@ -180,8 +152,8 @@ class JobAgent:
         return api
 
     @cached_property
-    def _watcher(self) -> JobWatcher:
-        return JobWatcher(self._api, f"{PREFIX}/host={self._labels[f'{PREFIX}/host']}")
+    def _states(self) -> JobStates:
+        return JobStates(self._api, f"{PREFIX}/host={self._labels[f'{PREFIX}/host']}")
 
     @cached_property
     def _labels(self) -> dict[str, str]:
@@ -210,8 +182,8 @@ def _owner() -> tuple[str, str] | None:
 class RunningJob:
     """The Job of one attempt; `Stoppable`."""
 
-    def __init__(self, api: KubernetesApi, watcher: JobWatcher, job: Mapping[str, Any], start_seconds: float) -> None:
-        self._api, self._watcher, self._job = api, watcher, job
+    def __init__(self, api: KubernetesApi, states: JobStates, job: Mapping[str, Any], start_seconds: float) -> None:
+        self._api, self._states, self._job = api, states, job
         self._name: str = job["metadata"]["name"]
         self._container: str = agent_container(job)["name"]
         self._keep = "ttlSecondsAfterFinished" in job["spec"]
@@ -223,7 +195,6 @@ class RunningJob:
     def terminate(self) -> None:
         """Make `run` delete the Job and end. Returns immediately."""
         self._stopped.set()
-        self._watcher.wake()
 
     def kill(self) -> None:
         """Delete the Job now."""
@@ -239,7 +210,6 @@ class RunningJob:
             state = self._wait()
             return self._log(state)[-OUTPUT_BYTES:]
         finally:
-            self._watcher.forget(self._name)
             if self._stopped.is_set() or not self._keep:
                 self.kill()
 
@@ -253,14 +223,15 @@ class RunningJob:
                     raise JobError(f"the API server rejects the Job {self._name}: {error}") from None
                 self._raise_if_late(str(error))
             else:
-                return self._watcher.watch(self._name)
-            self._stopped.wait(1.0)
+                return
+            self._stopped.wait(POLL_SECONDS)
 
     def _wait(self) -> JobState:
-        state: JobState | None = None
+        since = time.monotonic()
         while True:
-            state = self._watcher.wait(self._name, state, 5.0)
+            self._stopped.wait(POLL_SECONDS)
             self._raise_if_stopped()
+            state = self._states.of(self._name, since)
             if state is not None and self._has_completed(state):
                 return state
 

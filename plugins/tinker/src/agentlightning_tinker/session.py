@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
@@ -45,12 +44,12 @@ class LossRow:
 class TinkerSession:
     """One training run. Make it with `TinkerSession.open`."""
 
-    def __init__(
-        self, config: TinkerConfig, service: Any, training: Any, base_model: str, health: ServerHealth
-    ) -> None:
+    def __init__(self, config: TinkerConfig, service: Any, base_model: str) -> None:
         self.config, self.base_model = config, base_model
-        self._service, self._training = service, training
-        self._health = health
+        self._service, self._training = service, cast(Any, None)
+        self._url = server_of(config)
+        self._asked = self._alive = time.monotonic()
+        """When the server was asked for a sign of life, and when it gave one."""
 
     @classmethod
     def open(cls, config: TinkerConfig, model: str, rank: int, seed: int) -> TinkerSession:
@@ -69,6 +68,7 @@ class TinkerSession:
             _require_server(url)
         with _errors(config, "open a session"):
             service = tinker.ServiceClient(base_url=url, api_key=key)
+            session = cls(config, service, base)
             try:
                 making = service.create_lora_training_client(
                     base,
@@ -78,12 +78,11 @@ class TinkerSession:
                     train_attn=config.attention,
                     train_unembed=config.head,
                 )
-                health = ServerHealth(config)
-                training = asyncio.run(health.result(making.future(), f"make an adapter over {base!r}"))
+                session._training = asyncio.run(session._wait(making.future(), f"make an adapter over {base!r}"))
             except BaseException:
                 _end(service, "errored")
                 raise
-        return cls(config, service, training, base, health)
+        return session
 
     # -- training --------------------------------------------------------------------------------------------------
 
@@ -147,7 +146,36 @@ class TinkerSession:
 
     def _result(self, call: Any, what: str) -> Any:
         with _errors(self.config, what):
-            return asyncio.run(self._health.result(call().future(), what))
+            return asyncio.run(self._wait(call().future(), what))
+
+    async def _wait(self, future: Future[Any], what: str) -> Any:
+        """What a request gives. Raises what the request raises, and PolicyError for one that takes too long, or whose
+        server is gone for too long: that is asked once in POLL_SECONDS, however many requests wait."""
+        began, waiting = time.monotonic(), asyncio.wrap_future(future)
+        try:
+            while not (await asyncio.wait({waiting}, timeout=POLL_SECONDS))[0]:
+                now = time.monotonic()
+                if now - began > self.config.timeout_seconds:
+                    raise PolicyError(
+                        f"{_name(self.config)} did not {what} in {self.config.timeout_seconds:g} s; resume the run, or"
+                        " raise policy.tinker.timeout_seconds"
+                    )
+                if self._url is not None:
+                    await self._check_server(self._url, began, now, what)
+            return waiting.result()
+        finally:
+            waiting.cancel()
+
+    async def _check_server(self, url: str, began: float, now: float, what: str) -> None:
+        if now - self._asked >= POLL_SECONDS:
+            self._asked = now
+            if await asyncio.to_thread(_is_alive, url):
+                self._alive = now
+        gone = self._asked - max(self._alive, began)
+        if gone > self.config.unreachable_seconds:
+            raise PolicyError(
+                f"{url} was unreachable for {gone:.0f} s while it was to {what}; start it again, and resume the run"
+            )
 
     # -- sampling --------------------------------------------------------------------------------------------------
 
@@ -165,13 +193,13 @@ class TinkerSession:
         top = params.top_logprobs
         with _errors(self.config, "sample"):
             call = sampler.sample(tokens, 1, settings, topk_sample_logprobs=top)
-            return (await self._health.result(call.future(), "sample")).sequences[0]
+            return (await self._wait(call.future(), "sample")).sequences[0]
 
     async def prompt_logprobs(self, sampler: Any, tokens: Sequence[int]) -> list[float | None]:
         """log p of each token, None for the first."""
         with _errors(self.config, "score tokens"):
             call = sampler.compute_logprobs(types.ModelInput.from_ints(list(tokens)))
-            return await self._health.result(call.future(), "score tokens")
+            return await self._wait(call.future(), "score tokens")
 
 
 def server_of(config: TinkerConfig) -> str | None:
@@ -180,51 +208,11 @@ def server_of(config: TinkerConfig) -> str | None:
     return url.rstrip("/") if url else None
 
 
-class ServerHealth:
-    """Whether the server of a session is there, asked at most every `POLL_SECONDS`, however many requests wait."""
-
-    def __init__(self, config: TinkerConfig) -> None:
-        self._config, self._url = config, server_of(config)
-        self._asking = threading.Lock()
-        self._asked = time.monotonic()
-        self._gone_since: float | None = None
-
-    async def result(self, future: Future[Any], what: str) -> Any:
-        """What a request gives. Raises as `check` does, and what the request raises."""
-        since = time.monotonic()
-        waiting = asyncio.wrap_future(future)
-        try:
-            while not (await asyncio.wait({waiting}, timeout=POLL_SECONDS))[0]:
-                await asyncio.to_thread(self.check, since, what)
-            return waiting.result()
-        finally:
-            waiting.cancel()
-
-    def check(self, since: float, what: str) -> None:
-        """Raises PolicyError for a request that began too long ago, and for a server that is gone for too long."""
-        now = time.monotonic()
-        if now - since > self._config.timeout_seconds:
-            raise PolicyError(
-                f"{_name(self._config)} did not {what} in {self._config.timeout_seconds:g} s; resume the run, or"
-                " raise policy.tinker.timeout_seconds"
-            )
-        if self._url is None:
-            return
-        if now - self._asked >= POLL_SECONDS and self._asking.acquire(blocking=False):
-            try:
-                alive = False
-                with suppress(httpx.HTTPError):
-                    alive = httpx.get(self._url + HEALTH, timeout=POLL_SECONDS).status_code < 500
-                self._asked = time.monotonic()
-                self._gone_since = None if alive else self._gone_since or self._asked
-            finally:
-                self._asking.release()
-        gone = 0.0 if self._gone_since is None else self._asked - self._gone_since
-        if gone > self._config.unreachable_seconds:
-            raise PolicyError(
-                f"{self._url} was unreachable for {gone:.0f} s while it was to {what}; start it again, and resume the"
-                " run"
-            )
+def _is_alive(url: str) -> bool:
+    try:
+        return httpx.get(url + HEALTH, timeout=POLL_SECONDS).status_code < 500
+    except httpx.HTTPError:
+        return False
 
 
 def _end(service: Any, status: str) -> None:

@@ -2,7 +2,7 @@
 
 URL/000007/manifest.json      written last: a version without it does not exist
 URL/000007/NAME               a file of a full version, or one that has no difference
-URL/000007/NAME.xor           the differences of the tensors of a safetensors file, one behind the other
+URL/000007/NAME.xor           the differences of the parts of a file, one behind the other
 URL/wanted/HOST.json          a host that needs a full version
 """
 
@@ -19,7 +19,7 @@ from pydantic import AfterValidator, NonNegativeInt, ValidationError, model_vali
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.util.settings import Section
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Of manifests; a host refuses a newer one."""
 MANIFEST: Final = "manifest.json"
 DIFFERENCE: Final = ".xor"
@@ -34,7 +34,7 @@ def _checked_name(name: str) -> str:
 
 
 class Part(Section):
-    """The bytes of a file from `begin` to `end`: one tensor, or the header."""
+    """The bytes of a file from `begin` to `end`."""
 
     name: str
     begin: NonNegativeInt
@@ -50,8 +50,8 @@ class FileEntry(Section):
 
     name: Annotated[str, AfterValidator(_checked_name)]
     size: NonNegativeInt
-    kind: Literal["whole", "same", "xor"]
-    """whole: stored as it is; same: that of the base; xor: its difference from that of the base."""
+    kind: Literal["whole", "xor"]
+    """whole: stored as it is; xor: its difference from that of the base."""
     digest: str = ""
     """Of the whole file."""
     parts: tuple[Part, ...] = ()
@@ -98,7 +98,7 @@ OBJECT_STORES: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az
 
 
 MOST_MANIFEST: Final = 2**25
-"""Bytes of a manifest: so many name 150,000 tensors."""
+"""Bytes of a manifest: so many name 150,000 parts."""
 
 
 class Bucket:

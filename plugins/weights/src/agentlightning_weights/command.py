@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from agentlightning.cli.main import Verb
-from agentlightning.cli.output import Output, Result, show_size
+from agentlightning.cli.output import Output, Result
 from agentlightning.errors import ConfigError, PolicyError
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ async def _load(url: str, engine: str, pulled: Pulled) -> None:
 
 
 def _line(pulled: Pulled) -> str:
+    from rich.filesize import decimal
+
     if not pulled.steps:
         return f"version {pulled.version} is here: {pulled.directory}"
-    return f"version {pulled.version}: {show_size(pulled.bytes)} in {pulled.seconds:.2f} s: {pulled.directory}"
+    return f"version {pulled.version}: {decimal(pulled.bytes)} in {pulled.seconds:.2f} s: {pulled.directory}"

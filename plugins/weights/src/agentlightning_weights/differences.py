@@ -1,26 +1,24 @@
-"""Differences between two safetensors files of the same tensors: XOR, tensor by tensor, compressed by zstd at level 1.
+"""Differences between two files of the same size: XOR, a part of CHUNK bytes after the other, compressed by zstd.
 
-Most bytes of weights in bfloat16 do not change in a step, so the difference is mostly zeros. Each tensor of the result
-is checked against its digest; an unchanged tensor has no difference. Works on bytes: it needs no torch, and the result
-is the same file, byte for byte.
+Most bytes of weights in bfloat16 do not change in a step, so the difference is mostly zeros. Each part of the result is
+checked against its digest; an unchanged part has no difference. Works on bytes: it needs no torch, and the result is
+the same file, byte for byte.
 """
 
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import orjson
 import zstandard  # pyright: ignore[reportMissingImports]
 
 from agentlightning_weights.bucket import FileEntry, Part
 
 LEVEL: Final = 1
-HEADER: Final = "header"
+CHUNK: Final = 32 << 20
 
 
 class DamagedDifferenceError(Exception):
@@ -32,50 +30,28 @@ def digest(data: Any) -> str:
     return hashlib.blake2b(memoryview(data), digest_size=16).hexdigest()
 
 
-def layout(file: Path) -> list[tuple[str, int, int]] | None:
-    """Name, begin and end of the header and of each tensor of a safetensors file, in their order in the file; None for
-    a file that is none."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        first = opened.read(8)
-        length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
-        if 8 + length > size:
-            return None
-        try:
-            header = orjson.loads(opened.read(length))
-            begin = 8 + length
-            found = [
-                (str(name), begin + int(each["data_offsets"][0]), begin + int(each["data_offsets"][1]))
-                for name, each in header.items()
-                if name != "__metadata__"
-            ]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return None
-    found.sort(key=lambda part: part[1:])
-    return [(HEADER, 0, begin), *found]
-
-
 def difference(base: Path, new: Path, name: str) -> tuple[FileEntry, bytes] | None:
-    """How `new`, a file of this name, differs from `base`; None where they do not have the same tensors in the same
-    places."""
-    parts = layout(new)
-    if parts is None or not base.exists() or layout(base) != parts:
+    """How `new`, a file of this name, differs from `base`; None where they have different sizes."""
+    size = new.stat().st_size
+    if not base.exists() or base.stat().st_size != size:
         return None
     compressor = zstandard.ZstdCompressor(level=LEVEL)
     old, own = _mapped(base), _mapped(new)
     entries: list[Part] = []
     stored: list[bytes] = []
-    for tensor, begin, end in parts:
+    for number, begin in enumerate(range(0, size, CHUNK)):
+        end = min(begin + CHUNK, size)
         changed = _xor(old[begin:end], own[begin:end])
         data = compressor.compress(changed.tobytes()) if changed.any() else b""
-        entries.append(Part(name=tensor, begin=begin, end=end, digest=digest(own[begin:end]), stored=len(data)))
+        part = Part(name=str(number), begin=begin, end=end, digest=digest(own[begin:end]), stored=len(data))
+        entries.append(part)
         stored.append(data)
-    return FileEntry(name=name, size=len(own), kind="xor", parts=tuple(entries)), b"".join(stored)
+    return FileEntry(name=name, size=size, kind="xor", parts=tuple(entries)), b"".join(stored)
 
 
 def apply(base: Path, entry: FileEntry, data: bytes, target: Path) -> None:
-    """Write what `base` becomes. Raises DamagedDifferenceError, and leaves no file, where a tensor of the result is not
-    the one that was published."""
+    """Write what `base` becomes. Raises DamagedDifferenceError, and leaves no file, where a part of the result is not
+    what was published."""
     if base.stat().st_size != entry.size or sum(part.stored for part in entry.parts) != len(data):
         raise DamagedDifferenceError(f"{entry.name}: the sizes do not fit")
     old, decompressor, start = _mapped(base), zstandard.ZstdDecompressor(), 0
@@ -94,7 +70,7 @@ def apply(base: Path, entry: FileEntry, data: bytes, target: Path) -> None:
                 own = _xor(own, np.frombuffer(raw, np.uint8)) if len(raw) == size else own[:0]
             if digest(own) != part.digest:
                 target.unlink()
-                raise DamagedDifferenceError(f"{entry.name}: {part.name} is not the tensor that was published")
+                raise DamagedDifferenceError(f"{entry.name}: {part.name} is not what was published")
             opened.write(memoryview(own))
 
 

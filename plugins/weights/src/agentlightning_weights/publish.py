@@ -66,9 +66,9 @@ class WeightPublisher:
         folder, entries, stored = folder_of(version), list[FileEntry](), 0
         for file in sorted(path for path in directory.rglob("*") if path.is_file()):
             entry, data = _entry(file, directory, None if base is None else base[2])
-            if data is not None:
+            if data:
                 self.bucket.write(f"{folder}/{entry.name}{DIFFERENCE if entry.kind == 'xor' else ''}", data)
-                stored += len(data)
+            stored += len(data)
             entries.append(entry)
         manifest = Manifest(
             version=version,
@@ -91,17 +91,13 @@ class WeightPublisher:
                 self.bucket.remove(folder_of(version))
 
 
-def _entry(file: Path, directory: Path, base: Path | None) -> tuple[FileEntry, bytes | None]:
-    """The entry of a file, and what is stored of it; None: nothing."""
+def _entry(file: Path, directory: Path, base: Path | None) -> tuple[FileEntry, bytes]:
+    """The entry of a file, and what is stored of it."""
     name = file.relative_to(directory).as_posix()
-    before = None if base is None else base / name
-    if before is not None and (found := difference(before, file, name)) is not None:
+    if base is not None and (found := difference(base / name, file, name)) is not None:
         return found
     data = file.read_bytes()
-    own = digest(data)
-    if before is not None and before.exists() and digest(before.read_bytes()) == own:
-        return FileEntry(name=name, size=len(data), kind="same", digest=own), None
-    return FileEntry(name=name, size=len(data), kind="whole", digest=own), data
+    return FileEntry(name=name, size=len(data), kind="whole", digest=digest(data)), data
 
 
 class WeightVersions:

@@ -134,8 +134,7 @@ class WeightPuller:
                 raise DamagedDifferenceError(f"{entry.name}: the version before is not here")
             apply(base / entry.name, entry, data, target)
             return
-        whole = entry.kind == "whole"
-        data = self._fetch(name, entry.size) if whole else _read(None if base is None else base / entry.name)
+        data = self._fetch(name, entry.size)
         if digest(data) != entry.digest:
             raise DamagedDifferenceError(f"{entry.name} is not the file that was published")
         target.write_bytes(data)
@@ -155,9 +154,3 @@ class WeightPuller:
 
     def _place(self, version: int) -> Path:
         return self.directory / f"version-{version:06d}"
-
-
-def _read(file: Path | None) -> bytes:
-    if file is None or not file.exists():
-        raise DamagedDifferenceError("the version before is not here")
-    return file.read_bytes()

@@ -296,31 +296,20 @@ PAGE: Final = 500
 """Rollouts in one request to the store."""
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What is shown under one name: a run with its store, or a store by itself."""
-
-    name: str
-    files: RunFiles | None = None
-    """None: it is a store by itself."""
-
-    @property
-    def run_id(self) -> str | None:
-        """What the ids of its rollouts contain; None: anything."""
-        return None if self.files is None else self.files.state().run_id
-
-    def run(self) -> RunFiles:
-        """Raises NotFoundError for a store by itself, which has no steps, settings or checkpoints."""
-        if self.files is None:
-            raise NotFoundError(f"{self.name!r} is a store, not a run; it has rollouts, and neither steps nor settings")
-        return self.files
+def files_of_run(name: str, files: RunFiles | None) -> RunFiles:
+    """Raises NotFoundError for a store by itself, which has no steps, settings or checkpoints."""
+    if files is None:
+        raise NotFoundError(f"{name!r} is a store, not a run; it has rollouts, and neither steps nor settings")
+    return files
 
 
 @dataclass(slots=True)
 class RunData:
     """One run or store."""
 
-    source: Source
+    name: str
+    files: RunFiles | None
+    """None: it is a store by itself."""
     store: LightningStoreBase
     shares_store: bool = False
     """Whether the store also has rollouts of others."""
@@ -336,18 +325,19 @@ class RunData:
         self.live = Live(self.store, self.summaries)
         self.attempts = AttemptIndexes(self.store)
 
+    def run(self) -> RunFiles:
+        """Raises as `files_of_run`."""
+        return files_of_run(self.name, self.files)
+
     @property
-    def name(self) -> str:
-        return self.source.name
+    def run_id(self) -> str:
+        """What the ids of its rollouts contain. Raises as `run`."""
+        return self.run().state().run_id
 
     @property
     def in_ids(self) -> str | None:
         """What the ids of its rollouts and resources contain; None: all of the store are its own."""
-        return self.source.run_id if self.shares_store else None
-
-    @property
-    def files(self) -> RunFiles | None:
-        return self.source.files
+        return self.run_id if self.shares_store else None
 
     @property
     def config(self) -> TrainConfig | None:
@@ -515,43 +505,40 @@ class Catalog:
         self._opened: dict[Path, LightningStoreBase] = {}
         self._data: dict[str, RunData] = {}
 
-    def sources(self) -> list[Source]:
-        """All of them, the newest run first."""
-        found = [Source(name, self._files_of(path)) for name, path in self._runs().items()]
-        found.sort(key=lambda each: -_changed(each.run().path))
-        alone = self._store is not None and not self._owns_store
-        return [*found, Source(STORE)] if alone else found
+    def sources(self) -> dict[str, RunFiles | None]:
+        """The runs by name, the newest first, and at the end a store by itself, which has no files."""
+        runs = sorted(self._runs().items(), key=lambda each: -_changed(each[1]))
+        found: dict[str, RunFiles | None] = {name: self._files_of(path) for name, path in runs}
+        return found | ({STORE: None} if self._store is not None and not self._owns_store else {})
 
-    def source(self, name: str) -> Source:
-        """Raises NotFoundError."""
+    def source(self, name: str) -> RunFiles | None:
+        """The files of a run; None for a store by itself. Raises NotFoundError."""
         if name == STORE and self._store is not None and not self._owns_store:
-            return Source(STORE)
+            return None
         path = self._runs().get(name)
         if path is None:
             raise NotFoundError(f"there is no run {name!r} here; /dashboard/api/runs lists all")
-        return Source(name, self._files_of(path))
+        return self._files_of(path)
 
     async def run(self, name: str) -> RunData:
         """Raises NotFoundError for an unknown name, and ConfigError for a run whose store is not known."""
-        source = self.source(name)
-        store, known = await self._store_of(source), self._data.get(name)
-        if known is None or known.store is not store or known.files is not source.files:
-            shares = source.files is not None and not (source.files.path / "store.db").exists()
-            known = self._data[name] = RunData(source, store, shares)
+        files = self.source(name)
+        store, known = await self._store_of(files), self._data.get(name)
+        if known is None or known.store is not store or known.files is not files:
+            shares = files is not None and not (files.path / "store.db").exists()
+            known = self._data[name] = RunData(name, files, store, shares)
         return known
 
-    async def _store_of(self, source: Source) -> LightningStoreBase:
-        if source.files is None or (self._owns_store and source.files.path in self._directories):
-            assert self._store is not None
-            return self._store
-        path = source.files.path / "store.db"
-        if path.exists():
+    async def _store_of(self, files: RunFiles | None) -> LightningStoreBase:
+        path = None if files is None else files.path / "store.db"
+        owned = files is not None and self._owns_store and files.path in self._directories
+        if path is not None and not owned and path.exists():
             return await self._open(path)
         if self._store is not None:
             return self._store
         raise ConfigError(
-            f"the rollouts of {source.name} are in another store, which the run was given; open that as well: "
-            "agl dashboard DATABASE"
+            f"the rollouts of {path} are in another store, which the run was given; open that as well: agl dashboard"
+            " DATABASE"
         )
 
     async def _open(self, path: Path) -> LightningStoreBase:

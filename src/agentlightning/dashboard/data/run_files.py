@@ -7,7 +7,7 @@ import os
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import count
+from itertools import combinations, count
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
@@ -31,7 +31,7 @@ from agentlightning.training.persistence.run_changes import (
 )
 from agentlightning.training.persistence.run_dir import RunState, check_run, read_state
 from agentlightning.training.report.result import prompt_diff
-from agentlightning.util.json_values import Json, loads
+from agentlightning.util.json_values import Json
 
 T = TypeVar("T")
 Signature = tuple[int, int] | None
@@ -300,19 +300,23 @@ class Configuration:
     """The runs of one configuration."""
 
     settings: TrainConfig
+    key: str
+    """Equal where all settings but those of NO_SETTINGS are."""
     extensions: Mapping[str, Any]
-    runs: dict[int, Path] = field(default_factory=dict[int, Path])
+    """The digests of the classes of one's own."""
+    runs: dict[int, RunFiles] = field(default_factory=dict[int, RunFiles])
     """By seed."""
-    reports: dict[int, Mapping[str, Any]] = field(default_factory=dict[int, Mapping[str, Any]])
-    """Of those that are finished."""
-    rewards: list[float] = field(default_factory=list[float])
-    """Of held-out tasks, in all measurements of its runs."""
 
-    def add(self, run: Path, seed: int, state: RunState, report: Mapping[str, Any] | None) -> None:
-        self.runs[seed] = run
-        self.rewards += (reward for each in state.evaluations.values() for reward in each if reward is not None)
-        if report is not None:
-            self.reports[seed] = report
+    @property
+    def reports(self) -> dict[int, Json]:
+        """Of those that are finished."""
+        return {seed: found for seed, run in self.runs.items() if (found := run.report()) is not None}
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of held-out tasks, in all measurements of its runs."""
+        found = [each for run in self.runs.values() for each in run.state().evaluations.values()]
+        return [reward for each in found for reward in each if reward is not None]
 
     @property
     def modes(self) -> list[str]:
@@ -325,52 +329,47 @@ class Configuration:
         return {seed: value for seed, value in known.items() if value is not None}
 
 
-def configurations(runs: Sequence[Path]) -> list[Configuration]:
-    """The runs by configuration. Raises ConfigError for a run that is there twice, and for runs with different versions
-    of a class of one's own; ResumeError where there is no run."""
+def configurations(runs: Iterable[RunFiles]) -> list[Configuration]:
+    """The runs by configuration. A second run with a seed is one of its own, and so are runs with another version of a
+    class of one's own. Raises ConfigError or ResumeError where there is no run, and for settings that cannot be
+    read."""
     found: list[Configuration] = []
     for run in runs:
-        settings, path, state = settings_of_run(run), run / "report.json", read_state(run)
-        extensions = {name: each["sha256"] for name, each in state.extensions.items()}
-        own = next((each for each in found if not differing(each.settings, settings)), None)
-        if own is None:
-            found.append(own := Configuration(settings, extensions))
-        if extensions != own.extensions:
-            changed = ", ".join(sorted(name for name in extensions if extensions[name] != own.extensions.get(name)))
-            raise ConfigError(
-                f"{run} was trained with another version of {changed} than {next(iter(own.runs.values()))}"
-            )
-        seed = settings.run.seed
-        if seed in own.runs:
-            raise ConfigError(f"{own.runs[seed]} and {run} are one configuration with one seed ({seed}); leave one out")
-        own.add(run, seed, state, loads(path.read_bytes()) if path.exists() else None)
+        if (config := run.config()) is None:
+            raise ConfigError(run.config_error())
+        settings = leaves(config.model_dump(mode="json"))
+        key = repr({name: each for name, each in settings if not name.startswith(NO_SETTINGS)})
+        own = Configuration(config, key, {name: each["sha256"] for name, each in run.state().extensions.items()})
+        for each in found:
+            if (each.key, each.extensions) == (own.key, own.extensions) and config.run.seed not in each.runs:
+                own = each
+                break
+        else:
+            found.append(own)
+        own.runs[config.run.seed] = run
     return found
 
 
 def joined_runs(runs: Mapping[str, RunFiles]) -> list[Json]:
     """Of the runs by name those that differ in the seed alone, with the gain that they measured and its interval over
-    seeds. A second run with a seed, and one that cannot be read, stand alone."""
-    found: dict[str, tuple[Configuration, list[str]]] = {}
-    for name, files in runs.items():
-        try:
-            config, state, report = files.config(), files.state(), files.report()
-        except ResumeError:
-            continue
-        if config is None:
-            continue
-        settings = {
-            key: each for key, each in leaves(config.model_dump(mode="json")) if not key.startswith(NO_SETTINGS)
-        }
-        extensions = {key: each["sha256"] for key, each in state.extensions.items()}
-        own, names = found.setdefault(repr((settings, extensions)), (Configuration(config, extensions), []))
-        if config.run.seed not in own.runs:
-            names.append(name)
-            own.add(files.path, config.run.seed, state, report)
+    seeds. One that cannot be read stands alone."""
+    names = {run.path: name for name, run in runs.items()}
     return [
-        {"runs": names, "gain": _means(own, "gain", own.modes, bounds_of(own.rewards)[1])}
-        for own, names in found.values()
-        if len(names) > 1
+        {
+            "runs": [names[run.path] for run in each.runs.values()],
+            "gain": _means(each, "gain", each.modes, bounds_of(each.rewards)[1]),
+        }
+        for each in configurations(filter(_is_readable, runs.values()))
+        if len(each.runs) > 1
     ]
+
+
+def _is_readable(run: RunFiles) -> bool:
+    try:
+        run.state()
+    except ResumeError:
+        return False
+    return run.config() is not None
 
 
 def bounds_of(rewards: Sequence[float]) -> tuple[Interval, Interval]:
@@ -401,15 +400,18 @@ def differing(first: TrainConfig, other: TrainConfig) -> dict[str, tuple[Any, An
 
 def compared_configurations(found: Sequence[Configuration]) -> list[Json]:
     """What the finished runs of each measured, with intervals over seeds, and its difference from the first one, as
-    JSON values. Raises ConfigError where runs of one seed were measured on different tasks."""
-    first, names = found[0], short_names(run for each in found for run in each.runs.values())
+    JSON values. Raises ConfigError for a run that is there twice, for runs with different versions of a class of one's
+    own, and where runs of one seed were measured on different tasks."""
+    for other, own in combinations(found, 2):
+        _check_apart(other, own)
+    first, names = found[0], short_names(run.path for each in found for run in each.runs.values())
     modes = dict.fromkeys(mode for each in found for mode in each.modes)
     means, differences = bounds_of([reward for each in found for reward in each.rewards])
     rows: list[Json] = []
     for each in found:
-        label = names[next(iter(each.runs.values()))]
+        label = names[next(iter(each.runs.values())).path]
         label += f" and {len(each.runs) - 1} more" if len(each.runs) > 1 else ""
-        row: Json = {"label": label, "runs": [str(run) for run in each.runs.values()], "seeds": [*each.runs]}
+        row: Json = {"label": label, "runs": [str(run.path) for run in each.runs.values()], "seeds": [*each.runs]}
         row["settings"] = _changes(shown(differing(first.settings, each.settings)))
         row["after"], row["gain"] = _means(each, "after", modes, means), _means(each, "gain", modes, differences)
         if each is not first:
@@ -428,10 +430,20 @@ def _changes(differences: Mapping[str, tuple[Any, Any]]) -> Json:
     return {name: new for name, (_, new) in differences.items() if new is not None or not name.startswith(sections)}
 
 
+def _check_apart(first: Configuration, other: Configuration) -> None:
+    if first.key != other.key:
+        return
+    known, (own_seed, run) = next(iter(first.runs.values())), next(iter(other.runs.items()))
+    if changed := sorted(name for name in other.extensions if other.extensions[name] != first.extensions.get(name)):
+        raise ConfigError(f"{run.path} was trained with another version of {', '.join(changed)} than {known.path}")
+    known = first.runs.get(own_seed, known)
+    raise ConfigError(f"{known.path} and {run.path} are one configuration with one seed ({own_seed}); leave one out")
+
+
 def _check_tasks(first: Configuration, other: Configuration) -> None:
     for seed in first.reports.keys() & other.reports.keys():
         runs = first.runs[seed], other.runs[seed]
-        paths = [run / "data" / "held_out.jsonl" for run in runs]
-        tasks = [path.read_bytes() if path.exists() else b"" for path in paths]
-        if tasks[0] != tasks[1]:
-            raise ConfigError(f"{runs[0]} and {runs[1]} were measured on different held-out tasks; compare equal ones")
+        if runs[0].tasks("held_out") != runs[1].tasks("held_out"):
+            raise ConfigError(
+                f"{runs[0].path} and {runs[1].path} were measured on different held-out tasks; compare equal ones"
+            )

@@ -81,7 +81,7 @@ async def list_weights(data: Catalog, query: Query) -> Json:
     """Versions of the weights by the audit log, the newest first: from which rollouts, with which scores, what the gate
     decided, and which checkpoints hold them."""
     run = await data.run(query.part("run"))
-    files = run.source.run()
+    files = run.run()
     return await asyncio.to_thread(_weights, files, query.integer("limit", 200, 1, 2000), query.integer("after", 0))
 
 
@@ -159,13 +159,13 @@ class Candidate:
 async def show_search(data: Catalog, query: Query) -> Json:
     """The candidates of a search, as far as the store has their rollouts."""
     run = await data.run(query.part("run"))
-    trials = f"{run.source.run_id}-trial-"
+    trials = f"{run.run_id}-trial-"
     updates = await run.store.query_resources(resources_id_contains=trials)
     prompts = {each.resources_id: prompts_in(each.resources) for each in updates}
     rollouts = await run.store.query_rollouts(rollout_id_contains=trials)
     parents = [each.metadata.get(PARENT) for each in rollouts]
     rows = zip(await run.summaries.of(rollouts), parents, strict=True)
-    return {"candidates": await asyncio.to_thread(_candidates, rows, prompts, run.source.run().prompts()["prompts"])}
+    return {"candidates": await asyncio.to_thread(_candidates, rows, prompts, run.run().prompts()["prompts"])}
 
 
 def _candidates(

@@ -183,7 +183,6 @@ async def show_tokens(data: Catalog, query: Query) -> Json:
     first = query.integer("from", call - call % PAGE_OF_CALLS)
     calls = await _calls(run, rollout, credit, ratios, first)
     return {
-        "rollout": rollout_json(rollout),
         "summary": asdict(calls.summary),
         "step": step,
         "credit": _credit_json(credit),

@@ -259,7 +259,7 @@ def _offset(cursor: str | None) -> int:
 async def rollouts_of_step(run: RunData, step: int) -> list[Rollout]:
     """The rollouts that a step was given, those that failed or were rejected included, by the audit log and their
     groups; without an audit log those that were started for the turn of the step."""
-    files, run_id = run.source.run(), run.source.run_id
+    files, run_id = run.run(), run.run_id
     learned = files.learned_by(step)
     if learned is None:
         return await run.store.query_rollouts(rollout_id_contains=f"{run_id}-train-{step:06d}")
@@ -324,7 +324,7 @@ async def show_step(data: Catalog, query: Query) -> Json:
     """A step: its metrics, the warnings of it, and its groups, those with the largest spread of rewards first."""
     run = await data.run(query.part("run"))
     step = _step(query)
-    files = run.source.run()
+    files = run.run()
     metrics = files.metrics()
     line = next((row for row in metrics if row.get("step") == step), None)
     if line is None:
@@ -377,9 +377,7 @@ def _group(name: str, members: Sequence[RolloutSummary]) -> Json:
         "rewards": rewards,
         "reward": measured(rewards),
         "spread": statistics.pstdev(map(_number, known)) if len(known) > 1 else None,
-        "best": known[-1].rollout_id if known else None,
         "worst": known[0].rollout_id if known else members[0].rollout_id,
-        "first": members[0].rollout_id,
         "failed": sum(each.status == "failed" for each in members),
         "tool_errors": sum(each.tool_errors for each in members),
         "versions": sorted({version for each in members for version in each.versions}),

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final, TypeVar
 
 from agentlightning.dashboard.data.rollouts import shortened
-from agentlightning.dashboard.data.run_data import Catalog, Source
+from agentlightning.dashboard.data.run_data import Catalog, files_of_run
 from agentlightning.dashboard.data.run_files import (
     RunFiles,
     bounds_of,
@@ -177,15 +177,16 @@ WINDOW: Final = 5
 async def list_runs(data: Catalog, query: Query) -> Json:
     """Every run and store, and which runs are seeds of one configuration."""
     sources = data.sources()
-    found = [await asyncio.to_thread(summary, each) for each in sources]
-    joined = await asyncio.to_thread(joined_runs, {each.name: each.files for each in sources if each.files is not None})
+    found = [await asyncio.to_thread(summary, name, files) for name, files in sources.items()]
+    runs = {name: files for name, files in sources.items() if files is not None}
+    joined = await asyncio.to_thread(joined_runs, runs)
     return {"runs": found, "joined": joined, "writable": data.writable}
 
 
 async def show_status(data: Catalog, query: Query) -> Json:
     """One run as `agl status` prints it."""
     run = await data.run(query.part("run"))
-    record, rewards = await asyncio.to_thread(status_record, run.source.run())
+    record, rewards = await asyncio.to_thread(status_record, run.run())
     return {"status": record, "rewards": rewards}
 
 
@@ -193,14 +194,14 @@ async def show_run(data: Catalog, query: Query) -> Json:
     """One run: its curves, warnings, result, settings and checkpoints."""
     run = await data.run(query.part("run"))
     if run.files is None:
-        return {"summary": summary(run.source), "store": await run.store.statistics(), "writable": data.writable}
-    return await asyncio.to_thread(_show, run.source, run.files) | {"writable": data.writable}
+        return {"summary": summary(run.name, None), "store": await run.store.statistics(), "writable": data.writable}
+    return await asyncio.to_thread(_show, run.name, run.files) | {"writable": data.writable}
 
 
-def _show(source: Source, files: RunFiles) -> Json:
+def _show(name: str, files: RunFiles) -> Json:
     state = files.state()
     return {
-        "summary": summary(source),
+        "summary": summary(name, files),
         "curves": charts_of(files.metrics()),
         "warnings": warnings_of(files, state),
         "held_out": held_out(files, state),
@@ -212,14 +213,14 @@ def _show(source: Source, files: RunFiles) -> Json:
     }
 
 
-def summary(source: Source) -> Json:
+def summary(name: str, files: RunFiles | None) -> Json:
     """A line of the list of runs. One that cannot be read has an `error` that says why."""
-    if source.files is None:
-        return {"name": source.name, "kind": "store", "state": "store", "warnings": 0}
+    if files is None:
+        return {"name": name, "kind": "store", "state": "store", "warnings": 0}
     try:
-        return _summary(source.name, source.files)
+        return _summary(name, files)
     except AgentLightningError as error:
-        return {"name": source.name, "kind": "run", "state": "unreadable", "error": str(error), "warnings": 0}
+        return {"name": name, "kind": "run", "state": "unreadable", "error": str(error), "warnings": 0}
 
 
 def _summary(name: str, files: RunFiles) -> Json:
@@ -382,10 +383,9 @@ async def compare(data: Catalog, query: Query) -> Json:
     names = list(dict.fromkeys(query.names("runs")))
     if not 2 <= len(names) <= MOST_RUNS:
         raise ConfigError(f"runs={','.join(names)!r} names {len(names)} runs; name 2 to {MOST_RUNS}, as runs=A,B")
-    sources = [data.source(name) for name in names]
-    files = {each.name: each.run() for each in sources}
-    return await asyncio.to_thread(_compare, files) | {
-        "summaries": [await asyncio.to_thread(summary, each) for each in sources]
+    runs = {name: files_of_run(name, data.source(name)) for name in names}
+    return await asyncio.to_thread(_compare, runs) | {
+        "summaries": [await asyncio.to_thread(summary, name, files) for name, files in runs.items()]
     }
 
 
@@ -394,9 +394,9 @@ def _compare(files: Mapping[str, RunFiles]) -> Json:
     rows: list[Json] = []
     ungrouped = ""
     try:
-        found = configurations([each.path for each in files.values()])
+        found = configurations(files.values())
         names = {each.path: name for name, each in files.items()}
-        groups = [[names[run] for run in each.runs.values()] for each in found]
+        groups = [[names[run.path] for run in each.runs.values()] for each in found]
         rows = compared_configurations(found)
     except AgentLightningError as error:
         ungrouped = str(error)

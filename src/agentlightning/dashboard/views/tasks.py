@@ -34,7 +34,7 @@ async def list_tasks(data: Catalog, query: Query) -> Json:
     """The validations by mode and step, each with the 95% interval of its mean over tasks; with `set` and `mode`
     instead one set of tasks through its measurements."""
     run = await data.run(query.part("run"))
-    files = run.source.run()
+    files = run.run()
     steps = _steps(files)
     chosen = query.choice("set", SETS)
     if chosen is None:
@@ -78,7 +78,7 @@ async def _points(run: RunData, wanted: Names) -> dict[str, list[RolloutSummary]
     """The rollouts of measurements, as far as the store has them."""
     found: dict[str, list[RolloutSummary]] = {}
     for label, own_name in wanted.items():
-        name = f"{run.source.run_id}-{own_name}-"
+        name = f"{run.run_id}-{own_name}-"
         rollouts = await run.store.query_rollouts(rollout_id_contains=name)
         own = [each for each in rollouts if each.rollout_id.partition(name)[2][:1].isdecimal()]
         if own:

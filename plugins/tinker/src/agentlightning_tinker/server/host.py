@@ -74,16 +74,6 @@ class Datum:
     """log p of the targets when they were sampled."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """What a forward and backward pass computed."""
-
-    loss: float
-    """The sum over all tokens."""
-    logprobs: tuple[FloatArray, ...]
-    """Of the targets of each datum."""
-
-
 @dataclass(slots=True, eq=False)
 class _Trained:
     """An adapter that learns, and its optimiser."""
@@ -164,10 +154,12 @@ class AdapterHost:
         self._adapters.remove(name)
 
     @in_worker
-    def gradient(self, name: str, data: Sequence[Datum], loss: TokenLoss, *, backward: bool = True) -> Gradient:
+    def gradient(
+        self, name: str, data: Sequence[Datum], loss: TokenLoss, *, backward: bool = True
+    ) -> tuple[float, list[FloatArray]]:
         """Add the gradient of a loss, summed over all tokens, to that of an adapter; without `backward`, compute the
-        loss alone. Raises PolicyError for a loss that is not finite: its gradient is dropped, and so is what was
-        accumulated before it."""
+        loss alone. Returns the loss, and log p of the targets of each datum. Raises PolicyError for a loss that is not
+        finite: its gradient is dropped, and so is what was accumulated before it."""
         own, total = self._trained[name], 0.0
         found: dict[int, FloatArray] = {}
         self._model.eval()
@@ -187,7 +179,7 @@ class AdapterHost:
                 f"the loss of {len(data)} sequences is {total}: an input or a log-probability among them is not finite;"
                 " the gradient accumulated so far was dropped"
             )
-        return Gradient(total, tuple(found[number] for number in range(len(data))))
+        return total, [found[number] for number in range(len(data))]
 
     @in_worker
     def optim_step(self, name: str, settings: AdamParams) -> dict[str, float]:

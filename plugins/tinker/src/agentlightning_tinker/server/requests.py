@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections import OrderedDict, defaultdict
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 from uuid import uuid4
 
 import orjson
@@ -33,17 +32,14 @@ class Result:
     media_type: str = JSON
 
     @classmethod
-    def of(cls, **content: object) -> Result:
-        return cls(orjson.dumps(content))
-
-    @classmethod
     def failed(cls, error: BaseException) -> Result:
         """The record of an error, and whether it is the caller's."""
         users = isinstance(error, ConfigError | ContextLengthError | NotFoundError)
-        return cls.of(error=str(error), category="user" if users else "server")
+        return cls(orjson.dumps({"error": str(error), "category": "user" if users else "server"}))
 
 
-Work = Callable[[], Awaitable[Result]]
+CANCELLED: Final = Result.failed(ConfigError("the request was cancelled"))
+Work = Callable[[], Awaitable[Mapping[str, Any] | Result]]
 
 
 def owner_of(name: str) -> str:
@@ -55,18 +51,10 @@ def owner_of(name: str) -> str:
 class _Request:
     owner: str
     """The session it belongs to."""
+    place: tuple[str, int] | None
+    """Its model, and its number among the requests of that; None: it has no turn."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
-    result: Result | None = None
-    task: asyncio.Task[None] | None = None
-
-
-@dataclass(slots=True)
-class _Queue:
-    """The requests of one model."""
-
-    next: int = 0
-    waiting: dict[int, tuple[_Request, Work]] = field(default_factory=dict[int, "tuple[_Request, Work]"])
-    ids: dict[int, str] = field(default_factory=dict[int, str])
+    result: Result = CANCELLED
     task: asyncio.Task[None] | None = None
 
 
@@ -75,37 +63,42 @@ class Requests:
 
     def __init__(self) -> None:
         self._by_id: dict[str, _Request] = {}
-        self._queues: dict[str, _Queue] = {}
+        self._ids: dict[tuple[str, int], str] = {}
+        self._ended: dict[str, defaultdict[int, asyncio.Event]] = {}
+        """By model, and by the number of a request: set when that has run, and the next one may."""
         self._fetched: OrderedDict[str, int] = OrderedDict()
 
     def start(self, owner: str, work: Work) -> str:
         """Run at once. Returns the id of the request."""
-        name, request = self._new(owner)
-        request.task = asyncio.create_task(_run(request, work))
-        return name
+        return self._start(_Request(owner, None), work)
 
     def open_queue(self, model: str, first: Work) -> str:
         """Run the request that makes a model; later ones of it begin with number 1."""
-        self._queues.setdefault(model, _Queue())
+        self._ended.setdefault(model, defaultdict(asyncio.Event))
         return self.enqueue(model, 0, first)
 
     def enqueue(self, model: str, number: int, work: Work) -> str:
         """Run when all requests of the model with smaller numbers have. Raises ConfigError for an unknown model, and
         for a number that has passed and whose result is forgotten."""
-        if (queue := self._queues.get(model)) is None:
+        if (ended := self._ended.get(model)) is None:
             raise ConfigError(
                 f"model {model!r} is unknown here: its session has ended, or the server was started again; create a"
                 " training client from a saved state"
             )
-        if number in queue.ids:
-            return queue.ids[number]
-        if number < queue.next:
+        if (known := self._ids.get((model, number))) is not None:
+            return known
+        if ended[number].is_set():
             raise ConfigError(f"request {number} of model {model} has run, and its result is no longer kept")
-        name, request = self._new(owner_of(model))
-        queue.ids[number] = name
-        queue.waiting[number] = (request, work)
-        if queue.task is None or queue.task.done():
-            queue.task = asyncio.create_task(self._drain(queue))
+
+        async def in_turn() -> Mapping[str, Any] | Result:
+            if number:
+                await ended[number - 1].wait()
+            try:
+                return await work()
+            finally:
+                ended[number].set()
+
+        name = self._ids[model, number] = self._start(_Request(owner_of(model), (model, number)), in_turn)
         return name
 
     async def fetch(self, name: str, seconds: float) -> Result | None:
@@ -117,23 +110,22 @@ class Requests:
             await asyncio.wait_for(request.done.wait(), seconds)
         except TimeoutError:
             return None
-        assert request.result is not None
         self._fetched[name] = len(request.result.body)
         self._fetched.move_to_end(name)
-        self._forget_fetched()
+        while len(self._fetched) > 1 and sum(self._fetched.values()) > FETCHED_BYTES:
+            self._drop(next(iter(self._fetched)))
         return request.result
 
     def cancel(self, name: str) -> None:
-        """Stop a request that was started; others run on."""
+        """Stop a request that has no turn; others run on."""
         request = self._by_id.get(name)
-        if request is not None and request.task is not None:
+        if request is not None and request.task is not None and request.place is None:
             request.task.cancel()
 
     def forget(self, owner: str) -> None:
         """Stop all requests of a session, and forget them."""
-        for model in [each for each in self._queues if owner_of(each) == owner]:
-            if (task := self._queues.pop(model).task) is not None:
-                task.cancel()
+        for model in [each for each in self._ended if owner_of(each) == owner]:
+            del self._ended[model]
         for name, request in [(n, r) for n, r in self._by_id.items() if r.owner == owner]:
             if request.task is not None:
                 request.task.cancel()
@@ -141,76 +133,27 @@ class Requests:
 
     async def close(self) -> None:
         """Stop everything."""
-        tasks = [each.task for each in (*self._queues.values(), *self._by_id.values()) if each.task is not None]
+        tasks = [each.task for each in self._by_id.values() if each.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _new(self, owner: str) -> tuple[str, _Request]:
-        name, request = uuid4().hex, _Request(owner)
+    def _start(self, request: _Request, work: Work) -> str:
+        name = uuid4().hex
         self._by_id[name] = request
-        return name, request
-
-    async def _drain(self, queue: _Queue) -> None:
-        while (found := queue.waiting.pop(queue.next, None)) is not None:
-            await _run(*found)
-            queue.next += 1
-
-    def _forget_fetched(self) -> None:
-        while len(self._fetched) > 1 and sum(self._fetched.values()) > FETCHED_BYTES:
-            self._drop(next(iter(self._fetched)))
+        request.task = asyncio.create_task(_run(request, work))
+        return name
 
     def _drop(self, name: str) -> None:
         self._fetched.pop(name, None)
-        del self._by_id[name]
-        for queue in self._queues.values():
-            for number in [number for number, each in queue.ids.items() if each == name]:
-                del queue.ids[number]
-
-
-class FairSlots:
-    """So many answers at a time, of which each owner has at most three quarters; whoever has the fewest is next."""
-
-    def __init__(self, slots: int) -> None:
-        self._free, self._most = slots, slots - slots // 4
-        self._running: Counter[str] = Counter()
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-
-    @asynccontextmanager
-    async def slot(self, owner: str) -> AsyncGenerator[None]:
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append(turn)
-        self._grant()
-        try:
-            await turn
-            yield
-        finally:
-            if turn.done() and not turn.cancelled():
-                self._free += 1
-                self._running[owner] -= 1
-                self._grant()
-
-    def _grant(self) -> None:
-        while self._free:
-            waiting = [owner for owner in self._waiting if self._running[owner] < self._most]
-            if not waiting:
-                return
-            owner = min(waiting, key=self._running.__getitem__)
-            turn = self._waiting[owner].popleft()
-            if not self._waiting[owner]:
-                del self._waiting[owner]
-            if not turn.cancelled():
-                self._free -= 1
-                self._running[owner] += 1
-                turn.set_result(None)
+        if (place := self._by_id.pop(name).place) is not None:
+            del self._ids[place]
 
 
 async def _run(request: _Request, work: Work) -> None:
     try:
-        request.result = await work()
-    except asyncio.CancelledError:
-        request.result = Result.failed(ConfigError("the request was cancelled"))
-        raise
+        found = await work()
+        request.result = found if isinstance(found, Result) else Result(orjson.dumps(found))
     except AgentLightningError as error:
         request.result = Result.failed(error)
     except Exception as error:

@@ -9,12 +9,11 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from hashlib import sha256
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote, urlencode
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+from urllib.parse import quote
 
 import orjson
 from pydantic import ValidationError
@@ -25,40 +24,12 @@ from starlette.routing import BaseRoute, Route
 from agentlightning.errors import AgentLightningError, ConfigError, ContextLengthError, NotFoundError
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.open import policy_config
-from agentlightning_tinker.server import wire
+from agentlightning_tinker.server import messages, wire
 from agentlightning_tinker.server.requests import JSON, PROTOBUF
 from agentlightning_tinker.server.service import SCHEME, TinkerService
 
 if TYPE_CHECKING:
     from agentlightning_tinker.server.host import AdapterHost
-
-
-# -- downloads -------------------------------------------------------------------------------------------------------
-
-# Signed URLs of the files of saved weights: who has one may download the file, without the API key, for an hour.
-
-SECONDS: Final = 3600.0
-"""How long a URL is valid."""
-
-
-@dataclass(frozen=True, slots=True)
-class Downloads:
-    """Signs, with a key that lasts as long as the server."""
-
-    key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
-
-    def query(self, path: str, file: str, expires: float) -> str:
-        """The query of the URL of a file of the weights at `path`."""
-        until = str(int(expires))
-        return urlencode({"path": path, "file": file, "expires": until, "signature": self._sign(path, file, until)})
-
-    def allows(self, path: str, file: str, expires: str, signature: str) -> bool:
-        """Whether this server has signed these, and they have not expired."""
-        expected = self._sign(path, file, expires)
-        return hmac.compare_digest(expected.encode(), signature.encode()) and float(expires) > time.time()
-
-    def _sign(self, path: str, file: str, expires: str) -> str:
-        return hmac.new(self.key, "\0".join((path, file, expires)).encode(), sha256).hexdigest()
 
 
 BASE: Final = "/api/v1"
@@ -67,6 +38,8 @@ HEARTBEAT: Final = "/session_heartbeat"
 MAX_BODY_BYTES: Final = 64 << 20
 POLL_SECONDS: Final = 20.0
 """How long a request for a result waits for it."""
+LINK_SECONDS: Final = 3600.0
+"""How long the URL of a file is valid. Who has it may download the file, without the API key."""
 CLIENT_CONFIG: Final = {
     "pjwt_auth_enabled": False,
     "credential_default_source": "api_key",
@@ -76,6 +49,7 @@ CLIENT_CONFIG: Final = {
     "sample_join_sampling_session": False,
     "use_pyqwest_transport": False,
 }
+R = TypeVar("R", bound=wire.WireRequest)
 Endpoint = Callable[[Request], Awaitable[Response]]
 Handler = Callable[..., Any]
 """Answers a request that was read, or its path parameters: with JSON, with a response, or, as text, with the id of a
@@ -123,18 +97,20 @@ def _routes(service: TinkerService, max_body_bytes: int, token: str | None) -> l
         "/client/config": (wire.CreateSession, lambda _: CLIENT_CONFIG),
         "/create_session": (wire.CreateSession, service.create_session),
         HEARTBEAT: (wire.SessionId, service.heartbeat),
-        "/create_model": (wire.CreateModel, service.create_model),
+        "/create_model": (wire.CreateModel, service.begin),
         "/get_info": (wire.ModelId, service.info),
-        "/optim_step": (wire.OptimStep, service.optim_step),
-        "/save_weights": (wire.SaveWeights, service.save_weights),
-        "/save_weights_for_sampler": (wire.SaveForSampler, service.save_for_sampler),
-        "/save_weights_external": (wire.SaveExternal, service.save_external),
-        "/load_weights": (wire.LoadWeights, service.load_weights),
         "/weights_info": (wire.WeightsPath, service.weights_info),
         "/create_sampling_session": (wire.CreateSampler, service.create_sampler),
         "/asample": (wire.SampleRequest, service.sample),
         "/retrieve_future": (wire.RequestId, of.fetch),
         "/cancel_future": (wire.RequestId, lambda given: service.requests.cancel(given.request_id)),
+    }
+    queued: dict[str, tuple[type[wire.WireRequest], Callable[[Any], Awaitable[Mapping[str, Any]]]]] = {
+        "/optim_step": (wire.OptimStep, service.optim_step),
+        "/save_weights": (wire.SaveWeights, service.save_weights),
+        "/save_weights_for_sampler": (wire.SaveForSampler, service.save_for_sampler),
+        "/save_weights_external": (wire.SaveExternal, service.save_external),
+        "/load_weights": (wire.LoadWeights, service.load_weights),
     }
     posts: dict[str, Endpoint] = {
         "/client/dynamic_config": _always({"sample_cancel_enabled": True}),
@@ -142,6 +118,7 @@ def _routes(service: TinkerService, max_body_bytes: int, token: str | None) -> l
         "/telemetry": _always({"status": "accepted"}),
         "/forward_backward": of.forward_backward,
         **{path: of.reading(*each) for path, each in read.items()},
+        **{path: of.queued(*each) for path, each in queued.items()},
     }
     gets: dict[str, Endpoint] = {
         "/get_server_capabilities": _of_path(service.capabilities),
@@ -150,7 +127,7 @@ def _routes(service: TinkerService, max_body_bytes: int, token: str | None) -> l
     }
     return [
         Route(f"{BASE}/healthz", _always({"status": "ok"}), methods=["GET"]),
-        Route(BASE + DOWNLOAD, _guarded(of.download, None), methods=["GET"]),
+        Route(f"{BASE}{DOWNLOAD}/{{link}}", _guarded(of.download, None), methods=["GET"]),
         *(Route(BASE + path, _guarded(each, token), methods=["POST"]) for path, each in posts.items()),
         *(Route(BASE + path, _guarded(each, token), methods=["GET"]) for path, each in gets.items()),
         Route(f"{BASE}/{{path:path}}", _guarded(_unknown, token), methods=["GET", "POST", "PUT", "DELETE"]),
@@ -222,7 +199,9 @@ class _Endpoints:
     """Reads requests, and answers with what the service returns."""
 
     def __init__(self, service: TinkerService, max_body_bytes: int) -> None:
-        self._service, self._max, self._downloads = service, max_body_bytes, Downloads()
+        self._service, self._max = service, max_body_bytes
+        self._links: dict[str, tuple[Path, float]] = {}
+        """The files that may be downloaded, by a random name, and until when."""
 
     async def _body(self, request: Request) -> bytes:
         body = bytearray()
@@ -235,19 +214,26 @@ class _Endpoints:
         return bytes(body)
 
     def reading(self, kind: type[wire.WireRequest], handler: Handler) -> Endpoint:
-        """Of a request that has a turn among those of its model, an error is the result when that comes: later ones are
-        not kept waiting for it."""
+        async def answer(request: Request) -> Response:
+            return await _answer(handler(_parsed(await self._body(request), kind, request.url.path)))
+
+        return answer
+
+    def queued(self, kind: type[wire.WireRequest], handler: Callable[[Any], Awaitable[Mapping[str, Any]]]) -> Endpoint:
+        """In the turn of its model, of which also an error is the result: later requests are not kept waiting for it.
+        Saved weights without a model begin one."""
 
         async def answer(request: Request) -> Response:
-            body = await self._body(request)
+            body, path = await self._body(request), request.url.path
             try:
-                return await _answer(handler(_parsed(body, kind, request.url.path)))
-            except ConfigError as error:
-                try:
-                    place = wire.Place.model_validate_json(body)
-                except ValidationError:
-                    raise error from None
-                return await _answer(self._service.fail(place, error))
+                place = wire.Place.model_validate_json(body)
+            except ValidationError:
+                return await _answer(self._service.begin(_parsed(body, wire.LoadWeights, path)))
+
+            async def work() -> Mapping[str, Any]:
+                return await handler(_parsed(body, kind, path))
+
+            return await _answer(self._service.requests.enqueue(place.model_id, place.seq_id, work))
 
         return answer
 
@@ -258,7 +244,9 @@ class _Endpoints:
                 f"forward_backward came as {kind or 'unknown'} {request.headers.get('content-encoding', '')}, and this"
                 f" server reads {PROTOBUF}: use version {wire.OLDEST_SDK} or newer of the tinker package"
             )
-        return await _answer(self._service.forward_backward(await self._body(request)))
+        given = messages.read_request(await self._body(request))
+        work = partial(self._service.forward_backward, given)
+        return await _answer(self._service.requests.enqueue(given.model_id, given.seq_id, work))
 
     async def fetch(self, given: wire.RequestId) -> Any:
         result = await self._service.requests.fetch(given.request_id, POLL_SECONDS)
@@ -267,28 +255,27 @@ class _Endpoints:
         return Response(result.body, media_type=result.media_type)
 
     async def external_urls(self, request: Request) -> Response:
-        """A signed URL for each file, at the address by which the client reaches this server."""
-        given, expires = request.path_params, int(time.time() + SECONDS)
+        """A URL for each file, at the address by which the client reaches this server."""
+        given, now = request.path_params, time.time()
         path = f"{SCHEME}{given['model']}/{given['kind']}/{quote(given['name'], safe='')}"
+        links = {secrets.token_urlsafe(32): each for each in (await self._service.external_files(path)).items()}
+        self._links = {link: known for link, known in self._links.items() if known[1] > now}
+        self._links |= {link: (file, now + LINK_SECONDS) for link, (_, file) in links.items()}
         root = f"{request.url.scheme}://{request.url.netloc}{BASE}{DOWNLOAD}"
-        files = await self._service.external_files(path)
-        urls = {name: f"{root}?{self._downloads.query(path, name, expires)}" for name in files}
-        return _json({"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()})
+        urls = {name: f"{root}/{link}" for link, (name, _) in links.items()}
+        return _json({"urls": urls, "expires": datetime.fromtimestamp(now + LINK_SECONDS, UTC).isoformat()})
 
     async def download(self, request: Request) -> Response:
-        """A file, for who has its signed URL."""
-        path, file, expires, signature = (
-            request.query_params.get(name, "") for name in ("path", "file", "expires", "signature")
-        )
-        if not self._downloads.allows(path, file, expires, signature):
-            return _error(403, "this URL was not signed by this server, or has expired; ask for another one")
-        files = await self._service.external_files(path)
-        if file not in files:
-            raise NotFoundError(f"{path} has no file {file!r} any more")
-        return FileResponse(files[file], media_type="application/octet-stream")
+        """A file, for who has its URL."""
+        file, until = self._links.get(request.path_params["link"], (None, 0.0))
+        if file is None or until < time.time():
+            return _error(403, "this URL is not one of this server, or has expired; ask for another one")
+        if not file.is_file():
+            raise NotFoundError(f"{file.name} is no longer there; save the weights again")
+        return FileResponse(file, media_type="application/octet-stream")
 
 
-def _parsed(body: bytes, kind: type[wire.WireRequest], path: str) -> wire.WireRequest:
+def _parsed(body: bytes, kind: type[R], path: str) -> R:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

@@ -11,10 +11,9 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from asyncio import Semaphore
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from secrets import randbits, token_hex
 from typing import TYPE_CHECKING, Any, Final
@@ -26,7 +25,7 @@ from agentlightning.engine.base import Sample, SamplingParams, room_for_answer
 from agentlightning.errors import ConfigError, NotFoundError, PolicyError
 from agentlightning_tinker.server import messages, wire
 from agentlightning_tinker.server.losses import RL_INPUTS, check_inputs, make_loss, token_weights
-from agentlightning_tinker.server.requests import PROTOBUF, FairSlots, Requests, Result, Work, owner_of
+from agentlightning_tinker.server.requests import PROTOBUF, Requests, Result, owner_of
 
 if TYPE_CHECKING:
     from agentlightning_tinker.server.host import AdapterHost, Copy, Datum
@@ -44,12 +43,23 @@ class Session:
     heard: float
     snapshots: list[Copy] = field(default_factory=list["Copy"])
     """Weights without a name, which end with the session."""
+    slots: dict[str, Semaphore] = field(default_factory=dict[str, Semaphore])
+    """By model, for answers at the same time: those of another session do not wait for all that one has asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
     """A training run."""
 
+    base: str
+    shape: wire.LoraShape
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Weights on the disk, and what they fit."""
+
+    directory: Path
     base: str
     shape: wire.LoraShape
 
@@ -73,7 +83,6 @@ class TinkerService:
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, Model] = {}
         self._samplers: dict[str, Sampler] = {}
-        self._slots = {name: FairSlots(host.config.max_batch_size) for name, host in hosts.items()}
         self._copies: dict[Path, str] = {}
         """The name of each saved directory that was sampled from; another save of the same place has another one."""
         self._folder, self._session_seconds = folder.absolute(), session_seconds
@@ -138,28 +147,30 @@ class TinkerService:
         ]
         return {"supported_models": models}
 
-    def create_model(self, request: wire.CreateModel) -> str:
-        self._host(request.base_model)
-        if (lora := request.lora_config) is None:
-            raise ConfigError("lora_config is missing: this server trains adapters (LoRA), not all weights")
-        seed = randbits(31) if lora.seed is None else lora.seed
-        shape = lora.model_copy(update={"seed": seed})
-
-        async def make(name: str) -> Result:
-            await self._add_model(name, request.base_model, shape)
-            return Result.of(type="create_model", model_id=name)
-
-        return self._begin(request.session_id, request.model_seq_id, make)
-
-    def _begin(self, session: str, number: int, make: Callable[[str], Awaitable[Result]]) -> str:
-        """Begin a training run of a session, by what makes it under its name."""
+    def begin(self, request: wire.CreateModel | wire.LoadWeights) -> str:
+        """Begin a training run of a session: a new one, or one of the shape and the weights of what was saved. Returns
+        the id of the request that makes it."""
+        session, number = request.session_id, request.model_seq_id
+        if session is None or number is None:
+            raise ConfigError("load_weights needs model_id and seq_id, or session_id and model_seq_id")
         self.session(session)
         name = f"{session}:train:{number}"
-        return self.requests.open_queue(name, lambda: make(name))
+        return self.requests.open_queue(name, lambda: self._make(name, request))
 
-    async def _add_model(self, name: str, base: str, shape: wire.LoraShape) -> None:
+    async def _make(self, name: str, request: wire.CreateModel | wire.LoadWeights) -> Mapping[str, Any]:
+        if isinstance(request, wire.LoadWeights):
+            saved = await self._saved(request.path)
+            base, shape = request.base_model or saved.base, saved.shape
+        else:
+            base, lora = request.base_model, request.lora_config
+            if lora is None:
+                raise ConfigError("lora_config is missing: this server trains adapters (LoRA), not all weights")
+            shape = lora.model_copy(update={"seed": randbits(31) if lora.seed is None else lora.seed})
         await self._host(base).create(name, shape)
         self.models[name] = Model(base, shape)
+        if isinstance(request, wire.LoadWeights):
+            return await self.load_weights(request.model_copy(update={"model_id": name}))
+        return {"type": "create_model", "model_id": name}
 
     def model(self, name: str) -> Model:
         """Raises NotFoundError."""
@@ -170,25 +181,17 @@ class TinkerService:
             )
         return self.models[name]
 
-    def forward_backward(self, body: bytes) -> str:
-        request = messages.read_request(body)
+    async def forward_backward(self, request: Any) -> Result:
+        """A request as `messages.read_request` gives it."""
+        host = self._host_of(request.model_id)
+        loss = make_loss(request.loss_fn, messages.loss_config(request))
+        data = await asyncio.to_thread(_data, request, host)
+        total, logprobs = await host.gradient(request.model_id, data, loss, backward=not request.forward_only)
+        return Result(await asyncio.to_thread(messages.loss_output, logprobs, total), PROTOBUF)
 
-        async def work() -> Result:
-            host = self._host_of(request.model_id)
-            loss = make_loss(request.loss_fn, messages.loss_config(request))
-            data = await asyncio.to_thread(_data, request, host)
-            found = await host.gradient(request.model_id, data, loss, backward=not request.forward_only)
-            body = await asyncio.to_thread(messages.loss_output, found.logprobs, found.loss)
-            return Result(body, PROTOBUF)
-
-        return self._enqueue(request, work)
-
-    def optim_step(self, request: wire.OptimStep) -> str:
-        async def work() -> Result:
-            metrics = await self._host_of(request.model_id).optim_step(request.model_id, request.adam_params)
-            return Result.of(type="optim_step", metrics=metrics)
-
-        return self._enqueue(request, work)
+    async def optim_step(self, request: wire.OptimStep) -> Mapping[str, Any]:
+        metrics = await self._host_of(request.model_id).optim_step(request.model_id, request.adam_params)
+        return {"type": "optim_step", "metrics": metrics}
 
     def info(self, request: wire.ModelId) -> dict[str, Any]:
         model = self.model(request.model_id)
@@ -203,77 +206,45 @@ class TinkerService:
 
     # -- saved weights ---------------------------------------------------------------------------------------------
 
-    def save_weights(self, request: wire.SaveWeights) -> str:
-        async def work() -> Result:
-            path = await self._save(request.model_id, WEIGHTS, request.path, overwrite=request.overwrite)
-            return Result.of(type="save_weights", path=path)
+    async def save_weights(self, request: wire.SaveWeights) -> Mapping[str, Any]:
+        path = await self._save(request.model_id, WEIGHTS, request.path, overwrite=request.overwrite)
+        return {"type": "save_weights", "path": path}
 
-        return self._enqueue(request, work)
+    async def save_for_sampler(self, request: wire.SaveForSampler) -> Mapping[str, Any]:
+        if request.sampling_session_seq_id is None:
+            path = await self._save(request.model_id, SAMPLER, request.path)
+            return {"type": "save_weights_for_sampler", "path": path}
+        owner = owner_of(request.model_id)
+        saved = await self._saved(await self._save(request.model_id, SAMPLER, f".snapshot-{token_hex(4)}"))
+        copy = self._copy(saved)
+        self.session(owner).snapshots.append(copy)
+        name = self._add_sampler(owner, request.sampling_session_seq_id, Sampler(saved.base, copy, None))
+        return {"type": "save_weights_for_sampler", "sampling_session_id": name}
 
-    def save_for_sampler(self, request: wire.SaveForSampler) -> str:
-        async def work() -> Result:
-            if request.sampling_session_seq_id is None:
-                path = await self._save(request.model_id, SAMPLER, request.path)
-                return Result.of(type="save_weights_for_sampler", path=path)
-            owner, model = owner_of(request.model_id), self.model(request.model_id)
-            path = await self._save(request.model_id, SAMPLER, f".snapshot-{token_hex(4)}")
-            copy = await self._copy(path)
-            self.session(owner).snapshots.append(copy)
-            name = self._add_sampler(owner, request.sampling_session_seq_id, Sampler(model.base, copy, None))
-            return Result.of(type="save_weights_for_sampler", sampling_session_id=name)
-
-        return self._enqueue(request, work)
-
-    def save_external(self, request: wire.SaveExternal) -> str:
+    async def save_external(self, request: wire.SaveExternal) -> Mapping[str, Any]:
         """For other programs, which download the files."""
-
-        async def work() -> Result:
-            path = await self._save(request.model_id, EXTERNAL, request.path)
-            size = sum([file.stat().st_size for file in (await self.external_files(path)).values()])
-            return Result.of(type="save_weights_external", path=path, size_bytes=size)
-
-        return self._enqueue(request, work)
+        path = await self._save(request.model_id, EXTERNAL, request.path)
+        size = sum([file.stat().st_size for file in (await self.external_files(path)).values()])
+        return {"type": "save_weights_external", "path": path, "size_bytes": size}
 
     async def external_files(self, path: str) -> dict[str, Path]:
         """The files of weights that were saved for other programs, by their name. Raises ConfigError."""
-        await self._about(path)
-        directory = self._directory(path)
+        directory = (await self._saved(path)).directory
         if directory.parent.name != EXTERNAL:
             raise ConfigError(f"{path} is not for other programs; save with save_weights_external, and download that")
         found = await asyncio.to_thread(lambda: sorted(each for each in directory.rglob("*") if each.is_file()))
         return {name: each for each in found if (name := each.relative_to(directory).as_posix()) != ABOUT}
 
-    def load_weights(self, request: wire.LoadWeights) -> str:
-        """Into a training run; or a new one, with the shape of what was saved."""
-        if request.model_id is not None and request.seq_id is not None:
-            model_id = request.model_id
-            return self.requests.enqueue(model_id, request.seq_id, lambda: self._load(model_id, request))
-        if request.session_id is None or request.model_seq_id is None:
-            raise ConfigError("load_weights needs model_id and seq_id, or session_id and model_seq_id")
-
-        async def make(name: str) -> Result:
-            about = await self._about(request.path)
-            await self._add_model(name, request.base_model or str(about["base"]), _shape(about))
-            return await self._load(name, request)
-
-        return self._begin(request.session_id, request.model_seq_id, make)
+    async def load_weights(self, request: wire.LoadWeights) -> Mapping[str, Any]:
+        """Into a training run."""
+        saved, name = await self._saved(request.path), str(request.model_id)
+        await self._host_of(name).load(name, saved.directory, optimizer=request.optimizer)
+        return {"type": "load_weights", "path": request.path, "model_id": name}
 
     async def weights_info(self, request: wire.WeightsPath) -> dict[str, Any]:
-        about = await self._about(request.tinker_path)
-        shape = _shape(about)
-        return {
-            "base_model": about["base"],
-            "is_lora": True,
-            "lora_rank": shape.rank,
-            "train_unembed": shape.train_unembed,
-            "train_mlp": shape.train_mlp,
-            "train_attn": shape.train_attn,
-        }
-
-    async def _load(self, name: str, request: wire.LoadWeights) -> Result:
-        await self._about(request.path)
-        await self._host_of(name).load(name, self._directory(request.path), optimizer=request.optimizer)
-        return Result.of(type="load_weights", path=request.path, model_id=name)
+        saved = await self._saved(request.tinker_path)
+        shape = saved.shape.model_dump(include={"train_unembed", "train_mlp", "train_attn"})
+        return {"base_model": saved.base, "is_lora": True, "lora_rank": saved.shape.rank, **shape}
 
     async def _save(self, model_id: str, kind: str, given: str | None, *, overwrite: bool = False) -> str:
         model, name = self.model(model_id), given or f"save-{token_hex(4)}"
@@ -306,21 +277,30 @@ class TinkerService:
         model, kind, name = (quote(unquote(part), safe="").replace(".", "%2E") for part in parts)
         return self._folder / model / kind / name
 
-    async def _about(self, path: str) -> dict[str, Any]:
+    async def _saved(self, path: str) -> Saved:
+        """Raises ConfigError where there are none."""
+        directory = self._directory(path)
         try:
-            return orjson.loads(await asyncio.to_thread((self._directory(path) / ABOUT).read_bytes))
+            about: dict[str, Any] = orjson.loads(await asyncio.to_thread((directory / ABOUT).read_bytes))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} holds no saved weights here: {error}") from error
+        return Saved(directory, str(about["base"]), wire.LoraShape(**about["shape"]))
 
-    async def _copy(self, path: str) -> Copy:
-        about, directory = await self._about(path), self._directory(path)
-        return self._copies.setdefault(directory, f"copy-{token_hex(8)}"), directory, _shape(about)
+    def _copy(self, saved: Saved) -> Copy:
+        return self._copies.setdefault(saved.directory, f"copy-{token_hex(8)}"), saved.directory, saved.shape
 
     # -- sampling --------------------------------------------------------------------------------------------------
 
     async def create_sampler(self, request: wire.CreateSampler) -> dict[str, Any]:
         self.session(request.session_id)
-        sampler = await self._make_sampler(request.base_model, request.model_path)
+        base, copy = request.base_model, None
+        if request.model_path is not None:
+            saved = await self._saved(request.model_path)
+            base, copy = saved.base, self._copy(saved)
+        if base is None:
+            raise ConfigError("name what to sample from: base_model, or model_path of saved weights")
+        self._host(base)
+        sampler = Sampler(base, copy, request.model_path)
         name = self._add_sampler(request.session_id, request.sampling_session_seq_id, sampler)
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
@@ -344,20 +324,10 @@ class TinkerService:
         host = self.hosts[sampler.base]
         tokens = _checked(request.prompt.tokens, host)
         room_for_answer(tokens, host.context_length)
-        turn = partial(self._slots[sampler.base].slot, owner)
-        name = self.requests.start(owner, lambda: _sample(host, sampler.copy, tokens, request, turn))
+        slots = self.session(owner).slots.setdefault(sampler.base, Semaphore(most_answers(host)))
+        name = self.requests.start(owner, lambda: _sample(host, sampler.copy, tokens, request, slots))
         sequences = [f"{name}:{number}" for number in range(request.num_samples)]
         return {"request_id": name, "sample_sequence_ids": sequences}
-
-    async def _make_sampler(self, base: str | None, path: str | None) -> Sampler:
-        if path is not None:
-            about = await self._about(path)
-            self._host(str(about["base"]))
-            return Sampler(str(about["base"]), await self._copy(path), path)
-        if base is None:
-            raise ConfigError("name what to sample from: base_model, or model_path of saved weights")
-        self._host(base)
-        return Sampler(base, None, None)
 
     def _add_sampler(self, owner: str, number: int, sampler: Sampler) -> str:
         self.session(owner)
@@ -373,20 +343,10 @@ class TinkerService:
     def _host_of(self, model: str) -> AdapterHost:
         return self.hosts[self.model(model).base]
 
-    def fail(self, request: wire.Place, error: Exception) -> str:
-        """Give a request this error as its result, so that those after it are not kept waiting for it."""
 
-        async def work() -> Result:
-            raise error
-
-        return self._enqueue(request, work)
-
-    def _enqueue(self, request: Any, work: Work) -> str:
-        return self.requests.enqueue(request.model_id, request.seq_id, work)
-
-
-def _shape(about: Mapping[str, Any]) -> wire.LoraShape:
-    return wire.LoraShape(**about["shape"])
+def most_answers(host: AdapterHost) -> int:
+    """Three quarters of those that are sampled in one batch: the most of one session at the same time."""
+    return host.config.max_batch_size - host.config.max_batch_size // 4
 
 
 def _data(request: Any, host: AdapterHost) -> list[Datum]:
@@ -423,16 +383,16 @@ async def _sample(
     copy: Copy | None,
     tokens: Sequence[int],
     request: wire.SampleRequest,
-    turn: Callable[[], AbstractAsyncContextManager[None]],
+    slots: Semaphore,
 ) -> Result:
     async def sample(each: SamplingParams) -> Sample:
-        async with turn():
+        async with slots:
             return await host.sample(copy, tokens, each)
 
     params = [_params(request, number) for number in range(request.num_samples)]
     prompt = None
     if request.prompt_logprobs:
-        async with turn():
+        async with slots:
             scores = (await host.score(copy, tokens)).tolist() if len(tokens) > 1 else []
         prompt = [float("nan"), *scores]
         unwanted = len(prompt) - (request.prompt_logprobs_last_n or len(prompt))

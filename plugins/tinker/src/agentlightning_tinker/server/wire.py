@@ -6,7 +6,7 @@ that nothing is asked for and silently left out.
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from pydantic import (
     BaseModel,
@@ -26,6 +26,10 @@ OLDEST_SDK: Final = "0.30"
 """The oldest version of the `tinker` package whose requests this server reads."""
 
 
+UNUSED: Final = frozenset({"type", "tags", "user_metadata", "project_id", "display_name", "allow_metadata_only"})
+"""Fields that change nothing here, whatever they say."""
+
+
 class WireRequest(BaseModel):
     """The base of requests."""
 
@@ -34,17 +38,13 @@ class WireRequest(BaseModel):
     @model_validator(mode="after")
     def _refuse_unknown(self) -> WireRequest:
         for name, value in (self.model_extra or {}).items():
-            if value and name != "type":
+            if value and name not in UNUSED:
                 raise ValueError(f"{name}={value!r} is not offered by this server; leave it out")
         return self
 
 
 class CreateSession(WireRequest):
-    tags: list[str] = []
-    user_metadata: dict[str, Any] | None = None
     sdk_version: str = ""
-    project_id: str | None = None
-    display_name: str | None = None
 
     @field_validator("sdk_version")
     @classmethod
@@ -76,7 +76,6 @@ class CreateModel(WireRequest):
     session_id: str
     model_seq_id: int
     base_model: str
-    user_metadata: dict[str, Any] | None = None
     lora_config: LoraShape | None = None
     optimizer_config: OptimizerKind = OptimizerKind()
 
@@ -110,7 +109,6 @@ class SaveWeights(ModelId):
     seq_id: int
     path: str | None = None
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
 
 
 class SaveForSampler(ModelId):
@@ -118,7 +116,6 @@ class SaveForSampler(ModelId):
     path: str | None = None
     sampling_session_seq_id: int | None = None
     kind: Literal["snapshot"] = "snapshot"
-    user_metadata: dict[str, str] | None = None
 
 
 class SaveExternal(ModelId):
@@ -132,7 +129,6 @@ class LoadWeights(WireRequest):
     session_id: str | None = None
     model_seq_id: int | None = None
     base_model: str | None = None
-    user_metadata: dict[str, Any] | None = None
     path: str
     optimizer: bool = False
     optimizer_config: OptimizerKind | None = None
@@ -191,7 +187,6 @@ class SampleRequest(WireRequest):
 
 class RequestId(WireRequest):
     request_id: str
-    allow_metadata_only: bool = False
 
 
 class WeightsPath(WireRequest):

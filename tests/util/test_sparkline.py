@@ -2,7 +2,7 @@
 
 import math
 
-from agentlightning.cli.output import sparkline
+from agentlightning.util.progress import sparkline
 
 
 def test_the_lowest_and_the_highest_value_are_the_ends_of_the_scale():
