@@ -8,11 +8,9 @@ from pathlib import Path
 
 import orjson
 import pytest
-from typer.testing import CliRunner
 
-from agentlightning.cli.main import build
 from agentlightning.dashboard.data import run_files
-from agentlightning.dashboard.data.run_files import RunFiles, open_run, status_record
+from agentlightning.dashboard.data.run_files import RunFiles
 from agentlightning.errors import ConfigError
 from agentlightning.training.health.signs import sign_history
 from agentlightning.training.persistence.run_dir import RunDir, RunState, write_atomically
@@ -104,14 +102,3 @@ def test_the_signs_of_a_run_that_goes_on_are_those_of_all_its_steps(files: RunFi
     assert files.signs()
     write_atomically(path, b"".join(lines[:5]))
     assert files.signs() == []
-
-
-def test_the_status_of_a_finished_run_says_what_it_did_not_achieve(copied: Path) -> None:
-    run = copied / "calculator-grpo"
-    report = orjson.loads((run / "report.json").read_bytes())
-    report["held_out"]["greedy"] |= {"gain": -0.2, "interval": [-0.3, -0.1]}
-    (run / "report.json").write_bytes(orjson.dumps(report))
-    record, _ = status_record(open_run(run))
-    assert "worse than the one it started from (greedy: -0.200)" in record["warnings"]["worse_greedy"]
-    shown = CliRunner().invoke(build(), ["status", str(run)]).stdout
-    assert "warning     the trained policy is worse than the one it started from (greedy: -0.200)" in shown

@@ -112,7 +112,8 @@ class EngineWorker:
     # -- in the thread ---------------------------------------------------------------------------------------------
 
     def _main(self, threads: int) -> None:
-        sys.setswitchinterval(min(SWITCH_SECONDS, sys.getswitchinterval()))
+        if sys.getswitchinterval() > SWITCH_SECONDS:
+            sys.setswitchinterval(SWITCH_SECONDS)
         torch.set_num_threads(threads)  # The setting is per thread.
         while True:
             try:
