@@ -28,7 +28,7 @@ from agentlightning.policy.losses import ADVANTAGES, LossValue, TokenLoss
 class Plain(TokenLoss):
     needs = frozenset({ADVANTAGES})
     beta: float = 0.1
-    lowest: float | None = -5.0
+    least: float | None = -5.0
 
     def __call__(self, tokens):
         gain = self.beta * tokens.weights * tokens.columns[ADVANTAGES] * tokens.trained_logprobs
@@ -77,13 +77,13 @@ def test_a_loss_of_ones_own_is_named_in_a_file_or_on_the_command_line(module: st
     assert (type(found).__name__, found.beta) == ("Plain", 0.1)
     config = load_settings(
         TrainConfig,
-        overrides=[f'algorithm.loss.type="{form}"', "algorithm.loss.beta=0.2", "algorithm.loss.lowest=none"],
+        overrides=[f'algorithm.loss.type="{form}"', "algorithm.loss.beta=0.2", "algorithm.loss.least=none"],
     )
     path = tmp_path / "config.toml"
     path.write_text(dump_toml(config))
     again = loss_of(toml=path)
     assert again == config.algorithm.loss
-    assert (again.beta, again.lowest) == (0.2, None)
+    assert (again.beta, again.least) == (0.2, None)
     assert Path(again.type.rpartition(":")[0]).is_absolute() == form.endswith(".py:Plain"), "found from any directory"
 
 
