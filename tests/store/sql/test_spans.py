@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,51 @@ async def test_processes_that_write_in_turn_read_only_the_ids_that_are_new(
     assert (again.sequence_id, len(await stores[1].query_spans(rollout_id))) == (140, 140)
     for store in stores:
         await store.close()
+
+
+@pytest.mark.parametrize("kind", ["file", "postgres"])
+async def test_an_attempt_that_another_process_made_again_has_its_own_span_ids(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    url = tmp_path / "store.db" if kind == "file" else request.getfixturevalue("postgres_store_url")
+    stores = [SqlStore(url) for _ in range(2)]
+    for store, names in zip(stores, ("ab", "cd"), strict=True):
+        await store.delete_rollouts(["ro-1"])
+        started = await store.start_rollout("a task", rollout_id="ro-1", claim_id="claim-1")
+        ids = started.rollout_id, started.attempt.attempt_id
+        for name in names:
+            await store.add_span(Span(*ids, name, 1.0, span_id=name))
+        await store.cancel_rollout(ids[0])
+    added = [await stores[0].add_span(Span(*ids, name, 1.0, span_id=name)) for name in "ac"]
+    assert [span.sequence_id for span in added] == [3, 1]
+    assert [span.span_id for span in await stores[0].query_spans(ids[0])] == ["c", "d", "a"]
+    for store in stores:
+        await store.close()
+
+
+async def test_what_was_read_from_the_database_stays_readable_while_its_commit_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SqlStore(tmp_path / "store.db")
+    rollout_id, _ = await filled(store, 1, 1)
+    (attempt,) = await store.query_attempts(rollout_id)
+    recent, committed, ended = store.writer.spans.recent, threading.Event(), threading.Event()
+    record = recent.committed
+
+    def wait() -> None:
+        committed.set()
+        ended.wait(30)
+        record()
+
+    monkeypatch.setattr(recent, "committed", wait)
+    write = asyncio.ensure_future(store.add_span(Span(rollout_id, attempt.attempt_id, "more", 1.0)))
+    await asyncio.to_thread(committed.wait, 30)
+    assert len(await store.query_spans(rollout_id, limit=10)) == 2  # from the database
+    assert len(await store.query_spans(rollout_id)) == 2
+    ended.set()
+    await write
+    assert recent.of(rollout_id, None) is not None
+    await store.close()
 
 
 async def test_spans_of_a_deleted_rollout_are_not_remembered(tmp_path: Path) -> None:

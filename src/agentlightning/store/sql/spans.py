@@ -95,23 +95,34 @@ CACHED_IDS: Final = 1 << 16
 """Then the cache is emptied."""
 
 
+_AttemptIdentity = tuple[int, str, float]
+"""(key, id, start time): another process may delete an attempt and make one with the same id, or with the same key."""
+
+
+def _identity(attempt: AttemptRow) -> _AttemptIdentity:
+    return attempt.key, attempt.attempt_id, attempt.start_time
+
+
 class SpanIds:
     """Cache of the span ids of recent attempts, by which a span that is sent twice is stored once. The entry of an
     attempt is valid while the attempt has as many spans; of those that another process adds, only the new are read."""
 
     def __init__(self) -> None:
-        self.entries: dict[str, tuple[int, set[str]]] = {}
-        """(key of a pack: the ids of all up to it are there, ids) by attempt id."""
+        self._entries: dict[_AttemptIdentity, tuple[int, set[str]]] = {}
+        """(key of a pack: the ids of all up to it are there, ids)."""
         self._added = 0
         """Ids since the cache was empty."""
 
     def clear(self) -> None:
-        self.entries.clear()
+        self._entries.clear()
         self._added = 0
+
+    def forget(self, attempt: AttemptRow) -> None:
+        self._entries.pop(_identity(attempt), None)
 
     def of(self, tx: Tx, attempt: AttemptRow) -> set[str]:
         """Every span id of an attempt."""
-        last, ids = self.entries.get(attempt.attempt_id, (0, set[str]()))
+        last, ids = self._entries.get(_identity(attempt), (0, set[str]()))
         while len(ids) != attempt.spans:
             rows = tx.all(_IDS_AFTER, attempt.key, last)
             ids = ids.union(*[pack.split_ids(bytes(packed)) for _, packed in rows])
@@ -124,7 +135,7 @@ class SpanIds:
     def add(self, attempt: AttemptRow, spans_before: int, ids: Sequence[str], named: bool) -> None:
         """Record spans that were added to an attempt that had `spans_before`. An entry is made only for callers that
         name their spans: others never ask."""
-        last, known = self.entries.get(attempt.attempt_id, (0, None))
+        last, known = self._entries.get(_identity(attempt), (0, None))
         if not spans_before and named:
             last, known = 0, set[str]()
         if known is not None and len(known) == spans_before:
@@ -135,7 +146,7 @@ class SpanIds:
         if self._added > CACHED_IDS:
             self.clear()
         self._added += added
-        self.entries[attempt.attempt_id] = (last, ids)
+        self._entries[_identity(attempt)] = (last, ids)
 
 
 RECENT_ROLLOUTS: Final = 128
@@ -155,13 +166,14 @@ class _RecentRollout:
         self.packs: list[tuple[SpanPack, range, bool]] = []
         """With their sequence numbers, and whether the attempt was superseded."""
         self.committed = 0
-        """How many of them are."""
+        """How many of them are; 0 while a transaction changes that."""
         self.size = 0
 
 
 class RecentSpans:
     """Every span of small rollouts that were just written: to read them soon needs neither the database nor its thread.
-    Changed by the committer; any thread may read what is committed."""
+    What a transaction changes is left out from before its commit until after it: a reader that has seen the commit in
+    the database must not see less here. Changed by the committer; any thread may read."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -177,11 +189,12 @@ class RecentSpans:
         if rollout_id not in self._rollouts or not self._connection.fresh():
             return None
         found = self._rollouts.get(rollout_id)
-        if found is None or not found.committed or attempt_id not in (None, found.attempt_id):
+        count = 0 if found is None else found.committed
+        if found is None or not count or attempt_id not in (None, found.attempt_id):
             return None
         return [
             span
-            for each, numbers, superseded in found.packs[: found.committed]
+            for each, numbers, superseded in found.packs[:count]
             for span in pack.unpack(each.body, rollout_id, found.attempt_id, each.span_ids, numbers, superseded)
         ]
 
@@ -196,6 +209,7 @@ class RecentSpans:
         found.size += len(new.body) + 100 * new.count
         small = found.size <= SMALL_BYTES and len(found.packs) < SMALL_PACKS and not new.prompts
         if small and found.attempt_id == attempt.attempt_id and isinstance(numbers, range):
+            found.committed = 0
             found.packs.append((new, numbers, bool(attempt.superseded)))
             self._changed.append(found)
         else:
@@ -260,8 +274,7 @@ class SpanWriter:
                 size += self.add_pack(tx, attempt, part, first)
             last = max(last, *sequence_ids)
             beat(tx, attempt, tx.wall, spans=before + count, bytes=size, last_span=last)
-            if new.named or attempt.attempt_id in self._ids.entries:
-                self._ids.add(attempt, before, new.span_ids, new.named)
+            self._ids.add(attempt, before, new.span_ids, new.named)
         return SpanWriteResult(attempt.attempt_id, sequence_ids, bool(attempt.superseded), existing)
 
     def _repeated(self, tx: Tx, span_ids: Sequence[str], attempt: AttemptRow) -> dict[int, str]:
@@ -280,7 +293,7 @@ class SpanWriter:
     def forget(self, attempt: AttemptRow) -> None:
         """The attempt is new, though its key or its id may not be."""
         self._prompts.forget(attempt.key)
-        self._ids.entries.pop(attempt.attempt_id, None)
+        self._ids.forget(attempt)
 
     def add_pack(self, tx: Tx, attempt: AttemptRow, part: SpanPack, first: int, superseded: int | None = None) -> int:
         """Add a pack of new spans with consecutive numbers; returns the bytes of its prompts. superseded: whether the
