@@ -195,7 +195,8 @@ def test_each_item_of_a_streamed_response_is_read_once_however_its_server_number
     thought = {"id": "rs_1", "type": "reasoning", "summary": [], "encrypted_content": "e"}
     call = {"id": "fc_2", "type": "function_call", "call_id": "call_2", "name": "f", "arguments": "{}"}
     call_of = {"id": "fc_3", "type": "function_call", "call_id": "call_3", "name": "f", "arguments": '{"a": 1}'}
-    said = [{"id": id, "type": "message", "content": [part | {"text": text}]} for id, text in (("m1", "hi"), ("m4", "so"))]
+    texts = {"msg_1": "hi", "msg_4": "so"}
+    said = [{"id": id, "type": "message", "content": [part | {"text": text}]} for id, text in texts.items()]
     items = [thought, said[0], call, call_of, said[1]]
     events = [change(event_data(event)) for event in response_events(items)]
     pieces, answer = stream("responses", events)
