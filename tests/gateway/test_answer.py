@@ -154,6 +154,57 @@ def test_text_that_comes_at_once_is_one_event_and_order_remains():
     assert answer.parts()[-1] == "So."
 
 
+def test_a_whole_response_has_its_log_probabilities_with_each_of_its_messages():
+    answer = Answer()
+    for text, name in (("a", ""), ("b", ""), ("c", "f"), ("d", ""), ("e", "")):
+        answer.add_tokens(None, None, None, [{"token": text, "logprob": -0.5}])
+        answer.add_text("" if name else text)
+        answer.add_call(0, "call_1", name, "{}") if name else None
+        answer.end_call(0)
+        answer.take_new()
+    answer.end("stop")
+    dialect = DIALECTS["responses"]
+    reply = dialect.reply(dialect.read(orjson.dumps(ITEMS), ResponseLookup()), ReplyMetadata("x", "ours", 0))
+    first, _, last = orjson.loads(reply.body([answer]))["output"]
+    tokens = [[each["token"] for each in item["content"][0]["logprobs"]] for item in (first, last)]
+    assert tokens == [["a", "b"], ["c", "d", "e"]]
+
+
+def shifted(event):
+    return event | {"output_index": event["output_index"] + 1} if "output_index" in event else event
+
+
+def at_zero(event):
+    return event | {"output_index": 0} if "output_index" in event else event
+
+
+def unplaced(event):
+    return {name: value for name, value in event.items() if name != "output_index"}
+
+
+def of_one_id(event):
+    event = event | ({"item_id": "x"} if "item_id" in event else {})
+    event = event | ({"item": event["item"] | {"id": "x"}} if "item" in event else {})
+    output = [item | {"id": "x"} for item in event.get("response", {}).get("output", ())]
+    return event | ({"response": event["response"] | {"output": output}} if "response" in event else {})
+
+
+@pytest.mark.parametrize("change", [dict, shifted, at_zero, unplaced, of_one_id])
+def test_each_item_of_a_streamed_response_is_read_once_however_its_server_numbers_them(change):
+    part = {"type": "output_text", "annotations": [], "logprobs": []}
+    thought = {"id": "rs_1", "type": "reasoning", "summary": [], "encrypted_content": "e"}
+    call = {"id": "fc_2", "type": "function_call", "call_id": "call_2", "name": "f", "arguments": "{}"}
+    call_of = {"id": "fc_3", "type": "function_call", "call_id": "call_3", "name": "f", "arguments": '{"a": 1}'}
+    texts = {"msg_1": "hi", "msg_4": "so"}
+    said = [{"id": id, "type": "message", "content": [part | {"text": text}]} for id, text in texts.items()]
+    items = [thought, said[0], call, call_of, said[1]]
+    events = [change(event_data(event)) for event in response_events(items)]
+    pieces, answer = stream("responses", events)
+    found = [piece.id if isinstance(piece, ToolCall) else piece for piece in pieces]
+    assert found == ["h", "i", "call_2", "call_3", "s", "o"]
+    assert [block["type"] for block in answer.answer.blocks] == [item["type"] for item in items]
+
+
 def test_log_probabilities_go_with_the_words_they_came_with():
     def chunk(text, *values):
         listed = [{"token": str(value), "logprob": value, "top_logprobs": []} for value in values]

@@ -277,6 +277,14 @@ async def test_spans_of_nobody_are_refused_and_the_others_kept(site: Site) -> No
     assert (counts["accepted"], counts["refused"]) == (1, 3)
 
 
+async def test_spans_of_an_attempt_are_kept_beside_one_that_gives_it_to_another_rollout(site: Site) -> None:
+    wrong = site.ids | {"agentlightning.rollout_id": "ro-none"}
+    sent = request({"attributes": site.ids}, {"attributes": wrong}, {"attributes": site.ids})
+    rejected, why = partial(await site.post(sent.SerializeToString()))
+    assert (rejected, len(await site.spans())) == (1, 2)
+    assert "1 refused: no rollout 'ro-none'" in why
+
+
 async def test_a_repeated_request_changes_nothing(site: Site) -> None:
     sent = request({}, {}, resource=site.ids).SerializeToString()
     for _ in range(2):

@@ -50,6 +50,8 @@ def found(url: str, **environment: str) -> str | None:
         ({"HTTP_PROXY": "http://a:1", "REQUEST_METHOD": "GET"}, None, None),
         ({"HTTPS_PROXY": "http://[::1]:3128"}, None, "http://[::1]:3128"),
         ({"HTTPS_PROXY": "http://a"}, None, "http://a:80"),
+        ({"HTTPS_PROXY": " http://a:1 "}, None, "http://a:1"),
+        ({"HTTPS_PROXY": " ", "ALL_PROXY": "http://a:1"}, "http://a:1", "http://a:1"),
     ],
 )
 def test_the_environment_names_the_proxy_of_each_kind_of_call(environment, plain, private):

@@ -451,8 +451,8 @@ class OtlpReceiver:
             await self._store.add_many_spans(spans)
             return len(spans)
         except (NotFoundError, ConflictError, ConfigError) as error:
-            missing = isinstance(error, NotFoundError) and len({span.attempt_id for span in spans}) == 1
-            if missing or len(spans) == 1:
+            attempts = {(span.rollout_id, span.attempt_id) for span in spans}
+            if len(spans) == 1 or (len(attempts) == 1 and isinstance(error, NotFoundError)):
                 rejected[str(error)] += len(spans)
                 return 0
         middle = len(spans) // 2

@@ -261,7 +261,7 @@ class ConnectOptions:
         if proxy:
             Proxy.parse(proxy, "proxy")
             return cls(proxy, proxy, given=True, ca_file=ca_file)
-        found = getproxies_environment() if proxy is None else {}
+        found = {kind: url.strip() for kind, url in getproxies_environment().items()} if proxy is None else {}
         http, https = (found.get(kind) or found.get("all") for kind in _SCHEMES)
         return cls(http, https, tuple(re.split(r"[,\s]+", found.get("no", ""))), ca_file=ca_file)
 

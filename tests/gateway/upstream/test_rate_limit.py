@@ -101,6 +101,17 @@ async def test_a_wait_for_calls_under_way_ends_as_well():
         await impatient.acquire(1)
 
 
+def test_no_more_than_a_minutes_worth_gathers_while_nothing_is_asked():
+    clock = Clock()
+    bucket = TokenBucket(60, clock)
+    clock.now += 600
+    assert bucket.seconds_for(90) == 30
+    bucket.take(10)
+    clock.now += 30
+    bucket.take(-5)
+    assert bucket.seconds_for(62) == 2
+
+
 async def test_tokens_that_were_not_used_are_given_back():
     limits = limiter(10, tokens_per_minute=100, max_wait_seconds=0, clock=Clock())
     await limits.acquire(100)

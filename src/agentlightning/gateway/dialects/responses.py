@@ -233,7 +233,7 @@ class ResponsesReplyWriter(ReplyWriter):
     def body(self, answers: Sequence[Answer]) -> bytes:
         (answer,) = answers
         if not self.items:
-            for event in answer.parts():
+            for event in answer.events:  # Each takes its own log-probabilities.
                 self.event(answer, event)
             self.end(answers)
         return dumps(self._final(answer))
@@ -424,7 +424,7 @@ class ResponsesResponse(ProviderResponse):
         self._begun: set[Any] = set()
         """Output indexes and ids, of which a server may give one, of the items whose text was read, perhaps in part."""
         self._whole: set[Any] = set()
-        """Output indexes of the items that were read; ids of those without."""
+        """Output indexes and ids of the items that were read."""
 
     def _read(self, data: Json) -> None:
         kind = data.get("type")
@@ -440,7 +440,9 @@ class ResponsesResponse(ProviderResponse):
             case "response.reasoning_summary_part.added":
                 self.choice().add_reasoning("\n\n" if data.get("summary_index") else "")
             case "response.output_item.done":
-                self._read_item(data.get("output_index"), data["item"])
+                known = _names(data.get("output_index"), data["item"].get("id"))
+                if not known or known - self._whole:  # Some servers give all items one index, or one id.
+                    self._read_item(data.get("output_index"), data["item"])
             case "error":
                 self.error = str(data.get("message"))
             case _:
@@ -455,8 +457,10 @@ class ResponsesResponse(ProviderResponse):
         if usage := response.get("usage"):
             self._add_usage(chat_usage(usage))
         items = response.get("output") or ()
+        streamed = set(self._whole)
         for place, item in enumerate(items):
-            self._read_item(place, item)
+            if not _names(place, item.get("id")) & streamed:
+                self._read_item(place, item)
         status = response.get("status") or "completed"
         if status == "failed":
             self.error = str((response.get("error") or {}).get("message"))
@@ -465,11 +469,9 @@ class ResponsesResponse(ProviderResponse):
         self.choice().end("tool_calls" if called else str(reason))
 
     def _read_item(self, place: Any, item: Json) -> None:
-        """A complete item, of which nothing is read twice."""
+        """A complete item, whose text is not read twice."""
         kind, answer, known = item.get("type"), self.choice(), _names(place, item.get("id"))
-        if known & self._whole:
-            return
-        self._whole.add(item.get("id") if place is None else place)
+        self._whole |= known
         for part in () if known & self._begun else item.get("content") or item.get("summary") or ():
             if kind == "reasoning":
                 answer.add_reasoning(part.get("text"))

@@ -254,7 +254,7 @@ class TokenBucket:
 
     def seconds_until(self, amount: float, most: float = 60.0) -> float:
         """Seconds until a call of `amount` may start. One beyond the capacity starts when the bucket is full."""
-        seconds = self._full_at - self._clock() + min(most, amount * self._seconds) - 60
+        seconds = max(0.0, self._full_at - self._clock()) + min(most, amount * self._seconds) - 60
         return seconds if seconds > _ROUNDING else 0.0
 
     def seconds_for(self, amount: float) -> float:
