@@ -15,6 +15,7 @@ from agentlightning.algorithms.apo.gepa import GepaSearch
 from agentlightning.algorithms.apo.reflective import Node, ReflectiveSearch
 from agentlightning.algorithms.apo.search import MAX_SKIPS, Trial
 from agentlightning.algorithms.apo.text import Texts, digest
+from agentlightning.errors import ResumeError
 
 
 def prompt(*lines: str) -> Texts:
@@ -235,6 +236,14 @@ async def test_the_finals_find_the_better_of_two_early_and_buy_each_result_once(
     again.load_state_dict(json.loads(json.dumps(search.state_dict())))
     assert again.favourite == good
     assert again.ended == "it is over"
+
+
+def test_the_state_of_another_version_is_refused_by_what_it_lacks(made):
+    search = made(ReflectiveSearch, PromptWorld(0))
+    state = search.state_dict()
+    del state["state"]["winner"]
+    with pytest.raises(ResumeError, match=r"another version.*'winner'.*start a new run"):
+        search.load_state_dict(state)
 
 
 async def test_a_search_that_ended_for_its_budget_goes_on_with_a_larger_one(made):

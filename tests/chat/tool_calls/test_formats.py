@@ -430,10 +430,19 @@ def test_python_constants_become_json(text, arguments):
 
 
 @pytest.mark.parametrize(
-    "text", ["[f(1)]", "[f(x=y)]", "[f(x=g())]", "[]", "[f]", "[f(x=01)]", "[f(x='\\ud800')]", "[" * 999]
+    "text",
+    [
+        *("[f(1)]", "[f(x=y)]", "[f(x=g())]", "[]", "[f]", "[f(x='\\ud800')]", "[" * 999),
+        *("[f(x=01)]", "[f(x=1 5)]", "[f(x=[1\n5])]"),
+    ],
 )
 def test_python_that_is_no_list_of_calls_with_constants_stays_text(text):
     assert parse_answer(call_format("pythonic"), text).content == text
+
+
+@pytest.mark.parametrize("text", ['["Bern', "['Bern", "[1", "[-", '[f("Bern', "[f(12"])
+def test_a_list_that_holds_no_call_is_emitted_before_its_first_constant_ends(text):
+    assert CallReader(call_format("pythonic")).feed(text) == [text]
 
 
 def test_a_mistral_call_keeps_its_id_if_valid():

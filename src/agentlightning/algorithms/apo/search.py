@@ -36,7 +36,7 @@ from agentlightning.algorithms.apo.text import (
 )
 from agentlightning.algorithms.training import RolloutReport, Training
 from agentlightning.assemble import calls, steps
-from agentlightning.errors import ConfigError, MissingRewardError, TrainingStopped
+from agentlightning.errors import ConfigError, MissingRewardError, ResumeError, TrainingStopped
 from agentlightning.resources import PromptTemplate
 from agentlightning.rewards.base import OPENAI, complete_chat, limited
 from agentlightning.span import Span
@@ -511,10 +511,15 @@ class Search(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned. One that ended for its budget or its rounds goes on if these have
-        grown since. Raises ConfigError for the state of another strategy."""
+        grown since. Raises ConfigError for the state of another strategy, ResumeError for that of another version."""
         if state["search"] != self.config.search:
             raise ConfigError(f"the run is a search {state['search']!r}; resume it with search={state['search']!r}")
         own = state["state"]
+        if missing := self.learned.keys() - own.keys():
+            raise ResumeError(
+                f"the search was begun by another version: its state lacks {min(missing)!r}; use that version, or start"
+                " a new run"
+            )
         for name, kind in self.learned.items():
             setattr(self, name, TypeAdapter(kind).validate_python(own[name]))
         version, internal, gauss = own["random"]

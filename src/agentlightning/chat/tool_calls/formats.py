@@ -272,10 +272,12 @@ _TOKEN: Final = re.compile(
     rf"|(?P<call>{_NAME})\s*\(|(?P<key>{_NAME})\s*=|(?P<word>{_NAME})|(?P<open>[\[{{])|(?P<close>[\])}}])|(?P<sign>[,:])",
     re.DOTALL,
 )
+_UNFINISHED_NAME: Final = re.compile(r"(?:[^\W\d][\w.\-]*\s*)?\Z")
+"""The end of a text that may go on to be the name of a call or of an argument."""
 _UNFINISHED: Final = re.compile(
     r"""(?:[^\W\d][\w.\-]*\s*|-?[\d.]*(?:[eE][+-]?\d*)?|'(?:[^'\\]|\\.)*\\?|"(?:[^"\\]|\\.)*\\?)\Z""", re.DOTALL
 )
-"""The end of a text that may go on to be another token."""
+"""The same of any token."""
 _WORDS: Final = {
     **{"True": "true", "False": "false", "None": "null"},
     **{"true": "true", "false": "false", "null": "null"},
@@ -341,12 +343,13 @@ def parse_python(text: str, position: int, closing: list[str]) -> Calls:
     are written as JSON, `[["name", {"key": value}], ...]`, which tells what is malformed."""
     written, outside = ["["], len(closing)
     while True:
-        position = skip_space(text, position)
-        if _UNFINISHED.match(text, position):
+        position, last = skip_space(text, position), closing[-1:]
+        in_value = written[-1].endswith(": ") or (len(closing) > outside and last != [")"])
+        if (_UNFINISHED if in_value else _UNFINISHED_NAME).match(text, position):
             value_end("".join(written), 0)
         if (found := _TOKEN.match(text, position)) is None:
             raise MalformedCall("it is no list of calls")
-        position, token, last = found.end(), found[0], closing[-1:]
+        position, token = found.end(), found[0]
         match found.lastgroup:
             case "close" if last == [token]:
                 if written[-1] == ", " and written[-2][-1] not in "[{":
@@ -361,6 +364,8 @@ def parse_python(text: str, position: int, closing: list[str]) -> Calls:
                 written.append(f"{_json(found['key'])}: ")
             case "sign" if token == "," or last == ["}"]:
                 written.append(f"{token} ")
+            case "number" if written[-1][-1].isdigit():
+                raise MalformedCall("a comma is missing between two numbers")
             case kind if len(closing) > outside:
                 written.append(_constant(kind, token))
                 closing += {"[": "]", "{": "}"}.get(token, "")
