@@ -162,6 +162,13 @@ def test_impossible_options_are_refused_in_words(
     assert message in done.output
 
 
+def test_the_store_may_be_given_as_before_and_its_option_is_named(agl: Agl, recorded: str) -> None:
+    before, now = agl("compare", recorded, "--json"), agl("compare", "--store", recorded, "--json")
+    assert result(before) == result(now)
+    assert before.stderr.splitlines() == [f"STORE is an option now: --store {recorded}"]
+    assert now.stderr == ""
+
+
 def test_it_ends_with_the_command_that_trains_with_the_best_rule(agl: Agl, recorded: str) -> None:
     last = agl("compare", "--store", recorded, "--rule", "group_relative").stdout.splitlines()[-1]
     assert last == "next  agl train algorithm.credit=group_relative --dry-run"

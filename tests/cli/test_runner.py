@@ -71,6 +71,8 @@ def test_it_needs_an_agent_and_a_server_that_is_there(invoke):
     assert "--agent" in invoke("runner", "--server", "http://127.0.0.1:9").stderr
     refused = invoke("runner", "--server", "http://127.0.0.1:9", "--agent", "x:y", "--variable", "NAME")
     assert (refused.exit_code, "VARIABLE=FIELD" in refused.stderr) == (2, True)
+    refused = invoke("runner", "--server", "http://127.0.0.1:9", "--agent", "x:y", "--cwd", "nowhere")
+    assert "the agent's directory cwd='nowhere' does not exist" in refused.stderr
 
 
 def test_without_a_server_the_variable_that_names_one_is_said(invoke):

@@ -1,4 +1,4 @@
-"""What the program calls things: verbs in groups with examples that work, one name for each idea."""
+"""What the program calls things: verbs in groups with examples that work, one name for each idea, earlier names too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from agentlightning.cli.main import GROUPS, LazyVerb, build
+from agentlightning.cli.main import EARLIER, GROUPS, LazyVerb, build
 from agentlightning.config import TrainConfig
 from agentlightning.util.settings import load_settings
 
@@ -95,6 +95,14 @@ def test_the_help_of_training_names_settings_that_exist() -> None:
     load_settings(TrainConfig, overrides=given)
 
 
+def test_the_help_of_training_names_installed_extensions(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"commands": ["mine"], "losses": ["loss_of_mine", "another"]}
+    monkeypatch.setattr("agentlightning.cli.main.installed", lambda: found)
+    shown = help_of("train").partition("Installed extensions (agl env says more):")[2].split()
+    assert shown == ["losses", "loss_of_mine,", "another"]
+    assert "Installed extensions" not in help_of("eval")
+
+
 # -- completion --------------------------------------------------------------------------------------------------------
 
 
@@ -118,18 +126,56 @@ def test_the_program_prints_the_completion_of_a_shell(shell: str) -> None:
 # -- one word for each idea --------------------------------------------------------------------------------------------
 
 
-def test_the_options_of_a_command_that_is_run_are_its_own() -> None:
-    for line in ("agl run -- tool --store x --env y", "agl run tool --store x"):
+@pytest.mark.parametrize(
+    ("now", "before"),
+    [
+        ("agl serve --store hub.db", "agl serve --db hub.db"),
+        ("agl run --store calls.db -- true --db x", "agl run --db calls.db -- true --db x"),
+        ("agl train --data t.jsonl --run runs/a", "agl train --dataset t.jsonl --run-dir runs/a"),
+        ("agl train --data=t.jsonl --run=runs/a", "agl train --dataset=t.jsonl --run-dir=runs/a"),
+        ("agl eval --data t.jsonl", "agl eval --dataset t.jsonl"),
+        ("agl demo --run runs/a", "agl demo --run-dir runs/a"),
+        ("agl sft --data t --out m --run r --model tiny", "agl sft --dataset t --output m --run-dir r --model tiny"),
+        ("agl dpo --data p --run r", "agl dpo --data p --run-dir r"),
+        ("agl runner --variable A=b --variable C=d", "agl runner --env A=b --env C=d"),
+        ("agl export r --target-agent writer", "agl export r --agent writer"),
+    ],
+)
+def test_the_earlier_name_of_an_option_works_and_is_said_to_have_a_new_one(
+    now: str, before: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert parsed(now) == parsed(before)
+    renamed = [line for line in capsys.readouterr().err.splitlines() if line]
+    earlier = {new: old for new, old in EARLIER.items() if f" {old} " in before or f" {old}=" in before}
+    used = {new: old for new, old in earlier.items() if f" {new}" in now.partition(" -- ")[0]}
+    assert set(renamed) == {f"{old} is called {new} now" for new, old in used.items()}
+
+
+def test_the_options_of_a_command_that_is_run_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    for line in ("agl run -- tool --db x --env y", "agl run tool --db x", "agl run -- tool --store x --server y"):
         assert parsed(line)["store"] is None
+    assert parsed("agl run --store a -- prog --server b --store c")["store"] == "a"
+    assert parsed("agl run --store a prog --server b --db c")["store"] == "a"
+    assert capsys.readouterr().err == ""
+
+
+def test_a_value_that_is_spelt_as_an_option_is_a_value(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parsed("agl rescore --store a --task --server --reward r.py:f")["task"] == "--server"
+    assert parsed("agl store export --store a --queue --db -- --server")["queues"] == ["--db"]
+    assert capsys.readouterr().err == ""
 
 
 def test_a_store_is_named_by_its_place_also_on_a_server() -> None:
     for verb in ("store stats", "store vacuum", "rescore --reward r.py:f"):
         assert parsed(f"agl {verb} --server http://hub:4747")["store"] == "http://hub:4747"
+        both = CliRunner().invoke(build(), f"{verb} --server http://hub:4747 --store=a.db".split())
+        assert (both.exit_code, "--server and --store name the same; give only one of them" in both.output) == (2, True)
 
 
-def test_no_option_has_two_meanings() -> None:
+def test_no_help_shows_an_earlier_name_and_no_option_has_two_meanings() -> None:
     options = {name: {opt: each.help for each in verb.params for opt in each.opts} for name, verb in VERBS.items()}
+    for name in OWN:
+        assert not {"--db", "--dataset", "--output", "--run-dir"} & options[name].keys()
     assert {name for name in OWN if "--env" in options[name]} == {"train", "eval"}
     assert {name for name in OWN if "--agent" in options[name]} == {"train", "eval", "runner"}
     assert len({options[name]["--env"] for name in ("train", "eval")}) == 1

@@ -14,6 +14,7 @@ from agentlightning.attempt_address import attempt_secret
 from agentlightning.errors import ConfigError
 from agentlightning.server.app import Server
 from agentlightning_kubernetes.api import KubernetesApi, KubernetesError
+from agentlightning_kubernetes.job_agent import JobStates
 from agentlightning_kubernetes.manifest import agent_container, attempt_job, read_template
 
 pytestmark = pytest.mark.integration
@@ -253,6 +254,22 @@ async def test_many_jobs_share_the_requests_that_ask_for_their_state(cluster, te
     rollouts = await roll(*range(20))
     assert {rollout.status for rollout in rollouts} == {"succeeded"}
     assert cluster.requests < 3 * 20 + 40  # created, deleted and read; a list of Jobs and of pods once a second
+
+
+def test_an_api_server_that_refuses_is_asked_no_more_often_than_one_that_answers(monkeypatch):
+    asked = []
+
+    class Refusing:
+        def list_jobs(self, selector):
+            asked.append(selector)
+            raise KubernetesError(429, "TooManyRequests", "too many requests")
+
+    states = JobStates(Refusing(), "host=me")
+    monkeypatch.setattr("agentlightning_kubernetes.job_agent.time.monotonic", lambda: 100.0)
+    assert [states.of(f"job-{number}", 0.0) for number in range(20)] == [None] * 20
+    monkeypatch.setattr("agentlightning_kubernetes.job_agent.time.monotonic", lambda: 101.0)
+    assert states.of("job-0", 0.0) is None
+    assert asked == ["host=me"] * 2
 
 
 async def test_in_a_pod_the_service_account_is_used_and_its_token_read_anew(tmp_path):

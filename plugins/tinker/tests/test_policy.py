@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +164,26 @@ async def test_settings_that_the_api_lacks_are_refused_by_name(
     async with serving() as server:
         with pytest.raises(ConfigError, match=named):
             await open_remote(model, server, **changes)
+
+
+async def test_requests_that_waited_while_the_process_stood_still_do_not_take_the_server_for_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of them asks; the others do not take for silence that it has not been answered yet."""
+    waiting = session.TinkerSession(
+        TinkerConfig(url="http://hub", base_model="tiny", unreachable_seconds=60), None, "tiny"
+    )
+    began = time.monotonic()
+    answers = threading.Event()
+    monkeypatch.setattr(session, "_is_alive", lambda url: answers.wait(10))
+    asking = asyncio.create_task(waiting._check_server("http://hub", began, began + 600, "sample"))
+    await asyncio.sleep(0)
+    await waiting._check_server("http://hub", began, began + 600, "sample")
+    answers.set()
+    await asking
+    monkeypatch.setattr(session, "_is_alive", lambda url: False)
+    with pytest.raises(PolicyError, match="was unreachable for 100 s"):
+        await waiting._check_server("http://hub", began, began + 700, "sample")
 
 
 async def test_a_run_goes_on_after_the_server_was_started_again(model: Path, serving: Any, tmp_path: Path) -> None:

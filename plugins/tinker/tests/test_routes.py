@@ -252,6 +252,15 @@ async def test_a_session_that_is_silent_ends_and_frees_its_adapters(model: Path,
     await service.close()
 
 
+async def test_a_request_without_its_number_is_told_what_it_lacks(client: Client) -> None:
+    await client.begin()
+    for path in ("/optim_step", "/save_weights"):
+        refused = await client.post(path, 400, model_id=client.model, path="a", adam_params={})
+        assert "seq_id" in str(refused)
+    begun = {"session_id": client.session, "model_seq_id": 1, "path": "tinker://a/weights/b"}
+    assert "seq_id" in str(await client.post("/save_weights", 400, **begun)), "no other model is begun"
+
+
 async def test_a_file_is_downloaded_by_its_own_url_until_that_expires(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

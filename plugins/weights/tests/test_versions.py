@@ -275,6 +275,15 @@ def publish(bucket: Path, version: int, *files: dict[str, Any], **fields: Any) -
     return folder
 
 
+def test_versions_of_format_1_name_a_file_that_stays_and_are_still_read(tmp_path: Path) -> None:
+    url, host = f"file://{tmp_path}/bucket", tmp_path / "host"
+    publish(tmp_path / "bucket", 1, entry("config.json", b"{}"), format=1).joinpath("config.json").write_bytes(b"{}")
+    publish(tmp_path / "bucket", 2, entry("config.json", b"{}", kind="same"), base=(1, "v1"), format=1)
+    pulled = WeightPuller(url, host).pull()
+    assert pulled is not None
+    assert (pulled.version, contents(pulled.directory)) == (2, {"config.json": b"{}"})
+
+
 NAMES = [
     "../../victim.txt",
     "a/../../../victim.txt",

@@ -430,6 +430,7 @@ OneMode = Annotated[Literal["train", "val", "test"] | None, typer.Option(help="O
 
 
 async def compare_rules(
+    earlier: Annotated[str | None, typer.Argument(help="The earlier form of --store.", hidden=True)] = None,
     run: RunStore = None,
     store: Store = None,
     rules: Annotated[
@@ -457,7 +458,9 @@ async def compare_rules(
     from agentlightning.credit.base import RULES
     from agentlightning.evaluation.credit_comparison import compare_credit
 
-    place = store_to_read(run, store)
+    if earlier is not None:
+        typer.echo(f"STORE is an option now: --store {earlier}", err=True)
+    place = store_to_read(run, store or earlier)
     weights = weights_of(reward_weights, place)
     chosen = [_rule(each) for each in rules] if rules else RULES.names()
     recorded, unreadable = await _read_groups(place, groups, mode)

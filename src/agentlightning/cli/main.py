@@ -1,9 +1,10 @@
-"""The `agl` program: its verbs in groups, each loaded when it is called."""
+"""The `agl` program: its verbs in groups, each loaded when it is called, and the earlier names of their options."""
 
 from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
@@ -14,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
 
 from agentlightning.errors import ConfigError
-from agentlightning.util.plugins import load_plugin, plugin_names
+from agentlightning.util.plugins import installed, load_plugin, plugin_names
 
 GROUPS: Final = {
     "Train": {
@@ -50,6 +51,15 @@ GROUPS: Final = {
     },
 }
 """The verbs: where each is below this package, and its line in the help of the program; a plugin has its own."""
+EARLIER: Final = {
+    "--store": "--db",
+    "--data": "--dataset",
+    "--out": "--output",
+    "--run": "--run-dir",
+    "--variable": "--env",
+    "--target-agent": "--agent",
+}
+"""Names of options, and what they were called before, which is accepted where no other option has that name."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line; progress to stderr.")]
 PLAIN: Final[dict[str, Any]] = {
     "no_args_is_help": True,
@@ -60,7 +70,8 @@ PLAIN: Final[dict[str, Any]] = {
 
 class Verb(TyperCommand):
     """A verb: a function, or a coroutine, that returns a `Result`, which is printed as text or, with `--json`, as JSON.
-    What it raises becomes a message. As `ctx.obj` it finds its `Output`."""
+    What it raises becomes a message. As `ctx.obj` it finds its `Output`. It accepts the earlier names of its options,
+    and says what they are called now."""
 
     def __init__(self, name: str, *, params: list[Any], **options: Any) -> None:
         shared = typer.Typer(add_completion=False)
@@ -81,18 +92,57 @@ class Verb(TyperCommand):
                 output.show(result)
                 raise typer.Exit(result.status)
 
+    @property
+    def earlier(self) -> dict[str, Any]:
+        """The options by their earlier names."""
+        options = {name: each for each in self.params for name in each.opts}
+        return {before: options[now] for now, before in EARLIER.items() if now in options and before not in options}
+
+    def make_parser(self, ctx: Any) -> Any:
+        parser = super().make_parser(ctx)
+        for before, option in self.earlier.items():
+            names, option.opts = option.opts, [before]
+            option.add_to_parser(parser, ctx)
+            option.opts = names
+        return parser
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        words = {word.partition("=")[0] for word in args}
+        given = set(self._given(args, everywhere=ctx.allow_interspersed_args))
         for option in self.params:
-            if len(twice := words.intersection(option.opts)) > 1:
-                raise typer.BadParameter(f"{' and '.join(sorted(twice))} name the same; give only one of them")
+            if len(both := given.intersection(option.opts)) > 1 and not getattr(option, "is_flag", False):
+                raise typer.BadParameter(f"{' and '.join(sorted(both))} name the same; give only one of them")
         try:
-            return super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, args)
         except Exception as error:
             found: Any = error  # Typer has click's class under another name in each of its versions.
             if type(error).__name__ == "NoSuchOption" and any(each.name == "settings" for each in self.params):
                 found.message += "; settings have no dashes and their full names, as in algorithm.steps=50"
             raise
+        for before, option in self.earlier.items():
+            if before in given and not ctx.resilient_parsing:
+                typer.echo(f"{before} is called {option.opts[0]} now", err=True)
+        return rest
+
+    def _given(self, words: Sequence[str], *, everywhere: bool) -> Iterator[str]:
+        """The names of the options among the words, which their values are not; `everywhere`: also of those behind an
+        argument."""
+        options = {name: each for each in self.params for name in (*each.opts, *each.secondary_opts)} | self.earlier
+        rest = iter(words)
+        for word in rest:
+            name, equals, _ = word.partition("=")
+            if word == "--" or not (word.startswith("-") or everywhere):
+                return
+            if (option := options.get(name)) is not None and option.param_type_name == "option":
+                yield name
+                if not (option.is_flag or equals):
+                    next(rest, None)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """The help of `agl train` names what distributions announce."""
+        rows = [(kind, ", ".join(names)) for kind, names in installed().items() if kind != "commands"]
+        if self.name == "train" and rows:
+            with formatter.section("Installed extensions (agl env says more)"):
+                formatter.write_dl(rows)
 
 
 def _shared_options(as_json: Json = False) -> None:

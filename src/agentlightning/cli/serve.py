@@ -524,6 +524,7 @@ Hide = Annotated[
     list[str] | None,
     typer.Option(help="A field of a dict task that only the reward function receives; repeatable."),
 ]
+Cwd = Annotated[Path | None, typer.Option(help="Working directory of the agent.")]
 Log = Annotated[Path | None, typer.Option(help="File for what the agent prints (default: stderr).")]
 Redirect = Annotated[
     bool | None,
@@ -570,6 +571,7 @@ async def runner(
     max_rollouts: MaxRollouts = None,
     variables: Variables = None,
     hide: Hide = None,
+    cwd: Cwd = None,
     log: Log = None,
     redirect: Redirect = None,
     drain_seconds: DrainAttempts = None,
@@ -621,6 +623,7 @@ async def runner(
             max_rollouts=max_rollouts,
             env=_fields(variables or ()),
             hide=hide or (),
+            cwd=cwd,
             log=log,
             reward=reward,
             redirect=redirect,

@@ -55,14 +55,15 @@ class JobStates:
     def __init__(self, api: KubernetesApi, selector: str) -> None:
         self._api, self._selector = api, selector
         self._lock = threading.Lock()
-        self._listed = -math.inf
+        self._asked = self._listed = -math.inf
+        """When the last list was requested, and when the last one that came."""
         self._jobs: dict[str, Mapping[str, Any]] = {}
         self._pods: dict[str, Mapping[str, Any]] = {}
         self._failing = False
 
     def of(self, name: str, since: float) -> JobState | None:
         """The state of a Job that exists since this time of the monotonic clock; None: it was not listed since."""
-        if time.monotonic() >= self._listed + POLL_SECONDS and self._lock.acquire(blocking=False):
+        if time.monotonic() >= self._asked + POLL_SECONDS and self._lock.acquire(blocking=False):
             try:
                 self._list()
                 self._failing = False
@@ -75,7 +76,7 @@ class JobStates:
         return JobState(self._jobs.get(name), self._pods.get(name)) if self._listed > since else None
 
     def _list(self) -> None:
-        began = time.monotonic()
+        began = self._asked = time.monotonic()
         jobs = self._api.list_jobs(self._selector)
         pods = sorted(self._api.list_pods(self._selector), key=lambda pod: pod["metadata"]["creationTimestamp"])
         self._jobs = {job["metadata"]["name"]: job for job in jobs}

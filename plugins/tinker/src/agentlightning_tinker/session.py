@@ -48,8 +48,8 @@ class TinkerSession:
         self.config, self.base_model = config, base_model
         self._service, self._training = service, cast(Any, None)
         self._url = server_of(config)
-        self._asked = self._alive = time.monotonic()
-        """When the server was asked for a sign of life, and when it gave one."""
+        self._asked = self._alive = self._silent = time.monotonic()
+        """When the server was asked for a sign of life, when it last gave one, and when it last gave none."""
 
     @classmethod
     def open(cls, config: TinkerConfig, model: str, rank: int, seed: int) -> TinkerSession:
@@ -171,7 +171,9 @@ class TinkerSession:
             self._asked = now
             if await asyncio.to_thread(_is_alive, url):
                 self._alive = now
-        gone = self._asked - max(self._alive, began)
+            else:
+                self._silent = now
+        gone = self._silent - max(self._alive, began)
         if gone > self.config.unreachable_seconds:
             raise PolicyError(
                 f"{url} was unreachable for {gone:.0f} s while it was to {what}; start it again, and resume the run"

@@ -50,8 +50,8 @@ class FileEntry(Section):
 
     name: Annotated[str, AfterValidator(_checked_name)]
     size: NonNegativeInt
-    kind: Literal["whole", "xor"]
-    """whole: stored as it is; xor: its difference from that of the base."""
+    kind: Literal["whole", "same", "xor"]
+    """whole: stored as it is; same: that of the base, in format 1; xor: its difference from that of the base."""
     digest: str = ""
     """Of the whole file."""
     parts: tuple[Part, ...] = ()

@@ -134,7 +134,7 @@ class WeightPuller:
                 raise DamagedDifferenceError(f"{entry.name}: the version before is not here")
             apply(base / entry.name, entry, data, target)
             return
-        data = self._fetch(name, entry.size)
+        data = self._fetch(name, entry.size) if entry.kind == "whole" else _read(base, entry.name)
         if digest(data) != entry.digest:
             raise DamagedDifferenceError(f"{entry.name} is not the file that was published")
         target.write_bytes(data)
@@ -154,3 +154,9 @@ class WeightPuller:
 
     def _place(self, version: int) -> Path:
         return self.directory / f"version-{version:06d}"
+
+
+def _read(base: Path | None, name: str) -> bytes:
+    if base is None or not (base / name).exists():
+        raise DamagedDifferenceError(f"{name}: the version before is not here")
+    return (base / name).read_bytes()

@@ -537,8 +537,8 @@ class Catalog:
         if self._store is not None:
             return self._store
         raise ConfigError(
-            f"the rollouts of {path} are in another store, which the run was given; open that as well: agl dashboard"
-            " DATABASE"
+            f"the rollouts of {STORE if files is None else files.path} are in another store, which the run was given;"
+            " open that as well: agl dashboard DATABASE"
         )
 
     async def _open(self, path: Path) -> LightningStoreBase:

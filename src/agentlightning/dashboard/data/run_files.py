@@ -434,7 +434,7 @@ def _check_apart(first: Configuration, other: Configuration) -> None:
     if first.key != other.key:
         return
     known, (own_seed, run) = next(iter(first.runs.values())), next(iter(other.runs.items()))
-    if changed := sorted(name for name in other.extensions if other.extensions[name] != first.extensions.get(name)):
+    if changed := sorted({name for name, _ in first.extensions.items() ^ other.extensions.items()}):
         raise ConfigError(f"{run.path} was trained with another version of {', '.join(changed)} than {known.path}")
     known = first.runs.get(own_seed, known)
     raise ConfigError(f"{known.path} and {run.path} are one configuration with one seed ({own_seed}); leave one out")

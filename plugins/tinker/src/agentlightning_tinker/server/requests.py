@@ -58,14 +58,24 @@ class _Request:
     task: asyncio.Task[None] | None = None
 
 
+@dataclass(slots=True)
+class _Turns:
+    """Of the requests of one model."""
+
+    passed: int = -1
+    """The number of the last one that has run."""
+    ended: defaultdict[int, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
+    """By number: set when that has run, and the next one may."""
+
+
 class Requests:
     """All requests of a server that have not been forgotten."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, _Request] = {}
         self._ids: dict[tuple[str, int], str] = {}
-        self._ended: dict[str, defaultdict[int, asyncio.Event]] = {}
-        """By model, and by the number of a request: set when that has run, and the next one may."""
+        self._turns: dict[str, _Turns] = {}
+        """By model."""
         self._fetched: OrderedDict[str, int] = OrderedDict()
 
     def start(self, owner: str, work: Work) -> str:
@@ -74,29 +84,31 @@ class Requests:
 
     def open_queue(self, model: str, first: Work) -> str:
         """Run the request that makes a model; later ones of it begin with number 1."""
-        self._ended.setdefault(model, defaultdict(asyncio.Event))
+        self._turns.setdefault(model, _Turns())
         return self.enqueue(model, 0, first)
 
     def enqueue(self, model: str, number: int, work: Work) -> str:
         """Run when all requests of the model with smaller numbers have. Raises ConfigError for an unknown model, and
         for a number that has passed and whose result is forgotten."""
-        if (ended := self._ended.get(model)) is None:
+        if (turns := self._turns.get(model)) is None:
             raise ConfigError(
                 f"model {model!r} is unknown here: its session has ended, or the server was started again; create a"
                 " training client from a saved state"
             )
         if (known := self._ids.get((model, number))) is not None:
             return known
-        if ended[number].is_set():
+        if number <= turns.passed:
             raise ConfigError(f"request {number} of model {model} has run, and its result is no longer kept")
 
         async def in_turn() -> Mapping[str, Any] | Result:
             if number:
-                await ended[number - 1].wait()
+                await turns.ended[number - 1].wait()
             try:
                 return await work()
             finally:
-                ended[number].set()
+                turns.passed = number
+                turns.ended.pop(number - 1, None)
+                turns.ended[number].set()
 
         name = self._ids[model, number] = self._start(_Request(owner_of(model), (model, number)), in_turn)
         return name
@@ -124,8 +136,8 @@ class Requests:
 
     def forget(self, owner: str) -> None:
         """Stop all requests of a session, and forget them."""
-        for model in [each for each in self._ended if owner_of(each) == owner]:
-            del self._ended[model]
+        for model in [each for each in self._turns if owner_of(each) == owner]:
+            del self._turns[model]
         for name, request in [(n, r) for n, r in self._by_id.items() if r.owner == owner]:
             if request.task is not None:
                 request.task.cancel()

@@ -228,7 +228,9 @@ class _Endpoints:
             try:
                 place = wire.Place.model_validate_json(body)
             except ValidationError:
-                return await _answer(self._service.begin(_parsed(body, wire.LoadWeights, path)))
+                given = _parsed(body, kind, path)
+                assert isinstance(given, wire.LoadWeights)  # all others need both
+                return await _answer(self._service.begin(given))
 
             async def work() -> Mapping[str, Any]:
                 return await handler(_parsed(body, kind, path))

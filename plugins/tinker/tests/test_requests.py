@@ -1,0 +1,52 @@
+"""Requests of a model run in their order, and what a server knows of those that have run does not grow with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from agentlightning.errors import ConfigError
+from agentlightning_tinker.server.requests import Requests, Work
+
+
+def says(number: int, said: list[int]) -> Work:
+    async def work() -> Mapping[str, Any]:
+        said.append(number)
+        if number == 2:
+            raise ConfigError("two is refused")
+        return {"number": number}
+
+    return work
+
+
+async def test_requests_run_in_their_order_whatever_one_of_them_raises() -> None:
+    requests, said = Requests(), list[int]()
+    requests.open_queue("s:train:0", says(0, said))
+    names = {number: requests.enqueue("s:train:0", number, says(number, said)) for number in (3, 1, 2)}
+    last = await requests.fetch(names[3], 5)
+    refused = await requests.fetch(names[2], 5)
+    assert (said, last and last.body) == ([0, 1, 2, 3], b'{"number":3}')
+    assert refused is not None
+    assert b"two is refused" in refused.body
+    assert requests.enqueue("s:train:0", 3, says(3, said)) == names[3], "it was sent again"
+    await requests.close()
+
+
+async def test_what_has_run_is_known_by_one_number_and_refused_once_its_result_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agentlightning_tinker.server.requests.FETCHED_BYTES", 0)
+    requests, said = Requests(), list[int]()
+    await requests.fetch(requests.open_queue("s:train:0", says(0, said)), 5)
+    for number in range(10, 30):
+        requests.enqueue("s:train:0", number, says(number, said))
+    for number in range(1, 30):
+        await requests.fetch(requests.enqueue("s:train:0", number, says(number, said)), 5)
+    assert said == list(range(30))
+    assert len(requests._turns["s:train:0"].ended) == 1
+    for number in (-1, 0, 7, 28):
+        with pytest.raises(ConfigError, match="has run, and its result is no longer kept"):
+            requests.enqueue("s:train:0", number, says(number, said))
+    await requests.close()
