@@ -17,7 +17,7 @@ from agentlightning.span import PROMPT_TOKEN_IDS, Span
 from agentlightning.store import LightningStore
 from agentlightning.store.sql import rollouts
 from agentlightning.store.sql.store import SqlStore
-from agentlightning.store.sql.tx import Tx
+from agentlightning.store.sql.tx import CHUNK_BYTES, Tx, chunks, insert
 
 pytestmark = pytest.mark.integration
 
@@ -247,3 +247,17 @@ async def test_a_store_opened_again_goes_on_where_it_was(tmp_path: Path) -> None
         late.rollout_id
     ]
     await store.close()
+
+
+# -- rows of one statement -------------------------------------------------------------------------------------------
+
+
+def test_large_rows_are_written_by_statements_of_their_own_and_small_ones_together() -> None:
+    statement = insert("span_packs", ("key", "spans"))
+    large, small = bytes(CHUNK_BYTES // 4), b"small"
+    rows = [(number, small if number >= 40 else large) for number in range(110)]
+    written = list(chunks(statement, rows))
+    assert [value for _, values in written for value in values] == [value for row in rows for value in row]
+    sizes = [sum(len(value) for value in values if isinstance(value, bytes)) for _, values in written]
+    assert max(sizes) <= CHUNK_BYTES
+    assert max(len(values) for _, values in written) == 2 * 64, "64 small ones are one statement"

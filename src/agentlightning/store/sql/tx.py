@@ -182,6 +182,8 @@ Statement = Callable[[int], str]
 """The SQL that writes so many rows at once, whose values follow one another."""
 CHUNK_SIZES: Final = (64, 32, 16, 8)
 """Rows that are written by one statement; the rest by one more. Few sizes, so that few statements are compiled."""
+CHUNK_BYTES: Final = 8 << 20
+"""Bytes in the rows of one statement, unless it writes one row: PostgreSQL closes the connection at 1 GB."""
 
 
 def insert(table: str, columns: Sequence[str], otherwise: str = "") -> Statement:
@@ -221,7 +223,10 @@ def chunks(statement: Statement, rows: Sequence[Sequence[Any]]) -> Iterator[tupl
     start = 0
     while left := len(rows) - start:
         size = next((size for size in CHUNK_SIZES if size <= left), left)
-        yield statement(size), list(chain.from_iterable(rows[start : start + size]))
+        values = list(chain.from_iterable(rows[start : start + size]))
+        if size > 1 and sum(len(value) for value in values if type(value) is bytes) > CHUNK_BYTES:
+            size, values = 1, list(rows[start])
+        yield statement(size), values
         start += size
 
 
