@@ -63,3 +63,21 @@ async def test_one_that_dies_fails_alone(start: Any, roll: Any) -> None:
     await start(agent, concurrency=2, fresh_process=True)
     died, good = await roll(True, False)
     assert [died.status, good.status] == ["failed", "succeeded"]
+
+
+async def test_its_reward_does_not_see_the_environment_that_the_agent_has_left(
+    start: Any, roll: Any, rewards_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OF_THE_USER", "1")
+
+    def agent(task: Any) -> str:
+        os.environ["OPENAI_BASE_URL"] = "http://of.the.agent/"
+        del os.environ["OF_THE_USER"]
+        return "done"
+
+    def reward(output: str) -> float:
+        return float(os.environ.get("OPENAI_BASE_URL") != "http://of.the.agent/" and "OF_THE_USER" in os.environ)
+
+    await start(agent, reward=reward, fresh_process=True, redirect=True)
+    [ended] = await roll({})
+    assert await rewards_of(ended) == [1.0]

@@ -40,7 +40,7 @@ def test_what_is_not_finite_is_an_error_and_never_zero(value: Any) -> None:
         check_reward(value, "it")
 
 
-@pytest.mark.parametrize("value", [None, "1.0", [1.0], {}, {"a": "x"}, {1: 1.0}, Decimal(1), object()])
+@pytest.mark.parametrize("value", [None, "1.0", [1.0], {}, {"a": "x"}, {1: 1.0}, np.array([1.0, 2.0]), object()])
 def test_what_is_no_number_is_an_error_and_never_zero(value: Any) -> None:
     assert not looks_like_reward(value)
     with pytest.raises(RewardError, match="which is not a reward"):
@@ -64,6 +64,14 @@ def test_scalars_of_numpy_and_torch_count(value: Any) -> None:
 @pytest.mark.parametrize("value", [np.array([0.5]), torch.tensor([0.5]), np.str_("1"), np.complex64(1)], ids=repr)
 def test_arrays_and_scalars_of_other_kinds_do_not(value: Any) -> None:
     assert not looks_like_reward(value)
+
+
+@pytest.mark.parametrize(
+    "value", [np.array([0.5]), torch.tensor([[0.5]]), torch.tensor([0.5], requires_grad=True), Decimal("0.5")], ids=repr
+)
+def test_what_a_reward_model_gives_is_a_number_where_a_reward_is_given(value: Any) -> None:
+    assert check_reward(value, "it") == 0.5
+    assert check_reward({"a": value}, "it") == {"a": 0.5}
 
 
 def test_what_has_the_shape_of_a_scalar_and_no_number_is_no_reward() -> None:

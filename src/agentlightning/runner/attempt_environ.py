@@ -45,6 +45,20 @@ def overlay(variables: Mapping[str, str]) -> Generator[None]:
 
 
 @contextmanager
+def own_variables(variables: Mapping[str, str]) -> Generator[None]:
+    """Within the block, the process itself has `variables`; whatever was set or deleted there, it has its own again
+    afterwards."""
+    own = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - own.keys():
+            del os.environ[name]
+        os.environ.update(own)
+
+
+@contextmanager
 def process_variables(variables: Mapping[str, str]) -> Generator[None]:
     """Within the block, the process itself has `variables`, for agent code that configures the whole process (including
     C libraries). Afterwards the original values are restored; other variables set in the block remain."""

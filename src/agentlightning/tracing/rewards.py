@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from numbers import Real
 from typing import Any, cast
 
@@ -30,8 +31,12 @@ def _is_number(value: Any) -> bool:
 
 
 def check_reward(value: Any, source: str) -> Reward:
-    """The value as a reward: a finite number, or finite numbers by the name of their dimension. Raises RewardError,
-    naming `source`, for anything else."""
+    """The value as a reward: a finite number, or finite numbers by the name of their dimension. What a reward model
+    returns, a tensor of one element, is a number here. Raises RewardError, naming `source`, for anything else."""
+    if isinstance(value, Mapping):
+        value = {name: _scalar(number) for name, number in cast(Mapping[Any, Any], value).items()}
+    else:
+        value = _scalar(value)
     if not looks_like_reward(value):
         raise RewardError(
             f"{source} gave {reprlib.repr(value)}, which is not a reward: give a number, a dict of numbers by name, or"
@@ -40,6 +45,14 @@ def check_reward(value: Any, source: str) -> Reward:
     if isinstance(value, Mapping):
         return {name: _finite(number, f"{source}[{name!r}]") for name, number in cast(Mapping[str, Any], value).items()}
     return _finite(value, source)
+
+
+def _scalar(value: Any) -> Any:
+    """The number in a decimal, or in a tensor or array of one element; any other value as it is."""
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple) and math.prod(cast(tuple[int, ...], shape)) == 1 and hasattr(value, "item"):
+        return value.item()
+    return float(value) if isinstance(value, Decimal) else value
 
 
 def _finite(value: Any, source: str) -> float:

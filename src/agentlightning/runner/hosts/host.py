@@ -211,7 +211,7 @@ class Host:
         invocation.environment = {**fields, **job.environment}  # of a command, in its own process
         variables = fields | in_process_environment(job.environment, job.rollout.attempt.worker_id or "")
         variables |= task_variable(invocation.task)
-        with attempt_environ.process_variables(variables) if self.alone else attempt_environ.overlay(variables):
+        with attempt_environ.own_variables(variables) if self.alone else attempt_environ.overlay(variables):
             output = await self._run(invocation)
         if invocation.needs_process:
             raise OwnProcessNeededError(invocation.needs_process)

@@ -281,7 +281,9 @@ class AttemptProcess(asyncio.Protocol):
         self.kill_programs()
         error: AgentError = AgentCrashedError(exited, self._killed)
         others = len(self.attempts) - 1
-        if others > 0 or not self.ready:  # nobody knows whose fault it was
+        if not self.ready:
+            error = LostAttemptError(f"{error}, before any attempt began in it")
+        elif others > 0:  # nobody knows whose fault it was
             error = LostAttemptError(f"{error}, which {others} other attempts shared")
         self._fail_all(error)
         self.attempts.clear()
