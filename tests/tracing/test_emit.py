@@ -33,7 +33,7 @@ from agentlightning.tracing.scope import scope
 
 @pytest.mark.parametrize(
     ("value", "read"),
-    [(0.25, 0.25), (1, 1.0), (True, 1.0), (-3, -3.0), (np.float32(0.5), 0.5), (np.array([0.5]), 0.5), (Fraction(1, 4), 0.25)],
+    [(-0.25, -0.25), (1, 1.0), (True, 1.0), (np.float32(0.5), 0.5), (np.array([0.5]), 0.5), (Fraction(1, 4), 0.25)],
 )
 def test_any_number_is_a_reward(recorded: Any, value: Any, read: float) -> None:
     emit_reward(value)

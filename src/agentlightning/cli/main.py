@@ -126,7 +126,9 @@ class Verb(TyperCommand):
     def _given(self, words: Sequence[str], *, everywhere: bool) -> Iterator[str]:
         """The names of the options among the words, which their values are not; `everywhere`: also of those behind an
         argument."""
-        options = {name: each for each in self.params for name in (*each.opts, *each.secondary_opts)} | self.earlier
+        options: dict[str, Any] = {
+            name: each for each in self.params for name in (*each.opts, *each.secondary_opts)
+        } | self.earlier
         rest = iter(words)
         for word in rest:
             name, equals, _ = word.partition("=")
