@@ -162,7 +162,7 @@ def test_a_saved_head_is_read_by_a_head_of_the_same_shape_only(tmp_path: Path) -
     weights = same.read(tmp_path)
     assert weights is not None
     assert all(torch.equal(weights[name], value) for name, value in saved.state_dict().items())
-    with pytest.raises(PolicyError, match=r"another value head: layers\.0\.weight and 3 more weights"):
+    with pytest.raises(PolicyError, match=r"another value head: layers\.0\.bias and 3 more weights"):
         ValueHead.of(model, ValueHeadConfig()).read(tmp_path)
     (tmp_path / FILE).write_bytes(b"cut")
     with pytest.raises(PolicyError, match="cannot be read"):
