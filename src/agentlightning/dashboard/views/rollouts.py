@@ -377,6 +377,8 @@ def _group(name: str, members: Sequence[RolloutSummary]) -> Json:
         "rewards": rewards,
         "reward": measured(rewards),
         "spread": statistics.pstdev(map(_number, known)) if len(known) > 1 else None,
+        "best": known[-1].rollout_id if known else None,
+        "first": members[0].rollout_id,
         "worst": known[0].rollout_id if known else members[0].rollout_id,
         "failed": sum(each.status == "failed" for each in members),
         "tool_errors": sum(each.tool_errors for each in members),
