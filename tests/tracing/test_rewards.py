@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentlightning.errors import RewardError
 from agentlightning.tracing.rewards import check_reward, looks_like_reward
 
+torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.integration
 
 finite = st.floats(-1e12, 1e12) | st.integers(-(10**6), 10**6) | st.booleans()
