@@ -11,7 +11,7 @@ of Agresti and Caffo (54, 2000) and Agresti and Min (Statistics in Medicine 24, 
 bounded value. The interval of 128 equal gains then has some width, as it should: a task in a hundred that behaves
 differently is easily missed. A bootstrap of those 128 would claim certainty.
 
-Paired differences are judged by the sign-flip test (permutation.py). Their interval is the test's inversion where they
+Paired differences are judged by the sign-flip test. Their interval is the test's inversion where they
 take many values. Where they take few, so that most are ties, it is the one above, with a task as bad and one as good as
 the largest difference seen. Either way 0 (or a tolerated loss) is outside the interval exactly where the test rejects
 it.

@@ -27,7 +27,7 @@ from agentlightning.store.sql import mapping, pack, queries, rollouts, spans
 from agentlightning.store.sql.pack import SpanPack
 from agentlightning.store.sql.schema import MAX_PACK, OPEN, RESOURCES, AttemptRow, RolloutRow
 from agentlightning.store.sql.spans import SpanWriter
-from agentlightning.store.sql.tx import ATTEMPTS, SPANS, Connection, Tx, insert_sql
+from agentlightning.store.sql.tx import ATTEMPTS, SPANS, Connection, Tx, insert
 from agentlightning.store.types import Retention, RolloutRecord
 from agentlightning.util.json_values import loads
 
@@ -69,13 +69,13 @@ def _next_version(tx: Tx) -> int:
 
 def _publish(tx: Tx, name: str, body: str) -> ResourcesUpdate:
     row = (name, _next_version(tx), tx.wall, body, None)
-    tx.run(insert_sql("resources", RESOURCES), *row)
+    tx.run(insert("resources", RESOURCES)(1), *row)
     return mapping.to_resources(row)
 
 
 def limit_queue(tx: Tx, name: str, limit: int | None) -> None:
     change = "ON CONFLICT (name) DO UPDATE SET max_open = excluded.max_open"
-    tx.run(f"{insert_sql('queues', ('name', 'max_open'))} {change}", name, limit)
+    tx.run(insert("queues", ("name", "max_open"), change)(1), name, limit)
     tx.queued = True
 
 

@@ -197,10 +197,6 @@ def insert(table: str, columns: Sequence[str], otherwise: str = "") -> Statement
     return statement
 
 
-def insert_sql(table: str, columns: Sequence[str]) -> str:
-    return insert(table, columns)(1)
-
-
 @cache
 def _update(table: str, columns: tuple[str, ...]) -> Statement:
     """Of rows by their keys, which come last."""
