@@ -56,6 +56,13 @@ def test_calls_that_continue_one_another_are_one_row() -> None:
     assert not alone.joined, "a row that shares with no other is computed without a mask"
 
 
+def test_rows_that_share_nothing_are_computed_without_a_mask_where_sharing_is_asked_for() -> None:
+    apart = sample(("a", (1, 2, 3), 2), ("b", (4, 5, 6), 2), ("c", (7, 8, 9), 2))
+    (batch,) = plan([apart], token_budget=100, sharing="shared")
+    assert len(batch.lines) == 3
+    assert not batch.joined
+
+
 def test_one_row_for_each_call_is_there_to_compare_with() -> None:
     (batch,) = plan([CHAIN], token_budget=100, sharing="rows")
     assert sorted(row.targets.tolist() for row in batch.rows) == [[2, 3], [5], [7, 8, 9]]

@@ -399,9 +399,11 @@ def plan(
     if sharing in ("rows", "merged"):
         return packer.pack(merged)
     joined = [[Choice(join_rows(tree.rows, token_budget))] if join else [] for tree in trees]
-    shared = [[*own, *tree.families()] or [whole] for own, tree, whole in zip(joined, trees, merged, strict=True)]
-    if sharing == "shared":
-        return packer.pack([min(each, key=lambda choice: choice.price(cost)) for each in shared])
+    families = [tree.families() for tree in trees]
+    shared = [[*own, *each] for own, each in zip(joined, families, strict=True)]
+    if sharing == "shared":  # a tree whose rows share nothing needs no mask
+        options = [both if each else [whole] for both, each, whole in zip(shared, families, merged, strict=True)]
+        return packer.pack([min(each, key=lambda choice: choice.price(cost)) for each in options])
     plans = [merged, [own[0] for own in joined if own]] if join else [merged]
     for alone in (cost, replace(cost, launch=0.0)):
         options = [[whole, *each] for whole, each in zip(merged, shared, strict=True)]
