@@ -33,8 +33,6 @@ BUSY_SECONDS: Final = 30.0
 """How long a write waits for another process."""
 CACHE_KIB: Final = 8 * 1024
 """Page cache of each connection."""
-PAGE_BYTES: Final = 8 * 1024
-"""Of a new file. A commit writes whole pages, in which packs of spans of some KB fit well."""
 _TYPES: Final = {"key": "INTEGER PRIMARY KEY", "int": "INTEGER", "text": "TEXT", "float": "REAL", "blob": "BLOB"}
 _LOCK: Final = re.compile(r" FOR UPDATE( OF \w)?( SKIP LOCKED)?")
 
@@ -302,7 +300,6 @@ def _connect(path: Path | None, create: bool = False) -> sqlite3.Connection:
 def _set_layout(connection: sqlite3.Connection) -> None:
     """Has an effect on an empty file only."""
     if connection.execute("PRAGMA page_count").fetchone()[0] == 0:
-        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
 
 

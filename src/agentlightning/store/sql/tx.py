@@ -220,7 +220,7 @@ def chunks(statement: Statement, rows: Sequence[Sequence[Any]]) -> Iterator[tupl
     while left := len(rows) - start:
         size = next((size for size in CHUNK_SIZES if size <= left), left)
         values = list(chain.from_iterable(rows[start : start + size]))
-        if size > 1 and sum(len(value) for value in values if type(value) is bytes) > CHUNK_BYTES:
+        if size > 1 and sum([len(value) for value in values if type(value) is bytes]) > CHUNK_BYTES:
             size, values = 1, list(rows[start])
         yield statement(size), values
         start += size
