@@ -51,7 +51,7 @@ from agentlightning.gateway.upstream.limits import Budgets
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.endpoint import ClientDisconnected, cancel_on_disconnect
 from agentlightning.transport import Transport
-from agentlightning.transport.connector import ConnectOptions
+from agentlightning.transport.options import ConnectOptions
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from agentlightning.engine.servers.config import ServedModel
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.answer import Usage
 from agentlightning.gateway.dialects.base import ApiPath
-from agentlightning.transport.connector import ConnectOptions, Proxy, secrets_of, without_credentials
+from agentlightning.transport.options import ConnectOptions, Proxy, secrets_of, without_credentials
 from agentlightning.util.settings import AtLeastOne, Section
 
 MAX_NAME_CHARACTERS: Final = 256

@@ -9,19 +9,21 @@ server, retries and the meaning of responses are left to the users.
 from __future__ import annotations
 
 import asyncio
+import math
+import ssl
 import time
 import zlib
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
-from functools import lru_cache
+from contextlib import ExitStack, suppress
+from functools import cached_property, lru_cache
 from typing import Any, Final, Self, cast
 from urllib.parse import urlsplit
 
 import httptools
 
-from agentlightning.transport.base import MAX_HEAD_BYTES, Headers, Origin, TransportError, request_bytes
-from agentlightning.transport.connector import ConnectOptions, Connector
+from agentlightning.transport.base import MAX_HEAD_BYTES, Headers, Origin, Reason, TransportError, request_bytes
+from agentlightning.transport.options import ConnectOptions, Proxy, ssl_context, tls_error
 
 IDLE_SECONDS: Final = 55.0
 """Idle connections are closed after this time; many servers close them after a minute."""
@@ -46,7 +48,7 @@ class Transport:
     `options` it uses the proxies of the environment. Raises ConfigError for invalid options."""
 
     def __init__(self, options: ConnectOptions | None = None) -> None:
-        self._connector = Connector(ConnectOptions.create() if options is None else options)
+        self._options = ConnectOptions.create() if options is None else options
         self._idle: defaultdict[Origin, deque[Connection]] = defaultdict(deque)
         self._busy: set[Connection] = set()
         self._parsed_url = lru_cache(MAX_CACHED_URLS)(self._parse_url)
@@ -121,10 +123,42 @@ class Transport:
             connection.abort()
         return None
 
+    @cached_property
+    def _tls(self) -> ssl.SSLContext:
+        return ssl_context(self._options.ca_file)
+
     async def _connect(self, origin: Origin, seconds: float) -> Connection:
+        """A new connection to a server. `seconds` limits the time until a request can be sent. Raises
+        TransportError."""
         if self._closed:
             raise TransportError("the transport was closed", "closed")
-        return await self._connector.connect(origin, lambda: Connection(self, origin), seconds)
+        loop, proxy = asyncio.get_running_loop(), self._options.proxy(origin)
+        tunnel, connection = Tunnel(self, proxy.origin) if proxy and origin.secure else None, Connection(self, origin)
+        via, server, opened = (
+            f" through the proxy {proxy}" if proxy else "",
+            proxy.origin if proxy else origin,
+            tunnel or connection,
+        )
+        try:
+            async with asyncio.timeout(seconds):
+                with ExitStack() as undo:
+                    undo.callback(opened.abort)
+                    tls: dict[str, Any] = {"ssl": self._tls, "server_hostname": server.host} if server.secure else {}
+                    await loop.create_connection(lambda: opened, server.host, server.port, **tls)
+                    if proxy and tunnel:
+                        plain, server = await tunnel.open(proxy, origin), origin
+                        secured = await loop.start_tls(plain, connection, self._tls, server_hostname=origin.host)
+                        if secured is None or secured.is_closing():
+                            raise TransportError(f"{origin} closed the connection after the TLS handshake", "connect")
+                        connection.connection_made(secured)  # `start_tls` does not call it.
+                    undo.pop_all()
+                    return connection
+        except TimeoutError:
+            raise TransportError(f"{origin} accepted no connection{via} within {seconds:g} s", "connect") from None
+        except ssl.SSLError as error:
+            raise tls_error(server, error) from error
+        except OSError as error:
+            raise TransportError(f"{origin} cannot be reached{via}: {error}", "connect") from error
 
     def release(self, connection: Connection) -> None:
         """Take back a connection that can be reused."""
@@ -183,7 +217,7 @@ class Transport:
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         host = parts.netloc.rpartition("@")[2]
         proxy_headers = b""
-        if not origin.secure and (proxy := self._connector.options.proxy(origin)) is not None:
+        if not origin.secure and (proxy := self._options.proxy(origin)) is not None:
             target = f"http://{host}{target}"
             proxy_headers = b"".join(b"\r\n%s: %s" % header for header in proxy.headers)
         return origin, target.encode(), host.encode() + proxy_headers
@@ -263,11 +297,7 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             return self.abort(TransportError(f"{self.origin} sent an invalid HTTP response: {error}", "protocol"))
         if self._head_bytes > MAX_HEAD_BYTES and not answer.status:
-            self.abort(
-                TransportError(
-                    f"the response of {self.origin} has a head of more than {MAX_HEAD_BYTES} bytes", "protocol"
-                )
-            )
+            self.abort(TransportError(f"{self.origin} sent a head of more than {MAX_HEAD_BYTES} bytes", "protocol"))
         elif answer.is_complete:
             self._release(answer)
         elif len(answer.unread) > HIGH_WATER_BYTES and not answer.paused:
@@ -336,6 +366,44 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if (answer := self._response) is not None and answer.status and not answer.is_complete:
             answer.is_complete = True
+
+
+_UNREACHED: Final = frozenset({500, 502, 503, 504})
+"""Statuses of a proxy that could not reach the server."""
+
+
+class Tunnel(Connection):
+    """A connection to a proxy, until that has connected it to a server."""
+
+    status_text = b""
+
+    def on_status(self, text: bytes) -> None:
+        self.status_text = text
+
+    def _release(self, answer: Response) -> None:
+        """Nothing: its response has no body, whatever the headers say."""
+
+    async def open(self, proxy: Proxy, origin: Origin) -> asyncio.Transport:
+        """The connection to the server. Raises TransportError if the proxy opens none."""
+        authority, reason = origin.authority.encode(), cast("Reason", "connect")
+        request = request_bytes("CONNECT", authority, authority, proxy.headers)
+        answer = self.send(request, math.inf, time.monotonic())
+        try:
+            await answer.wait_for_head()
+        except TransportError as error:
+            reason = "protocol" if error.reason == "protocol" else reason
+            raise TransportError(f"{origin}: the proxy {error}", reason) from None
+        status = answer.status
+        if self._transport is not None and status < 300 and not answer.unread:
+            return self._transport
+        if status < 300:
+            problem, reason = "sent an invalid HTTP response", "protocol"
+        elif status in (401, 407):  # Some proxies send 401 for wrong credentials.
+            problem, reason = "requires credentials, or other ones: http://USER:PASSWORD@HOST:PORT", "proxy"
+        else:
+            problem = f"opened no connection: status {status} {self.status_text.decode('latin-1')[:200]}".rstrip()
+            reason = "connect" if status in _UNREACHED else "proxy"
+        raise TransportError(f"{origin}: the proxy {proxy} {problem}", reason)
 
 
 class Response:

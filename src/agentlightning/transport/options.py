@@ -1,4 +1,4 @@
-"""Opens connections, directly or through a proxy, and validates the options for them.
+"""The options of connections: their proxies, and the certificates they trust. Validates them.
 
 `HTTP_PROXY`, `HTTPS_PROXY`, `ALL_PROXY` and `NO_PROXY` have the same meaning as for curl and httpx, including CIDR
 networks in NO_PROXY. Errors never contain the credentials of a proxy.
@@ -6,29 +6,24 @@ networks in NO_PROXY. Errors never contain the credentials of a proxy.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import ipaddress
 import os
 import re
 import ssl
 from base64 import b64encode
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, Self, TypeVar, cast
+from typing import Final, Literal, Self
 from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import getproxies_environment
 
 from agentlightning.errors import ConfigError
-from agentlightning.transport.base import MAX_HEAD_BYTES, Origin, Reason, TransportError, request_bytes
+from agentlightning.transport.base import Origin, TransportError
 
 # -- proxies -----------------------------------------------------------------------------------------------------------
 
 _SCHEMES: Final = ("http", "https")
-_STATUS: Final = re.compile(rb"HTTP/1\.[01] ([1-5]\d\d)(?: ([^\r\n]*))?")
-_UNREACHED: Final = frozenset({500, 502, 503, 504})
-"""Statuses of a proxy that could not reach the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,51 +117,6 @@ def is_this_machine(host: str) -> bool:
     return name == "localhost" or name.endswith(".localhost")
 
 
-class Tunnel(asyncio.Protocol):
-    """Reads a proxy's response to CONNECT, after which the transport is connected to the server."""
-
-    def __init__(self) -> None:
-        self.response: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        """Its head, cut off where the proxy closes the connection or sends too much."""
-        self.transport: asyncio.Transport
-        self._received = b""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        if b"\r\n\r\n" in self._received or len(self._received) > MAX_HEAD_BYTES:
-            self._end()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._end()
-
-    def _end(self) -> None:
-        if not self.response.done():
-            self.response.set_result(self._received)
-
-
-def _check_tunnel(response: bytes, proxy: Proxy, origin: Origin) -> None:
-    """Raises TransportError unless a proxy has opened the tunnel."""
-    head, complete, rest = response.partition(b"\r\n\r\n")
-    status = _STATUS.match(head)
-    code = int(status[1]) if status else 0
-    reason: Reason = "connect"
-    if 200 <= code < 300 and complete and not rest:
-        return
-    if not response:
-        problem = "closed the connection before its response"
-    elif status is None or code < 300:
-        problem, reason = "sent an invalid HTTP response", "protocol"
-    elif code in (401, 407):  # Some proxies send 401 for wrong credentials.
-        problem, reason = "requires credentials, or other ones: http://USER:PASSWORD@HOST:PORT", "proxy"
-    else:
-        problem = f"opened no connection: status {code} {(status[2] or b'').decode('latin-1')[:200]}".rstrip()
-        reason = "connect" if code in _UNREACHED else "proxy"
-    raise TransportError(f"{origin}: the proxy {proxy} {problem}", reason)
-
-
 # -- tls -------------------------------------------------------------------------------------------------------------
 
 # TLS of outgoing connections: trusted authorities, and errors that say how to fix a failed handshake.
@@ -231,9 +181,7 @@ def tls_error(server: Origin, error: ssl.SSLError) -> TransportError:
     return TransportError(f"the certificate of {server} is not trusted ({reason}); {hint}", "tls")
 
 
-# -- connecting --------------------------------------------------------------------------------------------------------
-
-Kind = TypeVar("Kind", bound=asyncio.Protocol)
+# -- options -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,61 +226,3 @@ class ConnectOptions:
         """Raises ConfigError if the proxy for `url` cannot be used."""
         self.proxy(Origin.of(urlsplit(url)))
         return self
-
-
-class Connector:
-    """Opens connections with the same `ConnectOptions`; for one event loop."""
-
-    def __init__(self, options: ConnectOptions) -> None:
-        self.options = options
-        self._tls: ssl.SSLContext | None = None
-
-    async def connect(self, origin: Origin, make: Callable[[], Kind], seconds: float) -> Kind:
-        """Connect a protocol made by `make` to a server. `seconds` limits the time until a request can be sent. Raises
-        TransportError."""
-        proxy = self.options.proxy(origin)
-        via = f" through the proxy {proxy}" if proxy else ""
-        try:
-            async with asyncio.timeout(seconds):
-                if proxy is None or not origin.secure:
-                    return await self._connect(proxy.origin if proxy else origin, make)
-                return await self._connect_through(proxy, origin, make)
-        except TimeoutError:
-            raise TransportError(f"{origin} accepted no connection{via} within {seconds:g} s", "connect") from None
-        except OSError as error:
-            raise TransportError(f"{origin} cannot be reached{via}: {error}", "connect") from error
-
-    async def _connect(self, server: Origin, make: Callable[[], Kind]) -> Kind:
-        tls: dict[str, Any] = {"ssl": self._context(), "server_hostname": server.host} if server.secure else {}
-        loop = asyncio.get_running_loop()
-        try:
-            _, protocol = await loop.create_connection(make, server.host, server.port, **tls)
-        except ssl.SSLError as error:
-            raise tls_error(server, error) from error
-        return protocol
-
-    async def _connect_through(self, proxy: Proxy, origin: Origin, make: Callable[[], Kind]) -> Kind:
-        tunnel = await self._connect(proxy.origin, Tunnel)
-        transport, protocol = tunnel.transport, make()
-        try:
-            authority = origin.authority.encode()
-            transport.write(request_bytes("CONNECT", authority, authority, proxy.headers))
-            _check_tunnel(await tunnel.response, proxy, origin)
-            loop = asyncio.get_running_loop()
-            secured = await loop.start_tls(transport, protocol, self._context(), server_hostname=origin.host)
-            if secured is None or secured.is_closing():
-                raise TransportError(f"{origin} closed the connection after the TLS handshake", "connect")
-        except ssl.SSLError as error:
-            transport.abort()
-            raise tls_error(origin, error) from error
-        except BaseException:
-            transport.abort()
-            raise
-        # `start_tls` does not call `connection_made` of the new protocol.
-        protocol.connection_made(secured)
-        return protocol
-
-    def _context(self) -> ssl.SSLContext:
-        if self._tls is None:
-            self._tls = ssl_context(self.options.ca_file)
-        return self._tls
