@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cache, partial
 from os import PathLike
 from pathlib import Path
 from typing import Final
@@ -51,7 +51,6 @@ from agentlightning.gateway.upstream.limits import Budgets
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.endpoint import ClientDisconnected, cancel_on_disconnect
 from agentlightning.transport import Transport
-from agentlightning.transport.options import ConnectOptions
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +104,8 @@ class Gateway:
         self.responses = ResponseStore(shared)
         self.gates = UpdateGates()
         """One gate for each engine, closed while its weights change."""
-        self._transports: dict[ConnectOptions, Transport] = {}
+        self._open_transport = cache(Transport)
+        """One for all providers with the same connect options."""
         self.budgets = Budgets(config.budget, store, budget_file)
         self.providers = {
             provider.name: ServerPool(provider, partial(self._open_transport, provider.connect_options()), self.budgets)
@@ -169,16 +169,8 @@ class Gateway:
         await self.attempts.close()
         for pool in self.providers.values():
             await pool.close()
-        transports, self._transports = self._transports, {}
-        for transport in transports.values():
-            await transport.close()
+        self._open_transport.cache_clear()
         self.budgets.close()
-
-    def _open_transport(self, options: ConnectOptions) -> Transport:
-        """One transport for all providers with the same connect options."""
-        if (transport := self._transports.get(options)) is None:
-            transport = self._transports[options] = Transport(options)
-        return transport
 
     # -- the routes ------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ import re
 import secrets
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -70,8 +70,6 @@ from agentlightning.gateway.sampling import OnPolicySampling, is_training
 from agentlightning.gateway.upstream.call import (
     ServerPool,
     UpstreamCall,
-    UpstreamRequest,
-    display_text,
     unreadable_response,
 )
 from agentlightning.gateway.upstream.limits import estimate_prompt_tokens
@@ -179,7 +177,7 @@ class ProviderRecord(CallRecord):
 
     def _redacted(self, text: str) -> str:
         """A provider's text without its secrets."""
-        return display_text(self.route.provider, text) if self.route.provider else text
+        return self.route.servers.redactor.text(text) if self.route.servers else text
 
     def _choice_attributes(self, choice: Answer, is_failed: bool) -> Json:
         messages = input_messages(self.data, choice.index // num_choices(self.data))
@@ -287,28 +285,28 @@ class AddedFields:
         return encode_event(data) if self.remove_from(data) else event
 
 
-def upstream_request(record: ProviderRecord, headers: Mapping[str, str], added: AddedFields) -> UpstreamRequest:
-    """The request of a call. Raises ApiError 400 for one that cannot be sent."""
+def upstream_call(record: ProviderRecord, headers: Mapping[str, str], added: AddedFields) -> UpstreamCall:
+    """The call to the provider. Raises ApiError 400 for a request that cannot be sent."""
     path, route = record.path, record.route
-    assert route.provider is not None
-    body = record.data | {"model": route.send_model}
+    assert route.servers is not None
+    provider, body = route.servers.provider, record.data | {"model": route.send_model}
     for name, value in record.forced.items():
         if name == "max_tokens":  # A request with two limits is rejected.
             body = {key: own for key, own in body.items() if key not in LIMITS}
-        body[_name_of(name, path, record.data, route.provider)] = value
+        body[_name_of(name, path, record.data, provider)] = value
     if path in ("chat/completions", "completions"):
-        added.request(path, body, route.provider)
+        added.request(path, body, provider)
     passed = [(name, value) for name, value in headers.items() if name in _PASSED_HEADERS and value]
     limits = [limit for name in LIMITS if isinstance(limit := body.get(name), int) and limit > 0]
-    longest = max(limits, default=route.provider.max_output_tokens)
-    return UpstreamRequest(
+    return UpstreamCall(
+        route.servers,
         path,
         encode_request(body),
         body.get("stream") is True,
         [(name.encode(), value.encode("latin-1")) for name, value in passed],
         record.caller.affinity,
         record.caller.rollout_id or "",
-        0 if path == "embeddings" else longest * num_sampled(body),
+        0 if path == "embeddings" else max(limits, default=provider.max_output_tokens) * num_sampled(body),
         route.price,
         route.send_model,
     )
@@ -337,7 +335,7 @@ class ForwardedCall:
     headers: Mapping[str, str]
     """Of the request, by lower-case name."""
     is_recorded: bool = field(default=False, init=False)
-    _request: UpstreamRequest = field(init=False)
+    _call: UpstreamCall = field(init=False)
     _added: AddedFields = field(default_factory=AddedFields, init=False)
     _unread: list[bytes] = field(default_factory=list[bytes], init=False)
     """Events that were passed on and are not read yet."""
@@ -345,14 +343,12 @@ class ForwardedCall:
     """The end of a stream, which waits until the response is recorded."""
 
     def __post_init__(self) -> None:
-        self._request = upstream_request(self.record, self.headers, self._added)
+        self._call = upstream_call(self.record, self.headers, self._added)
 
     async def run(self, writer: ResponseWriter) -> None:
         """Send the request, pass the response on and record it. Failures are recorded as well. Raises ApiError if the
         provider fails, and StoreError."""
-        record, service = self.record, self.service
-        assert record.route.servers is not None
-        call = UpstreamCall(record.route.servers, self._request)
+        record, service, call = self.record, self.service, self._call
 
         def may_start() -> bool:  # Before its head the provider may still fail, which the caller's SDK would retry.
             if answered := 200 <= call.status < 300:
@@ -360,97 +356,91 @@ class ForwardedCall:
             return answered
 
         try:
-            with writer.kept_alive(may_start) if self._request.stream else nullcontext():
+            with writer.kept_alive(may_start) if call.stream else nullcontext():
                 async with call:
                     writer.extra_headers = call.visible_headers()
                     try:
-                        await self._pass_on(call, writer)
+                        await self._pass_on(writer)
                     finally:
                         self._read_unread()
                         if record.is_pending:
-                            self._settle(call)
+                            self._settle()
         except BaseException as error:
             if call.status and not writer.started:
                 writer.extra_headers = call.visible_headers()
             if not self.is_recorded:
-                await self._record(call, error)
+                await self._record(error)
             raise
         finally:  # Note the provider that stores a response, whatever became of its stream.
             attempt, response_id = record.caller.attempt, record.response.id
             if record.path == "responses" and record.data.get("store") is not False and attempt and response_id:
                 pending = record.to_json() if record.is_pending else None
-                service.responses.note_provider(attempt, response_id, self._provider.name, pending)
+                service.responses.note_provider(attempt, response_id, call.pool.provider.name, pending)
         service.count_tokens(record.response.usage)
 
-    async def _pass_on(self, call: UpstreamCall, writer: ResponseWriter) -> None:
+    async def _pass_on(self, writer: ResponseWriter) -> None:
         """Send the response, and record it before its end."""
-        is_stream, response, data = self._request.stream, self.record.response, None
-        if is_stream:
+        call, response, data = self._call, self.record.response, None
+        if call.stream:
             async for events in call.events():
-                passed = list[bytes]()
-                try:
-                    self._read_events(events, passed)
-                finally:
-                    if chunk := b"".join(passed):
+                for chunk in self._shown(events):
+                    if chunk:
                         await writer.send_events(chunk)
             self._read_unread()
             if not self._final_events and not any(choice.given_reason for choice in response.choices.values()):
-                raise unreadable_response(self._provider, "its stream ended before the response was complete")
+                raise unreadable_response(call.pool, "its stream ended before the response was complete")
         else:
             try:
                 data = loads_tolerantly(call.body)
             except ValueError as error:
-                raise unreadable_response(self._provider, f"it is not JSON: {error}") from None
+                raise unreadable_response(call.pool, f"it is not JSON: {error}") from None
             response.read(data)
-        self._settle(call)
-        end = self._ending(call) if is_stream else self._whole(call, data)
-        await self._record(call)
-        self._remember(b"" if is_stream else end)
-        if not is_stream:
+        self._settle()
+        end = self._ending() if call.stream else self._whole(data)
+        await self._record()
+        self._remember(b"" if call.stream else end)
+        if not call.stream:
             return await writer.send_json(200, end)
         await writer.send_events(end)
         await writer.close()
 
-    def _settle(self, call: UpstreamCall) -> None:
+    def _settle(self) -> None:
         """Account for the usage. What is answered in the background costs what the last poll says."""
-        call.settle(Usage() if self.record.is_pending else self.record.response.usage)
+        self._call.settle(Usage() if self.record.is_pending else self.record.response.usage)
 
-    async def _record(self, call: UpstreamCall, error: BaseException | None = None) -> None:
+    async def _record(self, error: BaseException | None = None) -> None:
         """Record the call if it has an attempt, even if this task is cancelled meanwhile."""
-        record = self.record
-        if record.caller.attempt is None:
+        if self.record.caller.attempt is None:
             return
-        self.is_recorded, make = True, partial(record.spans, call.attributes(), error)
+        self.is_recorded, make = True, partial(self.record.spans, self._call.attributes(), error)
 
         async def keep() -> None:
-            await self.service.record(await offload(len(self._request.body) // PASSED, make))
+            await self.service.record(await offload(len(self._call.content) // PASSED, make))
 
         await run_to_completion(keep())
 
-    @property
-    def _provider(self) -> Provider:
-        assert self.record.route.provider is not None
-        return self.record.route.provider
-
     # -- what the caller gets; a translated call does all this in its own way ----------------------------------------
 
-    def _whole(self, call: UpstreamCall, data: Any) -> bytes:
+    def _whole(self, data: Any) -> bytes:
         """The body for the caller."""
-        return dumps(data) if self._added.remove_from(data) else call.body
+        return dumps(data) if self._added.remove_from(data) else self._call.body
 
-    def _read_events(self, events: list[bytes], passed: list[bytes]) -> None:
-        """Read events, and add what to send now to `passed`, also before an error. What can be passed on as it is waits
-        to be read with others, which costs a fraction. Raises ApiError."""
+    def _shown(self, events: list[bytes]) -> Iterator[bytes]:
+        """Read events, and yield what to send of them now. What can be passed on as it is waits to be read with others,
+        which costs a fraction. Raises ApiError."""
         joined, waits = b"".join(events), not (self._final_events or self._added.fields)
         if waits and not _USED.search(joined) and not any(mark in joined for mark in _END_MARKS):
             self._unread += events
             if len(self._unread) >= _MAX_UNREAD:
                 self._read_unread()
-            return passed.append(joined)
+            yield joined
+            return
         self._read_unread()
+        passed = list[bytes]()
         for event, data in self._read(events):
             shown = self._added.filter_event(event, data)
             (self._final_events if self._final_events or is_final(event, data) else passed).append(shown)
+        yield b"".join(passed)
 
     def _read(self, events: Sequence[bytes]) -> Sequence[tuple[bytes, Any]]:
         """Read events, and return them with their data."""
@@ -463,9 +453,9 @@ class ForwardedCall:
         unread, self._unread = self._unread, []
         self._read(unread)
 
-    def _ending(self, call: UpstreamCall) -> bytes:
+    def _ending(self) -> bytes:
         """The bytes that end the stream."""
-        return b"".join(self._final_events) + call.trailing_bytes
+        return b"".join(self._final_events) + self._call.trailing_bytes
 
     def _remember(self, body: bytes) -> None:
         """Remember the answer, once it is recorded. `body`: what is sent of one that is not streamed."""
@@ -530,25 +520,25 @@ class TranslatedCall(ForwardedCall):
     reply: ReplyWriter
     answer: Answer
 
-    def _whole(self, call: UpstreamCall, data: Any) -> bytes:
+    def _whole(self, data: Any) -> bytes:
         self._check_failed()
         self.answer.take_new(done=True)
-        self._finish(call)
+        self._finish()
         return self.reply.body([self.answer])
 
-    def _read_events(self, events: list[bytes], passed: list[bytes]) -> None:
+    def _shown(self, events: list[bytes]) -> Iterator[bytes]:
         """The text of one read of the network is one delta for the caller."""
         read = self._read(events)
-        passed.append(self._write())
+        yield self._write()
         self._check_failed()
         for event, data in read:
             if data is None and b"data:" in event and b"[DONE]" not in event:
-                raise unreadable_response(self._provider, "an event of its stream is not JSON")
+                raise unreadable_response(self._call.pool, "an event of its stream is not JSON")
             if is_final(event, data):
                 self._final_events.append(event)
 
-    def _ending(self, call: UpstreamCall) -> bytes:
-        self._finish(call)
+    def _ending(self) -> bytes:
+        self._finish()
         return self._write(done=True) + self.reply.end([self.answer])
 
     def _remember(self, body: bytes) -> None:
@@ -566,25 +556,25 @@ class TranslatedCall(ForwardedCall):
         events = [(self.answer, event) for event in self.answer.take_new(done)]
         return self.reply.more([self.answer], events) if events or done else b""
 
-    def _finish(self, call: UpstreamCall) -> None:
+    def _finish(self) -> None:
         """Report the usage. Raises ApiError for an answer that its provider did not finish: the caller may ask
         again."""
-        self.reply.head.usage = call.usage or Usage()
+        self.reply.head.usage = self._call.usage or Usage()
         self.answer.num_tokens = self.reply.head.usage.output_tokens
         if self.answer.is_finished:
             return
-        reason = display_text(self._provider, self.answer.given_reason or "it holds no choice with a finish reason")
-        status = _FAILED_REASONS.get(reason.lower(), 502)
-        message = f"the provider {self._provider.name!r} did not finish its answer: {reason}"
-        raise ApiError(status, message, code=UNFINISHED)
+        pool, reason = self._call.pool, self.answer.given_reason or "it holds no choice with a finish reason"
+        message = f"the provider {pool.provider.name!r} did not finish its answer: {pool.redactor.text(reason)}"
+        raise ApiError(_FAILED_REASONS.get(reason.lower(), 502), message, code=UNFINISHED)
 
     def _check_failed(self) -> None:
         """Raises ApiError if the provider reported an error instead of an answer, or broke the protocol."""
+        pool = self._call.pool
         if (error := self.record.response.error) is not None:
-            message = display_text(self._provider, f"the provider {self._provider.name!r} failed: {error}")
-            raise ApiError(502, message, code="provider_error", retry=self._provider.final)
+            message = pool.redactor.text(f"the provider {pool.provider.name!r} failed: {error}")
+            raise ApiError(502, message, code="provider_error", retry=pool.provider.final)
         if problem := self.answer.protocol_error:
-            raise unreadable_response(self._provider, problem)
+            raise unreadable_response(pool, problem)
 
 
 # -- token count -------------------------------------------------------------------------------------------------------
@@ -601,14 +591,6 @@ SKIP_SECONDS: Final = 300.0
 TIMEOUT_SECONDS: Final = 5.0
 _REQUEST_ERRORS: Final = frozenset({400, 413, 422})
 _UNSUPPORTED: Final = frozenset({404, 405, 501})
-
-
-async def _send_count(writer: ResponseWriter, request: Json, size: int, counted: int | None) -> None:
-    """Send a number of tokens, or an estimate, in Anthropic's format."""
-    writer.extra_headers = [(HEADER, b"estimate" if counted is None else b"tokenizer")]
-    if counted is None:
-        counted = await offload(size // PASSED, partial(estimate_prompt_tokens, request))
-    await writer.send_json(200, count_reply(counted))
 
 
 # -- the service -------------------------------------------------------------------------------------------------------
@@ -665,28 +647,35 @@ class ForwardingService:
     async def count(self, call: ResolvedCall, size: int, writer: ResponseWriter) -> None:
         """Reply with the number of tokens of a prompt of `size` bytes: counted by the provider or its tokenizer, or
         estimated. Costs nothing, and is not recorded."""
-        data, route = call.body, call.route
+        request, route, counted = call.body, call.route, None
         assert route.servers is not None
-        if not route.servers.provider.serves("messages"):
-            limited = call._replace(path="messages", body={"max_tokens": 1} | data)
-            work = partial(translate, self, limited)
-            request = (await offload(size // PASSED, work)).record.data
-            counted = await self._count_tokens(route.servers, request, size)
-            return await _send_count(writer, request, size, counted)
-        body = await offload(size // PASSED, partial(dumps, data | {"model": route.send_model}))
-        affinity = call.caller.affinity
-        request = UpstreamRequest(
-            COUNT_TOKENS_PATH, body, affinity=affinity, max_output_tokens=0, price=Price(), model=route.send_model
-        )
-        try:
-            async with UpstreamCall(route.servers, request) as upstream:
-                upstream.settle(Usage())
-        except ApiError as api_error:  # It may speak Anthropic's dialect without this endpoint.
-            if api_error.status not in _UNSUPPORTED or "model" in api_error.message.lower():
-                raise
-            await _send_count(writer, data, size, None)
+        if route.servers.provider.serves("messages"):
+            body = await offload(size // PASSED, partial(dumps, request | {"model": route.send_model}))
+            affinity, model = call.caller.affinity, route.send_model
+            upstream = UpstreamCall(
+                route.servers,
+                COUNT_TOKENS_PATH,
+                body,
+                affinity=affinity,
+                max_output_tokens=0,
+                price=Price(),
+                model=model,
+            )
+            try:
+                async with upstream:
+                    upstream.settle(Usage())
+                return await writer.send_json(200, upstream.body)
+            except ApiError as api_error:  # It may speak Anthropic's dialect without this endpoint.
+                if api_error.status not in _UNSUPPORTED or "model" in api_error.message.lower():
+                    raise
         else:
-            await writer.send_json(200, upstream.body)
+            limited = call._replace(path="messages", body={"max_tokens": 1} | request)
+            request = (await offload(size // PASSED, partial(translate, self, limited))).record.data
+            counted = await self._count_tokens(route.servers, request, size)
+        writer.extra_headers = [(HEADER, b"estimate" if counted is None else b"tokenizer")]
+        if counted is None:
+            counted = await offload(size // PASSED, partial(estimate_prompt_tokens, request))
+        await writer.send_json(200, count_reply(counted))
 
     async def _count_tokens(self, pool: ServerPool, request: Json, size: int) -> int | None:
         """The tokens of a request of about `size` bytes by the provider's tokenizer, which counts those for chat

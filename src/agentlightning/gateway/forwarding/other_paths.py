@@ -22,13 +22,7 @@ from agentlightning.gateway.dialects.chat import ChatResponse
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.http import parse_object, run_to_completion
 from agentlightning.gateway.record import CallRecord, failure_of
-from agentlightning.gateway.upstream.call import (
-    ServerPool,
-    display_text,
-    from_response,
-    from_transport,
-    visible_headers,
-)
+from agentlightning.gateway.upstream.call import ServerPool, from_response, from_transport
 from agentlightning.span import Span
 from agentlightning.transport import Headers, TransportError
 from agentlightning.util.json_values import Json
@@ -80,7 +74,7 @@ async def forward_as_is(
             timeout_seconds=provider.timeout_seconds,
         )
     except TransportError as error:
-        api_error = from_transport(provider, error).api_error
+        api_error = from_transport(pool, error).api_error
         await keep_span(failure_of(api_error))
         raise api_error from error
     attributes[names.HTTP_STATUS] = response.status
@@ -95,10 +89,10 @@ async def forward_as_is(
                         yield last
                     last = pool.redactor.redact_body(chunk)
                     start = start + last if len(start) < _MAX_READ_BYTES else start
-            text = display_text(provider, start.decode(errors="replace")) if response.status >= 400 else ""
+            text = pool.redactor.text(start.decode(errors="replace")) if response.status >= 400 else ""
             error = (str(response.status), text) if response.status >= 400 else None
         except TransportError as broken:
-            failure = from_transport(provider, broken).api_error
+            failure = from_transport(pool, broken).api_error
             error = failure_of(failure)
         finally:
             attributes.update(_usage(start))
@@ -109,7 +103,7 @@ async def forward_as_is(
 
     streamed = StreamingResponse(chunks(), response.status)
     own = [header for header in response.headers if header[0] in _OWN_HEADERS]
-    streamed.raw_headers = [*own, *pool.redactor.redact_headers(visible_headers(response.headers))]
+    streamed.raw_headers = [*own, *pool.redactor.visible_headers(response.headers)]
     return streamed
 
 
@@ -145,7 +139,7 @@ async def request_stored_response(pool: ServerPool, method: str, attempt: Attemp
             method, path, timeout_seconds=provider.timeout_seconds, affinity="/".join(attempt)
         )
     except TransportError as error:
-        raise from_transport(provider, error).api_error from error
+        raise from_transport(pool, error).api_error from error
     if not 200 <= status < 300:
-        raise from_response(provider, status, headers, body).api_error
+        raise from_response(pool, status, headers, body).api_error
     return body

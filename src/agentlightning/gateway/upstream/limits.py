@@ -15,8 +15,10 @@ import math
 import os
 import struct
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from io import FileIO
+from itertools import islice
 from operator import mul
 from pathlib import Path
 from typing import Any, Final, cast
@@ -63,10 +65,10 @@ class Budgets:
         self.config = config or BudgetConfig()
         self._store = store
         path = self.config.file or file
-        self._spend_file = (
-            _SpendFile(Path(path)) if path is not None and (self.config.dollars or self.config.tokens) else None
-        )
-        self.total = self._spend_file.found if self._spend_file else Account()
+        self._file: FileIO | None = None
+        self.total = Account()
+        if path is not None and (self.config.dollars or self.config.tokens):
+            self._file, self.total = _open_total(Path(path))
         self.num_rejected = 0
         """Rejected calls."""
         self._rollouts: dict[str, Account] = {}
@@ -84,7 +86,8 @@ class Budgets:
         account = self._rollouts.get(rollout_id) if rollout_id else Account()
         if account is None:
             account = self._rollouts.setdefault(rollout_id, await self._read(rollout_id))
-            self._evict()
+            for evicted in [*islice(self._rollouts, max(0, len(self._rollouts) - _MAX_ROLLOUTS))]:
+                self.forget(evicted)
         self.check(account, rollout_id, dollars, tokens)
         return Reservation(self, account, rollout_id, dollars, tokens)
 
@@ -116,27 +119,22 @@ class Budgets:
 
     def close(self) -> None:
         """Close the file. Later spend is counted in memory only."""
-        if self._spend_file is not None:
-            self._spend_file.close()
-            self._spend_file = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def persist(self) -> None:
-        """Write the total of the server to its file."""
-        if self._spend_file is not None:
-            self._spend_file.write(self.total)
+        """Write the total of the server to its file: at once, so that a killed process leaves no half of it."""
+        if self._file is not None:
+            spent, tokens = self.total, self.total.tokens + self.total.reserved_tokens
+            self._file.seek(0)
+            self._file.write(_LAYOUT.pack(_MAGIC, spent.dollars + spent.reserved_dollars, float(tokens)))
 
     async def _read(self, rollout_id: str) -> Account:
         """What a rollout has spent, from its spans."""
         if self._store is None or not (self.config.rollout_dollars or self.config.rollout_tokens):
             return Account()
         return spend_of_spans(await self._store.query_spans(rollout_id))
-
-    def _evict(self) -> None:
-        if len(self._rollouts) <= _MAX_ROLLOUTS:
-            return
-        for rollout_id in list(self._rollouts)[: len(self._rollouts) - _MAX_ROLLOUTS]:
-            if self._rollouts[rollout_id].reserved_tokens == 0:
-                del self._rollouts[rollout_id]
 
 
 def spend_of_spans(spans: Iterable[Span]) -> Account:
@@ -197,42 +195,29 @@ class Reservation:
         self._budgets.persist()
 
 
-class _SpendFile:
-    """The total spend, in a file that survives a killed process.
+def _open_total(path: Path) -> tuple[FileIO, Account]:
+    """The total spend so far, and its file, which survives a killed process. Raises ConfigError.
 
-    Written twice for each call on the event loop, so a write must be cheap: some microseconds, where `os.replace` of a
-    new file takes a millisecond on a busy disk. The lock on the file also requires that it is not replaced.
-    """
-
-    def __init__(self, path: Path) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch(0o600)
-            self._file = path.open("r+b", buffering=0)
-        except OSError as error:
-            raise ConfigError(f"the budget file {str(path)!r} cannot be opened: {error}; set budget.file") from error
-        try:
-            if not lock_file(self._file.fileno()):
-                raise ConfigError(
-                    f"the budget file {str(path)!r} is in use by another server; give each its own budget.file"
-                )
-            found = self._file.read() or _LAYOUT.pack(_MAGIC, 0.0, 0.0)
-            if len(found) != _LAYOUT.size or not found.startswith(_MAGIC):
-                raise ConfigError(f"{str(path)!r} is not a budget file; set budget.file to another, or remove it")
-        except BaseException:
-            self.close()
-            raise
-        _, dollars, tokens = _LAYOUT.unpack(found)
-        self.found = Account(dollars, int(tokens))
-        """The total so far."""
-
-    def write(self, account: Account) -> None:
-        total = (account.dollars + account.reserved_dollars, float(account.tokens + account.reserved_tokens))
-        self._file.seek(0)
-        self._file.write(_LAYOUT.pack(_MAGIC, *total))  # at once: a killed process leaves no half of it
-
-    def close(self) -> None:
-        self._file.close()
+    It is written twice for each call on the event loop, so a write must be cheap: some microseconds, where `os.replace`
+    of a new file takes a millisecond on a busy disk. The lock on the file also requires that it is not replaced."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(0o600)
+        file = path.open("r+b", buffering=0)
+    except OSError as error:
+        raise ConfigError(f"the budget file {str(path)!r} cannot be opened: {error}; set budget.file") from error
+    with ExitStack() as undo:
+        undo.callback(file.close)
+        if not lock_file(file.fileno()):
+            raise ConfigError(
+                f"the budget file {str(path)!r} is in use by another server; give each its own budget.file"
+            )
+        found = file.read() or _LAYOUT.pack(_MAGIC, 0.0, 0.0)
+        if len(found) != _LAYOUT.size or not found.startswith(_MAGIC):
+            raise ConfigError(f"{str(path)!r} is not a budget file; set budget.file to another, or remove it")
+        undo.pop_all()
+    _, dollars, tokens = _LAYOUT.unpack(found)
+    return file, Account(dollars, int(tokens))
 
 
 # -- rates -------------------------------------------------------------------------------------------------------------
