@@ -35,16 +35,22 @@ from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.conversation import Conversations
 from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import ApiPath, read_json
+from agentlightning.gateway.dialects.chat import CHAT
 from agentlightning.gateway.dialects.messages import MESSAGES
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.errors import STORE_UNAVAILABLE, ApiError, to_api_error
-from agentlightning.gateway.forwarding.call import ForwardingService
-from agentlightning.gateway.forwarding.other_paths import MAX_UPLOAD_BYTES, forward_as_is, request_stored_response
+from agentlightning.gateway.forwarding.call import MAX_UPLOAD_BYTES, ForwardingService
 from agentlightning.gateway.http import ResponseWriter, Slot, headers_by_name, offload, read_body
 from agentlightning.gateway.local import LocalService, LocalSettings, UpdateGates
-from agentlightning.gateway.models_api import ModelsEndpoint, client_family, error_body, json_response
 from agentlightning.gateway.record import Counters, record_rejection
-from agentlightning.gateway.routing import AgentMatcher, ResolvedCall, Router
+from agentlightning.gateway.routing import (
+    AgentMatcher,
+    ModelsEndpoint,
+    ResolvedCall,
+    Router,
+    client_family,
+    json_response,
+)
 from agentlightning.gateway.sampling import OnPolicySampling
 from agentlightning.gateway.upstream.call import ServerPool
 from agentlightning.gateway.upstream.limits import Budgets
@@ -230,9 +236,7 @@ class Gateway:
         attempt, response_id = caller.attempt or ("", ""), request.path_params["response_id"]
         if (provider := self.responses.provider_of(attempt, response_id)) is not None:
             pool = self.providers[provider]
-            body = await request_stored_response(pool, request.method, attempt, response_id)
-            if request.method != "DELETE":
-                await self._forwarding.record_poll(pool, attempt, response_id, body)
+            body = await self._forwarding.request_stored(pool, request.method, attempt, response_id)
             return Response(body, media_type="application/json")
         try:
             if request.method != "DELETE":
@@ -255,7 +259,7 @@ class Gateway:
             if caller.attempt is not None:
                 await self.attempts.get(caller.attempt)
             body = await read_body(request.receive, headers, MAX_UPLOAD_BYTES)
-            return await forward_as_is(pool, request, caller, body, self._forwarding.record)
+            return await self._forwarding.forward_as_is(pool, request, caller, body)
         except ClientDisconnected:
             self.counters.cancelled += 1
             raise
@@ -346,6 +350,8 @@ def _endpoint(serve: Callable[[HttpRequest], Awaitable[Response]]) -> Callable[[
         except ClientDisconnected:
             return Response(status_code=499)  # Nobody sees it.
         except (ApiError, StoreError) as error:
-            return error_body(request, to_api_error(error))
+            api_error = to_api_error(error)
+            dialect = MESSAGES if client_family(request) == "anthropic" else CHAT
+            return Response(dialect.error_body(api_error), api_error.status, media_type="application/json")
 
     return respond

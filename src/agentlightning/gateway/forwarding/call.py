@@ -11,23 +11,31 @@ A call whose provider speaks another dialect is translated, and its answer back:
 tool call once it is complete. `previous_response_id` works as with our own engines: the history is stored here and sent
 whole, including reasoning that a provider wants back. The span shows the request and the response as the provider saw
 them.
+
+Requests to the other paths of a provider's API (files, moderations, audio, images and all else) are forwarded as they
+are, and so are those for the responses that it stores. They are not calls of a policy: their spans have method, path,
+status and usage, and no content. Limits, budgets and retries of the provider do not apply.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import secrets
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, cast
+from urllib.parse import quote, unquote
 
 import msgspec
 from msgspec import structs
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError
@@ -45,13 +53,14 @@ from agentlightning.gateway.dialects.base import (
     event_data,
     loads_tolerantly,
 )
+from agentlightning.gateway.dialects.chat import ChatResponse
 from agentlightning.gateway.dialects.content_parts import turn_key
 from agentlightning.gateway.dialects.messages import count_reply
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.dialects.responses import LAST_EVENTS
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.bodies import body_of, given_params, split_stops, translation_target, turns_of
-from agentlightning.gateway.http import PASSED, ResponseWriter, offload, run_to_completion
+from agentlightning.gateway.http import PASSED, ResponseWriter, offload, parse_object, run_to_completion
 from agentlightning.gateway.record import (
     LIMITS,
     OPERATIONS,
@@ -70,13 +79,15 @@ from agentlightning.gateway.sampling import OnPolicySampling, is_training
 from agentlightning.gateway.upstream.call import (
     ServerPool,
     UpstreamCall,
+    from_response,
+    from_transport,
     unreadable_response,
 )
 from agentlightning.gateway.upstream.limits import estimate_prompt_tokens
 from agentlightning.span import Span
 from agentlightning.store import durability
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.transport import TransportError
+from agentlightning.transport import Headers, TransportError
 from agentlightning.util.json_values import Json, dumps
 
 logger = logging.getLogger(__name__)
@@ -593,6 +604,40 @@ _REQUEST_ERRORS: Final = frozenset({400, 413, 422})
 _UNSUPPORTED: Final = frozenset({404, 405, 501})
 
 
+# -- other paths -------------------------------------------------------------------------------------------------------
+
+MAX_UPLOAD_BYTES: Final = 512 * 1024 * 1024
+"""The largest file that OpenAI accepts."""
+_MAX_READ_BYTES: Final = 1024 * 1024
+"""A longer response is not searched for its usage."""
+_OWN_HEADERS: Final = (b"content-type", b"content-disposition", b"x-should-retry")
+_DROPPED: Final = frozenset(
+    {
+        *(b"host", b"content-length", b"content-encoding", b"transfer-encoding", b"connection", b"keep-alive", b"te"),
+        *(b"expect", b"upgrade", b"http2-settings", b"accept-encoding"),
+        *(b"authorization", b"x-api-key", b"api-key", b"cookie"),
+    }
+)
+"""Headers of the caller's connection, and its credentials."""
+
+
+def _headers(requested: Headers, configured: Headers) -> Headers:
+    """The caller's headers, with the credentials of the provider."""
+    passed = [
+        (name, value) for name, value in requested if name not in _DROPPED and not name.startswith(b"x-agentlightning-")
+    ]
+    given = {b"content-type", *(name for name, _ in passed)}
+    return [*passed, *(header for header in configured if header[0] not in given)]
+
+
+def _usage(body: bytes) -> Json:
+    response = ChatResponse()
+    with suppress(ValueError):
+        response.read(loads_tolerantly(body))
+    used = response.usage
+    return {names.INPUT_TOKENS: used.input_tokens, names.OUTPUT_TOKENS: used.output_tokens} if used else {}
+
+
 # -- the service -------------------------------------------------------------------------------------------------------
 
 _REJECTIONS: Final = (ConfigError, ConflictError, NotFoundError)
@@ -622,7 +667,23 @@ class ForwardingService:
             self.counters.prompt_tokens += usage.input_tokens
             self.counters.response_tokens += usage.output_tokens
 
-    async def record_poll(self, pool: ServerPool, attempt: AttemptIds, response_id: str, body: bytes) -> None:
+    async def request_stored(self, pool: ServerPool, method: str, attempt: AttemptIds, response_id: str) -> bytes:
+        """The body of a response that its provider stores; POST cancels. `responses` records the attempt and the
+        provider of each while the attempt runs, since the provider's key alone would give access to those of all
+        attempts. Raises ApiError and StoreError."""
+        path = f"responses/{quote(response_id, safe='')}{'/cancel' if method == 'POST' else ''}"
+        seconds = pool.provider.timeout_seconds
+        try:
+            status, headers, body = await pool.fetch(method, path, timeout_seconds=seconds, affinity="/".join(attempt))
+        except TransportError as error:
+            raise from_transport(pool, error).api_error from error
+        if not 200 <= status < 300:
+            raise from_response(pool, status, headers, body).api_error
+        if method != "DELETE":
+            await self._record_poll(pool, attempt, response_id, body)
+        return body
+
+    async def _record_poll(self, pool: ServerPool, attempt: AttemptIds, response_id: str, body: bytes) -> None:
         """Record the end of a response that its provider worked on in the background, once: as a span below that of
         the call, with the answer, its usage and its cost. Raises StoreError."""
         call = self.responses.take_pending(attempt, response_id)
@@ -643,6 +704,68 @@ class ForwardingService:
         pool.dollars += used.get(names.COST, 0.0)
         pool.budgets.spend(attempt[0], used.get(names.COST, 0.0), usage.tokens)
         self.count_tokens(usage)
+
+    async def forward_as_is(self, pool: ServerPool, request: Request, caller: Caller, body: bytes) -> Response:
+        """The provider's response to a request, as it arrives, recorded before its last bytes. Raises ApiError."""
+        provider, server = pool.provider, pool.choose(caller.affinity)
+        path = request.scope["raw_path"].decode("latin-1").partition("/v1/")[2]
+        if ".." in unquote(path).split("/"):
+            raise ApiError(404, f"/v1/{path} is no path of the provider {provider.name!r}")
+        model = (parse_object(body) or {}).get("model") if body[:1] == b"{" else None
+        attributes: Json = {
+            names.PROVIDER_NAME: provider.name,
+            names.HTTP_METHOD: request.method,
+            names.URL_PATH: f"/v1/{path}",
+            **({names.REQUEST_MODEL: model} if isinstance(model, str) else {}),
+        }
+        record = CallRecord(f"{request.method} /v1/{path}", caller)
+
+        async def keep_span(failure: tuple[str, str] | None) -> None:
+            if caller.attempt is not None:
+                await run_to_completion(self.record([record.span(attributes, failure)]))
+
+        query = f"?{request.url.query}" if request.url.query else ""
+        try:
+            response = await pool.transport.send(
+                request.method,
+                provider.url(server.url, path) + query,
+                _headers(request.headers.raw, server.headers),
+                body,
+                connect_seconds=provider.connect_seconds,
+                timeout_seconds=provider.timeout_seconds,
+            )
+        except TransportError as error:
+            api_error = from_transport(pool, error).api_error
+            await keep_span(failure_of(api_error))
+            raise api_error from error
+        attributes[names.HTTP_STATUS] = response.status
+
+        async def chunks() -> AsyncGenerator[bytes]:
+            start, last, failure = b"", b"", None
+            error: tuple[str, str] | None = failure_of(asyncio.CancelledError())
+            try:
+                async with response:
+                    async for chunk in response.chunks():
+                        if last:
+                            yield last
+                        last = pool.redactor.redact_body(chunk)
+                        start = start + last if len(start) < _MAX_READ_BYTES else start
+                text = pool.redactor.text(start.decode(errors="replace")) if response.status >= 400 else ""
+                error = (str(response.status), text) if response.status >= 400 else None
+            except TransportError as broken:
+                failure = from_transport(pool, broken).api_error
+                error = failure_of(failure)
+            finally:
+                attributes.update(_usage(start))
+                await keep_span(error)
+            yield last
+            if failure is not None:
+                raise failure  # The caller must not take the response for complete.
+
+        streamed = StreamingResponse(chunks(), response.status)
+        own = [header for header in response.headers if header[0] in _OWN_HEADERS]
+        streamed.raw_headers = [*own, *pool.redactor.visible_headers(response.headers)]
+        return streamed
 
     async def count(self, call: ResolvedCall, size: int, writer: ResponseWriter) -> None:
         """Reply with the number of tokens of a prompt of `size` bytes: counted by the provider or its tokenizer, or
