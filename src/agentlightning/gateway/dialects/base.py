@@ -74,7 +74,7 @@ class OutputSchema:
     """The schema as JSON text."""
     check: Check
     given: Json = field(default_factory=lambda: {"type": "json_object"})
-    """As the request has it."""
+    """In terms of chat completions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -572,7 +572,11 @@ def text_format(where: str, value: Any, nested: bool) -> OutputSchema | None:
         return JSON_OBJECT
     details = value.get("json_schema") if kind == "json_schema" and nested else value
     if kind == "json_schema" and isinstance(details, dict):
-        return replace(json_schema(f"{where}.schema", details.get("schema")), given=value)
+        known = {
+            key: details[key] for key in ("name", "schema", "strict", "description") if details.get(key) is not None
+        }
+        given = value if nested else {"type": kind, "json_schema": {"name": "answer", "strict": True} | known}
+        return replace(json_schema(f"{where}.schema", details.get("schema")), given=given)
     raise bad_request(
         where, f"{where}={shorten(value)} cannot be honoured here; use the type text, json_object or json_schema"
     )

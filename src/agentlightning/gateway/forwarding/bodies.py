@@ -59,18 +59,6 @@ def given_params(raw: Json, params: SamplingParams, forced: Json) -> Json:
     return {name: getattr(params, name) for name in sorted(named)}
 
 
-def response_format_of(request: Request) -> Json | None:
-    """The response format of a request in terms of chat completions; None for plain text."""
-    content = request.constraint.content
-    if content is None:
-        return None
-    shape = dict(content.given)
-    if shape.get("type") != "json_schema" or "json_schema" in shape:
-        return shape
-    named = {key: shape[key] for key in ("name", "schema", "strict", "description") if shape.get(key) is not None}
-    return {"type": "json_schema", "json_schema": {"name": "answer", "strict": True} | named}
-
-
 # -- unsupported fields -----------------------------------------------------------------------------------------------
 
 _RESPONSES_NAMES: Final = {"max_tokens": "max_output_tokens", "temperature": "temperature", "top_p": "top_p"}
@@ -101,14 +89,9 @@ def reject_unsupported(path: ApiPath, request: Request, provider: Provider, para
         raise bad_request(name, f"{message}; leave it out")
 
 
-def split_stops(path: str, stops: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(stop strings for the provider, stop strings to apply here): the responses API has none, and Anthropic takes none
-    of whitespace only."""
-    if path == "responses":
-        return (), tuple(stops)
-    if path != "messages":
-        return tuple(stops), ()
-    return tuple(stop for stop in stops if stop.strip()), tuple(stop for stop in stops if not stop.strip())
+def own_stops(path: str, stops: Sequence[str]) -> tuple[str, ...]:
+    """The stop strings to apply here: the responses API has none, and Anthropic takes none of whitespace only."""
+    return tuple(stop for stop in stops if path == "responses" or (path == "messages" and not stop.strip()))
 
 
 # -- tools of OpenAI's APIs --------------------------------------------------------------------------------------------
@@ -143,17 +126,13 @@ def _choice(kind: str, details: Json, nested: bool) -> Json:
 
 def results_first(messages: Sequence[Message]) -> list[Message]:
     """The messages with tool results right after the turn that called the tools, as every provider requires."""
-    sorted_: list[Message] = []
-    answered: list[Message] | None = None
-    others: list[Message] = []
+    sorted_, others = list[Message](), list[Message]()
     for message in messages:
         if message["role"] == "assistant":
             sorted_ += [*others, message]
-            answered, others = [], []
-        elif answered is not None and message["role"] == "tool":
-            sorted_.append(message)
+            others = []
         else:
-            others.append(message)
+            (sorted_ if sorted_ and message["role"] == "tool" else others).append(message)
     return sorted_ + others
 
 
@@ -173,12 +152,11 @@ def turns_of(messages: Sequence[Message]) -> list[Message]:
 
 
 def known_turn(
-    path: ApiPath, messages: Sequence[Message], index: int, find_turn: TurnLookup
+    path: ApiPath, previous: Message | None, turn: Message, find_turn: TurnLookup
 ) -> tuple[list[Json] | None, list[Json]]:
     """(the blocks or items that the provider wrote of a turn of the assistant, if it still means the same; what to send
     back of the turn if it does not)."""
-    turn = messages[index]
-    before = find_turn(turn_key(messages[index - 1] if index else None, turn))
+    before = find_turn(turn_key(previous, turn))
     response, is_blocks = DIALECTS[path].response(), path == "messages"
     response.read({"type": "message", "content": before} if is_blocks else {"object": "response", "output": before})
     answer = response.choice()
@@ -211,13 +189,16 @@ def as_blocks(content: Content | None) -> list[Json]:
     return [_block(part) for part in non_empty_parts(content)]
 
 
-def system_text(messages: Sequence[Message]) -> str:
-    """The text of system messages. Raises UnsupportedContentError if they have more."""
-    if any(has_attachments(message.get("content")) for message in messages):
+def split_system(messages: Sequence[Message]) -> tuple[str, list[tuple[Message | None, Message]]]:
+    """(the text of the first system messages, each later message with the one before it). Raises
+    UnsupportedContentError if they have more than text."""
+    system = list(takewhile(lambda message: message["role"] == "system", messages))
+    if any(has_attachments(message.get("content")) for message in system):
         raise UnsupportedContentError(
             "the system prompt has an image or a file, which this provider accepts from a user only"
         )
-    return "\n\n".join([text for message in messages if (text := message.get("content"))])
+    texts = [text for message in system if (text := message.get("content"))]
+    return "\n\n".join(texts), list(zip([None, *messages], messages, strict=False))[len(system) :]
 
 
 def split_attachments(content: Content) -> tuple[str, list[Json]]:
@@ -300,8 +281,8 @@ def chat_body(request: Request, provider: Provider, model: str, params: Json, fi
     names = {"max_tokens": provider.limit_name}
     body |= {names.get(name, name): _on_the_wire(name, value) for name, value in params.items()}
     body |= openai_tools(request, lambda tool: tool, nested=True)
-    if (shape := response_format_of(request)) is not None:
-        body["response_format"] = shape
+    if content := request.constraint.content:
+        body["response_format"] = content.given
     if request.n > 1:
         body["n"] = request.n
     if request.logprobs:
@@ -318,10 +299,9 @@ def _on_the_wire(name: str, value: Any) -> Any:
 def _chat_messages(messages: Sequence[Message], provider: Provider, find_turn: TurnLookup) -> list[Json]:
     """Images in a tool result follow it as a user message, since tool messages hold text only."""
     known = _CHAT_KEYS | ({"reasoning_content"} if provider.token_ids else set())
-    previous: Message | None = None
-    sent: list[Json] = []
-    attachments: list[Json] = []
-    for message in results_first(messages):
+    sent, attachments = list[Json](), list[Json]()
+    sorted_ = results_first(messages)
+    for previous, message in zip([None, *sorted_], sorted_, strict=False):
         if message["role"] != "tool" and attachments:
             sent.append({"role": "user", "content": attachments})
             attachments = []
@@ -335,7 +315,6 @@ def _chat_messages(messages: Sequence[Message], provider: Provider, find_turn: T
             blocks = find_turn(turn_key(previous, message))
             fields |= _echoed(fields, [block for block in blocks if block.get("provider") == provider.name])
         sent.append(fields)
-        previous = message
     return [*sent, {"role": "user", "content": attachments}] if attachments else sent
 
 
@@ -366,8 +345,8 @@ def responses_body(request: Request, provider: Provider, model: str, params: Jso
         body["instructions"] = instructions
     body |= {_RESPONSES_NAMES[name]: value for name, value in params.items() if name in _RESPONSES_NAMES}
     body |= openai_tools(request, _tool, nested=False)
-    if (shape := response_format_of(request)) is not None:
-        body["text"] = {"format": {"type": shape["type"], **object_of(shape, "json_schema")}}
+    if content := request.constraint.content:
+        body["text"] = {"format": {"type": content.given["type"], **object_of(content.given, "json_schema")}}
     if request.logprobs:
         body["include"] = ["message.output_text.logprobs"]
     return body
@@ -375,20 +354,18 @@ def responses_body(request: Request, provider: Provider, model: str, params: Jso
 
 def _items(messages: Sequence[Message], find_turn: TurnLookup) -> tuple[str, list[Json]]:
     """(system prompt, items of the conversation)."""
-    instructions = list(takewhile(lambda message: message["role"] == "system", messages))
-    items: list[Json] = []
-    for index in range(len(instructions), len(messages)):
-        message = messages[index]
+    (instructions, turns), items = split_system(messages), list[Json]()
+    for previous, message in turns:
         role, content = message["role"], as_items(message.get("content") or "")
         if role == "tool":
             items.append({"type": "function_call_output", "call_id": message.get("tool_call_id"), "output": content})
         elif role == "assistant":
-            written, parts = known_turn("responses", messages, index, find_turn)
+            written, parts = known_turn("responses", previous, message, find_turn)
             parts += [{"role": role, "content": content}] if content else []
-            items += written or [*parts, *(_call(call) for call in message.get("tool_calls") or ())]
+            items += written or [*parts, *map(_call, message.get("tool_calls") or ())]
         else:
             items.append({"role": role, "content": content})
-    return system_text(instructions), items
+    return instructions, items
 
 
 def _call(call: Json) -> Json:
@@ -425,17 +402,17 @@ def messages_body(request: Request, provider: Provider, model: str, params: Json
         messages.append(_continuation(messages[-1], request, provider))
     most = params.get("max_tokens") or provider.max_output_tokens
     body: Json = {"model": model, "messages": messages, "max_tokens": most}
-    shape = response_format_of(request)
-    if shape is not None and shape["type"] == "json_object":
-        system, shape = "\n\n".join(filter(None, (system, _JSON_INSTRUCTION))), None
+    shape = request.constraint.content.given if request.constraint.content else {}
+    if shape.get("type") == "json_object":
+        system = "\n\n".join(filter(None, (system, _JSON_INSTRUCTION)))
     if system:
         body["system"] = system
     body |= {name: params[name] for name in ("temperature", "top_p", "top_k") if name in params}
-    if stops := split_stops("messages", params.get("stop") or ())[0]:
-        body["stop_sequences"] = list(stops)
+    if stops := [stop for stop in params.get("stop") or () if stop.strip()]:
+        body["stop_sequences"] = stops
     body |= _message_tools(request)
-    if shape is not None:
-        body["output_config"] = {"format": {"type": "json_schema", "schema": shape["json_schema"].get("schema")}}
+    if named := object_of(shape, "json_schema"):
+        body["output_config"] = {"format": {"type": "json_schema", "schema": named.get("schema")}}
     return body
 
 
@@ -459,14 +436,12 @@ def _continuation(last: Json, request: Request, provider: Provider) -> Json:
 def _turns(messages: Sequence[Message], find_turn: TurnLookup) -> tuple[str, list[Json]]:
     """(system prompt, alternating turns of user and assistant). Tool results and later system messages become part of
     the user's turns."""
-    system = list(takewhile(lambda message: message["role"] == "system", messages))
-    turns: list[Json] = []
-    for index in range(len(system), len(messages)):
-        message = messages[index]
+    (system, pairs), turns = split_system(messages), list[Json]()
+    for previous, message in pairs:
         given, role = message.get("content"), "user"
         content = as_blocks(given)
         if message["role"] == "assistant":
-            role, (written, thoughts) = "assistant", known_turn("messages", messages, index, find_turn)
+            role, (written, thoughts) = "assistant", known_turn("messages", previous, message, find_turn)
             content = written or [*thoughts, *content, *map(_tool_use, message.get("tool_calls") or ())]
         elif message["role"] == "tool":
             result = content if has_attachments(given) else given or ""
@@ -475,7 +450,7 @@ def _turns(messages: Sequence[Message], find_turn: TurnLookup) -> tuple[str, lis
             turns[-1]["content"] += content
         elif content:
             turns.append({"role": role, "content": [*content]})  # A copy: stored turns must not grow.
-    return system_text(system), turns
+    return system, turns
 
 
 def _tool_use(call: Json) -> Json:

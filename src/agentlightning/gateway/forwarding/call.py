@@ -59,7 +59,7 @@ from agentlightning.gateway.dialects.messages import count_reply
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.dialects.responses import LAST_EVENTS
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.forwarding.bodies import body_of, given_params, split_stops, translation_target, turns_of
+from agentlightning.gateway.forwarding.bodies import body_of, given_params, own_stops, translation_target, turns_of
 from agentlightning.gateway.http import PASSED, ResponseWriter, offload, parse_object, run_to_completion
 from agentlightning.gateway.record import (
     LIMITS,
@@ -508,7 +508,7 @@ def translate(
     service.counters.count_unknown(lost + tuple(name for name, mark in _LOST_FIELDS.items() if mark in sent))
     request = replace(request, params=params)
     head = ReplyMetadata(dialect.id_prefix + secrets.token_hex(12), route.name, int(time.time()))
-    answer = Answer(0, split_stops(target, params.stop)[1], dialect.call_prefix, provider.name)
+    answer = Answer(0, own_stops(target, params.stop), dialect.call_prefix, provider.name)
     record = ProviderRecord(
         caller=caller,
         trace_id=trace_id,
