@@ -17,6 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, suppress
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import Any, Final, Self, cast
 from urllib.parse import urlsplit
 
@@ -73,43 +74,31 @@ class Transport:
         """
         origin, target, host = self._parsed_url(url)
         request = request_bytes(method, target, host, headers, body)
-        if (connection := self._take_idle(origin)) is not None:
-            answer = await self._send_on(connection, request, timeout_seconds)
-            if answer is not None:
-                return answer
-        connection = await self._connect(origin, connect_seconds)
-        answer = await self._send_on(connection, request, timeout_seconds, fresh=True)
-        assert answer is not None
-        return answer
+        for kept in (self._take_idle(origin), None):
+            connection = kept or await self._connect(origin, connect_seconds)
+            response = connection.send(request, timeout_seconds)
+            self._busy.add(connection)
+            self._schedule_check(connection.last_data_at + min(timeout_seconds, IDLE_SECONDS))
+            try:
+                await response.wait_for_head()
+                return response
+            except TransportError:
+                if kept is None or not response.stale or self._closed:
+                    raise
+            except asyncio.CancelledError:
+                connection.abort()
+                raise
+        raise AssertionError("a new connection gives a response, or raises")
 
     async def close(self) -> None:
         """Close every connection; calls in flight fail."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        for connection in [*self._busy, *(each for idle in self._idle.values() for each in idle)]:
+        for connection in self._connections():
             connection.abort(TransportError("the transport was closed", "closed"))
         self._idle.clear()
         await asyncio.sleep(0)  # The connections close in the next iteration of the loop.
-
-    async def _send_on(
-        self, connection: Connection, request: bytes, timeout_seconds: float, *, fresh: bool = False
-    ) -> Response | None:
-        """None if a kept-alive connection turned out to be closed."""
-        now = time.monotonic()
-        answer = connection.send(request, timeout_seconds, now)
-        self._busy.add(connection)
-        self._schedule_check(now + min(timeout_seconds, IDLE_SECONDS))
-        try:
-            await answer.wait_for_head()
-        except TransportError:
-            if fresh or not answer.stale or self._closed:
-                raise
-            return None
-        except asyncio.CancelledError:
-            connection.abort()
-            raise
-        return answer
 
     # -- connections ---------------------------------------------------------------------------------------------
 
@@ -118,7 +107,7 @@ class Transport:
         idle = self._idle[origin]
         while idle:
             connection = idle.pop()
-            if connection.is_open and time.monotonic() - connection.idle_since < IDLE_SECONDS:
+            if connection.is_open and time.monotonic() < connection.deadline:
                 return connection
             connection.abort()
         return None
@@ -160,13 +149,16 @@ class Transport:
         except OSError as error:
             raise TransportError(f"{origin} cannot be reached{via}: {error}", "connect") from error
 
+    def _connections(self) -> list[Connection]:
+        return [*self._busy, *chain.from_iterable(self._idle.values())]
+
     def release(self, connection: Connection) -> None:
         """Take back a connection that can be reused."""
         self._busy.discard(connection)
         idle = self._idle[connection.origin]
         if len(idle) >= MAX_IDLE or self._closed:
             return connection.abort()
-        connection.idle_since = time.monotonic()
+        connection.last_data_at, connection.timeout_seconds = time.monotonic(), IDLE_SECONDS
         idle.append(connection)
 
     def remove(self, connection: Connection) -> None:
@@ -187,20 +179,12 @@ class Transport:
 
     def _check_timeouts(self) -> None:
         self._timer, now = None, time.monotonic()
-        for connection in list(self._busy):
-            silent = now - connection.last_data_at
-            if connection.awaits_data and silent >= connection.timeout_seconds:
+        for connection in self._connections():
+            if connection.deadline <= now:
                 message = f"{connection.origin} sent nothing for {connection.timeout_seconds:g} s"
                 connection.abort(TransportError(message, "timeout"))
-        for idle in self._idle.values():
-            while idle and now - idle[0].idle_since >= IDLE_SECONDS:
-                idle.popleft().abort()
-        ends = [
-            connection.last_data_at + connection.timeout_seconds for connection in self._busy if connection.awaits_data
-        ]
-        ends += [idle[0].idle_since + IDLE_SECONDS for idle in self._idle.values() if idle]
-        if self._busy or ends:
-            self._schedule_check(max(now + 0.01, min((now + IDLE_SECONDS, *ends))))
+        if ends := [end for connection in self._connections() if (end := connection.deadline) > now]:
+            self._schedule_check(max(now + 0.01, min(now + IDLE_SECONDS, *ends)))
 
     # -- URLs ----------------------------------------------------------------------------------------------------
 
@@ -231,8 +215,8 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, pool: Transport, origin: Origin) -> None:
         self.origin = origin
-        self.idle_since = 0.0
         self.last_data_at = 0.0
+        """When data came last, or it was asked for any, or became idle."""
         self.timeout_seconds = 0.0
         self._owner = pool
         self._parser = httptools.HttpResponseParser(self)
@@ -247,15 +231,16 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     @property
-    def awaits_data(self) -> bool:
-        """Whether the server has data to send."""
-        return self._response is not None and not self._response.paused
+    def deadline(self) -> float:
+        """When it is closed unless data comes."""
+        is_paused = self._response is not None and self._response.paused
+        return math.inf if is_paused else self.last_data_at + self.timeout_seconds
 
-    def send(self, request: bytes, timeout_seconds: float, now: float) -> Response:
+    def send(self, request: bytes, timeout_seconds: float) -> Response:
         """Write a request."""
         assert self._transport is not None
         assert self._response is None
-        self.timeout_seconds, self.last_data_at, self._head_bytes = timeout_seconds, now, 0
+        self.timeout_seconds, self.last_data_at, self._head_bytes = timeout_seconds, time.monotonic(), 0
         answer = self._response = Response(self)
         self._transport.write(request)
         return answer
@@ -270,14 +255,12 @@ class Connection(asyncio.Protocol):
 
     # -- for the response ----------------------------------------------------------------------------------------
 
-    def pause(self) -> None:
-        if self._transport is not None:
-            self._transport.pause_reading()
-
-    def resume(self) -> None:
-        self.last_data_at = time.monotonic()
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
+    def pause(self, response: Response, paused: bool) -> None:
+        """Stop to read, or go on."""
+        if response.paused is not paused:
+            response.paused, self.last_data_at = paused, time.monotonic()
+            if self._transport is not None and not self._transport.is_closing():
+                (self._transport.pause_reading if paused else self._transport.resume_reading)()
 
     # -- called by asyncio ---------------------------------------------------------------------------------------
 
@@ -300,9 +283,8 @@ class Connection(asyncio.Protocol):
             self.abort(TransportError(f"{self.origin} sent a head of more than {MAX_HEAD_BYTES} bytes", "protocol"))
         elif answer.is_complete:
             self._release(answer)
-        elif len(answer.unread) > HIGH_WATER_BYTES and not answer.paused:
-            answer.paused = True
-            self.pause()
+        elif len(answer.unread) > HIGH_WATER_BYTES:
+            self.pause(answer, True)
         answer.wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -321,9 +303,7 @@ class Connection(asyncio.Protocol):
 
     def _release(self, answer: Response) -> None:
         self._response = None
-        if answer.paused:
-            answer.paused = False
-            self.resume()
+        self.pause(answer, False)
         if answer.keep_alive and self.is_open:
             self._owner.release(self)
         elif self._transport is not None:
@@ -387,7 +367,7 @@ class Tunnel(Connection):
         """The connection to the server. Raises TransportError if the proxy opens none."""
         authority, reason = origin.authority.encode(), cast("Reason", "connect")
         request = request_bytes("CONNECT", authority, authority, proxy.headers)
-        answer = self.send(request, math.inf, time.monotonic())
+        answer = self.send(request, math.inf)
         try:
             await answer.wait_for_head()
         except TransportError as error:
@@ -440,15 +420,14 @@ class Response:
         """Read the whole body. Raises TransportError if it breaks off."""
         if self.is_complete and self.error is None:
             return self._take()
-        parts, size = [], 0
+        body = bytearray()
         async for part in self.chunks():
-            parts.append(part)
-            size += len(part)
-            if size > MAX_BODY_BYTES:
+            body += part
+            if len(body) > MAX_BODY_BYTES:
                 error = TransportError(f"the response is longer than {MAX_BODY_BYTES} bytes", "protocol")
                 self._connection.abort(error)
                 raise error
-        return b"".join(parts)
+        return bytes(body)
 
     async def chunks(self, gather_seconds: float = 0.0) -> AsyncIterator[bytes]:
         """The body as it arrives; after each part, nothing is read for `gather_seconds`, so that the next is larger.
@@ -457,11 +436,11 @@ class Response:
             if self.unread:
                 yield self._take()
                 if gather_seconds and not self.is_complete:
-                    self._connection.pause()
+                    self._connection.pause(self, True)
                     try:
                         await asyncio.sleep(gather_seconds)
                     finally:
-                        self._connection.resume()
+                        self._connection.pause(self, False)
             elif self.is_complete and self.error is None:
                 return
             else:
@@ -480,9 +459,7 @@ class Response:
     def _take(self) -> bytes:
         body = bytes(self.unread)
         self.unread.clear()
-        if self.paused:
-            self.paused = False
-            self._connection.resume()
+        self._connection.pause(self, False)
         return body
 
     async def __aenter__(self) -> Self:
