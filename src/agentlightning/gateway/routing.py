@@ -183,6 +183,11 @@ class ResolvedCall(NamedTuple):
     """The parsed request."""
     route: ModelRoute
 
+    @property
+    def trace_id(self) -> str:
+        """That of the attempt, if there is one."""
+        return self.context.trace_id if self.context else ""
+
 
 class Router:
     """The routes. An engine may answer some agents with adapters (`AgentEngines`). `default_model` is an engine, or a

@@ -491,7 +491,6 @@ _FAILED_REASONS: Final = {"insufficient_system_resource": 503, "overloaded": 503
 def translate(
     service: ForwardingService,
     call: ResolvedCall,
-    trace_id: str = "",
     resource: str = "",
     forced: Json | None = None,
 ) -> TranslatedCall:
@@ -511,7 +510,7 @@ def translate(
     answer = Answer(0, own_stops(target, params.stop), dialect.call_prefix, provider.name)
     record = ProviderRecord(
         caller=caller,
-        trace_id=trace_id,
+        trace_id=call.trace_id,
         path=target,
         route=route,
         data=body,
@@ -676,9 +675,9 @@ class ForwardingService:
         try:
             status, headers, body = await pool.fetch(method, path, timeout_seconds=seconds, affinity="/".join(attempt))
         except TransportError as error:
-            raise from_transport(pool, error).api_error from error
+            raise from_transport(pool, error) from error
         if not 200 <= status < 300:
-            raise from_response(pool, status, headers, body).api_error
+            raise from_response(pool, status, headers, body)
         if method != "DELETE":
             await self._record_poll(pool, attempt, response_id, body)
         return body
@@ -720,9 +719,9 @@ class ForwardingService:
         }
         record = CallRecord(f"{request.method} /v1/{path}", caller)
 
-        async def keep_span(failure: tuple[str, str] | None) -> None:
+        async def keep_span(error: BaseException | None) -> None:
             if caller.attempt is not None:
-                await run_to_completion(self.record([record.span(attributes, failure)]))
+                await run_to_completion(self.record([record.span(attributes, error and failure_of(error))]))
 
         query = f"?{request.url.query}" if request.url.query else ""
         try:
@@ -735,26 +734,24 @@ class ForwardingService:
                 timeout_seconds=provider.timeout_seconds,
             )
         except TransportError as error:
-            api_error = from_transport(pool, error).api_error
-            await keep_span(failure_of(api_error))
-            raise api_error from error
-        attributes[names.HTTP_STATUS] = response.status
+            await keep_span(failure := from_transport(pool, error))
+            raise failure from error
+        status = attributes[names.HTTP_STATUS] = response.status
 
         async def chunks() -> AsyncGenerator[bytes]:
             start, last, failure = b"", b"", None
-            error: tuple[str, str] | None = failure_of(asyncio.CancelledError())
+            error: BaseException | None = asyncio.CancelledError()
             try:
                 async with response:
                     async for chunk in response.chunks():
                         if last:
                             yield last
                         last = pool.redactor.redact_body(chunk)
-                        start = start + last if len(start) < _MAX_READ_BYTES else start
-                text = pool.redactor.text(start.decode(errors="replace")) if response.status >= 400 else ""
-                error = (str(response.status), text) if response.status >= 400 else None
+                        start += last if len(start) < _MAX_READ_BYTES else b""
+                text = pool.redactor.text(start.decode(errors="replace")) if status >= 400 else ""
+                error = ApiError(status, text, code=str(status)) if status >= 400 else None
             except TransportError as broken:
-                failure = from_transport(pool, broken).api_error
-                error = failure_of(failure)
+                error = failure = from_transport(pool, broken)
             finally:
                 attributes.update(_usage(start))
                 await keep_span(error)
@@ -762,7 +759,7 @@ class ForwardingService:
             if failure is not None:
                 raise failure  # The caller must not take the response for complete.
 
-        streamed = StreamingResponse(chunks(), response.status)
+        streamed = StreamingResponse(chunks(), status)
         own = [header for header in response.headers if header[0] in _OWN_HEADERS]
         streamed.raw_headers = [*own, *pool.redactor.visible_headers(response.headers)]
         return streamed
@@ -823,21 +820,23 @@ class ForwardingService:
 
     def _prepare(self, call: ResolvedCall) -> ForwardedCall:
         path, headers, caller, context, data, route = call
-        resource, forced, trace_id, overridden = "", Json(), "", tuple[str, ...]()
+        assert route.provider is not None
+        provider, resource, forced, overridden = route.provider, "", Json(), tuple[str, ...]()
         if context is not None:
             resource, forced = context.sampling_parameters(route.name)
-            trace_id = context.trace_id
             # A provider that reports tokens may serve a model in training; any other is a third party.
-            reports = route.provider is not None and route.provider.token_ids
+            reports = provider.token_ids
             if caller.temperature is not None and (reports or route.name in context.llms):
                 forced = {"temperature": caller.temperature, **forced}
             if reports and is_training(context, caller.mode, route.name):
                 data, overridden = self.on_policy.strip_request(data, forced)
-        if route.provider is None or not route.provider.serves(path):
-            forwarded = translate(self, call._replace(body=data), trace_id, resource, forced)
-        else:
-            record = ProviderRecord(caller=caller, trace_id=trace_id, path=path, route=route, data=data, forced=forced)
+        if provider.serves(path):
+            record = ProviderRecord(
+                caller=caller, trace_id=call.trace_id, path=path, route=route, data=data, forced=forced
+            )
             forwarded = ForwardedCall(self, record, headers)
+        else:
+            forwarded = translate(self, call._replace(body=data), resource, forced)
         if overridden:
             forwarded.record.extra_attributes[names.OVERRIDDEN] = list(overridden)
         return forwarded

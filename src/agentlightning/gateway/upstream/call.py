@@ -315,20 +315,17 @@ _MASKED: Final = re.compile(r"\S*\*{3}\S*")
 """What a provider shows of a key that it refuses."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A failed try."""
+class ProviderError(ApiError):
+    """A failed try, and the error for the caller if there is no further one."""
 
-    api_error: ApiError
-    """The error for the caller if there is no further try."""
-    is_retryable: bool = False
+    is_retryable = False
     """Whether another try may succeed."""
-    counts_against_health: bool = False
+    counts_against_health = False
     """Whether the server counts as unhealthy for it."""
-    unreachable: bool = False
+    unreachable = False
 
 
-def from_transport(pool: ServerPool, error: TransportError) -> Failure:
+def from_transport(pool: ServerPool, error: TransportError) -> ProviderError:
     """The failure of a try without a response."""
     provider, reason = pool.provider, error.reason
     problem, code = {
@@ -340,17 +337,15 @@ def from_transport(pool: ServerPool, error: TransportError) -> Failure:
         "protocol": ("sent an invalid HTTP response", "provider_protocol"),
     }[reason]
     message = f"the provider {provider.name!r} {problem}: {pool.redactor.text(str(error))}"
-    return Failure(
-        ApiError(504 if reason == "timeout" else 502, message, code=code, retry=provider.final),
-        is_retryable=reason in ("connect", "closed"),
-        counts_against_health=reason != "proxy",
-        unreachable=reason in ("connect", "tls"),
-    )
+    failure = ProviderError(504 if reason == "timeout" else 502, message, code=code, retry=provider.final)
+    failure.is_retryable, failure.counts_against_health = reason in ("connect", "closed"), reason != "proxy"
+    failure.unreachable = reason in ("connect", "tls")
+    return failure
 
 
-def from_response(pool: ServerPool, status: int, headers: Headers, body: bytes) -> Failure:
+def from_response(pool: ServerPool, status: int, headers: Headers, body: bytes) -> ProviderError:
     """The failure of a try with an error response."""
-    provider, failed, after = pool.provider, status >= 500, retry_after(headers)
+    provider, failed = pool.provider, status >= 500
     subject, key = f"the provider {provider.name!r}", provider.key()
     text, code, param = (text and pool.redactor.text(text) for text in error_fields(body, loads_tolerantly))
     message, given = text or f"{subject} responded with status {status}", f"{code} {text}"
@@ -360,19 +355,21 @@ def from_response(pool: ServerPool, status: int, headers: Headers, body: bytes) 
         shown = _MASKED.sub(HIDDEN, (text or "").replace(key or HIDDEN, HIDDEN))
         used = "the configured API key" if key or provider.headers else "the call, for which no API key is configured"
         message = f"{subject} rejected {used} (status {status})" + (f": {shown}" if shown else "")
-        return Failure(ApiError(502, message, code="provider_key_refused", retry=False))
+        return ProviderError(502, message, code="provider_key_refused", retry=False)
     if status == 407:  # Addressed to the client of the proxy, which is the gateway.
         message = f"{subject} cannot be reached through its proxy: it requires other credentials"
-        return Failure(ApiError(502, message, code="proxy_refused", retry=provider.final))
+        return ProviderError(502, message, code="proxy_refused", retry=provider.final)
     if status < 400:
         failed, status, code, hint = True, 502, "provider_protocol", False
     elif failed:
         code = code or "provider_error"
     elif code is None and status in (400, 413, 422) and CONTEXT_ERROR.search(message):
         code = "context_length_exceeded"
-    retry, retryable = (provider.final, failed or status in _RETRYABLE) if hint is None else (hint, hint)
-    api_error = ApiError(status, message, code=code, param=param, retry=retry, retry_after=after)
-    return Failure(api_error, retryable, counts_against_health=failed)
+    failure = ProviderError(status, message, code=code, param=param, retry=hint, retry_after=retry_after(headers))
+    failure.is_retryable, failure.counts_against_health = bool(hint), failed
+    if hint is None:
+        failure.retry, failure.is_retryable = provider.final, failed or status in _RETRYABLE
+    return failure
 
 
 def unreadable_response(pool: ServerPool, problem: str) -> ApiError:
@@ -558,7 +555,7 @@ class UpstreamCall:
         except TransportError as error:
             failure = from_transport(self.pool, error)
             self._update_health(failure)
-            raise failure.api_error from error
+            raise failure from error
 
     async def _send(self) -> None:
         """Send until a try succeeds. Raises ApiError after the last one."""
@@ -568,13 +565,13 @@ class UpstreamCall:
             if (failure := await self._send_once(server)) is None:
                 return
             if (pause := self._retry_pause(failure, tried)) is None:
-                raise failure.api_error
+                raise failure
             if self._reservation is not None and self._charged.tokens:
                 self._reservation.check()
             self.retries += 1
             self.pool.num_retries += 1
             self.pool.rate_limiter.record_retry()
-            logger.info("retrying a call to the provider %r: %s", self._provider.name, failure.api_error.message)
+            logger.info("retrying a call to the provider %r: %s", self._provider.name, failure.message)
             await self._pause(pause)
 
     async def _choose_server(self, tried: Sequence[ProviderServer]) -> ProviderServer:
@@ -592,7 +589,7 @@ class UpstreamCall:
         self._wait_left -= seconds
         await asyncio.sleep(seconds)
 
-    async def _send_once(self, server: ProviderServer) -> Failure | None:
+    async def _send_once(self, server: ProviderServer) -> ProviderError | None:
         """Send to one server, and read up to the first byte that the caller may see. Returns the failure, if any."""
         provider, failure, given = self._provider, None, {name for name, _ in server.headers}
         self._server, self.status = server, 0
@@ -638,9 +635,9 @@ class UpstreamCall:
         if response is not None:
             response.close()
 
-    def _update_health(self, failure: Failure) -> None:
+    def _update_health(self, failure: ProviderError) -> None:
         """Record a failure with its server."""
-        server, provider, seconds = self._server, self._provider, failure.api_error.retry_after
+        server, provider, seconds = self._server, self._provider, failure.retry_after
         if server is None:
             return
         if failure.counts_against_health:
@@ -650,23 +647,23 @@ class UpstreamCall:
         if seconds is not None and (provider.retries or seconds <= provider.max_wait_seconds):
             server.pause(self.model, min(seconds, _MAX_PAUSE_SECONDS))
 
-    def _retry_pause(self, failure: Failure, tried: Sequence[ProviderServer]) -> float | None:
+    def _retry_pause(self, failure: ProviderError, tried: Sequence[ProviderServer]) -> float | None:
         """Seconds until the next try; None if there is none. A rate limit that says when it ends is waited for, or
         another server is asked; all else takes a retry of this call, and one of the provider's budget."""
-        api_error, after = failure.api_error, failure.api_error.retry_after
+        after = failure.retry_after
         if not failure.is_retryable or not self._provider.retries:
             return None
         server = self.pool.choose(self.affinity, tried, self.model)
         is_free = server not in tried and server.accepts(self.model)
         if after and not is_free and after > self._wait_left:
-            api_error.retry = True  # The gateway does not wait, but the caller may.
+            failure.retry = True  # The gateway does not wait, but the caller may.
             return None
-        if after and api_error.status == 429:
+        if after and failure.status == 429:
             return 0.0 if is_free else max(after, _BACKOFF_SECONDS)
         if self._failures >= self._provider.retries:
             return None
         if not self.pool.take_retry():
-            api_error.retry = api_error.retry or None  # The caller may.
+            failure.retry = failure.retry or None  # The caller may.
             return None
         self._failures += 1
         if is_free:
