@@ -26,6 +26,7 @@ from agentlightning.gateway.answer import (
     RefusalDelta,
     ToolCall,
     Usage,
+    object_of,
 )
 from agentlightning.gateway.dialects.base import (
     MESSAGES_PARAMS,
@@ -387,6 +388,8 @@ class MessagesResponse(ProviderResponse):
         """Content blocks that are not complete, by their index."""
         self._deltas: dict[Any, dict[str, list[str]]] = {}
         """The deltas of each, by the field they extend: joined once, at the end of the block."""
+        self._used: Json = {}
+        """What was reported last of each part of the usage: the end may report its output alone, or in less detail."""
 
     def _read(self, data: Json) -> None:
         place = data.get("index")
@@ -417,7 +420,8 @@ class MessagesResponse(ProviderResponse):
         )
         self.choice().end(*given)
         if usage:
-            self._add_usage(messages_usage(usage, self.usage or Usage()))
+            self._used |= {name: value for name, value in usage.items() if value and isinstance(value, int | dict)}
+            self._add_usage(messages_usage(self._used))
 
     def _start(self, place: Any, block: Json) -> None:
         self._blocks[place] = dict(block)
@@ -458,19 +462,12 @@ class MessagesResponse(ProviderResponse):
         (answer.add_block if block.get("type") in _OWN else answer.add_hosted_call)(block)
 
 
-def messages_usage(usage: Json, before: Usage) -> Usage:
-    """`before`: what an earlier event of the same answer reported."""
-    cached, written = usage.get("cache_read_input_tokens") or 0, usage.get("cache_creation_input_tokens") or 0
-    prompt, written_before = (usage.get("input_tokens") or 0) + cached + written, before.written_tokens
-    written_before += before.written_hour_tokens
-    if not prompt:  # The end may report its output alone,
-        prompt, cached, written = before.input_tokens, before.cached_tokens, written_before
-    hour = (usage.get("cache_creation") or {}).get("ephemeral_1h_input_tokens") or 0
-    if not hour and written == written_before:  # or the rest in less detail.
-        hour = before.written_hour_tokens
-    output = usage.get("output_tokens") or before.output_tokens
-    thought = (usage.get("output_tokens_details") or {}).get("thinking_tokens") or before.reasoning_tokens
-    return Usage.counted(prompt, output, cached or before.cached_tokens, written - hour, hour, thought)
+def messages_usage(usage: Json) -> Usage:
+    read, written = (usage.get(f"cache_{kind}_input_tokens", 0) for kind in ("read", "creation"))
+    hour = object_of(usage, "cache_creation").get("ephemeral_1h_input_tokens") or 0
+    thought = object_of(usage, "output_tokens_details").get("thinking_tokens")
+    prompt = usage.get("input_tokens", 0) + read + written
+    return Usage.counted(prompt, usage.get("output_tokens"), read, written - hour, hour, thought)
 
 
 MESSAGES: Final = Dialect(

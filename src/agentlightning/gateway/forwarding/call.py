@@ -245,14 +245,6 @@ def _are_numbers(prompt: Any, token_ids: Any, logprobs: Any) -> bool:
 # -- the request -------------------------------------------------------------------------------------------------------
 
 
-def encode_request(request: Json) -> bytes:
-    """Serialize a request. Raises ApiError 400 if it is nested too deeply."""
-    try:
-        return dumps(request)
-    except TypeError as error:
-        raise ApiError(400, f"the request cannot be passed on: {error}", code="invalid_json") from None
-
-
 @dataclass(slots=True)
 class AddedFields:
     """Fields that were requested for the record, and are removed from the response."""
@@ -312,7 +304,7 @@ def upstream_call(record: ProviderRecord, headers: Mapping[str, str], added: Add
     return UpstreamCall(
         route.servers,
         path,
-        encode_request(body),
+        dumps(body),
         body.get("stream") is True,
         [(name.encode(), value.encode("latin-1")) for name, value in passed],
         record.caller.affinity,
@@ -499,7 +491,7 @@ def translate(
     provider, route, caller, raw = call.route.provider, call.route, call.caller, call.body
     assert provider is not None
     target, dialect = translation_target(call.path, provider), DIALECTS[call.path]
-    lookup, sent = service.responses.lookup(caller.attempt), encode_request(raw)
+    lookup, sent = service.responses.lookup(caller.attempt), dumps(raw)
     request = replace(dialect.read(dict(raw), lookup, attachments=True), raw=raw)
     params = apply_resource_params(request.params, resource, forced or {})
     given = given_params(raw, params, forced or {})
