@@ -42,9 +42,9 @@ TurnLookup = Callable[[bytes], list[Json]]
 """Finds a turn as its provider wrote it, by its key; empty if it is not known."""
 
 
-Write = Callable[[Request, Provider, str, Json, TurnLookup], Json]
-"""Writes the body for one path: of a request, for a provider and its model, with the sampling parameters that were set,
-by their names in `SamplingParams`. Raises ApiError 400."""
+Write = Callable[[Request, Provider, str, TurnLookup], Json]
+"""Writes the body for one path: of a request, for a provider and its model, without sampling parameters. Raises
+ApiError 400, and UnsupportedContentError."""
 
 
 _READERS: Final = {**RESPONSES_PARAMS, **MESSAGES_PARAMS}
@@ -61,9 +61,8 @@ def given_params(raw: Json, params: SamplingParams, forced: Json) -> Json:
 
 # -- unsupported fields -----------------------------------------------------------------------------------------------
 
-_RESPONSES_NAMES: Final = {"max_tokens": "max_output_tokens", "temperature": "temperature", "top_p": "top_p"}
 _PARAMS: Final = {
-    "responses": {*_RESPONSES_NAMES, "stop"},  # Stop strings are applied here.
+    "responses": {"max_tokens", "temperature", "top_p", "stop"},
     "messages": {"max_tokens", "temperature", "top_p", "top_k", "stop"},
 }
 """The sampling parameters of paths that do not have all, by their names in `SamplingParams`."""
@@ -92,6 +91,29 @@ def reject_unsupported(path: ApiPath, request: Request, provider: Provider, para
 def own_stops(path: str, stops: Sequence[str]) -> tuple[str, ...]:
     """The stop strings to apply here: the responses API has none, and Anthropic takes none of whitespace only."""
     return tuple(stop for stop in stops if path == "responses" or (path == "messages" and not stop.strip()))
+
+
+_NAMES: Final = {("stop", "messages"): "stop_sequences", ("max_tokens", "responses"): "max_output_tokens"}
+
+
+def wire_name(name: str, path: str, provider: Provider) -> str:
+    """The name of a sampling parameter in a request to a provider."""
+    is_limit = name == "max_tokens" and path == "chat/completions"
+    return provider.limit_name if is_limit else _NAMES.get((name, path), name)
+
+
+def _wire_params(path: str, provider: Provider, params: Json) -> Json:
+    """The sampling parameters as a path has them, without stop strings that are applied here."""
+    found: Json = {}
+    for name, value in params.items():
+        if name not in _PARAMS.get(path, params):
+            continue
+        if name == "stop":
+            value = [stop for stop in value if stop not in own_stops(path, value)]
+        elif name == "logit_bias":
+            value = {str(token): bias for token, bias in value}
+        found |= {} if value == [] else {wire_name(name, path, provider): value}
+    return found
 
 
 # -- tools of OpenAI's APIs --------------------------------------------------------------------------------------------
@@ -174,19 +196,9 @@ class UnsupportedContentError(ValueError):
     """An image or a file that the provider's dialect cannot express; the message says which, and what to do."""
 
 
-def as_chat(content: Content) -> str | list[Json]:
-    """The content of a message for chat completions. Raises UnsupportedContentError for a file given by its address."""
-    return content if isinstance(content, str) else [_chat_part(part) for part in non_empty_parts(content)]
-
-
-def as_items(content: Content) -> str | list[Json]:
-    """The content of a message, or the output of a call, for OpenAI's responses."""
-    return content if isinstance(content, str) else [_item_part(part) for part in non_empty_parts(content)]
-
-
-def as_blocks(content: Content | None) -> list[Json]:
-    """The content of a message for Anthropic's messages, without empty texts."""
-    return [_block(part) for part in non_empty_parts(content)]
+def openai_content(content: Content, written: Callable[[Part], Json]) -> str | list[Json]:
+    """The content of a message for OpenAI's APIs, each part as it is `written`."""
+    return content if isinstance(content, str) else [written(part) for part in non_empty_parts(content)]
 
 
 def split_system(messages: Sequence[Message]) -> tuple[str, list[tuple[Message | None, Message]]]:
@@ -202,13 +214,14 @@ def split_system(messages: Sequence[Message]) -> tuple[str, list[tuple[Message |
 
 
 def split_attachments(content: Content) -> tuple[str, list[Json]]:
-    """(the text, each image and file as a part for chat completions). Raises UnsupportedContentError as `as_chat`."""
+    """(the text, each image and file as a part for chat completions). Raises UnsupportedContentError as `chat_part`."""
     parts = non_empty_parts(content)
     words = [part["text"] for part in parts if part["type"] == "text"]
-    return "\n".join(words), [_chat_part(part) for part in parts if part["type"] != "text"]
+    return "\n".join(words), [chat_part(part) for part in parts if part["type"] != "text"]
 
 
-def _chat_part(part: Part) -> Json:
+def chat_part(part: Part) -> Json:
+    """For chat completions. Raises UnsupportedContentError for a file given by its address."""
     if part["type"] == "text":
         return {**part}
     url = part["url"]
@@ -274,13 +287,10 @@ def _suffix(url: str) -> str:
 # -- chat completions --------------------------------------------------------------------------------------------------
 
 
-def chat_body(request: Request, provider: Provider, model: str, params: Json, find_turn: TurnLookup) -> Json:
+def chat_body(request: Request, provider: Provider, model: str, find_turn: TurnLookup) -> Json:
     """The body of POST /v1/chat/completions. Raises UnsupportedContentError."""
     messages = _chat_messages(request.messages, provider, find_turn)
-    body: Json = {"model": model, "messages": messages}
-    names = {"max_tokens": provider.limit_name}
-    body |= {names.get(name, name): _on_the_wire(name, value) for name, value in params.items()}
-    body |= openai_tools(request, lambda tool: tool, nested=True)
+    body: Json = {"model": model, "messages": messages} | openai_tools(request, lambda tool: tool, nested=True)
     if content := request.constraint.content:
         body["response_format"] = content.given
     if request.n > 1:
@@ -288,12 +298,6 @@ def chat_body(request: Request, provider: Provider, model: str, params: Json, fi
     if request.logprobs:
         body["logprobs"] = True
     return body
-
-
-def _on_the_wire(name: str, value: Any) -> Any:
-    if name == "logit_bias":
-        return {str(token): bias for token, bias in value}
-    return list(value) if name == "stop" else value
 
 
 def _chat_messages(messages: Sequence[Message], provider: Provider, find_turn: TurnLookup) -> list[Json]:
@@ -310,7 +314,7 @@ def _chat_messages(messages: Sequence[Message], provider: Provider, find_turn: T
             content, images = split_attachments(content)
             attachments += images
         fields = {key: value for key, value in message.items() if key in known}
-        fields["content"] = None if not content and message.get("tool_calls") else as_chat(content)
+        fields["content"] = None if not content and message.get("tool_calls") else openai_content(content, chat_part)
         if message["role"] == "assistant":
             blocks = find_turn(turn_key(previous, message))
             fields |= _echoed(fields, [block for block in blocks if block.get("provider") == provider.name])
@@ -337,13 +341,12 @@ _CHAT_KEYS: Final = frozenset({"role", "content", "name", "tool_calls", "tool_ca
 # -- responses ---------------------------------------------------------------------------------------------------------
 
 
-def responses_body(request: Request, provider: Provider, model: str, params: Json, find_turn: TurnLookup) -> Json:
+def responses_body(request: Request, provider: Provider, model: str, find_turn: TurnLookup) -> Json:
     """The body of POST /v1/responses. Raises UnsupportedContentError."""
     instructions, items = _items(turns_of(request.messages), find_turn)
     body: Json = {"model": model, "input": items, "store": False}
     if instructions:
         body["instructions"] = instructions
-    body |= {_RESPONSES_NAMES[name]: value for name, value in params.items() if name in _RESPONSES_NAMES}
     body |= openai_tools(request, _tool, nested=False)
     if content := request.constraint.content:
         body["text"] = {"format": {"type": content.given["type"], **object_of(content.given, "json_schema")}}
@@ -356,7 +359,7 @@ def _items(messages: Sequence[Message], find_turn: TurnLookup) -> tuple[str, lis
     """(system prompt, items of the conversation)."""
     (instructions, turns), items = split_system(messages), list[Json]()
     for previous, message in turns:
-        role, content = message["role"], as_items(message.get("content") or "")
+        role, content = message["role"], openai_content(message.get("content") or "", _item_part)
         if role == "tool":
             items.append({"type": "function_call_output", "call_id": message.get("tool_call_id"), "output": content})
         elif role == "assistant":
@@ -395,21 +398,17 @@ _MIN_THINKING_TOKENS: Final = 1024
 """Anthropic's smallest thinking budget."""
 
 
-def messages_body(request: Request, provider: Provider, model: str, params: Json, find_turn: TurnLookup) -> Json:
+def messages_body(request: Request, provider: Provider, model: str, find_turn: TurnLookup) -> Json:
     """The body of POST /v1/messages. Raises ApiError 400, and UnsupportedContentError."""
     system, messages = _turns(turns_of(request.messages), find_turn)
     if messages and messages[-1]["role"] == "assistant":
         messages.append(_continuation(messages[-1], request, provider))
-    most = params.get("max_tokens") or provider.max_output_tokens
-    body: Json = {"model": model, "messages": messages, "max_tokens": most}
+    body: Json = {"model": model, "messages": messages, "max_tokens": provider.max_output_tokens}
     shape = request.constraint.content.given if request.constraint.content else {}
     if shape.get("type") == "json_object":
         system = "\n\n".join(filter(None, (system, _JSON_INSTRUCTION)))
     if system:
         body["system"] = system
-    body |= {name: params[name] for name in ("temperature", "top_p", "top_k") if name in params}
-    if stops := [stop for stop in params.get("stop") or () if stop.strip()]:
-        body["stop_sequences"] = stops
     body |= _message_tools(request)
     if named := object_of(shape, "json_schema"):
         body["output_config"] = {"format": {"type": "json_schema", "schema": named.get("schema")}}
@@ -439,7 +438,7 @@ def _turns(messages: Sequence[Message], find_turn: TurnLookup) -> tuple[str, lis
     (system, pairs), turns = split_system(messages), list[Json]()
     for previous, message in pairs:
         given, role = message.get("content"), "user"
-        content = as_blocks(given)
+        content = [_block(part) for part in non_empty_parts(given)]
         if message["role"] == "assistant":
             role, (written, thoughts) = "assistant", known_turn("messages", previous, message, find_turn)
             content = written or [*thoughts, *content, *map(_tool_use, message.get("tool_calls") or ())]
@@ -560,9 +559,10 @@ def body_of(
     settings, taken = _settings(path, request, model)
     reject_unsupported(path, request, provider, params)
     try:
-        body = _WRITERS[path](request, provider, model, params, find_turn)
+        body = _WRITERS[path](request, provider, model, find_turn)
     except UnsupportedContentError as error:
         raise bad_request("messages" if "messages" in request.raw else "input", str(error)) from None
+    body |= _wire_params(path, provider, params)
     if request.logprobs and request.params.top_logprobs:
         body["top_logprobs"] = request.params.top_logprobs
     if request.stream:

@@ -59,7 +59,14 @@ from agentlightning.gateway.dialects.messages import count_reply
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.dialects.responses import LAST_EVENTS
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.forwarding.bodies import body_of, given_params, own_stops, translation_target, turns_of
+from agentlightning.gateway.forwarding.bodies import (
+    body_of,
+    given_params,
+    own_stops,
+    translation_target,
+    turns_of,
+    wire_name,
+)
 from agentlightning.gateway.http import PASSED, ResponseWriter, offload, parse_object, run_to_completion
 from agentlightning.gateway.record import (
     LIMITS,
@@ -296,7 +303,9 @@ def upstream_call(record: ProviderRecord, headers: Mapping[str, str], added: Add
     for name, value in record.forced.items():
         if name == "max_tokens":  # A request with two limits is rejected.
             body = {key: own for key, own in body.items() if key not in LIMITS}
-        body[_name_of(name, path, record.data, provider)] = value
+            if path == "chat/completions" and "max_completion_tokens" in record.data:
+                name = "max_completion_tokens"
+        body[wire_name(name, path, provider)] = value
     if path in ("chat/completions", "completions"):
         added.request(path, body, provider)
     passed = [(name, value) for name, value in headers.items() if name in _PASSED_HEADERS and value]
@@ -313,16 +322,6 @@ def upstream_call(record: ProviderRecord, headers: Mapping[str, str], added: Add
         route.price,
         route.send_model,
     )
-
-
-def _name_of(name: str, path: ApiPath, data: Json, provider: Provider) -> str:
-    """The name of a sampling parameter in a request."""
-    if name == "max_tokens" and path == "chat/completions":
-        return "max_completion_tokens" if "max_completion_tokens" in data else provider.limit_name
-    return _NAMES.get((name, path), name)
-
-
-_NAMES: Final = {("stop", "messages"): "stop_sequences", ("max_tokens", "responses"): "max_output_tokens"}
 
 
 # -- the call ----------------------------------------------------------------------------------------------------------
