@@ -559,7 +559,13 @@ async def test_a_budget_stops_a_rollout_before_it_is_overspent_in_both_dialects(
 
 async def test_what_a_call_costs_and_the_end_of_its_reservation_are_written_at_once():
     budgets, written = Budgets(BudgetConfig(tokens=1000)), []
-    budgets.persist = lambda: written.append(budgets.total.tokens + budgets.total.reserved_tokens)
+    record = budgets.record
+
+    def recorded(*amounts):
+        record(*amounts)
+        written.append(budgets.total.tokens + budgets.total.reserved_tokens)
+
+    budgets.record = recorded
     async with ScriptedProvider([FINE]) as server, connected(made_of(server), budgets=budgets) as pool:
         await call(pool, body=b"x" * 20, max_output_tokens=5)
     assert set(written) == {15}  # A crash at any moment finds the worst case, or the cost, and never their sum.

@@ -79,7 +79,7 @@ class Budgets:
 
     def spend(self, rollout_id: str, dollars: float, tokens: int) -> None:
         """Record a cost that was not reserved: of an answer that came with a poll."""
-        Reservation(self, self.spent(rollout_id) or Account(), rollout_id, 0.0, 0).settle(dollars, tokens)
+        self.record(self.spent(rollout_id) or Account(), dollars, tokens)
 
     async def reserve(self, rollout_id: str, dollars: float, tokens: int) -> Reservation:
         """Reserve the worst case of a call. Raises ApiError 402 if it exceeds a budget."""
@@ -89,6 +89,7 @@ class Budgets:
             for evicted in [*islice(self._rollouts, max(0, len(self._rollouts) - _MAX_ROLLOUTS))]:
                 self.forget(evicted)
         self.check(account, rollout_id, dollars, tokens)
+        self.record(account, 0.0, 0, dollars, tokens)
         return Reservation(self, account, rollout_id, dollars, tokens)
 
     def check(self, account: Account, rollout_id: str, dollars: float, tokens: int) -> None:
@@ -123,12 +124,21 @@ class Budgets:
             self._file.close()
             self._file = None
 
-    def persist(self) -> None:
-        """Write the total of the server to its file: at once, so that a killed process leaves no half of it."""
+    def record(
+        self, account: Account, dollars: float, tokens: int, reserved_dollars: float = 0.0, reserved_tokens: int = 0
+    ) -> None:
+        """Add to an account and to the total of the server, and write that to its file: at once, so that a killed
+        process leaves no half of it."""
+        for each in (account, self.total):
+            each.dollars += dollars
+            each.tokens += tokens
+            each.reserved_dollars += reserved_dollars
+            each.reserved_tokens += reserved_tokens
         if self._file is not None:
-            spent, tokens = self.total, self.total.tokens + self.total.reserved_tokens
+            total = self.total
             self._file.seek(0)
-            self._file.write(_LAYOUT.pack(_MAGIC, spent.dollars + spent.reserved_dollars, float(tokens)))
+            dollars, used = total.dollars + total.reserved_dollars, float(total.tokens + total.reserved_tokens)
+            self._file.write(_LAYOUT.pack(_MAGIC, dollars, used))
 
     async def _read(self, rollout_id: str) -> Account:
         """What a rollout has spent, from its spans."""
@@ -158,41 +168,35 @@ def _amount(value: object) -> float:
     return float(value) if isinstance(value, int | float) and 0 <= value <= _MAX_AMOUNT else 0.0
 
 
+@dataclass(slots=True)
 class Reservation:
     """The amount reserved for one call. Ends with `settle` or `release`, whichever comes first."""
 
-    def __init__(self, budgets: Budgets, account: Account, rollout_id: str, dollars: float, tokens: int) -> None:
-        self._budgets, self._account, self._rollout_id = budgets, account, rollout_id
-        self._dollars, self._tokens = dollars, tokens
-        self._open = True
-        self._record(reservations=1)
+    budgets: Budgets
+    account: Account
+    rollout_id: str
+    dollars: float
+    tokens: int
+    is_open: bool = True
 
     def spend(self, dollars: float, tokens: int) -> None:
         """Record the cost of a try."""
-        self._record(dollars, tokens)
+        self.budgets.record(self.account, dollars, tokens)
 
     def check(self) -> None:
         """Raises ApiError 402 if the budget is spent."""
-        self._budgets.check(self._account, self._rollout_id, 0.0, 0)
+        self.budgets.check(self.account, self.rollout_id, 0.0, 0)
 
     def settle(self, dollars: float, tokens: int) -> None:
         """Record the cost of the last try, and end the reservation: in one write, since a crash between two would count
         the call twice."""
-        if self._open:
-            self._open = False
-            self._record(dollars, tokens, -1)
+        if self.is_open:
+            self.is_open = False
+            self.budgets.record(self.account, dollars, tokens, -self.dollars, -self.tokens)
 
     def release(self) -> None:
         """End the reservation without further cost. Idempotent."""
         self.settle(0.0, 0)
-
-    def _record(self, dollars: float = 0.0, tokens: int = 0, reservations: int = 0) -> None:
-        for account in (self._account, self._budgets.total):
-            account.dollars += dollars
-            account.tokens += tokens
-            account.reserved_dollars += reservations * self._dollars
-            account.reserved_tokens += reservations * self._tokens
-        self._budgets.persist()
 
 
 def _open_total(path: Path) -> tuple[FileIO, Account]:
@@ -337,13 +341,10 @@ _IMAGES: Final = frozenset({*IMAGES, "computer_screenshot"})
 def max_prompt_tokens(body: bytes, image_tokens: int) -> int:
     """An upper bound for a prompt in any dialect: one token for two bytes of text, `image_tokens` for each image,
     inline or not, and one token for 32 bytes of audio. Other files count as text."""
-    if b"image" not in body and b"input_audio" not in body:
-        return len(body) // BYTES_PER_TOKEN
-    try:
-        request = loads(body)
-    except orjson.JSONDecodeError:
-        return len(body) // BYTES_PER_TOKEN
-    images, image_bytes, audio_bytes = 0, 0, 0
+    images, image_bytes, audio_bytes, request = 0, 0, 0, None
+    if b"image" in body or b"input_audio" in body:
+        with suppress(orjson.JSONDecodeError):
+            request = loads(body)
     for part in _walk(request):
         if isinstance(part, str):
             continue
