@@ -122,12 +122,12 @@ def _wire_params(path: str, provider: Provider, params: Json) -> Json:
 def openai_tools(request: Request, written: Callable[[Json], Json], nested: bool) -> Json:
     """The tools of a request, each as it is `written`, and their choice; chat completions nests the details of a choice
     below the name of its kind (`nested`), responses does not."""
-    if request.forbidden_tools:
-        return {"tools": [written(tool) for tool in request.forbidden_tools], "tool_choice": "none"}
-    if not request.tools:
+    tools, constraint = request.forbidden_tools or request.tools, request.constraint
+    if not tools:
         return {}
-    found: Json = {"tools": [written(tool) for tool in request.tools]}
-    constraint = request.constraint
+    found: Json = {"tools": [written(tool) for tool in tools]}
+    if request.forbidden_tools:
+        return found | {"tool_choice": "none"}
     mode = "required" if constraint.requires_tool_call else "auto"
     names = [_choice("function", {"name": name}, nested) for name in sorted(constraint.names or ())]
     if constraint.names is None:
@@ -468,19 +468,18 @@ def _message_tools(request: Request) -> Json:
     if not tools:
         calls = [call for message in request.messages for call in message.get("tool_calls") or ()]
         tools = [{"name": name} for name in dict.fromkeys(call["function"]["name"] for call in calls)]
-    if not request.tools:
-        return {"tools": [_message_tool(tool) for tool in tools], "tool_choice": {"type": "none"}} if tools else {}
     constraint = request.constraint
+    choice: Json = {"type": "auto" if request.tools else "none"}
     if constraint.names is not None:
         tools = [tool for tool in tools if tool["name"] in constraint.names]
-    choice: Json = {"type": "any" if constraint.requires_tool_call else "auto"}
-    if constraint.requires_tool_call and len(tools) == 1:
-        choice = {"type": "tool", "name": tools[0]["name"]}
+    if constraint.requires_tool_call:
+        choice = {"type": "tool", "name": tools[0]["name"]} if len(tools) == 1 else {"type": "any"}
     if constraint.single_tool_call:
         choice["disable_parallel_tool_use"] = True
-    return {"tools": [_message_tool(tool) for tool in tools]} | (
-        {"tool_choice": choice} if choice != {"type": "auto"} else {}
-    )
+    shown = {"tools": [_message_tool(tool) for tool in tools], "tool_choice": choice}
+    if choice == {"type": "auto"}:
+        del shown["tool_choice"]
+    return shown if tools else {}
 
 
 def _message_tool(function: Json) -> Json:

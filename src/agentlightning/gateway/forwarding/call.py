@@ -39,7 +39,16 @@ from starlette.responses import Response, StreamingResponse
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError
-from agentlightning.gateway.answer import PENDING, Answer, ProviderResponse, Usage, needs_echo, object_of, objects
+from agentlightning.gateway.answer import (
+    MALFORMED,
+    PENDING,
+    Answer,
+    ProviderResponse,
+    Usage,
+    needs_echo,
+    object_of,
+    objects,
+)
 from agentlightning.gateway.callers import AttemptIds, AttemptTable, Caller
 from agentlightning.gateway.config import COUNT_TOKENS_PATH, Price, Provider
 from agentlightning.gateway.dialects import DIALECTS
@@ -682,7 +691,7 @@ class ForwardingService:
         ended = ProviderRecord.of_poll(call, pool)
         with suppress(ValueError):
             ended.response.read(loads_tolerantly(body))
-        usage, price = ended.response.usage or Usage(), ended.route.price or pool.provider.price
+        usage, price = ended.response.usage or Usage(), ended.route.price
         used: Json = {names.INPUT_TOKENS: usage.input_tokens, names.OUTPUT_TOKENS: usage.output_tokens}
         used |= {names.COST: price.dollars(usage)} if price else {}
         with ExitStack() as undo:
@@ -795,16 +804,15 @@ class ForwardingService:
         if "messages" not in request or now < self._skipped_until.get(name, 0.0):
             return None
         body = {key: request[key] for key in ("model", "messages", "tools") if request.get(key)}
-        status, count = 0, None
+        status = 0
         try:
             sent = await offload(size // PASSED, partial(dumps, body))
             status, _, data = await pool.fetch("POST", "/tokenize", sent, timeout_seconds=TIMEOUT_SECONDS)
-            response = loads_tolerantly(data) if status == 200 else None
-            count = cast("Json", response).get("count") if isinstance(response, dict) else None
-        except (TransportError, ConfigError, ValueError) as error:
+            count = loads_tolerantly(data)["count"]
+            if status == 200 and isinstance(count, int) and count >= 0:
+                return count
+        except (TransportError, ConfigError, *MALFORMED) as error:
             logger.info("the provider %r does not count tokens: %s", name, error)
-        if isinstance(count, int) and count >= 0:
-            return count
         if status not in _REQUEST_ERRORS:
             self._skipped_until[name] = now + SKIP_SECONDS
         return None
