@@ -105,9 +105,7 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
         _KNOWN - _TOKEN_FIELDS if attachments else _KNOWN,
         _UNSUPPORTED | _LOCAL_ONLY if attachments else _UNSUPPORTED,
     )
-    tools = optional(data, "tools", list) or ()
-    choice, parallel = tool_choice(data.get("tool_choice"), True), optional(data, "parallel_tool_calls", bool)
-    request = with_tools(request, tools, choice, parallel, *content_format(data))
+    request = with_tools(request, lambda tool: tool, *tool_choice(data, nested=True), *content_format(data))
     include_usage(data)
     messages, prefill = _split_prefill(data, _messages(data.get("messages"), attachments))
     return replace(

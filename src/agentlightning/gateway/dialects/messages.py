@@ -68,12 +68,10 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
         details = {"error_code": "thread_unsupported_request"}
         raise ApiError(400, "threads are not stored here; send the full conversation", param="thread", details=details)
     request = read_shared(data, MESSAGES_PARAMS, SamplingParams(), _KNOWN, _UNSUPPORTED)
-    tools = [_as_function(tool) for tool in optional(data, "tools", list) or ()]
-    dropped, choice = list[str](), optional(data, "tool_choice", dict) or {}
-    parallel = False if choice.get("disable_parallel_tool_use") is True else None
-    name, shape = _format(data)
-    content, name = text_format(name, shape, nested=False), name.partition(".")[0]
-    request = with_tools(request, tools, _tool_choice(choice), parallel, content, name)
+    (name, shape), dropped = _format(data), list[str]()
+    content, choice = text_format(name, shape, nested=False), optional(data, "tool_choice", dict) or {}
+    parallel = choice.get("disable_parallel_tool_use") is not True
+    request = with_tools(request, _as_function, _tool_choice(choice), parallel, content, name.partition(".")[0])
     messages, prefill = _split_prefill(_conversation(data, dropped, attachments), attachments)
     ignored = (*request.ignored_fields, *dropped)
     return replace(request, messages=messages, prefill=prefill, ignored_fields=ignored)

@@ -86,12 +86,10 @@ def read_request(body: Body, recall: ResponseLookup, attachments: bool = False) 
     logprobs = top > 0 or _LOGPROBS in (optional(data, "include", list) or ())
     base = SamplingParams(top_logprobs=top, stream_logprobs=logprobs)
     request = read_shared(data, RESPONSES_PARAMS, base, _KNOWN, _UNSUPPORTED)
-    tools = [_as_function(tool) for tool in optional(data, "tools", list) or ()]
     shape = text_format("text.format", (optional(data, "text", dict) or {}).get("format"), nested=False)
-    choice, parallel = tool_choice(data.get("tool_choice"), False), optional(data, "parallel_tool_calls", bool)
     instructions, messages = _conversation(data, recall, attachments)
     return replace(
-        with_tools(request, tools, choice, parallel, shape, "text"),
+        with_tools(request, _as_function, *tool_choice(data, nested=False), shape, "text"),
         messages=instructions + messages,
         custom_tools=frozenset(tool["name"] for tool in data.get("tools") or () if kind_of(tool) == "custom"),
         logprobs=logprobs,
