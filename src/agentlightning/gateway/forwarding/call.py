@@ -155,7 +155,7 @@ class ProviderRecord(CallRecord):
         return {
             "caller": msgspec.to_builtins(caller),
             "route": [route.name, route.send_model, price and price.model_dump()],
-            "call": [self.started, {**self.data, **self.forced}],
+            "call": [self.started, self.data | self.forced],
         }
 
     @classmethod
@@ -217,16 +217,13 @@ class ProviderRecord(CallRecord):
         attributes |= output_attributes(choice, choice.recorded_reason, self.constraint)
         prompt = choice.prompt_token_ids or self.response.prompt_token_ids
         token_ids, logprobs = choice.token_ids, choice.logprobs
-        if not (
-            choice.is_finished
-            and prompt
-            and token_ids
-            and logprobs
-            and len(token_ids) == len(logprobs)
-            and _are_numbers(prompt, token_ids, logprobs)
-        ):
+        if not (choice.is_finished and prompt and token_ids and len(token_ids) == len(logprobs)):
             return attributes | {names.TOKENS: "none"}
-        if changed := distribution_changes({**self.data, **self.forced}):
+        try:
+            _ = array("i", prompt), array("i", token_ids), array("f", logprobs)  # as they are recorded
+        except (TypeError, ValueError, OverflowError):
+            return attributes | {names.TOKENS: "none"}
+        if changed := distribution_changes(self.data | self.forced):
             attributes[names.RESHAPED] = changed
         return attributes | {
             names.TOKENS: "provider",
@@ -242,20 +239,11 @@ class ProviderRecord(CallRecord):
             names.OPERATION_NAME: OPERATIONS[self.path],
             names.REQUEST_MODEL: model if isinstance(model, str) else self.route.name,
             names.RESPONSE_MODEL: response.model or self.route.send_model,
-            **request_attributes({**self.data, **self.forced} if self.forced else self.data),
+            **request_attributes(self.data | self.forced),
         }
         if response.id:
             attributes[names.RESPONSE_ID] = response.id
         return attributes | self.extra_attributes
-
-
-def _are_numbers(prompt: Any, token_ids: Any, logprobs: Any) -> bool:
-    """Whether the token ids and log-probabilities of a provider are numbers of the recorded types."""
-    try:
-        _ = array("i", prompt), array("i", token_ids), array("f", logprobs)
-    except (TypeError, ValueError, OverflowError):
-        return False
-    return True
 
 
 # -- the request -------------------------------------------------------------------------------------------------------
