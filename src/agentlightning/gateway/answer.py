@@ -363,10 +363,10 @@ class Answer:
         for call in self._calls:
             call.is_complete |= call.place == place
 
-    def end(self, reason: str | None, stop_string: str | None = None) -> None:
-        """The source names the reason why the answer ended, and the stop string; None: not given."""
-        self.given_reason = reason or self.given_reason
-        self.given_stop = stop_string or self.given_stop
+    def end(self, reason: Any, *stop_strings: Any) -> None:
+        """The source names the reason why the answer ended, and perhaps the stop string."""
+        self.given_reason = (reason if isinstance(reason, str) else None) or self.given_reason
+        self.given_stop = next((each for each in stop_strings if isinstance(each, str) and each), self.given_stop)
 
     def _queue(self, event: Event) -> bool:
         """Queue an event other than text, unless the answer was stopped."""

@@ -285,7 +285,7 @@ class Connection(asyncio.Protocol):
             self._release(answer)
         elif len(answer.unread) > HIGH_WATER_BYTES:
             self.pause(answer, True)
-        answer.wake()
+        answer.changed.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -295,7 +295,7 @@ class Connection(asyncio.Protocol):
             return
         if answer.until_end and exc is None:
             answer.is_complete = True
-            return answer.wake()
+            return answer.changed.set()
         cause = f": {exc}" if exc else ""
         answer.stale = not answer.has_data and time.monotonic() - self.last_data_at < STALE_SECONDS
         when = "before its response" if not answer.has_data else "in the middle of its response"
@@ -408,8 +408,9 @@ class Response:
         """Whether reading is paused until some of the body is consumed."""
         self.unread = bytearray()
         """What has arrived of the body since the last time."""
+        self.changed = asyncio.Event()
+        """Set when more of it has arrived, or it has failed."""
         self._connection = connection
-        self._waiter: asyncio.Future[None] | None = None
 
     async def wait_for_head(self) -> None:
         """Wait for status and headers. Raises TransportError."""
@@ -450,11 +451,8 @@ class Response:
         """Until more of it has arrived. Raises TransportError once it has failed."""
         if self.error is not None:
             raise self.error
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        self.changed.clear()
+        await self.changed.wait()
 
     def _take(self) -> bytes:
         body = bytes(self.unread)
@@ -476,13 +474,9 @@ class Response:
 
     # -- for the connection --------------------------------------------------------------------------------------
 
-    def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
     def fail(self, error: TransportError) -> None:
         self.error = error
-        self.wake()
+        self.changed.set()
 
 
 _INFLATED: Final = (b"gzip", b"x-gzip", b"deflate")

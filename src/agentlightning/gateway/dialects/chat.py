@@ -299,8 +299,7 @@ class ChatResponse(ProviderResponse):
                 message = {name: _joined(values) for name, values in echoed.items()}
                 answer.add_block({"type": CHAT_TURN, "message": message})
             # vLLM and SGLang name the stop string that ended an answer.
-            stops = [stop for name in ("matched_stop", "stop_reason") if isinstance(stop := choice.get(name), str)]
-            answer.end(reason if isinstance(reason, str) else None, stops[0] if stops else None)
+            answer.end(reason, choice.get("matched_stop"), choice.get("stop_reason"))
         if usage := choice.get("usage"):
             self._add_usage(chat_usage(usage))
 

@@ -413,10 +413,7 @@ class MessagesResponse(ProviderResponse):
                 pass
 
     def _finish(self, message: Json, usage: Any) -> None:
-        given = (
-            each if isinstance(each := message.get(f"stop_{name}"), str) else None for name in ("reason", "sequence")
-        )
-        self.choice().end(*given)
+        self.choice().end(message.get("stop_reason"), message.get("stop_sequence"))
         if usage:
             self._used |= {name: value for name, value in usage.items() if value and isinstance(value, int | dict)}
             self._add_usage(messages_usage(self._used))
