@@ -208,7 +208,11 @@ class Router:
     ) -> None:
         self._engines, self._rules, self.servers = _with_views(engines), tuple(rules), dict(servers or {})
         self._agents, self._accept_any, self._takes_runs = agents or AgentMatcher(), accept_any_model, takes_runs
-        self._check_rules()
+        for number, rule in enumerate(rules, 1):
+            if rule.engine is not None and rule.engine not in self._engines:
+                where = f"rule {number} (model={rule.model!r}, agent={rule.agent!r})"
+                known = ", ".join(self._engines) or "none"
+                raise ConfigError(f"{where} leads to the engine {rule.engine!r}, which is not here; known: {known}")
         self._named = [rule.model for rule in rules if not rule.is_pattern]
         self._joined: dict[str, str] = {}
         """The models of these runs -> the name of their policy; those of single agents are among them."""
@@ -353,13 +357,6 @@ class Router:
         whose = " to callers of this dialect" if self._find(model, None) is not None else ""
         message = f"the model {model!r} is not served here{whose}; known: {known}"
         return ApiError(404, message, code="model_not_found", param="model")
-
-    def _check_rules(self) -> None:
-        for number, rule in enumerate(self._rules, 1):
-            where = f"rule {number} (model={rule.model!r}, agent={rule.agent!r})"
-            if rule.engine is not None and rule.engine not in self._engines:
-                known = ", ".join(self._engines) or "none"
-                raise ConfigError(f"{where} leads to the engine {rule.engine!r}, which is not here; known: {known}")
 
 
 def _with_views(engines: Mapping[str, Engine]) -> dict[str, Engine]:

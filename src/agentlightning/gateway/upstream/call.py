@@ -255,25 +255,21 @@ class ServerPool(ServerSet[ProviderServer]):
 
     async def check(self, replica: ProviderServer) -> None:
         """Any response but a server error means that it is healthy."""
-        was_up = replica.up
+        was_up, status, seconds = replica.up, 500, self.provider.connect_seconds
         try:
-            is_healthy = await self._responds(replica, "/health")
-            if is_healthy is None:
-                is_healthy = await self._responds(replica, "models")
+            for path in ("/health", "models"):
+                status, _, _ = await self.fetch("GET", path, timeout_seconds=seconds, server=replica)
+                if status not in (404, 405):
+                    break
         except TransportError:
-            is_healthy = False
-        if is_healthy is False:
+            status = 500
+        if status >= 500:
             replica.record_failure(unreachable=True)
         elif not replica.up:
             replica.record_success()
         if was_up is not replica.up:
             change = "has recovered" if replica.up else "is unhealthy"
             logger.warning("the server %s of the provider %r %s", replica.url, self.provider.name, change)
-
-    async def _responds(self, server: ProviderServer, path: str) -> bool | None:
-        """Whether a GET succeeds; None if the server does not have the path."""
-        status, _, _ = await self.fetch("GET", path, timeout_seconds=self.provider.connect_seconds, server=server)
-        return None if status in (404, 405) else status < 500
 
 
 def _address(provider: Provider, url: str) -> tuple[str, Headers]:
@@ -285,12 +281,10 @@ def _address(provider: Provider, url: str) -> tuple[str, Headers]:
         headers |= {"anthropic-version": "2023-06-01"} | ({"x-api-key": key} if key else {})
     elif key:
         headers["authorization"] = f"Bearer {key}"
-    userinfo, at, host = parts.netloc.rpartition("@")
-    if at:
-        user, _, password = userinfo.partition(":")
-        credentials = base64.b64encode(f"{unquote(user)}:{unquote(password)}".encode()).decode()
-        headers["authorization"] = f"Basic {credentials}"
-        url = parts._replace(netloc=host).geturl()
+    if parts.username is not None:
+        account = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        headers["authorization"] = f"Basic {base64.b64encode(account.encode()).decode()}"
+        url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
     headers |= {name.lower(): value for name, value in provider.headers.items()}
     return url, tuple((name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items())
 
