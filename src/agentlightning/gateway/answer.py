@@ -567,15 +567,16 @@ class ProviderResponse:
     events of a stream, for the record and for callers of another dialect alike. It never fails on an answer that is not
     as its format says: what cannot be read is skipped."""
 
+    id = ""
+    model = ""
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+    """Of all choices, which share their prompt."""
+    error: str | None = None
+    """What the provider reported as an error, possibly in the middle of a stream."""
+
     def __init__(self) -> None:
-        self.id = ""
-        self.model = ""
-        self.usage: Usage | None = None
         self.choices: dict[int, Answer] = {}
-        self.prompt_token_ids: list[int] | None = None
-        """Of all choices, which share their prompt."""
-        self.error: str | None = None
-        """What the provider reported as an error, possibly in the middle of a stream."""
 
     def read(self, data: Any) -> None:
         """Add a whole answer or one stream event."""

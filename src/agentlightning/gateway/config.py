@@ -10,7 +10,6 @@ import base64
 import binascii
 import os
 import re
-from collections import Counter
 from fnmatch import fnmatchcase
 from typing import Final, Literal, Self
 from urllib.parse import unquote, urlsplit
@@ -383,12 +382,9 @@ class GatewayConfig(PrivateSection):
 
     @model_validator(mode="after")
     def _check_names(self) -> GatewayConfig:
-        duplicates = [
-            name for name, times in Counter(provider.name for provider in self.providers).items() if times > 1
-        ]
-        if duplicates:
+        known = [provider.name for provider in self.providers]
+        if duplicates := [name for name in known if known.count(name) > 1]:
             raise ValueError(f"two providers are called {duplicates[0]!r}; give each a name of its own")
-        known = {provider.name for provider in self.providers}
         for number, rule in enumerate(self.routes):
             if rule.provider is not None and rule.provider not in known:
                 listed = ", ".join(sorted(known)) or "none"

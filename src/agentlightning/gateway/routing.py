@@ -303,12 +303,9 @@ class Router:
 
     def _trains(self, route: ModelRoute) -> bool:
         """Whether a route leads to the policy of a training run: one that joined, or the default of all names."""
-        if route.engine is not None and route.name in self._joined:
-            return True
-        if not self._accept_any or self._default is None or route.engine is None:
-            return False
-        policy = self._engines.get(self._default)
-        return route.engine is policy or (isinstance(policy, AgentEngines) and route.engine in policy.views.values())
+        policy = self._engines.get(self._default or "") if self._accept_any else None
+        engines = [policy, *(policy.views.values() if isinstance(policy, AgentEngines) else ())]
+        return route.engine is not None and (route.name in self._joined or route.engine in engines)
 
     def serves_under_own_name(self, model: str, dialect: str, pool: ServerPool) -> bool:
         """Whether a request for a provider's model name goes to that provider and model."""

@@ -121,12 +121,15 @@ def is_this_machine(host: str) -> bool:
 
 # TLS of outgoing connections: trusted authorities, and errors that say how to fix a failed handshake.
 
-_NAME_MISMATCH: Final = frozenset({62, 64})
-"""OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH."""
-_IMPROPER: Final = range(80, 95)
-"""X509_V_ERR_PATHLEN_INVALID_FOR_NON_CA and its like: errors of X509_V_FLAG_X509_STRICT only."""
-_OUTDATED: Final = frozenset({9, 10})
-"""X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
+_HINTS: Final = (
+    # X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH
+    ((62, 64), "use a host name that its certificate contains"),
+    # X509_V_ERR_PATHLEN_INVALID_FOR_NON_CA and its like: errors of X509_V_FLAG_X509_STRICT only
+    (range(80, 95), "it violates RFC 5280, which Python 3.13 and later enforce: issue a new one"),
+    # X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED
+    ((9, 10), "renew it, or set the clock of this machine"),
+)
+"""Errors of OpenSSL -> what to do."""
 
 
 def ssl_context(ca_file: str | None) -> ssl.SSLContext:
@@ -169,16 +172,9 @@ def tls_error(server: Origin, error: ssl.SSLError) -> TransportError:
     if not isinstance(error, ssl.SSLCertVerificationError):
         hint = "; is it http:// rather than https://?" if error.reason == "WRONG_VERSION_NUMBER" else ""
         return TransportError(f"the TLS handshake with {server} failed: {error.reason or error}{hint}", "tls")
-    reason = error.verify_message
-    if error.verify_code in _NAME_MISMATCH:
-        hint = "use a host name that its certificate contains"
-    elif error.verify_code in _IMPROPER:
-        hint = "it violates RFC 5280, which Python 3.13 and later enforce: issue a new one"
-    elif error.verify_code in _OUTDATED:
-        hint = "renew it, or set the clock of this machine"
-    else:
-        hint = "name the certificate of the authority that signed it in ca_file or SSL_CERT_FILE"
-    return TransportError(f"the certificate of {server} is not trusted ({reason}); {hint}", "tls")
+    other = "name the certificate of the authority that signed it in ca_file or SSL_CERT_FILE"
+    hint = next((hint for codes, hint in _HINTS if error.verify_code in codes), other)
+    return TransportError(f"the certificate of {server} is not trusted ({error.verify_message}); {hint}", "tls")
 
 
 # -- options -----------------------------------------------------------------------------------------------------------

@@ -213,16 +213,16 @@ class Transport:
 class Connection(asyncio.Protocol):
     """A connection, and the response in progress on it, if any."""
 
+    last_data_at = 0.0
+    """When data came last, or it was asked for any, or became idle."""
+    timeout_seconds = 0.0
+    _response: Response | None = None
+    _head_bytes = 0
+    _transport: asyncio.Transport | None = None
+
     def __init__(self, pool: Transport, origin: Origin) -> None:
-        self.origin = origin
-        self.last_data_at = 0.0
-        """When data came last, or it was asked for any, or became idle."""
-        self.timeout_seconds = 0.0
-        self._owner = pool
+        self.origin, self._owner = origin, pool
         self._parser = httptools.HttpResponseParser(self)
-        self._response: Response | None = None
-        self._head_bytes = 0
-        self._transport: asyncio.Transport | None = None
 
     # -- for the pool --------------------------------------------------------------------------------------------
 
@@ -390,22 +390,23 @@ class Response:
     """The response to one request while it arrives, and after. Use as `async with`; an early exit drops the
     connection."""
 
+    status = 0
+    error: TransportError | None = None
+    has_data = False
+    """Whether a byte of it arrived."""
+    inflate: Callable[[bytes], bytes] | None = None
+    """Decompresses the next part of the body; some servers compress although `identity` was requested."""
+    is_complete = False
+    stale = False
+    """Whether it failed because the idle connection was closed already, so that the request never arrived."""
+    keep_alive = False
+    until_end = False
+    """Whether the end of the connection ends the body."""
+    paused = False
+    """Whether reading is paused until some of the body is consumed."""
+
     def __init__(self, connection: Connection) -> None:
-        self.status: int = 0
         self.headers: list[tuple[bytes, bytes]] = []
-        self.error: TransportError | None = None
-        self.has_data = False
-        """Whether a byte of it arrived."""
-        self.inflate: Callable[[bytes], bytes] | None = None
-        """Decompresses the next part of the body; some servers compress although `identity` was requested."""
-        self.is_complete = False
-        self.stale = False
-        """Whether it failed because the idle connection was closed already, so that the request never arrived."""
-        self.keep_alive = False
-        self.until_end = False
-        """Whether the end of the connection ends the body."""
-        self.paused = False
-        """Whether reading is paused until some of the body is consumed."""
         self.unread = bytearray()
         """What has arrived of the body since the last time."""
         self.changed = asyncio.Event()

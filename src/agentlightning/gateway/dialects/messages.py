@@ -33,7 +33,6 @@ from agentlightning.gateway.dialects.base import (
     Body,
     Choice,
     Dialect,
-    ReplyMetadata,
     ReplyWriter,
     Request,
     encode_event,
@@ -210,14 +209,12 @@ def _call(where: str, block: Json) -> Json:
 
 
 class MessagesReplyWriter(ReplyWriter):
-    def __init__(self, request: Request, head: ReplyMetadata) -> None:
-        super().__init__(request, head)
-        self._index = -1
-        """Index of the last block that was started."""
-        self._open: str | None = None
-        """Type of the open block, if it takes deltas."""
-        self._blocks: list[Json] | None = None
-        """The blocks of a reply that is written at once."""
+    _index = -1
+    """Index of the last block that was started."""
+    _open: str | None = None
+    """Type of the open block, if it takes deltas."""
+    _blocks: list[Json] | None = None
+    """The blocks of a reply that is written at once."""
 
     def body(self, answers: Sequence[Answer]) -> bytes:
         (answer,) = answers

@@ -193,7 +193,7 @@ def known_turn(
 
 
 class UnsupportedContentError(ValueError):
-    """An image or a file that the provider's dialect cannot express; the message says which, and what to do."""
+    """A conversation that the provider's dialect cannot express; the message says why, and what to do."""
 
 
 def openai_content(content: Content, written: Callable[[Part], Json]) -> str | list[Json]:
@@ -402,7 +402,10 @@ def messages_body(request: Request, provider: Provider, model: str, find_turn: T
     """The body of POST /v1/messages. Raises ApiError 400, and UnsupportedContentError."""
     system, messages = _turns(turns_of(request.messages), find_turn)
     if messages and messages[-1]["role"] == "assistant":
-        messages.append(_continuation(messages[-1], request, provider))
+        if any(block.get("type") == "tool_use" for block in messages[-1]["content"]):
+            message = "the last message calls tools, and their results do not follow, as the provider"
+            raise UnsupportedContentError(f"{message} {provider.name!r} demands; add them")
+        messages.append({"role": "user", "content": [{"type": "text", "text": _CONTINUE}]})
     body: Json = {"model": model, "messages": messages, "max_tokens": provider.max_output_tokens}
     shape = request.constraint.content.given if request.constraint.content else {}
     if shape.get("type") == "json_object":
@@ -420,16 +423,6 @@ _CONTINUE: Final = "Continue."
 Anthropic's would continue the last one, which later models reject."""
 _JSON_INSTRUCTION: Final = "Answer with one JSON object and nothing else: no text around it, and no code fence."
 """Anthropic supports JSON output only with a schema that names all fields."""
-
-
-def _continuation(last: Json, request: Request, provider: Provider) -> Json:
-    """The turn after the last one, which is the assistant's. Raises ApiError 400 where it calls tools whose results are
-    not there."""
-    if any(block.get("type") == "tool_use" for block in last["content"]):
-        message = "the last message calls tools, and their results do not follow, as the provider"
-        name = "messages" if "messages" in request.raw else "input"
-        raise bad_request(name, f"{message} {provider.name!r} demands; add them")
-    return {"role": "user", "content": [{"type": "text", "text": _CONTINUE}]}
 
 
 def _turns(messages: Sequence[Message], find_turn: TurnLookup) -> tuple[str, list[Json]]:

@@ -484,7 +484,7 @@ class UpstreamCall:
 
     def _charge_lost(self) -> None:
         """Record a response that broke off, by its Content-Length or else by the output limit."""
-        length = next((value for name, value in self.headers if name == b"content-length"), b"")
+        length = dict(self.headers).get(b"content-length", b"")
         limit = 0 if self.stream else self._max_output
         output_tokens = min(limit, int(length) // _BYTES_PER_TOKEN) if length.isdigit() else limit
         self._charge(Usage(self._max_prompt_tokens // 2, output_tokens))
