@@ -72,8 +72,8 @@ class Transport:
         A kept-alive connection that turns out to be closed before the first byte of the response is replaced; nothing
         else is sent twice. Raises TransportError.
         """
-        origin, target, host = self._parsed_url(url)
-        request = request_bytes(method, target, host, headers, body)
+        origin, target, own = self._parsed_url(url)
+        request = request_bytes(method, target, [*own, *headers], body)
         for kept in (self._take_idle(origin), None):
             connection = kept or await self._connect(origin, connect_seconds)
             response = connection.send(request, timeout_seconds)
@@ -188,8 +188,8 @@ class Transport:
 
     # -- URLs ----------------------------------------------------------------------------------------------------
 
-    def _parse_url(self, url: str) -> tuple[Origin, bytes, bytes]:
-        """(origin, request target, Host header). For a proxy without a tunnel the target is the whole URL, and the
+    def _parse_url(self, url: str) -> tuple[Origin, bytes, Headers]:
+        """(origin, request target, the Host header). For a proxy without a tunnel the target is the whole URL, and the
         proxy's headers follow the Host header. Raises TransportError for an invalid URL."""
         try:
             parts = urlsplit(url)
@@ -200,11 +200,11 @@ class Transport:
             raise TransportError(f"{parts.scheme}://{parts.hostname} is no valid URL", "protocol")
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         host = parts.netloc.rpartition("@")[2]
-        proxy_headers = b""
+        headers = [(b"host", host.encode())]
         if not origin.secure and (proxy := self._options.proxy(origin)) is not None:
             target = f"http://{host}{target}"
-            proxy_headers = b"".join(b"\r\n%s: %s" % header for header in proxy.headers)
-        return origin, target.encode(), host.encode() + proxy_headers
+            headers += proxy.headers
+        return origin, target.encode(), headers
 
 
 # -- connections -------------------------------------------------------------------------------------------------------
@@ -366,7 +366,7 @@ class Tunnel(Connection):
     async def open(self, proxy: Proxy, origin: Origin) -> asyncio.Transport:
         """The connection to the server. Raises TransportError if the proxy opens none."""
         authority, reason = origin.authority.encode(), cast("Reason", "connect")
-        request = request_bytes("CONNECT", authority, authority, proxy.headers)
+        request = request_bytes("CONNECT", authority, [(b"host", authority), *proxy.headers])
         answer = self.send(request, math.inf)
         try:
             await answer.wait_for_head()

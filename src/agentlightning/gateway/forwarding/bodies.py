@@ -235,7 +235,7 @@ def chat_part(part: Part) -> Json:
         )
     if (text := _text_of(url)) is not None:
         return {"type": "text", "text": f"{name}\n{text}" if name else text}
-    return {"type": "file", "file": {"filename": name or f"document{_suffix(url)}", "file_data": url}}
+    return {"type": "file", "file": _file(url, name)}
 
 
 def _item_part(part: Part) -> Json:
@@ -244,10 +244,9 @@ def _item_part(part: Part) -> Json:
     url = part["url"]
     if part["type"] == "image":
         return {"type": "input_image", "image_url": url, "detail": part["detail"] or "auto"}
-    name = part["name"]
     if not url.startswith("data:"):
         return {"type": "input_file", "file_url": url}
-    return {"type": "input_file", "filename": name or f"document{_suffix(url)}", "file_data": url}
+    return {"type": "input_file"} | _file(url, part["name"])
 
 
 def _block(part: Part) -> Json:
@@ -279,9 +278,10 @@ def _text_of(url: str) -> str | None:
         return None
 
 
-def _suffix(url: str) -> str:
-    """Of a data URL."""
-    return mimetypes.guess_extension(_source(url)["media_type"]) or ".pdf"
+def _file(url: str, name: str | None) -> Json:
+    """A file for OpenAI's APIs, of a data URL."""
+    suffix = mimetypes.guess_extension(_source(url)["media_type"]) or ".pdf"
+    return {"filename": name or f"document{suffix}", "file_data": url}
 
 
 # -- chat completions --------------------------------------------------------------------------------------------------

@@ -411,7 +411,7 @@ def estimate_prompt_tokens(body: Json) -> int:
     messages = body.get("messages", body.get("input"))
     tokens = sum(_content_tokens(part) for part in (body.get("system"), body.get("instructions"), messages))
     if body.get("tools"):
-        tokens += _text_tokens(_dumped(body["tools"]))
+        tokens += _text_tokens(dumps(body["tools"]).decode())
     count = len(cast("list[Any]", messages)) if isinstance(messages, list) else 0
     return math.ceil(tokens) + count * _TOKENS_PER_MESSAGE
 
@@ -426,7 +426,7 @@ def _content_tokens(value: Any) -> float:
             tokens += _TOKENS_PER_IMAGE
         else:
             if part.get("type") == "tool_use":
-                tokens += _text_tokens(_dumped(part.get("input")))
+                tokens += _text_tokens(dumps(part.get("input")).decode())
             tokens += sum(_length(part[name]) for name in _FILES & part.keys()) / _BYTES_PER_FILE_TOKEN
     return tokens
 
@@ -440,7 +440,3 @@ def _text_tokens(text: str) -> float:
     rest = len(text) - one - four
     three = len(text.encode("utf-8", "surrogatepass")) - one - 4 * four - 2 * rest
     return sum(map(mul, _TOKENS_PER_CHARACTER, (one, rest - three, three, four)))
-
-
-def _dumped(value: Any) -> str:
-    return dumps(value).decode()
