@@ -26,6 +26,16 @@ async def test_a_request_that_is_nested_too_deeply_is_the_callers_error(serve, b
     assert "engine" not in error["message"]
 
 
+@pytest.mark.parametrize("dialect", ["openai", "anthropic"])
+async def test_a_request_that_is_nested_too_deeply_to_be_sent_on_is_the_callers_error(ask, dialect):
+    service, provider = await ask(dialect, [])
+    nested = '{"a":' * 300 + "1" + "}" * 300
+    body = '{"model": "theirs", "messages": [{"role": "user", "content": "hi"}], "metadata": ' + nested + "}"
+    reply = await (await service.http()).post(f"{service.base_url}/chat/completions", content=body)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "nested_too_deeply")
+    assert not provider.seen
+
+
 @pytest.mark.parametrize("failure", [PolicyError("the device is lost"), ValueError("the device is lost")])
 async def test_what_an_engine_raises_is_the_engines_failure(serve, caplog, failure):
     service = await serve([failure])

@@ -114,8 +114,8 @@ PACK, SPANS = "agentlightning.store.sql.store.group_by_attempt", GATEWAY + "forw
 TRANSLATE = GATEWAY + "forwarding.call.translate"
 WORK = {
     "local": (GATEWAY + "conversation.Prompt.__post_init__", GATEWAY + "local.LocalCall._span", PACK),
-    "forwarded": (GATEWAY + "forwarding.call.upstream_request", SPANS, PACK),
-    "streamed": (GATEWAY + "forwarding.call.upstream_request", SPANS, PACK),
+    "forwarded": (GATEWAY + "forwarding.call.upstream_call", SPANS, PACK),
+    "streamed": (GATEWAY + "forwarding.call.upstream_call", SPANS, PACK),
     "translated": (TRANSLATE, SPANS, PACK),
     "counted": (TRANSLATE, GATEWAY + "forwarding.call.estimate_prompt_tokens"),
 }

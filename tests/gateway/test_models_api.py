@@ -12,13 +12,13 @@ from agentlightning.attempt_address import attempt_key, attempt_secret
 from agentlightning.cli.options import has_model
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig, Provider
-from agentlightning.gateway.models_api import (
+from agentlightning.gateway.routing import (
     CACHE_SECONDS,
     RETRY_SECONDS,
     UpstreamModels,
     describe_model,
 )
-from agentlightning.gateway.models_api import read_models as read
+from agentlightning.gateway.routing import read_models as read
 from agentlightning.gateway.upstream.call import ServerPool
 from agentlightning.server.app import Server
 from agentlightning.transport import Transport

@@ -11,10 +11,18 @@ from agentlightning import span as names
 from agentlightning.attempt_address import attempt_key
 from agentlightning.attempt_variables import attempt_environment
 from agentlightning.gateway.config import GatewayConfig
+from agentlightning.gateway.errors import ApiError
+from agentlightning.gateway.record import failure_of
 
 HI = [{"role": "user", "content": "hi"}]
 LONG = [{"role": "user", "content": "hi " * 200}]
 STRANGER = "sk-marked-key-of-the-agents-own"
+
+
+def test_the_error_of_a_failed_call_is_named_as_that_of_a_rejected_one():
+    assert failure_of(ApiError(429, "later")) == ("rate_limit_error", "later")
+    assert failure_of(ApiError(404, "gone", code="model_not_found")) == ("model_not_found", "gone")
+    assert failure_of(RuntimeError("broken")) == ("RuntimeError", "broken")
 
 
 class Bad:

@@ -20,7 +20,7 @@ from tests.support.proxy import LocalProxy
 from agentlightning.errors import ConfigError
 from agentlightning.transport import Transport, TransportError
 from agentlightning.transport.base import Origin
-from agentlightning.transport.connector import ConnectOptions, Proxy, secrets_of, without_credentials
+from agentlightning.transport.options import ConnectOptions, Proxy, secrets_of, without_credentials
 
 PROXY = "http://proxy:3128"
 SET = {"HTTP_PROXY": PROXY, "HTTPS_PROXY": PROXY}

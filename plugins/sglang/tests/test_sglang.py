@@ -12,7 +12,7 @@ from tests.support.proxy import LocalProxy
 from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.servers.clients.http import JsonClient, ModelServerError, SampleRequest, TokenChunk
 from agentlightning.transport import Transport
-from agentlightning.transport.connector import ConnectOptions
+from agentlightning.transport.options import ConnectOptions
 from agentlightning_sglang import SGLangServer, _ResponseReader
 
 DRAWN = [[-0.1, 5, None], [-0.2, 6, None], [-0.3, 7, None], [-0.4, 8, None]]

@@ -363,10 +363,10 @@ class Answer:
         for call in self._calls:
             call.is_complete |= call.place == place
 
-    def end(self, reason: str | None, stop_string: str | None = None) -> None:
-        """The source names the reason why the answer ended, and the stop string; None: not given."""
-        self.given_reason = reason or self.given_reason
-        self.given_stop = stop_string or self.given_stop
+    def end(self, reason: Any, *stop_strings: Any) -> None:
+        """The source names the reason why the answer ended, and perhaps the stop string."""
+        self.given_reason = (reason if isinstance(reason, str) else None) or self.given_reason
+        self.given_stop = next((each for each in stop_strings if isinstance(each, str) and each), self.given_stop)
 
     def _queue(self, event: Event) -> bool:
         """Queue an event other than text, unless the answer was stopped."""
@@ -567,15 +567,16 @@ class ProviderResponse:
     events of a stream, for the record and for callers of another dialect alike. It never fails on an answer that is not
     as its format says: what cannot be read is skipped."""
 
+    id = ""
+    model = ""
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+    """Of all choices, which share their prompt."""
+    error: str | None = None
+    """What the provider reported as an error, possibly in the middle of a stream."""
+
     def __init__(self) -> None:
-        self.id = ""
-        self.model = ""
-        self.usage: Usage | None = None
         self.choices: dict[int, Answer] = {}
-        self.prompt_token_ids: list[int] | None = None
-        """Of all choices, which share their prompt."""
-        self.error: str | None = None
-        """What the provider reported as an error, possibly in the middle of a stream."""
 
     def read(self, data: Any) -> None:
         """Add a whole answer or one stream event."""

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cache, partial
 from os import PathLike
 from pathlib import Path
 from typing import Final
@@ -35,23 +35,28 @@ from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.conversation import Conversations
 from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import ApiPath, read_json
+from agentlightning.gateway.dialects.chat import CHAT
 from agentlightning.gateway.dialects.messages import MESSAGES
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.errors import STORE_UNAVAILABLE, ApiError, to_api_error
-from agentlightning.gateway.forwarding.call import ForwardingService
-from agentlightning.gateway.forwarding.other_paths import MAX_UPLOAD_BYTES, forward_as_is, request_stored_response
+from agentlightning.gateway.forwarding.call import MAX_UPLOAD_BYTES, ForwardingService
 from agentlightning.gateway.http import ResponseWriter, Slot, headers_by_name, offload, read_body
 from agentlightning.gateway.local import LocalService, LocalSettings, UpdateGates
-from agentlightning.gateway.models_api import ModelsEndpoint, client_family, error_body, json_response
 from agentlightning.gateway.record import Counters, record_rejection
-from agentlightning.gateway.routing import AgentMatcher, ResolvedCall, Router
+from agentlightning.gateway.routing import (
+    AgentMatcher,
+    ModelsEndpoint,
+    ResolvedCall,
+    Router,
+    client_family,
+    json_response,
+)
 from agentlightning.gateway.sampling import OnPolicySampling
 from agentlightning.gateway.upstream.call import ServerPool
 from agentlightning.gateway.upstream.limits import Budgets
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.endpoint import ClientDisconnected, cancel_on_disconnect
 from agentlightning.transport import Transport
-from agentlightning.transport.connector import ConnectOptions
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +110,8 @@ class Gateway:
         self.responses = ResponseStore(shared)
         self.gates = UpdateGates()
         """One gate for each engine, closed while its weights change."""
-        self._transports: dict[ConnectOptions, Transport] = {}
+        self._open_transport = cache(Transport)
+        """One for all providers with the same connect options."""
         self.budgets = Budgets(config.budget, store, budget_file)
         self.providers = {
             provider.name: ServerPool(provider, partial(self._open_transport, provider.connect_options()), self.budgets)
@@ -169,78 +175,37 @@ class Gateway:
         await self.attempts.close()
         for pool in self.providers.values():
             await pool.close()
-        transports, self._transports = self._transports, {}
-        for transport in transports.values():
-            await transport.close()
+        self._open_transport.cache_clear()
         self.budgets.close()
-
-    def _open_transport(self, options: ConnectOptions) -> Transport:
-        """One transport for all providers with the same connect options."""
-        if (transport := self._transports.get(options)) is None:
-            transport = self._transports[options] = Transport(options)
-        return transport
 
     # -- the routes ------------------------------------------------------------------------------------------------
 
     def routes(self) -> list[Route]:
         """For a Starlette application. An unknown path under `/v1` gets a 404 in the shape the caller's SDK expects."""
-        return [route for prefix in (*ATTEMPT_PATHS, "") for route in self._routes_below(prefix)]
-
-    def _routes_below(self, prefix: str) -> list[Route]:
-        calls = {f"/v1/{path}": _ModelCalls(self, path) for path in DIALECTS}
-        calls["/v1/messages/count_tokens"] = _ModelCalls(self, "messages", is_count=True)
         stored = _endpoint(self._stored_response)
-        return [
-            *(Route(prefix + path, call, methods=["POST"]) for path, call in calls.items()),
-            Route(f"{prefix}/v1/responses/{{response_id}}", stored, methods=["GET", "DELETE"]),
-            Route(f"{prefix}/v1/responses/{{response_id}}/cancel", stored, methods=["POST"]),
-            Route(f"{prefix}/v1/models", _endpoint(self._models.list), methods=["GET"]),
-            Route(f"{prefix}/v1/models/{{model:path}}", _endpoint(self._models.retrieve), methods=["GET"]),
-            *(Route(f"{prefix}{path}", _ok, methods=["GET"]) for path in ("/v1", "/v1/", "/")),
-            *([Route(prefix, _ok, methods=["GET"])] if prefix else []),
-            Route(
-                f"{prefix}/v1/{{rest:path}}",
-                _endpoint(self._other_path),
-                methods=["GET", "POST", "PUT", "PATCH", "DELETE"],
-            ),
+        served = [
+            *((f"/v1/{path}", _ModelCalls(self, path), "POST") for path in DIALECTS),
+            ("/v1/messages/count_tokens", _ModelCalls(self, "messages", is_count=True), "POST"),
+            ("/v1/responses/{response_id}", stored, "GET DELETE"),
+            ("/v1/responses/{response_id}/cancel", stored, "POST"),
+            ("/v1/models", _endpoint(self._models.list), "GET"),
+            ("/v1/models/{model:path}", _endpoint(self._models.retrieve), "GET"),
+            *((path, _ok, "GET") for path in ("/v1", "/v1/", "/", "")),
+            ("/v1/{rest:path}", _endpoint(self._other_path), "GET POST PUT PATCH DELETE"),
         ]
-
-    async def call_model(
-        self, path: ApiPath, scope: Scope, receive: Receive, send: Send, *, is_count: bool = False
-    ) -> None:
-        """Serve one model call, or a request for the size of its prompt in tokens (`is_count`), for which nothing is
-        sampled or recorded. Any failure becomes an error reply that the caller's SDK understands."""
-        self.counters.requests += 1
-        dialect = DIALECTS[path]
-        writer = ResponseWriter(send, scope.get("http_version") != "1.0", dialect.ping)
-        name = b"request-id" if dialect is MESSAGES else b"x-request-id"
-        # Not from the generator of attempt ids, which could be told from so many of its numbers.
-        writer.extra_headers = [(name, b"req_" + secrets.token_hex(12).encode())]
-        try:
-            await self._call_model(path, scope, receive, writer, is_count)
-        except ClientDisconnected:
-            self.counters.cancelled += 1
-        except Exception as error:
-            self.counters.errors += 1
-            api_error = to_api_error(error)
-            if api_error.status >= 500 and (times := self._repeats(api_error.message)):
-                expected = isinstance(error, (ApiError, EngineUnavailableError, *STORE_UNAVAILABLE))
-                again = f" ({times} times)" if times > 1 else ""
-                logger.error("a call failed%s: %s", again, api_error.message, exc_info=None if expected else error)
-            if not writer.started:
-                body = dialect.error_body(api_error)
-                return await writer.send_json(api_error.status, body, api_error.retry, api_error.retry_after)
-            await writer.send_events(dialect.error_event(api_error))
-            await writer.close()
+        return [
+            Route(prefix + path, endpoint, methods=methods.split())
+            for prefix in (*ATTEMPT_PATHS, "")
+            for path, endpoint, methods in served
+            if prefix + path
+        ]
 
     async def _stored_response(self, request: HttpRequest) -> Response:
         caller = await self.attribution.caller(headers_by_name(request.scope), request.path_params)
         attempt, response_id = caller.attempt or ("", ""), request.path_params["response_id"]
         if (provider := self.responses.provider_of(attempt, response_id)) is not None:
             pool = self.providers[provider]
-            body = await request_stored_response(pool, request.method, attempt, response_id)
-            if request.method != "DELETE":
-                await self._forwarding.record_poll(pool, attempt, response_id, body)
+            body = await self._forwarding.request_stored(pool, request.method, attempt, response_id)
             return Response(body, media_type="application/json")
         try:
             if request.method != "DELETE":
@@ -263,7 +228,7 @@ class Gateway:
             if caller.attempt is not None:
                 await self.attempts.get(caller.attempt)
             body = await read_body(request.receive, headers, MAX_UPLOAD_BYTES)
-            return await forward_as_is(pool, request, caller, body, self._forwarding.record)
+            return await self._forwarding.forward_as_is(pool, request, caller, body)
         except ClientDisconnected:
             self.counters.cancelled += 1
             raise
@@ -273,7 +238,7 @@ class Gateway:
 
     # -- one call --------------------------------------------------------------------------------------------------
 
-    def _repeats(self, message: str) -> int:
+    def repeats(self, message: str) -> int:
         """How often calls have failed with this message, where that is 1, 10, 100 ...; else 0. What all calls fail of,
         such as a wrong key, would fill the log."""
         if len(self._failures) >= MAX_FAILURES:
@@ -282,9 +247,11 @@ class Gateway:
         times = self._failures[message]
         return times if str(times).rstrip("0") == "1" else 0
 
-    async def _call_model(
+    async def call_model(
         self, path: ApiPath, scope: Scope, receive: Receive, writer: ResponseWriter, is_count: bool
     ) -> None:
+        """Serve one model call, or a request for the size of its prompt in tokens (`is_count`), for which nothing is
+        sampled or recorded. Raises ApiError and whatever its source raises."""
         started, headers, body = time.time(), headers_by_name(scope), b""
         caller = await self.attribution.caller(headers, scope["path_params"])
         slot = Slot(self._limit)
@@ -329,7 +296,29 @@ class _ModelCalls:
     is_count: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.gateway.call_model(self.path, scope, receive, send, is_count=self.is_count)
+        """Serve one call. Any failure becomes an error reply that the caller's SDK understands."""
+        gateway, dialect = self.gateway, DIALECTS[self.path]
+        gateway.counters.requests += 1
+        writer = ResponseWriter(send, scope.get("http_version") != "1.0", dialect.ping)
+        name = b"request-id" if dialect is MESSAGES else b"x-request-id"
+        # Not from the generator of attempt ids, which could be told from so many of its numbers.
+        writer.extra_headers = [(name, b"req_" + secrets.token_hex(12).encode())]
+        try:
+            await gateway.call_model(self.path, scope, receive, writer, self.is_count)
+        except ClientDisconnected:
+            gateway.counters.cancelled += 1
+        except Exception as error:
+            gateway.counters.errors += 1
+            api_error = to_api_error(error)
+            if api_error.status >= 500 and (times := gateway.repeats(api_error.message)):
+                expected = isinstance(error, (ApiError, EngineUnavailableError, *STORE_UNAVAILABLE))
+                again = f" ({times} times)" if times > 1 else ""
+                logger.error("a call failed%s: %s", again, api_error.message, exc_info=None if expected else error)
+            if not writer.started:
+                body = dialect.error_body(api_error)
+                return await writer.send_json(api_error.status, body, api_error.retry, api_error.retry_after)
+            await writer.send_events(dialect.error_event(api_error))
+            await writer.close()
 
 
 async def _ok(request: HttpRequest) -> Response:
@@ -354,6 +343,8 @@ def _endpoint(serve: Callable[[HttpRequest], Awaitable[Response]]) -> Callable[[
         except ClientDisconnected:
             return Response(status_code=499)  # Nobody sees it.
         except (ApiError, StoreError) as error:
-            return error_body(request, to_api_error(error))
+            api_error = to_api_error(error)
+            dialect = MESSAGES if client_family(request) == "anthropic" else CHAT
+            return Response(dialect.error_body(api_error), api_error.status, media_type="application/json")
 
     return respond

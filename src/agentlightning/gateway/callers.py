@@ -67,7 +67,7 @@ from agentlightning.resources import LLM
 from agentlightning.rollouts import BRANCH, Attempt, Rollout, RolloutMode
 from agentlightning.span import SUPERSEDED, TURN_LIMIT_REACHED, Span
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.transport.connector import is_this_machine
+from agentlightning.transport.options import is_this_machine
 from agentlightning.util.api_key import api_key
 from agentlightning.util.json_values import Json, loads
 from agentlightning.util.kept_sets import KeptSets

@@ -10,8 +10,6 @@ import base64
 import binascii
 import os
 import re
-from collections import Counter
-from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Final, Literal, Self
 from urllib.parse import unquote, urlsplit
@@ -32,7 +30,7 @@ from agentlightning.engine.servers.config import ServedModel
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.answer import Usage
 from agentlightning.gateway.dialects.base import ApiPath
-from agentlightning.transport.connector import ConnectOptions, Proxy, secrets_of, without_credentials
+from agentlightning.transport.options import ConnectOptions, Proxy, secrets_of, without_credentials
 from agentlightning.util.settings import AtLeastOne, Section
 
 MAX_NAME_CHARACTERS: Final = 256
@@ -201,31 +199,31 @@ class Provider(PrivateSection):
             return key
         raise ConfigError(f"the provider {self.name!r} takes its key from {self.api_key_env}, which is not set; set it")
 
-    def credentials(self) -> list[str]:
+    def credentials(self) -> set[str]:
         """Its key, the passwords of its proxy and URLs, and the credentials in its headers, each also without its
-        scheme. The longest first, since one may contain another."""
-        credentials = [
-            self.api_key.get_secret_value() if self.api_key else "",
-            os.environ.get(self.api_key_env or "", ""),
-        ]
-        if isinstance(self.proxy, SecretStr):
-            credentials += secrets_of(self.proxy.get_secret_value())
+        scheme."""
+        key, proxy = self.api_key, self._proxy_url
+        found = {key.get_secret_value() if key else "", os.environ.get(self.api_key_env or "", "")}
+        found.update(secrets_of(proxy) if proxy else ())
         for url in self.base_urls:
             secret = urlsplit(url).password or urlsplit(url).username or ""
-            credentials += [secret, unquote(secret)]
+            found |= {secret, unquote(secret)}
         for name, value in self.headers.items():
             if _CREDENTIAL.search(name):
-                credentials += [value, *value.split()[1:], *_password(value)]
-        return _long_enough(credentials)
+                found |= {value, *value.split()[1:], *_password(value)}
+        return {secret for secret in found if len(secret) >= _MIN_SECRET_CHARS}
 
-    def secrets(self) -> list[str]:
+    def secrets(self) -> set[str]:
         """All texts to redact in errors: its credentials, and the values of its other headers."""
-        return _long_enough([*self.credentials(), *self.headers.values()])
+        return self.credentials() | {value for value in self.headers.values() if len(value) >= _MIN_SECRET_CHARS}
+
+    @property
+    def _proxy_url(self) -> str | Literal[False] | None:
+        return self.proxy.get_secret_value() if isinstance(self.proxy, SecretStr) else self.proxy
 
     def connect_options(self) -> ConnectOptions:
         """Proxy and certificates for its servers. Raises ConfigError if they cannot be used."""
-        proxy = self.proxy.get_secret_value() if isinstance(self.proxy, SecretStr) else self.proxy
-        options = ConnectOptions.create(proxy, self.ca_file)
+        options = ConnectOptions.create(self._proxy_url, self.ca_file)
         for url in self.base_urls:
             options.check(url)
         return options
@@ -239,10 +237,6 @@ _CREDENTIAL: Final = re.compile("auth|key|token|secret|password|cookie|credentia
 """Names of headers with credentials."""
 _MIN_SECRET_CHARS: Final = 8
 """Shorter values occur in too many unrelated texts."""
-
-
-def _long_enough(secrets: Iterable[str]) -> list[str]:
-    return sorted({secret for secret in secrets if len(secret) >= _MIN_SECRET_CHARS}, key=len, reverse=True)
 
 
 def _password(value: str) -> list[str]:
@@ -388,12 +382,9 @@ class GatewayConfig(PrivateSection):
 
     @model_validator(mode="after")
     def _check_names(self) -> GatewayConfig:
-        duplicates = [
-            name for name, times in Counter(provider.name for provider in self.providers).items() if times > 1
-        ]
-        if duplicates:
+        known = [provider.name for provider in self.providers]
+        if duplicates := [name for name in known if known.count(name) > 1]:
             raise ValueError(f"two providers are called {duplicates[0]!r}; give each a name of its own")
-        known = {provider.name for provider in self.providers}
         for number, rule in enumerate(self.routes):
             if rule.provider is not None and rule.provider not in known:
                 listed = ", ".join(sorted(known)) or "none"

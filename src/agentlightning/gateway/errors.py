@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 
 from agentlightning.engine.base import EngineUnavailableError, PromptTokensError
 from agentlightning.errors import (
@@ -21,31 +22,24 @@ from agentlightning.errors import (
 from agentlightning.util.json_values import Json
 
 
+@dataclass(eq=False, repr=False)
 class ApiError(AgentLightningError):
     """An error reply: the status and the fields of the error object."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str | None = None,
-        param: str | None = None,
-        retry: bool | None = None,
-        retry_after: float | None = None,
-        details: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.code = code
-        self.param = param
-        self.retry = retry
-        """Value of `x-should-retry`; None leaves it to the SDK, which retries 408, 409, 429 and 5xx."""
-        self.retry_after = retry_after
-        """Value of `Retry-After`, in seconds."""
-        self.details = details or {}
-        """Further fields of Anthropic's error object."""
+    status: int
+    message: str
+    _: KW_ONLY
+    code: str | None = None
+    param: str | None = None
+    retry: bool | None = None
+    """Value of `x-should-retry`; None leaves it to the SDK, which retries 408, 409, 429 and 5xx."""
+    retry_after: float | None = None
+    """Value of `Retry-After`, in seconds."""
+    details: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Further fields of Anthropic's error object."""
+
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
 
     @property
     def type(self) -> str:

@@ -113,7 +113,8 @@ def failure_of(error: BaseException) -> tuple[str, str]:
         if not (error.args and isinstance(error.args[0], ApiError)):
             return "client_disconnected", "the caller hung up before the answer was whole"
         error = error.args[0]
-    return getattr(error, "code", None) or type(error).__qualname__, str(error)
+    kind = error.code or error.type if isinstance(error, ApiError) else type(error).__qualname__
+    return kind, str(error)
 
 
 def output_attributes(answer: Answer, reason: str, constraint: Constraint | None = None) -> Json:
@@ -162,7 +163,7 @@ async def record_rejection(
             attributes[names.INPUT_MESSAGES] = input_messages(request)
     record = CallRecord(name, caller, started=started)
     try:
-        await store.add_span(record.span(attributes, (api_error.code or api_error.type, api_error.message)))
+        await store.add_span(record.span(attributes, failure_of(api_error)))
     except StoreError as failure:
         logger.warning("a rejected call could not be recorded: %s", failure)
 

@@ -1,18 +1,31 @@
-"""Resolves a call: its agent, and the route from model name and agent to an engine or a provider.
+"""Resolves a call: its agent, and the route from model name and agent to an engine or a provider. Lists the models.
 
 The first rule that matches decides; then come the engines by name, then the default model. Each call is resolved once.
+
+`/v1/models` has the formats of OpenAI and Anthropic. Models with a route come first, then the models that providers
+with a pattern route list themselves. Their lists are cached, and concurrent callers share one request, with a timeout
+of a few seconds. A provider that fails or responds in an unknown format has an empty list.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from hashlib import blake2b
 from itertools import takewhile
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, cast
+from urllib.parse import quote
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
 
 from agentlightning.attempt_address import AGENT_BAGGAGE, JUDGE_HEADER
 from agentlightning.engine.adapter_view import AgentEngines
@@ -27,7 +40,10 @@ from agentlightning.gateway.dialects.content_parts import BILLING
 from agentlightning.gateway.errors import ApiError, bad_request, conflict
 from agentlightning.gateway.upstream.call import ServerPool
 from agentlightning.resources import LLM
+from agentlightning.transport import TransportError
 from agentlightning.util.json_values import Json
+
+logger = logging.getLogger(__name__)
 
 HEADER: Final = "x-agentlightning-agent"
 KEY_CHARACTERS: Final = 2048
@@ -167,6 +183,11 @@ class ResolvedCall(NamedTuple):
     """The parsed request."""
     route: ModelRoute
 
+    @property
+    def trace_id(self) -> str:
+        """That of the attempt, if there is one."""
+        return self.context.trace_id if self.context else ""
+
 
 class Router:
     """The routes. An engine may answer some agents with adapters (`AgentEngines`). `default_model` is an engine, or a
@@ -187,7 +208,11 @@ class Router:
     ) -> None:
         self._engines, self._rules, self.servers = _with_views(engines), tuple(rules), dict(servers or {})
         self._agents, self._accept_any, self._takes_runs = agents or AgentMatcher(), accept_any_model, takes_runs
-        self._check_rules()
+        for number, rule in enumerate(rules, 1):
+            if rule.engine is not None and rule.engine not in self._engines:
+                where = f"rule {number} (model={rule.model!r}, agent={rule.agent!r})"
+                known = ", ".join(self._engines) or "none"
+                raise ConfigError(f"{where} leads to the engine {rule.engine!r}, which is not here; known: {known}")
         self._named = [rule.model for rule in rules if not rule.is_pattern]
         self._joined: dict[str, str] = {}
         """The models of these runs -> the name of their policy; those of single agents are among them."""
@@ -278,12 +303,9 @@ class Router:
 
     def _trains(self, route: ModelRoute) -> bool:
         """Whether a route leads to the policy of a training run: one that joined, or the default of all names."""
-        if route.engine is not None and route.name in self._joined:
-            return True
-        if not self._accept_any or self._default is None or route.engine is None:
-            return False
-        policy = self._engines.get(self._default)
-        return route.engine is policy or (isinstance(policy, AgentEngines) and route.engine in policy.views.values())
+        policy = self._engines.get(self._default or "") if self._accept_any else None
+        engines = [policy, *(policy.views.values() if isinstance(policy, AgentEngines) else ())]
+        return route.engine is not None and (route.name in self._joined or route.engine in engines)
 
     def serves_under_own_name(self, model: str, dialect: str, pool: ServerPool) -> bool:
         """Whether a request for a provider's model name goes to that provider and model."""
@@ -333,13 +355,6 @@ class Router:
         message = f"the model {model!r} is not served here{whose}; known: {known}"
         return ApiError(404, message, code="model_not_found", param="model")
 
-    def _check_rules(self) -> None:
-        for number, rule in enumerate(self._rules, 1):
-            where = f"rule {number} (model={rule.model!r}, agent={rule.agent!r})"
-            if rule.engine is not None and rule.engine not in self._engines:
-                known = ", ".join(self._engines) or "none"
-                raise ConfigError(f"{where} leads to the engine {rule.engine!r}, which is not here; known: {known}")
-
 
 def _with_views(engines: Mapping[str, Engine]) -> dict[str, Engine]:
     """The engines, and those of single agents, by model name. Raises ConfigError for a name of two engines."""
@@ -352,3 +367,139 @@ def _with_views(engines: Mapping[str, Engine]) -> dict[str, Engine]:
                 )
             found[name] = view
     return found
+
+
+# -- the list of models ------------------------------------------------------------------------------------------------
+
+ClientFamily = Literal["openai", "anthropic"]
+
+
+def client_family(request: Request) -> ClientFamily:
+    """Which family of clients sent a request, by its headers."""
+    return "anthropic" if "anthropic-version" in request.headers else "openai"
+
+
+def json_response(content: Mapping[str, object]) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json")
+
+
+class ModelsEndpoint:
+    """Lists the models of a router. `check` gets the headers and path parameters, and raises ApiError to reject."""
+
+    def __init__(self, router: Router, check: Callable[[Mapping[str, str], Mapping[str, str]], None]) -> None:
+        self._router, self._check, started = router, check, datetime.now(UTC)
+        self._own: Json = {
+            "owned_by": "agentlightning",
+            "created": int(started.timestamp()),
+            "created_at": f"{started:%Y-%m-%dT%H:%M:%SZ}",
+        }
+        """What is said of each model of ours."""
+        self._listings: dict[ServerPool, UpstreamModels] = {}
+
+    async def list(self, request: Request) -> Response:
+        """GET /v1/models: all models on one page. Raises ApiError."""
+        dialect = client_family(request)
+        self._check(request.headers, request.path_params)
+        found = await self._models(dialect)
+        models, names = list(found.values()), [*found] or [None]
+        if dialect == "anthropic":
+            return json_response({"data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]})
+        patterns = dict.fromkeys(rule.model for rule in self._router.rules_of(dialect) if rule.is_pattern)
+        return json_response({"object": "list", "data": models} | ({"patterns": [*patterns]} if patterns else {}))
+
+    async def retrieve(self, request: Request) -> Response:
+        """GET /v1/models/NAME. A name that matches a pattern is found even if its provider does not list it, because
+        providers do not list aliases. Raises ApiError."""
+        dialect, name = client_family(request), request.path_params["model"]
+        self._check(request.headers, request.path_params)
+        route = self._router.resolve(name, path="messages" if dialect == "anthropic" else "")
+        listed = await self._models(dialect) if route.name == name else {}
+        return json_response(listed.get(name) or describe_model({"id": route.name} | self._own, dialect))
+
+    async def _models(self, dialect: ClientFamily) -> dict[str, Json]:
+        """All models, by name."""
+        router = self._router
+        models = {name: describe_model({"id": name} | self._own, dialect) for name in router.names(dialect)}
+        open_ended = [rule.provider for rule in router.rules_of(dialect) if rule.provider and rule.is_pattern]
+        pools = [router.servers[provider] for provider in dict.fromkeys(open_ended)]
+        listings = [self._listings.setdefault(pool, UpstreamModels(pool)) for pool in pools]
+        lists = await asyncio.gather(*(listing.models() for listing in listings))
+        for pool, listed in zip(pools, lists, strict=True):
+            for model in listed:
+                if model["id"] not in models and router.serves_under_own_name(model["id"], dialect, pool):
+                    models[model["id"]] = describe_model(model, dialect)
+        return models
+
+
+CACHE_SECONDS: Final = 300.0
+"""Seconds that a list is cached."""
+RETRY_SECONDS: Final = 30.0
+"""Seconds until a failed request is repeated."""
+TIMEOUT_SECONDS: Final = 3.0
+"""Seconds for the whole list."""
+_MAX_PAGES: Final = 20
+_MAX_NAMES: Final = 10_000
+
+
+class UpstreamModels:
+    """The models of one provider."""
+
+    def __init__(self, pool: ServerPool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pool, self._clock = pool, clock
+        self._models: list[Json] = []
+        self._expires_at = 0.0
+        self._lock = asyncio.Lock()
+
+    async def models(self) -> list[Json]:
+        """The models as the provider describes them, each with an `id`; after a failure those of the last list."""
+        async with self._lock:
+            if self._clock() < self._expires_at:
+                return self._models
+            seconds = CACHE_SECONDS
+            try:
+                async with asyncio.timeout(TIMEOUT_SECONDS):
+                    self._models = await self._pages()
+            except (TransportError, TimeoutError, ConfigError, ValueError) as error:
+                seconds, reason = RETRY_SECONDS, str(error) or f"no response within {TIMEOUT_SECONDS:g} s"
+                name = self._pool.provider.name
+                logger.info("the models of the provider %r could not be listed: %s", name, reason)
+            self._expires_at = self._clock() + seconds
+            return self._models
+
+    async def _pages(self) -> list[Json]:
+        """All pages of the list: Anthropic has a thousand models per page, OpenAI one page. Raises TransportError, or
+        ValueError for an error response or invalid JSON."""
+        anthropic = self._pool.provider.dialect == "anthropic"
+        listed, query = list[Json](), "?limit=1000" if anthropic else ""
+        for _ in range(_MAX_PAGES):
+            status, _, body = await self._pool.fetch("GET", "models" + query, timeout_seconds=TIMEOUT_SECONDS)
+            if status != 200:
+                raise ValueError(f"status {status}")
+            page = orjson.loads(body)
+            models = read_models(page)
+            listed += models
+            if not (anthropic and models and isinstance(page, dict) and cast("Json", page).get("has_more") is True):
+                break
+            query = "?limit=1000&after_id=" + quote(models[-1]["id"], safe="")
+        return list({model["id"]: model for model in listed[:_MAX_NAMES]}.values())
+
+
+def read_models(page: Any) -> list[Json]:
+    """The models of a list in OpenAI's or Anthropic's format, or without an envelope; those without a name are left
+    out."""
+    models = objects(cast("Json", page).get("data") if isinstance(page, dict) else page)
+    return [
+        each
+        for each in models
+        if isinstance(name := each.get("id"), str) and name.isprintable() and 0 < len(name) <= 256
+    ]
+
+
+def describe_model(model: Json, family: ClientFamily) -> Json:
+    """A model in the format of a family of clients. Fields of its provider's format stay."""
+    if family == "anthropic":
+        return {"display_name": model["id"], "created_at": _UNKNOWN_TIME} | model | {"type": "model"}
+    return {"created": 0, "owned_by": "unknown"} | model | {"object": "model"}
+
+
+_UNKNOWN_TIME: Final = "1970-01-01T00:00:00Z"

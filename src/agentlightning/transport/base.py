@@ -60,14 +60,11 @@ class Origin:
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-def request_bytes(method: str, target: bytes, host: bytes, headers: Headers, body: bytes = b"") -> bytes:
-    """The bytes of a whole request. `host` may include further header lines. Raises TransportError if a header contains
-    a line break."""
-    lines = [b"%s %s HTTP/1.1\r\nhost: %s" % (method.encode(), target, host)]
-    lines += [b"%s: %s" % header for header in headers]
+def request_bytes(method: str, target: bytes, headers: Headers, body: bytes = b"") -> bytes:
+    """The bytes of a whole request. Raises TransportError if a header contains a line break."""
+    lines = [b"%s %s HTTP/1.1" % (method.encode(), target), *(b"%s: %s" % header for header in headers)]
     head = b"\r\n".join(lines)
-    num_breaks = len(lines) + host.count(b"\n")
-    if head.count(b"\n") != num_breaks or head.count(b"\r") != num_breaks:
+    if {head.count(b"\n"), head.count(b"\r")} != {len(lines) - 1}:
         names = ", ".join(name.decode("latin-1") for name, value in headers if b"\r" in value or b"\n" in value)
         raise TransportError(f"a header holds a line break: {names}", "protocol")
     if body or method not in ("GET", "HEAD", "CONNECT"):

@@ -9,19 +9,22 @@ server, retries and the meaning of responses are left to the users.
 from __future__ import annotations
 
 import asyncio
+import math
+import ssl
 import time
 import zlib
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
-from functools import lru_cache
+from contextlib import ExitStack, suppress
+from functools import cached_property, lru_cache
+from itertools import chain
 from typing import Any, Final, Self, cast
 from urllib.parse import urlsplit
 
 import httptools
 
-from agentlightning.transport.base import MAX_HEAD_BYTES, Headers, Origin, TransportError, request_bytes
-from agentlightning.transport.connector import ConnectOptions, Connector
+from agentlightning.transport.base import MAX_HEAD_BYTES, Headers, Origin, Reason, TransportError, request_bytes
+from agentlightning.transport.options import ConnectOptions, Proxy, ssl_context, tls_error
 
 IDLE_SECONDS: Final = 55.0
 """Idle connections are closed after this time; many servers close them after a minute."""
@@ -46,7 +49,7 @@ class Transport:
     `options` it uses the proxies of the environment. Raises ConfigError for invalid options."""
 
     def __init__(self, options: ConnectOptions | None = None) -> None:
-        self._connector = Connector(ConnectOptions.create() if options is None else options)
+        self._options = ConnectOptions.create() if options is None else options
         self._idle: defaultdict[Origin, deque[Connection]] = defaultdict(deque)
         self._busy: set[Connection] = set()
         self._parsed_url = lru_cache(MAX_CACHED_URLS)(self._parse_url)
@@ -69,45 +72,33 @@ class Transport:
         A kept-alive connection that turns out to be closed before the first byte of the response is replaced; nothing
         else is sent twice. Raises TransportError.
         """
-        origin, target, host = self._parsed_url(url)
-        request = request_bytes(method, target, host, headers, body)
-        if (connection := self._take_idle(origin)) is not None:
-            answer = await self._send_on(connection, request, timeout_seconds)
-            if answer is not None:
-                return answer
-        connection = await self._connect(origin, connect_seconds)
-        answer = await self._send_on(connection, request, timeout_seconds, fresh=True)
-        assert answer is not None
-        return answer
+        origin, target, own = self._parsed_url(url)
+        request = request_bytes(method, target, [*own, *headers], body)
+        for kept in (self._take_idle(origin), None):
+            connection = kept or await self._connect(origin, connect_seconds)
+            response = connection.send(request, timeout_seconds)
+            self._busy.add(connection)
+            self._schedule_check(connection.last_data_at + min(timeout_seconds, IDLE_SECONDS))
+            try:
+                await response.wait_for_head()
+                return response
+            except TransportError:
+                if kept is None or not response.stale or self._closed:
+                    raise
+            except asyncio.CancelledError:
+                connection.abort()
+                raise
+        raise AssertionError("a new connection gives a response, or raises")
 
     async def close(self) -> None:
         """Close every connection; calls in flight fail."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        for connection in [*self._busy, *(each for idle in self._idle.values() for each in idle)]:
+        for connection in self._connections():
             connection.abort(TransportError("the transport was closed", "closed"))
         self._idle.clear()
         await asyncio.sleep(0)  # The connections close in the next iteration of the loop.
-
-    async def _send_on(
-        self, connection: Connection, request: bytes, timeout_seconds: float, *, fresh: bool = False
-    ) -> Response | None:
-        """None if a kept-alive connection turned out to be closed."""
-        now = time.monotonic()
-        answer = connection.send(request, timeout_seconds, now)
-        self._busy.add(connection)
-        self._schedule_check(now + min(timeout_seconds, IDLE_SECONDS))
-        try:
-            await answer.wait_for_head()
-        except TransportError:
-            if fresh or not answer.stale or self._closed:
-                raise
-            return None
-        except asyncio.CancelledError:
-            connection.abort()
-            raise
-        return answer
 
     # -- connections ---------------------------------------------------------------------------------------------
 
@@ -116,15 +107,50 @@ class Transport:
         idle = self._idle[origin]
         while idle:
             connection = idle.pop()
-            if connection.is_open and time.monotonic() - connection.idle_since < IDLE_SECONDS:
+            if connection.is_open and time.monotonic() < connection.deadline:
                 return connection
             connection.abort()
         return None
 
+    @cached_property
+    def _tls(self) -> ssl.SSLContext:
+        return ssl_context(self._options.ca_file)
+
     async def _connect(self, origin: Origin, seconds: float) -> Connection:
+        """A new connection to a server. `seconds` limits the time until a request can be sent. Raises
+        TransportError."""
         if self._closed:
             raise TransportError("the transport was closed", "closed")
-        return await self._connector.connect(origin, lambda: Connection(self, origin), seconds)
+        loop, proxy = asyncio.get_running_loop(), self._options.proxy(origin)
+        tunnel, connection = Tunnel(self, proxy.origin) if proxy and origin.secure else None, Connection(self, origin)
+        via, server, opened = (
+            f" through the proxy {proxy}" if proxy else "",
+            proxy.origin if proxy else origin,
+            tunnel or connection,
+        )
+        try:
+            async with asyncio.timeout(seconds):
+                with ExitStack() as undo:
+                    undo.callback(opened.abort)
+                    tls: dict[str, Any] = {"ssl": self._tls, "server_hostname": server.host} if server.secure else {}
+                    await loop.create_connection(lambda: opened, server.host, server.port, **tls)
+                    if proxy and tunnel:
+                        plain, server = await tunnel.open(proxy, origin), origin
+                        secured = await loop.start_tls(plain, connection, self._tls, server_hostname=origin.host)
+                        if secured is None or secured.is_closing():
+                            raise TransportError(f"{origin} closed the connection after the TLS handshake", "connect")
+                        connection.connection_made(secured)  # `start_tls` does not call it.
+                    undo.pop_all()
+                    return connection
+        except TimeoutError:
+            raise TransportError(f"{origin} accepted no connection{via} within {seconds:g} s", "connect") from None
+        except ssl.SSLError as error:
+            raise tls_error(server, error) from error
+        except OSError as error:
+            raise TransportError(f"{origin} cannot be reached{via}: {error}", "connect") from error
+
+    def _connections(self) -> list[Connection]:
+        return [*self._busy, *chain.from_iterable(self._idle.values())]
 
     def release(self, connection: Connection) -> None:
         """Take back a connection that can be reused."""
@@ -132,7 +158,7 @@ class Transport:
         idle = self._idle[connection.origin]
         if len(idle) >= MAX_IDLE or self._closed:
             return connection.abort()
-        connection.idle_since = time.monotonic()
+        connection.last_data_at, connection.timeout_seconds = time.monotonic(), IDLE_SECONDS
         idle.append(connection)
 
     def remove(self, connection: Connection) -> None:
@@ -153,25 +179,17 @@ class Transport:
 
     def _check_timeouts(self) -> None:
         self._timer, now = None, time.monotonic()
-        for connection in list(self._busy):
-            silent = now - connection.last_data_at
-            if connection.awaits_data and silent >= connection.timeout_seconds:
+        for connection in self._connections():
+            if connection.deadline <= now:
                 message = f"{connection.origin} sent nothing for {connection.timeout_seconds:g} s"
                 connection.abort(TransportError(message, "timeout"))
-        for idle in self._idle.values():
-            while idle and now - idle[0].idle_since >= IDLE_SECONDS:
-                idle.popleft().abort()
-        ends = [
-            connection.last_data_at + connection.timeout_seconds for connection in self._busy if connection.awaits_data
-        ]
-        ends += [idle[0].idle_since + IDLE_SECONDS for idle in self._idle.values() if idle]
-        if self._busy or ends:
-            self._schedule_check(max(now + 0.01, min((now + IDLE_SECONDS, *ends))))
+        if ends := [end for connection in self._connections() if (end := connection.deadline) > now]:
+            self._schedule_check(max(now + 0.01, min(now + IDLE_SECONDS, *ends)))
 
     # -- URLs ----------------------------------------------------------------------------------------------------
 
-    def _parse_url(self, url: str) -> tuple[Origin, bytes, bytes]:
-        """(origin, request target, Host header). For a proxy without a tunnel the target is the whole URL, and the
+    def _parse_url(self, url: str) -> tuple[Origin, bytes, Headers]:
+        """(origin, request target, the Host header). For a proxy without a tunnel the target is the whole URL, and the
         proxy's headers follow the Host header. Raises TransportError for an invalid URL."""
         try:
             parts = urlsplit(url)
@@ -182,11 +200,11 @@ class Transport:
             raise TransportError(f"{parts.scheme}://{parts.hostname} is no valid URL", "protocol")
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         host = parts.netloc.rpartition("@")[2]
-        proxy_headers = b""
-        if not origin.secure and (proxy := self._connector.options.proxy(origin)) is not None:
+        headers = [(b"host", host.encode())]
+        if not origin.secure and (proxy := self._options.proxy(origin)) is not None:
             target = f"http://{host}{target}"
-            proxy_headers = b"".join(b"\r\n%s: %s" % header for header in proxy.headers)
-        return origin, target.encode(), host.encode() + proxy_headers
+            headers += proxy.headers
+        return origin, target.encode(), headers
 
 
 # -- connections -------------------------------------------------------------------------------------------------------
@@ -195,16 +213,16 @@ class Transport:
 class Connection(asyncio.Protocol):
     """A connection, and the response in progress on it, if any."""
 
+    last_data_at = 0.0
+    """When data came last, or it was asked for any, or became idle."""
+    timeout_seconds = 0.0
+    _response: Response | None = None
+    _head_bytes = 0
+    _transport: asyncio.Transport | None = None
+
     def __init__(self, pool: Transport, origin: Origin) -> None:
-        self.origin = origin
-        self.idle_since = 0.0
-        self.last_data_at = 0.0
-        self.timeout_seconds = 0.0
-        self._owner = pool
+        self.origin, self._owner = origin, pool
         self._parser = httptools.HttpResponseParser(self)
-        self._response: Response | None = None
-        self._head_bytes = 0
-        self._transport: asyncio.Transport | None = None
 
     # -- for the pool --------------------------------------------------------------------------------------------
 
@@ -213,15 +231,16 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     @property
-    def awaits_data(self) -> bool:
-        """Whether the server has data to send."""
-        return self._response is not None and not self._response.paused
+    def deadline(self) -> float:
+        """When it is closed unless data comes."""
+        is_paused = self._response is not None and self._response.paused
+        return math.inf if is_paused else self.last_data_at + self.timeout_seconds
 
-    def send(self, request: bytes, timeout_seconds: float, now: float) -> Response:
+    def send(self, request: bytes, timeout_seconds: float) -> Response:
         """Write a request."""
         assert self._transport is not None
         assert self._response is None
-        self.timeout_seconds, self.last_data_at, self._head_bytes = timeout_seconds, now, 0
+        self.timeout_seconds, self.last_data_at, self._head_bytes = timeout_seconds, time.monotonic(), 0
         answer = self._response = Response(self)
         self._transport.write(request)
         return answer
@@ -236,14 +255,12 @@ class Connection(asyncio.Protocol):
 
     # -- for the response ----------------------------------------------------------------------------------------
 
-    def pause(self) -> None:
-        if self._transport is not None:
-            self._transport.pause_reading()
-
-    def resume(self) -> None:
-        self.last_data_at = time.monotonic()
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
+    def pause(self, response: Response, paused: bool) -> None:
+        """Stop to read, or go on."""
+        if response.paused is not paused:
+            response.paused, self.last_data_at = paused, time.monotonic()
+            if self._transport is not None and not self._transport.is_closing():
+                (self._transport.pause_reading if paused else self._transport.resume_reading)()
 
     # -- called by asyncio ---------------------------------------------------------------------------------------
 
@@ -263,17 +280,12 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             return self.abort(TransportError(f"{self.origin} sent an invalid HTTP response: {error}", "protocol"))
         if self._head_bytes > MAX_HEAD_BYTES and not answer.status:
-            self.abort(
-                TransportError(
-                    f"the response of {self.origin} has a head of more than {MAX_HEAD_BYTES} bytes", "protocol"
-                )
-            )
+            self.abort(TransportError(f"{self.origin} sent a head of more than {MAX_HEAD_BYTES} bytes", "protocol"))
         elif answer.is_complete:
             self._release(answer)
-        elif len(answer.unread) > HIGH_WATER_BYTES and not answer.paused:
-            answer.paused = True
-            self.pause()
-        answer.wake()
+        elif len(answer.unread) > HIGH_WATER_BYTES:
+            self.pause(answer, True)
+        answer.changed.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -283,7 +295,7 @@ class Connection(asyncio.Protocol):
             return
         if answer.until_end and exc is None:
             answer.is_complete = True
-            return answer.wake()
+            return answer.changed.set()
         cause = f": {exc}" if exc else ""
         answer.stale = not answer.has_data and time.monotonic() - self.last_data_at < STALE_SECONDS
         when = "before its response" if not answer.has_data else "in the middle of its response"
@@ -291,9 +303,7 @@ class Connection(asyncio.Protocol):
 
     def _release(self, answer: Response) -> None:
         self._response = None
-        if answer.paused:
-            answer.paused = False
-            self.resume()
+        self.pause(answer, False)
         if answer.keep_alive and self.is_open:
             self._owner.release(self)
         elif self._transport is not None:
@@ -338,30 +348,70 @@ class Connection(asyncio.Protocol):
             answer.is_complete = True
 
 
+_UNREACHED: Final = frozenset({500, 502, 503, 504})
+"""Statuses of a proxy that could not reach the server."""
+
+
+class Tunnel(Connection):
+    """A connection to a proxy, until that has connected it to a server."""
+
+    status_text = b""
+
+    def on_status(self, text: bytes) -> None:
+        self.status_text = text
+
+    def _release(self, answer: Response) -> None:
+        """Nothing: its response has no body, whatever the headers say."""
+
+    async def open(self, proxy: Proxy, origin: Origin) -> asyncio.Transport:
+        """The connection to the server. Raises TransportError if the proxy opens none."""
+        authority, reason = origin.authority.encode(), cast("Reason", "connect")
+        request = request_bytes("CONNECT", authority, [(b"host", authority), *proxy.headers])
+        answer = self.send(request, math.inf)
+        try:
+            await answer.wait_for_head()
+        except TransportError as error:
+            reason = "protocol" if error.reason == "protocol" else reason
+            raise TransportError(f"{origin}: the proxy {error}", reason) from None
+        status = answer.status
+        if self._transport is not None and status < 300 and not answer.unread:
+            return self._transport
+        if status < 300:
+            problem, reason = "sent an invalid HTTP response", "protocol"
+        elif status in (401, 407):  # Some proxies send 401 for wrong credentials.
+            problem, reason = "requires credentials, or other ones: http://USER:PASSWORD@HOST:PORT", "proxy"
+        else:
+            problem = f"opened no connection: status {status} {self.status_text.decode('latin-1')[:200]}".rstrip()
+            reason = "connect" if status in _UNREACHED else "proxy"
+        raise TransportError(f"{origin}: the proxy {proxy} {problem}", reason)
+
+
 class Response:
     """The response to one request while it arrives, and after. Use as `async with`; an early exit drops the
     connection."""
 
+    status = 0
+    error: TransportError | None = None
+    has_data = False
+    """Whether a byte of it arrived."""
+    inflate: Callable[[bytes], bytes] | None = None
+    """Decompresses the next part of the body; some servers compress although `identity` was requested."""
+    is_complete = False
+    stale = False
+    """Whether it failed because the idle connection was closed already, so that the request never arrived."""
+    keep_alive = False
+    until_end = False
+    """Whether the end of the connection ends the body."""
+    paused = False
+    """Whether reading is paused until some of the body is consumed."""
+
     def __init__(self, connection: Connection) -> None:
-        self.status: int = 0
         self.headers: list[tuple[bytes, bytes]] = []
-        self.error: TransportError | None = None
-        self.has_data = False
-        """Whether a byte of it arrived."""
-        self.inflate: Callable[[bytes], bytes] | None = None
-        """Decompresses the next part of the body; some servers compress although `identity` was requested."""
-        self.is_complete = False
-        self.stale = False
-        """Whether it failed because the idle connection was closed already, so that the request never arrived."""
-        self.keep_alive = False
-        self.until_end = False
-        """Whether the end of the connection ends the body."""
-        self.paused = False
-        """Whether reading is paused until some of the body is consumed."""
         self.unread = bytearray()
         """What has arrived of the body since the last time."""
+        self.changed = asyncio.Event()
+        """Set when more of it has arrived, or it has failed."""
         self._connection = connection
-        self._waiter: asyncio.Future[None] | None = None
 
     async def wait_for_head(self) -> None:
         """Wait for status and headers. Raises TransportError."""
@@ -372,15 +422,14 @@ class Response:
         """Read the whole body. Raises TransportError if it breaks off."""
         if self.is_complete and self.error is None:
             return self._take()
-        parts, size = [], 0
+        body = bytearray()
         async for part in self.chunks():
-            parts.append(part)
-            size += len(part)
-            if size > MAX_BODY_BYTES:
+            body += part
+            if len(body) > MAX_BODY_BYTES:
                 error = TransportError(f"the response is longer than {MAX_BODY_BYTES} bytes", "protocol")
                 self._connection.abort(error)
                 raise error
-        return b"".join(parts)
+        return bytes(body)
 
     async def chunks(self, gather_seconds: float = 0.0) -> AsyncIterator[bytes]:
         """The body as it arrives; after each part, nothing is read for `gather_seconds`, so that the next is larger.
@@ -389,11 +438,11 @@ class Response:
             if self.unread:
                 yield self._take()
                 if gather_seconds and not self.is_complete:
-                    self._connection.pause()
+                    self._connection.pause(self, True)
                     try:
                         await asyncio.sleep(gather_seconds)
                     finally:
-                        self._connection.resume()
+                        self._connection.pause(self, False)
             elif self.is_complete and self.error is None:
                 return
             else:
@@ -403,18 +452,13 @@ class Response:
         """Until more of it has arrived. Raises TransportError once it has failed."""
         if self.error is not None:
             raise self.error
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        self.changed.clear()
+        await self.changed.wait()
 
     def _take(self) -> bytes:
         body = bytes(self.unread)
         self.unread.clear()
-        if self.paused:
-            self.paused = False
-            self._connection.resume()
+        self._connection.pause(self, False)
         return body
 
     async def __aenter__(self) -> Self:
@@ -431,13 +475,9 @@ class Response:
 
     # -- for the connection --------------------------------------------------------------------------------------
 
-    def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
     def fail(self, error: TransportError) -> None:
         self.error = error
-        self.wake()
+        self.changed.set()
 
 
 _INFLATED: Final = (b"gzip", b"x-gzip", b"deflate")

@@ -15,7 +15,7 @@ from agentlightning import span as names
 from agentlightning.assemble import trajectory
 from agentlightning.gateway.dialects.chat import CHAT
 from agentlightning.gateway.dialects.response_store import ResponseLookup
-from agentlightning.gateway.forwarding.bodies import as_chat
+from agentlightning.gateway.forwarding.bodies import chat_part, openai_content
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 6, "b": 7}'}}
 USE = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 6, "b": 7}}
@@ -408,7 +408,7 @@ def test_an_image_and_the_text_beside_it_are_read_and_written_as_they_were(url, 
     part = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
     conversation = [{"role": "user", "content": [part, {"type": "text", "text": text}]}]
     (message,) = CHAT.read(orjson.dumps({"messages": conversation}), ResponseLookup(), attachments=True).messages
-    assert as_chat(message["content"]) == [part] + ([{"type": "text", "text": text}] if text else [])
+    assert openai_content(message["content"], chat_part) == [part] + ([{"type": "text", "text": text}] if text else [])
 
 
 HALF = chat_answer("A \\ud83d and more.", calls=[CALL | {"function": {"name": "add", "arguments": '{"a": "\\ud83d"}'}}])

@@ -23,6 +23,6 @@ def test_a_stored_turn_never_changes_whatever_follows_it():
     stored = copy.deepcopy(BLOCKS)
     found = iter([stored, []])
     request = CHAT.read(orjson.dumps({"model": "m", "messages": conversation}), None)
-    body = messages_body(request, ANTHROPIC, "m", {}, lambda key: next(found))
+    body = messages_body(request, ANTHROPIC, "m", lambda key: next(found))
     assert body["messages"][1]["content"] == [*BLOCKS, {"type": "text", "text": "two"}]
     assert stored == BLOCKS

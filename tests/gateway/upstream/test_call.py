@@ -23,7 +23,7 @@ from agentlightning.gateway.answer import Usage
 from agentlightning.gateway.config import BudgetConfig, GatewayConfig, Price, Provider
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream import call as call_module
-from agentlightning.gateway.upstream.call import RETRY_FLOOR, ServerPool, UpstreamCall, UpstreamRequest
+from agentlightning.gateway.upstream.call import RETRY_FLOOR, ServerPool, UpstreamCall
 from agentlightning.gateway.upstream.limits import Budgets
 from agentlightning.store import LightningStore
 from agentlightning.transport import Transport
@@ -54,7 +54,7 @@ def made_of(*servers, **options):
 
 
 async def call(pool, affinity="", body=b"{}", **options):
-    async with UpstreamCall(pool, UpstreamRequest("chat/completions", body, affinity=affinity, **options)) as asked:
+    async with UpstreamCall(pool, "chat/completions", body, affinity=affinity, **options) as asked:
         asked.settle(Usage(10, 5))
         return asked
 
@@ -161,7 +161,7 @@ async def test_what_is_the_callers_affair_is_not_sent_again(status):
 async def test_nothing_is_sent_again_once_a_byte_was_there_to_be_shown():
     begun = Reply(events=chat_events(["Hel", "lo."])[:2], end="close")
     async with ScriptedProvider([begun, FINE]) as server, connected(made_of(server)) as pool:
-        async with UpstreamCall(pool, UpstreamRequest("chat/completions", b"{}", stream=True)) as asked:
+        async with UpstreamCall(pool, "chat/completions", b"{}", stream=True) as asked:
             with pytest.raises(ApiError, match="closed the connection"):
                 [events async for events in asked.events()]
         assert (len(server.seen), asked.retries) == (1, 0)
@@ -170,7 +170,7 @@ async def test_nothing_is_sent_again_once_a_byte_was_there_to_be_shown():
 async def test_a_stream_that_closes_before_its_first_byte_is_asked_for_again():
     replies = [Reply(events=[], end="close"), Reply(events=chat_events(["Hello."]))]
     async with ScriptedProvider(replies) as server, connected(made_of(server)) as pool:
-        async with UpstreamCall(pool, UpstreamRequest("chat/completions", b"{}", stream=True)) as asked:
+        async with UpstreamCall(pool, "chat/completions", b"{}", stream=True) as asked:
             stream = b"".join([event async for events in asked.events() for event in events])
             asked.settle(None)
         assert stream == b"".join(chat_events(["Hello."]))
@@ -362,7 +362,7 @@ async def test_what_a_hung_up_stream_cost_is_estimated_and_kept():
     endless = Reply(events=chat_events(["a", "b"])[:3], end="hang")
     price = Price(input=1e6, output=1e6)
     async with ScriptedProvider([endless]) as server, connected(made_of(server, price=price)) as pool:
-        async with UpstreamCall(pool, UpstreamRequest("chat/completions", b"x" * 400, stream=True)) as asked:
+        async with UpstreamCall(pool, "chat/completions", b"x" * 400, stream=True) as asked:
             async for events in asked.events():
                 if any(b'"b"' in event for event in events):
                     break
@@ -559,7 +559,13 @@ async def test_a_budget_stops_a_rollout_before_it_is_overspent_in_both_dialects(
 
 async def test_what_a_call_costs_and_the_end_of_its_reservation_are_written_at_once():
     budgets, written = Budgets(BudgetConfig(tokens=1000)), []
-    budgets.persist = lambda: written.append(budgets.total.tokens + budgets.total.reserved_tokens)
+    record = budgets.record
+
+    def recorded(*amounts):
+        record(*amounts)
+        written.append(budgets.total.tokens + budgets.total.reserved_tokens)
+
+    budgets.record = recorded
     async with ScriptedProvider([FINE]) as server, connected(made_of(server), budgets=budgets) as pool:
         await call(pool, body=b"x" * 20, max_output_tokens=5)
     assert set(written) == {15}  # A crash at any moment finds the worst case, or the cost, and never their sum.

@@ -15,7 +15,7 @@ from tests.support.provider_streams import (
 )
 
 from agentlightning.gateway.config import Provider
-from agentlightning.gateway.upstream.call import Redactor, redact_text
+from agentlightning.gateway.upstream.call import Redactor
 
 KEY = "sk-theirs-0123456789"
 BASIC = "user:a password/of 20 letters"
@@ -111,4 +111,4 @@ def test_an_error_is_one_whatever_else_is_none():
 def test_an_errors_text_may_hold_a_secret_as_json_has_it():
     key = 'a "quoted" key/of 25 lett'
     provider = Provider(name="them", base_urls=("http://h/v1",), api_key=SecretStr(key))
-    assert redact_text(provider, f"refused: {json.dumps({'key': key})}") == 'refused: {"key": "***"}'
+    assert Redactor(provider).text(f"refused: {json.dumps({'key': key})}") == 'refused: {"key": "***"}'

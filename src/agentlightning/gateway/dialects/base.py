@@ -74,7 +74,7 @@ class OutputSchema:
     """The schema as JSON text."""
     check: Check
     given: Json = field(default_factory=lambda: {"type": "json_object"})
-    """As the request has it."""
+    """In terms of chat completions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,17 +492,17 @@ Choice = tuple[bool, frozenset[str] | None] | None
 
 def with_tools(
     request: Request,
-    given: Sequence[Any],
+    as_function: Callable[[Any], Any],
     choice: Choice,
-    parallel: bool | None,
+    parallel: bool,
     content: OutputSchema | None,
     content_field: str,
 ) -> Request:
-    """A request with its tools, and the constraint on its answer. `given`: each as chat completions has it; other kinds
-    are ignored, since only a hosted service offers them."""
+    """A request with its tools, and the constraint on its answer. `as_function`: a tool as chat completions has it;
+    other kinds are ignored, since only a hosted service offers them."""
     tools, dropped = list[Json](), list[str]()
-    for index, tool in enumerate(given):
-        kind = kind_of(tool)
+    for index, given in enumerate(optional(request.raw, "tools", list) or ()):
+        kind = kind_of(tool := as_function(given))
         if kind is None:
             raise bad_request("tools", f"tools[{index}] must be an object with the type function")
         if kind != "function":
@@ -523,7 +523,7 @@ def with_tools(
     constraint = Constraint(
         requires_tool_call=requires_tool_call,
         names=names,
-        single_tool_call=parallel is False and bool(offered),
+        single_tool_call=not parallel and bool(offered),
         arguments=strict_arguments(offered),
         content=content,
         content_field=content_field,
@@ -537,9 +537,13 @@ def with_tools(
     )
 
 
-def tool_choice(value: Any, nested: bool) -> Choice:
-    """The choice for `with_tools`. `nested`: chat completions nests the details of a choice below the name of its kind,
-    responses does not."""
+def tool_choice(data: Json, nested: bool) -> tuple[Choice, bool]:
+    """(the choice for `with_tools`, whether several calls are allowed). `nested`: chat completions nests the details of
+    a choice below the name of its kind, responses does not."""
+    return _choice(data.get("tool_choice"), nested), optional(data, "parallel_tool_calls", bool) is not False
+
+
+def _choice(value: Any, nested: bool) -> Choice:
     if value == "none":
         return None
     if value in (None, "auto"):
@@ -572,7 +576,11 @@ def text_format(where: str, value: Any, nested: bool) -> OutputSchema | None:
         return JSON_OBJECT
     details = value.get("json_schema") if kind == "json_schema" and nested else value
     if kind == "json_schema" and isinstance(details, dict):
-        return replace(json_schema(f"{where}.schema", details.get("schema")), given=value)
+        known = {
+            key: details[key] for key in ("name", "schema", "strict", "description") if details.get(key) is not None
+        }
+        given = value if nested else {"type": kind, "json_schema": {"name": "answer", "strict": True} | known}
+        return replace(json_schema(f"{where}.schema", details.get("schema")), given=given)
     raise bad_request(
         where, f"{where}={shorten(value)} cannot be honoured here; use the type text, json_object or json_schema"
     )

@@ -105,9 +105,7 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
         _KNOWN - _TOKEN_FIELDS if attachments else _KNOWN,
         _UNSUPPORTED | _LOCAL_ONLY if attachments else _UNSUPPORTED,
     )
-    tools = optional(data, "tools", list) or ()
-    choice, parallel = tool_choice(data.get("tool_choice"), True), optional(data, "parallel_tool_calls", bool)
-    request = with_tools(request, tools, choice, parallel, *content_format(data))
+    request = with_tools(request, lambda tool: tool, *tool_choice(data, nested=True), *content_format(data))
     include_usage(data)
     messages, prefill = _split_prefill(data, _messages(data.get("messages"), attachments))
     return replace(
@@ -301,8 +299,7 @@ class ChatResponse(ProviderResponse):
                 message = {name: _joined(values) for name, values in echoed.items()}
                 answer.add_block({"type": CHAT_TURN, "message": message})
             # vLLM and SGLang name the stop string that ended an answer.
-            stops = [stop for name in ("matched_stop", "stop_reason") if isinstance(stop := choice.get(name), str)]
-            answer.end(reason if isinstance(reason, str) else None, stops[0] if stops else None)
+            answer.end(reason, choice.get("matched_stop"), choice.get("stop_reason"))
         if usage := choice.get("usage"):
             self._add_usage(chat_usage(usage))
 

@@ -26,13 +26,13 @@ from agentlightning.gateway.answer import (
     RefusalDelta,
     ToolCall,
     Usage,
+    object_of,
 )
 from agentlightning.gateway.dialects.base import (
     MESSAGES_PARAMS,
     Body,
     Choice,
     Dialect,
-    ReplyMetadata,
     ReplyWriter,
     Request,
     encode_event,
@@ -67,12 +67,10 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
         details = {"error_code": "thread_unsupported_request"}
         raise ApiError(400, "threads are not stored here; send the full conversation", param="thread", details=details)
     request = read_shared(data, MESSAGES_PARAMS, SamplingParams(), _KNOWN, _UNSUPPORTED)
-    tools = [_as_function(tool) for tool in optional(data, "tools", list) or ()]
-    dropped, choice = list[str](), optional(data, "tool_choice", dict) or {}
-    parallel = False if choice.get("disable_parallel_tool_use") is True else None
-    name, shape = _format(data)
-    content, name = text_format(name, shape, nested=False), name.partition(".")[0]
-    request = with_tools(request, tools, _tool_choice(choice), parallel, content, name)
+    (name, shape), dropped = _format(data), list[str]()
+    content, choice = text_format(name, shape, nested=False), optional(data, "tool_choice", dict) or {}
+    parallel = choice.get("disable_parallel_tool_use") is not True
+    request = with_tools(request, _as_function, _tool_choice(choice), parallel, content, name.partition(".")[0])
     messages, prefill = _split_prefill(_conversation(data, dropped, attachments), attachments)
     ignored = (*request.ignored_fields, *dropped)
     return replace(request, messages=messages, prefill=prefill, ignored_fields=ignored)
@@ -211,14 +209,12 @@ def _call(where: str, block: Json) -> Json:
 
 
 class MessagesReplyWriter(ReplyWriter):
-    def __init__(self, request: Request, head: ReplyMetadata) -> None:
-        super().__init__(request, head)
-        self._index = -1
-        """Index of the last block that was started."""
-        self._open: str | None = None
-        """Type of the open block, if it takes deltas."""
-        self._blocks: list[Json] | None = None
-        """The blocks of a reply that is written at once."""
+    _index = -1
+    """Index of the last block that was started."""
+    _open: str | None = None
+    """Type of the open block, if it takes deltas."""
+    _blocks: list[Json] | None = None
+    """The blocks of a reply that is written at once."""
 
     def body(self, answers: Sequence[Answer]) -> bytes:
         (answer,) = answers
@@ -387,6 +383,8 @@ class MessagesResponse(ProviderResponse):
         """Content blocks that are not complete, by their index."""
         self._deltas: dict[Any, dict[str, list[str]]] = {}
         """The deltas of each, by the field they extend: joined once, at the end of the block."""
+        self._used: Json = {}
+        """What was reported last of each part of the usage: the end may report its output alone, or in less detail."""
 
     def _read(self, data: Json) -> None:
         place = data.get("index")
@@ -412,12 +410,10 @@ class MessagesResponse(ProviderResponse):
                 pass
 
     def _finish(self, message: Json, usage: Any) -> None:
-        given = (
-            each if isinstance(each := message.get(f"stop_{name}"), str) else None for name in ("reason", "sequence")
-        )
-        self.choice().end(*given)
+        self.choice().end(message.get("stop_reason"), message.get("stop_sequence"))
         if usage:
-            self._add_usage(messages_usage(usage, self.usage or Usage()))
+            self._used |= {name: value for name, value in usage.items() if value and isinstance(value, int | dict)}
+            self._add_usage(messages_usage(self._used))
 
     def _start(self, place: Any, block: Json) -> None:
         self._blocks[place] = dict(block)
@@ -458,19 +454,12 @@ class MessagesResponse(ProviderResponse):
         (answer.add_block if block.get("type") in _OWN else answer.add_hosted_call)(block)
 
 
-def messages_usage(usage: Json, before: Usage) -> Usage:
-    """`before`: what an earlier event of the same answer reported."""
-    cached, written = usage.get("cache_read_input_tokens") or 0, usage.get("cache_creation_input_tokens") or 0
-    prompt, written_before = (usage.get("input_tokens") or 0) + cached + written, before.written_tokens
-    written_before += before.written_hour_tokens
-    if not prompt:  # The end may report its output alone,
-        prompt, cached, written = before.input_tokens, before.cached_tokens, written_before
-    hour = (usage.get("cache_creation") or {}).get("ephemeral_1h_input_tokens") or 0
-    if not hour and written == written_before:  # or the rest in less detail.
-        hour = before.written_hour_tokens
-    output = usage.get("output_tokens") or before.output_tokens
-    thought = (usage.get("output_tokens_details") or {}).get("thinking_tokens") or before.reasoning_tokens
-    return Usage.counted(prompt, output, cached or before.cached_tokens, written - hour, hour, thought)
+def messages_usage(usage: Json) -> Usage:
+    read, written = (usage.get(f"cache_{kind}_input_tokens", 0) for kind in ("read", "creation"))
+    hour = object_of(usage, "cache_creation").get("ephemeral_1h_input_tokens") or 0
+    thought = object_of(usage, "output_tokens_details").get("thinking_tokens")
+    prompt = usage.get("input_tokens", 0) + read + written
+    return Usage.counted(prompt, usage.get("output_tokens"), read, written - hour, hour, thought)
 
 
 MESSAGES: Final = Dialect(

@@ -86,12 +86,10 @@ def read_request(body: Body, recall: ResponseLookup, attachments: bool = False) 
     logprobs = top > 0 or _LOGPROBS in (optional(data, "include", list) or ())
     base = SamplingParams(top_logprobs=top, stream_logprobs=logprobs)
     request = read_shared(data, RESPONSES_PARAMS, base, _KNOWN, _UNSUPPORTED)
-    tools = [_as_function(tool) for tool in optional(data, "tools", list) or ()]
     shape = text_format("text.format", (optional(data, "text", dict) or {}).get("format"), nested=False)
-    choice, parallel = tool_choice(data.get("tool_choice"), False), optional(data, "parallel_tool_calls", bool)
     instructions, messages = _conversation(data, recall, attachments)
     return replace(
-        with_tools(request, tools, choice, parallel, shape, "text"),
+        with_tools(request, _as_function, *tool_choice(data, nested=False), shape, "text"),
         messages=instructions + messages,
         custom_tools=frozenset(tool["name"] for tool in data.get("tools") or () if kind_of(tool) == "custom"),
         logprobs=logprobs,
@@ -289,57 +287,50 @@ class ResponsesReplyWriter(ReplyWriter):
     def _extend(self, kind: str, text: str, **more: list[Json]) -> bytes:
         """More of a part of one kind, which is started unless it is open; `more`: its log-probabilities."""
         started = b"" if self._open == kind else self._close() + self._start(kind)
-        content, field_name = self.items[-1]["content"], "refusal" if kind == "refusal" else "text"
-        if not content:
-            content.append({"type": kind, "text": ""})
-        content[0][field_name] += text
+        part = self.items[-1]["content"][0]
+        part["refusal" if kind == "refusal" else "text"] += text
         for name, values in more.items():
-            content[0][name] += values
+            part[name] += values
         return started + self._event(f"response.{kind}.delta", **self._place(), delta=text, **more)
 
     def _start(self, kind: str) -> bytes:
         """Start the item of a part: reasoning, or a message."""
-        self._open = kind
-        if kind == "reasoning_text":
-            item: Json = {"id": self._name("rs_"), "type": "reasoning", "summary": [], "status": "in_progress"}
-            self.items.append(item | {"content": []})
-            return self._item_event("added", self.items[-1])
-        part = {"type": kind} | (
-            {"refusal": ""} if kind == "refusal" else {"text": "", "annotations": [], "logprobs": []}
-        )
-        item = {"id": self._name("msg_"), "type": "message", "role": "assistant", "status": "in_progress"}
-        self.items.append(item | {"content": [part]})
-        added = self._item_event("added", item | {"content": []})
-        return added + self._event("response.content_part.added", **self._place(), part=part)
+        self._open, is_message = kind, kind != "reasoning_text"
+        own = {"type": "message", "role": "assistant"} if is_message else {"type": "reasoning", "summary": []}
+        started = self._add({"id": self._name("msg_" if is_message else "rs_")} | own | {"content": []})
+        part: Json = {"type": kind} | ({"refusal": ""} if kind == "refusal" else {"text": ""})
+        part |= {"annotations": [], "logprobs": []} if kind == "output_text" else {}
+        self.items[-1]["content"].append(part)
+        if is_message:
+            started += self._event("response.content_part.added", **self._place(), part=part)
+        return started
 
     def _close(self, status: str = "completed") -> bytes:
         """End the open text or reasoning."""
         kind, self._open = self._open, None
         if kind is None:
             return b""
-        item, done = self.items[-1], b""
-        item["status"] = status
-        for part in item["content"]:
-            shown = {name: part[name] for name in ("text", "refusal", "logprobs") if name in part}
-            done = self._event(f"response.{kind}.done", **self._place(), **shown)
-            if kind != "reasoning_text":
-                done += self._event("response.content_part.done", **self._place(), part=part)
-        return done + self._item_event("done", item)
+        item = self.items[-1]
+        item["status"], (part,) = status, item["content"]
+        shown = {name: part[name] for name in ("text", "refusal", "logprobs") if name in part}
+        done = self._event(f"response.{kind}.done", **self._place(), **shown)
+        if kind != "reasoning_text":
+            done += self._event("response.content_part.done", **self._place(), part=part)
+        return done + self._item_event("done")
 
     # -- tool calls ------------------------------------------------------------------------------------------------
 
     def _add_call(self, call: ToolCall) -> bytes:
-        is_custom, name = call.name in self.request.custom_tools, call.id.partition("_")[2] or call.id
-        kind, prefix = ("custom_tool_call", "ctc_") if is_custom else ("function_call", "fc_")
-        field_name, text = ("input", custom_input(call.arguments)) if is_custom else ("arguments", call.arguments)
-        item = {"id": prefix + name, "type": kind, "call_id": call.id, "name": call.name}
-        self.items.append(item | {"status": "completed", field_name: text})
-        started = self._item_event("added", item | {"status": "in_progress", field_name: ""})
-        kind = "response.custom_tool_call_input" if is_custom else "response.function_call_arguments"
-        delta = self._event(f"{kind}.delta", **self._item(), delta=text)
-        named = {} if is_custom else {"name": call.name}
-        done = self._event(f"{kind}.done", **self._item(), **named, **{field_name: text})
-        return started + delta + done + self._item_event("done", self.items[-1])
+        prefix, kind, given, text = "fc_", "function_call", "arguments", call.arguments
+        named = {"name": call.name}
+        if call.name in self.request.custom_tools:
+            prefix, kind, given, text, named = "ctc_", "custom_tool_call", "input", custom_input(text), {}
+        name = call.id.partition("_")[2] or call.id
+        started = self._add({"id": prefix + name, "type": kind, "call_id": call.id, "name": call.name, given: ""})
+        self.items[-1] |= {"status": "completed", given: text}
+        delta = self._event(f"response.{kind}_{given}.delta", **self._item(), delta=text)
+        done = self._event(f"response.{kind}_{given}.done", **self._item(), **named, **{given: text})
+        return started + delta + done + self._item_event("done")
 
     # -- parts of events ---------------------------------------------------------------------------------------------
 
@@ -353,9 +344,14 @@ class ResponsesReplyWriter(ReplyWriter):
         """The id of the next item."""
         return f"{prefix}{self.head.id.removeprefix(_PREFIX)}{len(self.items)}"
 
-    def _item_event(self, kind: str, item: Json) -> bytes:
+    def _add(self, item: Json) -> bytes:
+        """Start an item."""
+        self.items.append(item | {"status": "in_progress"})
+        return self._item_event("added")
+
+    def _item_event(self, kind: str) -> bytes:
         """The start or the end of the last item."""
-        return self._event(f"response.output_item.{kind}", output_index=len(self.items) - 1, item=item)
+        return self._event(f"response.output_item.{kind}", output_index=len(self.items) - 1, item=self.items[-1])
 
     def _event(self, kind: str, **data: Any) -> bytes:
         event = {"type": kind, "sequence_number": self._number, **data}

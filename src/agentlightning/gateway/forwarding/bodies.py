@@ -42,9 +42,9 @@ TurnLookup = Callable[[bytes], list[Json]]
 """Finds a turn as its provider wrote it, by its key; empty if it is not known."""
 
 
-Write = Callable[[Request, Provider, str, Json, TurnLookup], Json]
-"""Writes the body for one path: of a request, for a provider and its model, with the sampling parameters that were set,
-by their names in `SamplingParams`. Raises ApiError 400."""
+Write = Callable[[Request, Provider, str, TurnLookup], Json]
+"""Writes the body for one path: of a request, for a provider and its model, without sampling parameters. Raises
+ApiError 400, and UnsupportedContentError."""
 
 
 _READERS: Final = {**RESPONSES_PARAMS, **MESSAGES_PARAMS}
@@ -59,23 +59,10 @@ def given_params(raw: Json, params: SamplingParams, forced: Json) -> Json:
     return {name: getattr(params, name) for name in sorted(named)}
 
 
-def response_format_of(request: Request) -> Json | None:
-    """The response format of a request in terms of chat completions; None for plain text."""
-    content = request.constraint.content
-    if content is None:
-        return None
-    shape = dict(content.given)
-    if shape.get("type") != "json_schema" or "json_schema" in shape:
-        return shape
-    named = {key: shape[key] for key in ("name", "schema", "strict", "description") if shape.get(key) is not None}
-    return {"type": "json_schema", "json_schema": {"name": "answer", "strict": True} | named}
-
-
 # -- unsupported fields -----------------------------------------------------------------------------------------------
 
-_RESPONSES_NAMES: Final = {"max_tokens": "max_output_tokens", "temperature": "temperature", "top_p": "top_p"}
 _PARAMS: Final = {
-    "responses": {*_RESPONSES_NAMES, "stop"},  # Stop strings are applied here.
+    "responses": {"max_tokens", "temperature", "top_p", "stop"},
     "messages": {"max_tokens", "temperature", "top_p", "top_k", "stop"},
 }
 """The sampling parameters of paths that do not have all, by their names in `SamplingParams`."""
@@ -101,14 +88,32 @@ def reject_unsupported(path: ApiPath, request: Request, provider: Provider, para
         raise bad_request(name, f"{message}; leave it out")
 
 
-def split_stops(path: str, stops: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(stop strings for the provider, stop strings to apply here): the responses API has none, and Anthropic takes none
-    of whitespace only."""
-    if path == "responses":
-        return (), tuple(stops)
-    if path != "messages":
-        return tuple(stops), ()
-    return tuple(stop for stop in stops if stop.strip()), tuple(stop for stop in stops if not stop.strip())
+def own_stops(path: str, stops: Sequence[str]) -> tuple[str, ...]:
+    """The stop strings to apply here: the responses API has none, and Anthropic takes none of whitespace only."""
+    return tuple(stop for stop in stops if path == "responses" or (path == "messages" and not stop.strip()))
+
+
+_NAMES: Final = {("stop", "messages"): "stop_sequences", ("max_tokens", "responses"): "max_output_tokens"}
+
+
+def wire_name(name: str, path: str, provider: Provider) -> str:
+    """The name of a sampling parameter in a request to a provider."""
+    is_limit = name == "max_tokens" and path == "chat/completions"
+    return provider.limit_name if is_limit else _NAMES.get((name, path), name)
+
+
+def _wire_params(path: str, provider: Provider, params: Json) -> Json:
+    """The sampling parameters as a path has them, without stop strings that are applied here."""
+    found: Json = {}
+    for name, value in params.items():
+        if name not in _PARAMS.get(path, params):
+            continue
+        if name == "stop":
+            value = [stop for stop in value if stop not in own_stops(path, value)]
+        elif name == "logit_bias":
+            value = {str(token): bias for token, bias in value}
+        found |= {} if value == [] else {wire_name(name, path, provider): value}
+    return found
 
 
 # -- tools of OpenAI's APIs --------------------------------------------------------------------------------------------
@@ -117,12 +122,12 @@ def split_stops(path: str, stops: Sequence[str]) -> tuple[tuple[str, ...], tuple
 def openai_tools(request: Request, written: Callable[[Json], Json], nested: bool) -> Json:
     """The tools of a request, each as it is `written`, and their choice; chat completions nests the details of a choice
     below the name of its kind (`nested`), responses does not."""
-    if request.forbidden_tools:
-        return {"tools": [written(tool) for tool in request.forbidden_tools], "tool_choice": "none"}
-    if not request.tools:
+    tools, constraint = request.forbidden_tools or request.tools, request.constraint
+    if not tools:
         return {}
-    found: Json = {"tools": [written(tool) for tool in request.tools]}
-    constraint = request.constraint
+    found: Json = {"tools": [written(tool) for tool in tools]}
+    if request.forbidden_tools:
+        return found | {"tool_choice": "none"}
     mode = "required" if constraint.requires_tool_call else "auto"
     names = [_choice("function", {"name": name}, nested) for name in sorted(constraint.names or ())]
     if constraint.names is None:
@@ -143,17 +148,13 @@ def _choice(kind: str, details: Json, nested: bool) -> Json:
 
 def results_first(messages: Sequence[Message]) -> list[Message]:
     """The messages with tool results right after the turn that called the tools, as every provider requires."""
-    sorted_: list[Message] = []
-    answered: list[Message] | None = None
-    others: list[Message] = []
+    sorted_, others = list[Message](), list[Message]()
     for message in messages:
         if message["role"] == "assistant":
             sorted_ += [*others, message]
-            answered, others = [], []
-        elif answered is not None and message["role"] == "tool":
-            sorted_.append(message)
+            others = []
         else:
-            others.append(message)
+            (sorted_ if sorted_ and message["role"] == "tool" else others).append(message)
     return sorted_ + others
 
 
@@ -173,12 +174,11 @@ def turns_of(messages: Sequence[Message]) -> list[Message]:
 
 
 def known_turn(
-    path: ApiPath, messages: Sequence[Message], index: int, find_turn: TurnLookup
+    path: ApiPath, previous: Message | None, turn: Message, find_turn: TurnLookup
 ) -> tuple[list[Json] | None, list[Json]]:
     """(the blocks or items that the provider wrote of a turn of the assistant, if it still means the same; what to send
     back of the turn if it does not)."""
-    turn = messages[index]
-    before = find_turn(turn_key(messages[index - 1] if index else None, turn))
+    before = find_turn(turn_key(previous, turn))
     response, is_blocks = DIALECTS[path].response(), path == "messages"
     response.read({"type": "message", "content": before} if is_blocks else {"object": "response", "output": before})
     answer = response.choice()
@@ -193,41 +193,35 @@ def known_turn(
 
 
 class UnsupportedContentError(ValueError):
-    """An image or a file that the provider's dialect cannot express; the message says which, and what to do."""
+    """A conversation that the provider's dialect cannot express; the message says why, and what to do."""
 
 
-def as_chat(content: Content) -> str | list[Json]:
-    """The content of a message for chat completions. Raises UnsupportedContentError for a file given by its address."""
-    return content if isinstance(content, str) else [_chat_part(part) for part in non_empty_parts(content)]
+def openai_content(content: Content, written: Callable[[Part], Json]) -> str | list[Json]:
+    """The content of a message for OpenAI's APIs, each part as it is `written`."""
+    return content if isinstance(content, str) else [written(part) for part in non_empty_parts(content)]
 
 
-def as_items(content: Content) -> str | list[Json]:
-    """The content of a message, or the output of a call, for OpenAI's responses."""
-    return content if isinstance(content, str) else [_item_part(part) for part in non_empty_parts(content)]
-
-
-def as_blocks(content: Content | None) -> list[Json]:
-    """The content of a message for Anthropic's messages, without empty texts."""
-    return [_block(part) for part in non_empty_parts(content)]
-
-
-def system_text(messages: Sequence[Message]) -> str:
-    """The text of system messages. Raises UnsupportedContentError if they have more."""
-    if any(has_attachments(message.get("content")) for message in messages):
+def split_system(messages: Sequence[Message]) -> tuple[str, list[tuple[Message | None, Message]]]:
+    """(the text of the first system messages, each later message with the one before it). Raises
+    UnsupportedContentError if they have more than text."""
+    system = list(takewhile(lambda message: message["role"] == "system", messages))
+    if any(has_attachments(message.get("content")) for message in system):
         raise UnsupportedContentError(
             "the system prompt has an image or a file, which this provider accepts from a user only"
         )
-    return "\n\n".join([text for message in messages if (text := message.get("content"))])
+    texts = [text for message in system if (text := message.get("content"))]
+    return "\n\n".join(texts), list(zip([None, *messages], messages, strict=False))[len(system) :]
 
 
 def split_attachments(content: Content) -> tuple[str, list[Json]]:
-    """(the text, each image and file as a part for chat completions). Raises UnsupportedContentError as `as_chat`."""
+    """(the text, each image and file as a part for chat completions). Raises UnsupportedContentError as `chat_part`."""
     parts = non_empty_parts(content)
     words = [part["text"] for part in parts if part["type"] == "text"]
-    return "\n".join(words), [_chat_part(part) for part in parts if part["type"] != "text"]
+    return "\n".join(words), [chat_part(part) for part in parts if part["type"] != "text"]
 
 
-def _chat_part(part: Part) -> Json:
+def chat_part(part: Part) -> Json:
+    """For chat completions. Raises UnsupportedContentError for a file given by its address."""
     if part["type"] == "text":
         return {**part}
     url = part["url"]
@@ -241,7 +235,7 @@ def _chat_part(part: Part) -> Json:
         )
     if (text := _text_of(url)) is not None:
         return {"type": "text", "text": f"{name}\n{text}" if name else text}
-    return {"type": "file", "file": {"filename": name or f"document{_suffix(url)}", "file_data": url}}
+    return {"type": "file", "file": _file(url, name)}
 
 
 def _item_part(part: Part) -> Json:
@@ -250,10 +244,9 @@ def _item_part(part: Part) -> Json:
     url = part["url"]
     if part["type"] == "image":
         return {"type": "input_image", "image_url": url, "detail": part["detail"] or "auto"}
-    name = part["name"]
     if not url.startswith("data:"):
         return {"type": "input_file", "file_url": url}
-    return {"type": "input_file", "filename": name or f"document{_suffix(url)}", "file_data": url}
+    return {"type": "input_file"} | _file(url, part["name"])
 
 
 def _block(part: Part) -> Json:
@@ -285,23 +278,21 @@ def _text_of(url: str) -> str | None:
         return None
 
 
-def _suffix(url: str) -> str:
-    """Of a data URL."""
-    return mimetypes.guess_extension(_source(url)["media_type"]) or ".pdf"
+def _file(url: str, name: str | None) -> Json:
+    """A file for OpenAI's APIs, of a data URL."""
+    suffix = mimetypes.guess_extension(_source(url)["media_type"]) or ".pdf"
+    return {"filename": name or f"document{suffix}", "file_data": url}
 
 
 # -- chat completions --------------------------------------------------------------------------------------------------
 
 
-def chat_body(request: Request, provider: Provider, model: str, params: Json, find_turn: TurnLookup) -> Json:
+def chat_body(request: Request, provider: Provider, model: str, find_turn: TurnLookup) -> Json:
     """The body of POST /v1/chat/completions. Raises UnsupportedContentError."""
     messages = _chat_messages(request.messages, provider, find_turn)
-    body: Json = {"model": model, "messages": messages}
-    names = {"max_tokens": provider.limit_name}
-    body |= {names.get(name, name): _on_the_wire(name, value) for name, value in params.items()}
-    body |= openai_tools(request, lambda tool: tool, nested=True)
-    if (shape := response_format_of(request)) is not None:
-        body["response_format"] = shape
+    body: Json = {"model": model, "messages": messages} | openai_tools(request, lambda tool: tool, nested=True)
+    if content := request.constraint.content:
+        body["response_format"] = content.given
     if request.n > 1:
         body["n"] = request.n
     if request.logprobs:
@@ -309,19 +300,12 @@ def chat_body(request: Request, provider: Provider, model: str, params: Json, fi
     return body
 
 
-def _on_the_wire(name: str, value: Any) -> Any:
-    if name == "logit_bias":
-        return {str(token): bias for token, bias in value}
-    return list(value) if name == "stop" else value
-
-
 def _chat_messages(messages: Sequence[Message], provider: Provider, find_turn: TurnLookup) -> list[Json]:
     """Images in a tool result follow it as a user message, since tool messages hold text only."""
     known = _CHAT_KEYS | ({"reasoning_content"} if provider.token_ids else set())
-    previous: Message | None = None
-    sent: list[Json] = []
-    attachments: list[Json] = []
-    for message in results_first(messages):
+    sent, attachments = list[Json](), list[Json]()
+    sorted_ = results_first(messages)
+    for previous, message in zip([None, *sorted_], sorted_, strict=False):
         if message["role"] != "tool" and attachments:
             sent.append({"role": "user", "content": attachments})
             attachments = []
@@ -330,12 +314,11 @@ def _chat_messages(messages: Sequence[Message], provider: Provider, find_turn: T
             content, images = split_attachments(content)
             attachments += images
         fields = {key: value for key, value in message.items() if key in known}
-        fields["content"] = None if not content and message.get("tool_calls") else as_chat(content)
+        fields["content"] = None if not content and message.get("tool_calls") else openai_content(content, chat_part)
         if message["role"] == "assistant":
             blocks = find_turn(turn_key(previous, message))
             fields |= _echoed(fields, [block for block in blocks if block.get("provider") == provider.name])
         sent.append(fields)
-        previous = message
     return [*sent, {"role": "user", "content": attachments}] if attachments else sent
 
 
@@ -358,16 +341,15 @@ _CHAT_KEYS: Final = frozenset({"role", "content", "name", "tool_calls", "tool_ca
 # -- responses ---------------------------------------------------------------------------------------------------------
 
 
-def responses_body(request: Request, provider: Provider, model: str, params: Json, find_turn: TurnLookup) -> Json:
+def responses_body(request: Request, provider: Provider, model: str, find_turn: TurnLookup) -> Json:
     """The body of POST /v1/responses. Raises UnsupportedContentError."""
     instructions, items = _items(turns_of(request.messages), find_turn)
     body: Json = {"model": model, "input": items, "store": False}
     if instructions:
         body["instructions"] = instructions
-    body |= {_RESPONSES_NAMES[name]: value for name, value in params.items() if name in _RESPONSES_NAMES}
     body |= openai_tools(request, _tool, nested=False)
-    if (shape := response_format_of(request)) is not None:
-        body["text"] = {"format": {"type": shape["type"], **object_of(shape, "json_schema")}}
+    if content := request.constraint.content:
+        body["text"] = {"format": {"type": content.given["type"], **object_of(content.given, "json_schema")}}
     if request.logprobs:
         body["include"] = ["message.output_text.logprobs"]
     return body
@@ -375,20 +357,18 @@ def responses_body(request: Request, provider: Provider, model: str, params: Jso
 
 def _items(messages: Sequence[Message], find_turn: TurnLookup) -> tuple[str, list[Json]]:
     """(system prompt, items of the conversation)."""
-    instructions = list(takewhile(lambda message: message["role"] == "system", messages))
-    items: list[Json] = []
-    for index in range(len(instructions), len(messages)):
-        message = messages[index]
-        role, content = message["role"], as_items(message.get("content") or "")
+    (instructions, turns), items = split_system(messages), list[Json]()
+    for previous, message in turns:
+        role, content = message["role"], openai_content(message.get("content") or "", _item_part)
         if role == "tool":
             items.append({"type": "function_call_output", "call_id": message.get("tool_call_id"), "output": content})
         elif role == "assistant":
-            written, parts = known_turn("responses", messages, index, find_turn)
+            written, parts = known_turn("responses", previous, message, find_turn)
             parts += [{"role": role, "content": content}] if content else []
-            items += written or [*parts, *(_call(call) for call in message.get("tool_calls") or ())]
+            items += written or [*parts, *map(_call, message.get("tool_calls") or ())]
         else:
             items.append({"role": role, "content": content})
-    return system_text(instructions), items
+    return instructions, items
 
 
 def _call(call: Json) -> Json:
@@ -418,24 +398,23 @@ _MIN_THINKING_TOKENS: Final = 1024
 """Anthropic's smallest thinking budget."""
 
 
-def messages_body(request: Request, provider: Provider, model: str, params: Json, find_turn: TurnLookup) -> Json:
+def messages_body(request: Request, provider: Provider, model: str, find_turn: TurnLookup) -> Json:
     """The body of POST /v1/messages. Raises ApiError 400, and UnsupportedContentError."""
     system, messages = _turns(turns_of(request.messages), find_turn)
     if messages and messages[-1]["role"] == "assistant":
-        messages.append(_continuation(messages[-1], request, provider))
-    most = params.get("max_tokens") or provider.max_output_tokens
-    body: Json = {"model": model, "messages": messages, "max_tokens": most}
-    shape = response_format_of(request)
-    if shape is not None and shape["type"] == "json_object":
-        system, shape = "\n\n".join(filter(None, (system, _JSON_INSTRUCTION))), None
+        if any(block.get("type") == "tool_use" for block in messages[-1]["content"]):
+            message = "the last message calls tools, and their results do not follow, as the provider"
+            raise UnsupportedContentError(f"{message} {provider.name!r} demands; add them")
+        messages.append({"role": "user", "content": [{"type": "text", "text": _CONTINUE}]})
+    body: Json = {"model": model, "messages": messages, "max_tokens": provider.max_output_tokens}
+    shape = request.constraint.content.given if request.constraint.content else {}
+    if shape.get("type") == "json_object":
+        system = "\n\n".join(filter(None, (system, _JSON_INSTRUCTION)))
     if system:
         body["system"] = system
-    body |= {name: params[name] for name in ("temperature", "top_p", "top_k") if name in params}
-    if stops := split_stops("messages", params.get("stop") or ())[0]:
-        body["stop_sequences"] = list(stops)
     body |= _message_tools(request)
-    if shape is not None:
-        body["output_config"] = {"format": {"type": "json_schema", "schema": shape["json_schema"].get("schema")}}
+    if named := object_of(shape, "json_schema"):
+        body["output_config"] = {"format": {"type": "json_schema", "schema": named.get("schema")}}
     return body
 
 
@@ -446,27 +425,15 @@ _JSON_INSTRUCTION: Final = "Answer with one JSON object and nothing else: no tex
 """Anthropic supports JSON output only with a schema that names all fields."""
 
 
-def _continuation(last: Json, request: Request, provider: Provider) -> Json:
-    """The turn after the last one, which is the assistant's. Raises ApiError 400 where it calls tools whose results are
-    not there."""
-    if any(block.get("type") == "tool_use" for block in last["content"]):
-        message = "the last message calls tools, and their results do not follow, as the provider"
-        name = "messages" if "messages" in request.raw else "input"
-        raise bad_request(name, f"{message} {provider.name!r} demands; add them")
-    return {"role": "user", "content": [{"type": "text", "text": _CONTINUE}]}
-
-
 def _turns(messages: Sequence[Message], find_turn: TurnLookup) -> tuple[str, list[Json]]:
     """(system prompt, alternating turns of user and assistant). Tool results and later system messages become part of
     the user's turns."""
-    system = list(takewhile(lambda message: message["role"] == "system", messages))
-    turns: list[Json] = []
-    for index in range(len(system), len(messages)):
-        message = messages[index]
+    (system, pairs), turns = split_system(messages), list[Json]()
+    for previous, message in pairs:
         given, role = message.get("content"), "user"
-        content = as_blocks(given)
+        content = [_block(part) for part in non_empty_parts(given)]
         if message["role"] == "assistant":
-            role, (written, thoughts) = "assistant", known_turn("messages", messages, index, find_turn)
+            role, (written, thoughts) = "assistant", known_turn("messages", previous, message, find_turn)
             content = written or [*thoughts, *content, *map(_tool_use, message.get("tool_calls") or ())]
         elif message["role"] == "tool":
             result = content if has_attachments(given) else given or ""
@@ -475,7 +442,7 @@ def _turns(messages: Sequence[Message], find_turn: TurnLookup) -> tuple[str, lis
             turns[-1]["content"] += content
         elif content:
             turns.append({"role": role, "content": [*content]})  # A copy: stored turns must not grow.
-    return system_text(system), turns
+    return system, turns
 
 
 def _tool_use(call: Json) -> Json:
@@ -494,19 +461,18 @@ def _message_tools(request: Request) -> Json:
     if not tools:
         calls = [call for message in request.messages for call in message.get("tool_calls") or ()]
         tools = [{"name": name} for name in dict.fromkeys(call["function"]["name"] for call in calls)]
-    if not request.tools:
-        return {"tools": [_message_tool(tool) for tool in tools], "tool_choice": {"type": "none"}} if tools else {}
     constraint = request.constraint
+    choice: Json = {"type": "auto" if request.tools else "none"}
     if constraint.names is not None:
         tools = [tool for tool in tools if tool["name"] in constraint.names]
-    choice: Json = {"type": "any" if constraint.requires_tool_call else "auto"}
-    if constraint.requires_tool_call and len(tools) == 1:
-        choice = {"type": "tool", "name": tools[0]["name"]}
+    if constraint.requires_tool_call:
+        choice = {"type": "tool", "name": tools[0]["name"]} if len(tools) == 1 else {"type": "any"}
     if constraint.single_tool_call:
         choice["disable_parallel_tool_use"] = True
-    return {"tools": [_message_tool(tool) for tool in tools]} | (
-        {"tool_choice": choice} if choice != {"type": "auto"} else {}
-    )
+    shown = {"tools": [_message_tool(tool) for tool in tools], "tool_choice": choice}
+    if choice == {"type": "auto"}:
+        del shown["tool_choice"]
+    return shown if tools else {}
 
 
 def _message_tool(function: Json) -> Json:
@@ -585,9 +551,10 @@ def body_of(
     settings, taken = _settings(path, request, model)
     reject_unsupported(path, request, provider, params)
     try:
-        body = _WRITERS[path](request, provider, model, params, find_turn)
+        body = _WRITERS[path](request, provider, model, find_turn)
     except UnsupportedContentError as error:
         raise bad_request("messages" if "messages" in request.raw else "input", str(error)) from None
+    body |= _wire_params(path, provider, params)
     if request.logprobs and request.params.top_logprobs:
         body["top_logprobs"] = request.params.top_logprobs
     if request.stream:

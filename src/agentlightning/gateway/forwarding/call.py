@@ -11,27 +11,44 @@ A call whose provider speaks another dialect is translated, and its answer back:
 tool call once it is complete. `previous_response_id` works as with our own engines: the history is stored here and sent
 whole, including reasoning that a provider wants back. The span shows the request and the response as the provider saw
 them.
+
+Requests to the other paths of a provider's API (files, moderations, audio, images and all else) are forwarded as they
+are, and so are those for the responses that it stores. They are not calls of a policy: their spans have method, path,
+status and usage, and no content. Limits, budgets and retries of the provider do not apply.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import secrets
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, cast
+from urllib.parse import quote, unquote
 
 import msgspec
 from msgspec import structs
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError
-from agentlightning.gateway.answer import PENDING, Answer, ProviderResponse, Usage, needs_echo, object_of, objects
+from agentlightning.gateway.answer import (
+    MALFORMED,
+    PENDING,
+    Answer,
+    ProviderResponse,
+    Usage,
+    needs_echo,
+    object_of,
+    objects,
+)
 from agentlightning.gateway.callers import AttemptIds, AttemptTable, Caller
 from agentlightning.gateway.config import COUNT_TOKENS_PATH, Price, Provider
 from agentlightning.gateway.dialects import DIALECTS
@@ -45,13 +62,21 @@ from agentlightning.gateway.dialects.base import (
     event_data,
     loads_tolerantly,
 )
+from agentlightning.gateway.dialects.chat import ChatResponse
 from agentlightning.gateway.dialects.content_parts import turn_key
 from agentlightning.gateway.dialects.messages import count_reply
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.dialects.responses import LAST_EVENTS
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.forwarding.bodies import body_of, given_params, split_stops, translation_target, turns_of
-from agentlightning.gateway.http import PASSED, ResponseWriter, offload, run_to_completion
+from agentlightning.gateway.forwarding.bodies import (
+    body_of,
+    given_params,
+    own_stops,
+    translation_target,
+    turns_of,
+    wire_name,
+)
+from agentlightning.gateway.http import PASSED, ResponseWriter, offload, parse_object, run_to_completion
 from agentlightning.gateway.record import (
     LIMITS,
     OPERATIONS,
@@ -70,15 +95,15 @@ from agentlightning.gateway.sampling import OnPolicySampling, is_training
 from agentlightning.gateway.upstream.call import (
     ServerPool,
     UpstreamCall,
-    UpstreamRequest,
-    display_text,
+    from_response,
+    from_transport,
     unreadable_response,
 )
 from agentlightning.gateway.upstream.limits import estimate_prompt_tokens
 from agentlightning.span import Span
 from agentlightning.store import durability
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.transport import TransportError
+from agentlightning.transport import Headers, TransportError
 from agentlightning.util.json_values import Json, dumps
 
 logger = logging.getLogger(__name__)
@@ -130,7 +155,7 @@ class ProviderRecord(CallRecord):
         return {
             "caller": msgspec.to_builtins(caller),
             "route": [route.name, route.send_model, price and price.model_dump()],
-            "call": [self.started, {**self.data, **self.forced}],
+            "call": [self.started, self.data | self.forced],
         }
 
     @classmethod
@@ -179,7 +204,7 @@ class ProviderRecord(CallRecord):
 
     def _redacted(self, text: str) -> str:
         """A provider's text without its secrets."""
-        return display_text(self.route.provider, text) if self.route.provider else text
+        return self.route.servers.redactor.text(text) if self.route.servers else text
 
     def _choice_attributes(self, choice: Answer, is_failed: bool) -> Json:
         messages = input_messages(self.data, choice.index // num_choices(self.data))
@@ -192,16 +217,13 @@ class ProviderRecord(CallRecord):
         attributes |= output_attributes(choice, choice.recorded_reason, self.constraint)
         prompt = choice.prompt_token_ids or self.response.prompt_token_ids
         token_ids, logprobs = choice.token_ids, choice.logprobs
-        if not (
-            choice.is_finished
-            and prompt
-            and token_ids
-            and logprobs
-            and len(token_ids) == len(logprobs)
-            and _are_numbers(prompt, token_ids, logprobs)
-        ):
+        if not (choice.is_finished and prompt and token_ids and len(token_ids) == len(logprobs)):
             return attributes | {names.TOKENS: "none"}
-        if changed := distribution_changes({**self.data, **self.forced}):
+        try:
+            _ = array("i", prompt), array("i", token_ids), array("f", logprobs)  # as they are recorded
+        except (TypeError, ValueError, OverflowError):
+            return attributes | {names.TOKENS: "none"}
+        if changed := distribution_changes(self.data | self.forced):
             attributes[names.RESHAPED] = changed
         return attributes | {
             names.TOKENS: "provider",
@@ -217,31 +239,14 @@ class ProviderRecord(CallRecord):
             names.OPERATION_NAME: OPERATIONS[self.path],
             names.REQUEST_MODEL: model if isinstance(model, str) else self.route.name,
             names.RESPONSE_MODEL: response.model or self.route.send_model,
-            **request_attributes({**self.data, **self.forced} if self.forced else self.data),
+            **request_attributes(self.data | self.forced),
         }
         if response.id:
             attributes[names.RESPONSE_ID] = response.id
         return attributes | self.extra_attributes
 
 
-def _are_numbers(prompt: Any, token_ids: Any, logprobs: Any) -> bool:
-    """Whether the token ids and log-probabilities of a provider are numbers of the recorded types."""
-    try:
-        _ = array("i", prompt), array("i", token_ids), array("f", logprobs)
-    except (TypeError, ValueError, OverflowError):
-        return False
-    return True
-
-
 # -- the request -------------------------------------------------------------------------------------------------------
-
-
-def encode_request(request: Json) -> bytes:
-    """Serialize a request. Raises ApiError 400 if it is nested too deeply."""
-    try:
-        return dumps(request)
-    except TypeError as error:
-        raise ApiError(400, f"the request cannot be passed on: {error}", code="invalid_json") from None
 
 
 @dataclass(slots=True)
@@ -287,41 +292,33 @@ class AddedFields:
         return encode_event(data) if self.remove_from(data) else event
 
 
-def upstream_request(record: ProviderRecord, headers: Mapping[str, str], added: AddedFields) -> UpstreamRequest:
-    """The request of a call. Raises ApiError 400 for one that cannot be sent."""
+def upstream_call(record: ProviderRecord, headers: Mapping[str, str], added: AddedFields) -> UpstreamCall:
+    """The call to the provider. Raises ApiError 400 for a request that cannot be sent."""
     path, route = record.path, record.route
-    assert route.provider is not None
-    body = record.data | {"model": route.send_model}
+    assert route.servers is not None
+    provider, body = route.servers.provider, record.data | {"model": route.send_model}
     for name, value in record.forced.items():
         if name == "max_tokens":  # A request with two limits is rejected.
             body = {key: own for key, own in body.items() if key not in LIMITS}
-        body[_name_of(name, path, record.data, route.provider)] = value
+            if path == "chat/completions" and "max_completion_tokens" in record.data:
+                name = "max_completion_tokens"
+        body[wire_name(name, path, provider)] = value
     if path in ("chat/completions", "completions"):
-        added.request(path, body, route.provider)
+        added.request(path, body, provider)
     passed = [(name, value) for name, value in headers.items() if name in _PASSED_HEADERS and value]
     limits = [limit for name in LIMITS if isinstance(limit := body.get(name), int) and limit > 0]
-    longest = max(limits, default=route.provider.max_output_tokens)
-    return UpstreamRequest(
+    return UpstreamCall(
+        route.servers,
         path,
-        encode_request(body),
+        dumps(body),
         body.get("stream") is True,
         [(name.encode(), value.encode("latin-1")) for name, value in passed],
         record.caller.affinity,
         record.caller.rollout_id or "",
-        0 if path == "embeddings" else longest * num_sampled(body),
+        0 if path == "embeddings" else max(limits, default=provider.max_output_tokens) * num_sampled(body),
         route.price,
         route.send_model,
     )
-
-
-def _name_of(name: str, path: ApiPath, data: Json, provider: Provider) -> str:
-    """The name of a sampling parameter in a request."""
-    if name == "max_tokens" and path == "chat/completions":
-        return "max_completion_tokens" if "max_completion_tokens" in data else provider.limit_name
-    return _NAMES.get((name, path), name)
-
-
-_NAMES: Final = {("stop", "messages"): "stop_sequences", ("max_tokens", "responses"): "max_output_tokens"}
 
 
 # -- the call ----------------------------------------------------------------------------------------------------------
@@ -337,7 +334,7 @@ class ForwardedCall:
     headers: Mapping[str, str]
     """Of the request, by lower-case name."""
     is_recorded: bool = field(default=False, init=False)
-    _request: UpstreamRequest = field(init=False)
+    _call: UpstreamCall = field(init=False)
     _added: AddedFields = field(default_factory=AddedFields, init=False)
     _unread: list[bytes] = field(default_factory=list[bytes], init=False)
     """Events that were passed on and are not read yet."""
@@ -345,14 +342,12 @@ class ForwardedCall:
     """The end of a stream, which waits until the response is recorded."""
 
     def __post_init__(self) -> None:
-        self._request = upstream_request(self.record, self.headers, self._added)
+        self._call = upstream_call(self.record, self.headers, self._added)
 
     async def run(self, writer: ResponseWriter) -> None:
         """Send the request, pass the response on and record it. Failures are recorded as well. Raises ApiError if the
         provider fails, and StoreError."""
-        record, service = self.record, self.service
-        assert record.route.servers is not None
-        call = UpstreamCall(record.route.servers, self._request)
+        record, service, call = self.record, self.service, self._call
 
         def may_start() -> bool:  # Before its head the provider may still fail, which the caller's SDK would retry.
             if answered := 200 <= call.status < 300:
@@ -360,97 +355,91 @@ class ForwardedCall:
             return answered
 
         try:
-            with writer.kept_alive(may_start) if self._request.stream else nullcontext():
+            with writer.kept_alive(may_start) if call.stream else nullcontext():
                 async with call:
                     writer.extra_headers = call.visible_headers()
                     try:
-                        await self._pass_on(call, writer)
+                        await self._pass_on(writer)
                     finally:
                         self._read_unread()
                         if record.is_pending:
-                            self._settle(call)
+                            self._settle()
         except BaseException as error:
             if call.status and not writer.started:
                 writer.extra_headers = call.visible_headers()
             if not self.is_recorded:
-                await self._record(call, error)
+                await self._record(error)
             raise
         finally:  # Note the provider that stores a response, whatever became of its stream.
             attempt, response_id = record.caller.attempt, record.response.id
             if record.path == "responses" and record.data.get("store") is not False and attempt and response_id:
                 pending = record.to_json() if record.is_pending else None
-                service.responses.note_provider(attempt, response_id, self._provider.name, pending)
+                service.responses.note_provider(attempt, response_id, call.pool.provider.name, pending)
         service.count_tokens(record.response.usage)
 
-    async def _pass_on(self, call: UpstreamCall, writer: ResponseWriter) -> None:
+    async def _pass_on(self, writer: ResponseWriter) -> None:
         """Send the response, and record it before its end."""
-        is_stream, response, data = self._request.stream, self.record.response, None
-        if is_stream:
+        call, response, data = self._call, self.record.response, None
+        if call.stream:
             async for events in call.events():
-                passed = list[bytes]()
-                try:
-                    self._read_events(events, passed)
-                finally:
-                    if chunk := b"".join(passed):
+                for chunk in self._shown(events):
+                    if chunk:
                         await writer.send_events(chunk)
             self._read_unread()
             if not self._final_events and not any(choice.given_reason for choice in response.choices.values()):
-                raise unreadable_response(self._provider, "its stream ended before the response was complete")
+                raise unreadable_response(call.pool, "its stream ended before the response was complete")
         else:
             try:
                 data = loads_tolerantly(call.body)
             except ValueError as error:
-                raise unreadable_response(self._provider, f"it is not JSON: {error}") from None
+                raise unreadable_response(call.pool, f"it is not JSON: {error}") from None
             response.read(data)
-        self._settle(call)
-        end = self._ending(call) if is_stream else self._whole(call, data)
-        await self._record(call)
-        self._remember(b"" if is_stream else end)
-        if not is_stream:
+        self._settle()
+        end = self._ending() if call.stream else self._whole(data)
+        await self._record()
+        self._remember(b"" if call.stream else end)
+        if not call.stream:
             return await writer.send_json(200, end)
         await writer.send_events(end)
         await writer.close()
 
-    def _settle(self, call: UpstreamCall) -> None:
+    def _settle(self) -> None:
         """Account for the usage. What is answered in the background costs what the last poll says."""
-        call.settle(Usage() if self.record.is_pending else self.record.response.usage)
+        self._call.settle(Usage() if self.record.is_pending else self.record.response.usage)
 
-    async def _record(self, call: UpstreamCall, error: BaseException | None = None) -> None:
+    async def _record(self, error: BaseException | None = None) -> None:
         """Record the call if it has an attempt, even if this task is cancelled meanwhile."""
-        record = self.record
-        if record.caller.attempt is None:
+        if self.record.caller.attempt is None:
             return
-        self.is_recorded, make = True, partial(record.spans, call.attributes(), error)
+        self.is_recorded, make = True, partial(self.record.spans, self._call.attributes(), error)
 
         async def keep() -> None:
-            await self.service.record(await offload(len(self._request.body) // PASSED, make))
+            await self.service.record(await offload(len(self._call.content) // PASSED, make))
 
         await run_to_completion(keep())
 
-    @property
-    def _provider(self) -> Provider:
-        assert self.record.route.provider is not None
-        return self.record.route.provider
-
     # -- what the caller gets; a translated call does all this in its own way ----------------------------------------
 
-    def _whole(self, call: UpstreamCall, data: Any) -> bytes:
+    def _whole(self, data: Any) -> bytes:
         """The body for the caller."""
-        return dumps(data) if self._added.remove_from(data) else call.body
+        return dumps(data) if self._added.remove_from(data) else self._call.body
 
-    def _read_events(self, events: list[bytes], passed: list[bytes]) -> None:
-        """Read events, and add what to send now to `passed`, also before an error. What can be passed on as it is waits
-        to be read with others, which costs a fraction. Raises ApiError."""
+    def _shown(self, events: list[bytes]) -> Iterator[bytes]:
+        """Read events, and yield what to send of them now. What can be passed on as it is waits to be read with others,
+        which costs a fraction. Raises ApiError."""
         joined, waits = b"".join(events), not (self._final_events or self._added.fields)
         if waits and not _USED.search(joined) and not any(mark in joined for mark in _END_MARKS):
             self._unread += events
             if len(self._unread) >= _MAX_UNREAD:
                 self._read_unread()
-            return passed.append(joined)
+            yield joined
+            return
         self._read_unread()
+        passed = list[bytes]()
         for event, data in self._read(events):
             shown = self._added.filter_event(event, data)
             (self._final_events if self._final_events or is_final(event, data) else passed).append(shown)
+        yield b"".join(passed)
 
     def _read(self, events: Sequence[bytes]) -> Sequence[tuple[bytes, Any]]:
         """Read events, and return them with their data."""
@@ -463,9 +452,9 @@ class ForwardedCall:
         unread, self._unread = self._unread, []
         self._read(unread)
 
-    def _ending(self, call: UpstreamCall) -> bytes:
+    def _ending(self) -> bytes:
         """The bytes that end the stream."""
-        return b"".join(self._final_events) + call.trailing_bytes
+        return b"".join(self._final_events) + self._call.trailing_bytes
 
     def _remember(self, body: bytes) -> None:
         """Remember the answer, once it is recorded. `body`: what is sent of one that is not streamed."""
@@ -490,7 +479,6 @@ _FAILED_REASONS: Final = {"insufficient_system_resource": 503, "overloaded": 503
 def translate(
     service: ForwardingService,
     call: ResolvedCall,
-    trace_id: str = "",
     resource: str = "",
     forced: Json | None = None,
 ) -> TranslatedCall:
@@ -499,7 +487,7 @@ def translate(
     provider, route, caller, raw = call.route.provider, call.route, call.caller, call.body
     assert provider is not None
     target, dialect = translation_target(call.path, provider), DIALECTS[call.path]
-    lookup, sent = service.responses.lookup(caller.attempt), encode_request(raw)
+    lookup, sent = service.responses.lookup(caller.attempt), dumps(raw)
     request = replace(dialect.read(dict(raw), lookup, attachments=True), raw=raw)
     params = apply_resource_params(request.params, resource, forced or {})
     given = given_params(raw, params, forced or {})
@@ -507,10 +495,10 @@ def translate(
     service.counters.count_unknown(lost + tuple(name for name, mark in _LOST_FIELDS.items() if mark in sent))
     request = replace(request, params=params)
     head = ReplyMetadata(dialect.id_prefix + secrets.token_hex(12), route.name, int(time.time()))
-    answer = Answer(0, split_stops(target, params.stop)[1], dialect.call_prefix, provider.name)
+    answer = Answer(0, own_stops(target, params.stop), dialect.call_prefix, provider.name)
     record = ProviderRecord(
         caller=caller,
-        trace_id=trace_id,
+        trace_id=call.trace_id,
         path=target,
         route=route,
         data=body,
@@ -530,25 +518,25 @@ class TranslatedCall(ForwardedCall):
     reply: ReplyWriter
     answer: Answer
 
-    def _whole(self, call: UpstreamCall, data: Any) -> bytes:
+    def _whole(self, data: Any) -> bytes:
         self._check_failed()
         self.answer.take_new(done=True)
-        self._finish(call)
+        self._finish()
         return self.reply.body([self.answer])
 
-    def _read_events(self, events: list[bytes], passed: list[bytes]) -> None:
+    def _shown(self, events: list[bytes]) -> Iterator[bytes]:
         """The text of one read of the network is one delta for the caller."""
         read = self._read(events)
-        passed.append(self._write())
+        yield self._write()
         self._check_failed()
         for event, data in read:
             if data is None and b"data:" in event and b"[DONE]" not in event:
-                raise unreadable_response(self._provider, "an event of its stream is not JSON")
+                raise unreadable_response(self._call.pool, "an event of its stream is not JSON")
             if is_final(event, data):
                 self._final_events.append(event)
 
-    def _ending(self, call: UpstreamCall) -> bytes:
-        self._finish(call)
+    def _ending(self) -> bytes:
+        self._finish()
         return self._write(done=True) + self.reply.end([self.answer])
 
     def _remember(self, body: bytes) -> None:
@@ -566,25 +554,25 @@ class TranslatedCall(ForwardedCall):
         events = [(self.answer, event) for event in self.answer.take_new(done)]
         return self.reply.more([self.answer], events) if events or done else b""
 
-    def _finish(self, call: UpstreamCall) -> None:
+    def _finish(self) -> None:
         """Report the usage. Raises ApiError for an answer that its provider did not finish: the caller may ask
         again."""
-        self.reply.head.usage = call.usage or Usage()
+        self.reply.head.usage = self._call.usage or Usage()
         self.answer.num_tokens = self.reply.head.usage.output_tokens
         if self.answer.is_finished:
             return
-        reason = display_text(self._provider, self.answer.given_reason or "it holds no choice with a finish reason")
-        status = _FAILED_REASONS.get(reason.lower(), 502)
-        message = f"the provider {self._provider.name!r} did not finish its answer: {reason}"
-        raise ApiError(status, message, code=UNFINISHED)
+        pool, reason = self._call.pool, self.answer.given_reason or "it holds no choice with a finish reason"
+        message = f"the provider {pool.provider.name!r} did not finish its answer: {pool.redactor.text(reason)}"
+        raise ApiError(_FAILED_REASONS.get(reason.lower(), 502), message, code=UNFINISHED)
 
     def _check_failed(self) -> None:
         """Raises ApiError if the provider reported an error instead of an answer, or broke the protocol."""
+        pool = self._call.pool
         if (error := self.record.response.error) is not None:
-            message = display_text(self._provider, f"the provider {self._provider.name!r} failed: {error}")
-            raise ApiError(502, message, code="provider_error", retry=self._provider.final)
+            message = pool.redactor.text(f"the provider {pool.provider.name!r} failed: {error}")
+            raise ApiError(502, message, code="provider_error", retry=pool.provider.final)
         if problem := self.answer.protocol_error:
-            raise unreadable_response(self._provider, problem)
+            raise unreadable_response(pool, problem)
 
 
 # -- token count -------------------------------------------------------------------------------------------------------
@@ -603,12 +591,38 @@ _REQUEST_ERRORS: Final = frozenset({400, 413, 422})
 _UNSUPPORTED: Final = frozenset({404, 405, 501})
 
 
-async def _send_count(writer: ResponseWriter, request: Json, size: int, counted: int | None) -> None:
-    """Send a number of tokens, or an estimate, in Anthropic's format."""
-    writer.extra_headers = [(HEADER, b"estimate" if counted is None else b"tokenizer")]
-    if counted is None:
-        counted = await offload(size // PASSED, partial(estimate_prompt_tokens, request))
-    await writer.send_json(200, count_reply(counted))
+# -- other paths -------------------------------------------------------------------------------------------------------
+
+MAX_UPLOAD_BYTES: Final = 512 * 1024 * 1024
+"""The largest file that OpenAI accepts."""
+_MAX_READ_BYTES: Final = 1024 * 1024
+"""A longer response is not searched for its usage."""
+_OWN_HEADERS: Final = (b"content-type", b"content-disposition", b"x-should-retry")
+_DROPPED: Final = frozenset(
+    {
+        *(b"host", b"content-length", b"content-encoding", b"transfer-encoding", b"connection", b"keep-alive", b"te"),
+        *(b"expect", b"upgrade", b"http2-settings", b"accept-encoding"),
+        *(b"authorization", b"x-api-key", b"api-key", b"cookie"),
+    }
+)
+"""Headers of the caller's connection, and its credentials."""
+
+
+def _headers(requested: Headers, configured: Headers) -> Headers:
+    """The caller's headers, with the credentials of the provider."""
+    passed = [
+        (name, value) for name, value in requested if name not in _DROPPED and not name.startswith(b"x-agentlightning-")
+    ]
+    given = {b"content-type", *(name for name, _ in passed)}
+    return [*passed, *(header for header in configured if header[0] not in given)]
+
+
+def _usage(body: bytes) -> Json:
+    response = ChatResponse()
+    with suppress(ValueError):
+        response.read(loads_tolerantly(body))
+    used = response.usage
+    return {names.INPUT_TOKENS: used.input_tokens, names.OUTPUT_TOKENS: used.output_tokens} if used else {}
 
 
 # -- the service -------------------------------------------------------------------------------------------------------
@@ -640,7 +654,23 @@ class ForwardingService:
             self.counters.prompt_tokens += usage.input_tokens
             self.counters.response_tokens += usage.output_tokens
 
-    async def record_poll(self, pool: ServerPool, attempt: AttemptIds, response_id: str, body: bytes) -> None:
+    async def request_stored(self, pool: ServerPool, method: str, attempt: AttemptIds, response_id: str) -> bytes:
+        """The body of a response that its provider stores; POST cancels. `responses` records the attempt and the
+        provider of each while the attempt runs, since the provider's key alone would give access to those of all
+        attempts. Raises ApiError and StoreError."""
+        path = f"responses/{quote(response_id, safe='')}{'/cancel' if method == 'POST' else ''}"
+        seconds = pool.provider.timeout_seconds
+        try:
+            status, headers, body = await pool.fetch(method, path, timeout_seconds=seconds, affinity="/".join(attempt))
+        except TransportError as error:
+            raise from_transport(pool, error) from error
+        if not 200 <= status < 300:
+            raise from_response(pool, status, headers, body)
+        if method != "DELETE":
+            await self._record_poll(pool, attempt, response_id, body)
+        return body
+
+    async def _record_poll(self, pool: ServerPool, attempt: AttemptIds, response_id: str, body: bytes) -> None:
         """Record the end of a response that its provider worked on in the background, once: as a span below that of
         the call, with the answer, its usage and its cost. Raises StoreError."""
         call = self.responses.take_pending(attempt, response_id)
@@ -649,7 +679,7 @@ class ForwardingService:
         ended = ProviderRecord.of_poll(call, pool)
         with suppress(ValueError):
             ended.response.read(loads_tolerantly(body))
-        usage, price = ended.response.usage or Usage(), ended.route.price or pool.provider.price
+        usage, price = ended.response.usage or Usage(), ended.route.price
         used: Json = {names.INPUT_TOKENS: usage.input_tokens, names.OUTPUT_TOKENS: usage.output_tokens}
         used |= {names.COST: price.dollars(usage)} if price else {}
         with ExitStack() as undo:
@@ -662,31 +692,98 @@ class ForwardingService:
         pool.budgets.spend(attempt[0], used.get(names.COST, 0.0), usage.tokens)
         self.count_tokens(usage)
 
+    async def forward_as_is(self, pool: ServerPool, request: Request, caller: Caller, body: bytes) -> Response:
+        """The provider's response to a request, as it arrives, recorded before its last bytes. Raises ApiError."""
+        provider, server = pool.provider, pool.choose(caller.affinity)
+        path = request.scope["raw_path"].decode("latin-1").partition("/v1/")[2]
+        if ".." in unquote(path).split("/"):
+            raise ApiError(404, f"/v1/{path} is no path of the provider {provider.name!r}")
+        model = (parse_object(body) or {}).get("model") if body[:1] == b"{" else None
+        attributes: Json = {
+            names.PROVIDER_NAME: provider.name,
+            names.HTTP_METHOD: request.method,
+            names.URL_PATH: f"/v1/{path}",
+            **({names.REQUEST_MODEL: model} if isinstance(model, str) else {}),
+        }
+        record = CallRecord(f"{request.method} /v1/{path}", caller)
+
+        async def keep_span(error: BaseException | None) -> None:
+            if caller.attempt is not None:
+                await run_to_completion(self.record([record.span(attributes, error and failure_of(error))]))
+
+        query = f"?{request.url.query}" if request.url.query else ""
+        try:
+            response = await pool.transport.send(
+                request.method,
+                provider.url(server.url, path) + query,
+                _headers(request.headers.raw, server.headers),
+                body,
+                connect_seconds=provider.connect_seconds,
+                timeout_seconds=provider.timeout_seconds,
+            )
+        except TransportError as error:
+            await keep_span(failure := from_transport(pool, error))
+            raise failure from error
+        status = attributes[names.HTTP_STATUS] = response.status
+
+        async def chunks() -> AsyncGenerator[bytes]:
+            start, last, failure = b"", b"", None
+            error: BaseException | None = asyncio.CancelledError()
+            try:
+                async with response:
+                    async for chunk in response.chunks():
+                        if last:
+                            yield last
+                        last = pool.redactor.redact_body(chunk)
+                        start += last if len(start) < _MAX_READ_BYTES else b""
+                text = pool.redactor.text(start.decode(errors="replace")) if status >= 400 else ""
+                error = ApiError(status, text, code=str(status)) if status >= 400 else None
+            except TransportError as broken:
+                error = failure = from_transport(pool, broken)
+            finally:
+                attributes.update(_usage(start))
+                await keep_span(error)
+            yield last
+            if failure is not None:
+                raise failure  # The caller must not take the response for complete.
+
+        streamed = StreamingResponse(chunks(), status)
+        own = [header for header in response.headers if header[0] in _OWN_HEADERS]
+        streamed.raw_headers = [*own, *pool.redactor.visible_headers(response.headers)]
+        return streamed
+
     async def count(self, call: ResolvedCall, size: int, writer: ResponseWriter) -> None:
         """Reply with the number of tokens of a prompt of `size` bytes: counted by the provider or its tokenizer, or
         estimated. Costs nothing, and is not recorded."""
-        data, route = call.body, call.route
+        request, route, counted = call.body, call.route, None
         assert route.servers is not None
-        if not route.servers.provider.serves("messages"):
-            limited = call._replace(path="messages", body={"max_tokens": 1} | data)
-            work = partial(translate, self, limited)
-            request = (await offload(size // PASSED, work)).record.data
-            counted = await self._count_tokens(route.servers, request, size)
-            return await _send_count(writer, request, size, counted)
-        body = await offload(size // PASSED, partial(dumps, data | {"model": route.send_model}))
-        affinity = call.caller.affinity
-        request = UpstreamRequest(
-            COUNT_TOKENS_PATH, body, affinity=affinity, max_output_tokens=0, price=Price(), model=route.send_model
-        )
-        try:
-            async with UpstreamCall(route.servers, request) as upstream:
-                upstream.settle(Usage())
-        except ApiError as api_error:  # It may speak Anthropic's dialect without this endpoint.
-            if api_error.status not in _UNSUPPORTED or "model" in api_error.message.lower():
-                raise
-            await _send_count(writer, data, size, None)
+        if route.servers.provider.serves("messages"):
+            body = await offload(size // PASSED, partial(dumps, request | {"model": route.send_model}))
+            affinity, model = call.caller.affinity, route.send_model
+            upstream = UpstreamCall(
+                route.servers,
+                COUNT_TOKENS_PATH,
+                body,
+                affinity=affinity,
+                max_output_tokens=0,
+                price=Price(),
+                model=model,
+            )
+            try:
+                async with upstream:
+                    upstream.settle(Usage())
+                return await writer.send_json(200, upstream.body)
+            except ApiError as api_error:  # It may speak Anthropic's dialect without this endpoint.
+                if api_error.status not in _UNSUPPORTED or "model" in api_error.message.lower():
+                    raise
         else:
-            await writer.send_json(200, upstream.body)
+            limited = call._replace(path="messages", body={"max_tokens": 1} | request)
+            request = (await offload(size // PASSED, partial(translate, self, limited))).record.data
+            counted = await self._count_tokens(route.servers, request, size)
+        writer.extra_headers = [(HEADER, b"estimate" if counted is None else b"tokenizer")]
+        if counted is None:
+            counted = await offload(size // PASSED, partial(estimate_prompt_tokens, request))
+        await writer.send_json(200, count_reply(counted))
 
     async def _count_tokens(self, pool: ServerPool, request: Json, size: int) -> int | None:
         """The tokens of a request of about `size` bytes by the provider's tokenizer, which counts those for chat
@@ -695,37 +792,38 @@ class ForwardingService:
         if "messages" not in request or now < self._skipped_until.get(name, 0.0):
             return None
         body = {key: request[key] for key in ("model", "messages", "tools") if request.get(key)}
-        status, count = 0, None
+        status = 0
         try:
             sent = await offload(size // PASSED, partial(dumps, body))
             status, _, data = await pool.fetch("POST", "/tokenize", sent, timeout_seconds=TIMEOUT_SECONDS)
-            response = loads_tolerantly(data) if status == 200 else None
-            count = cast("Json", response).get("count") if isinstance(response, dict) else None
-        except (TransportError, ConfigError, ValueError) as error:
+            count = loads_tolerantly(data)["count"]
+            if status == 200 and isinstance(count, int) and count >= 0:
+                return count
+        except (TransportError, ConfigError, *MALFORMED) as error:
             logger.info("the provider %r does not count tokens: %s", name, error)
-        if isinstance(count, int) and count >= 0:
-            return count
         if status not in _REQUEST_ERRORS:
             self._skipped_until[name] = now + SKIP_SECONDS
         return None
 
     def _prepare(self, call: ResolvedCall) -> ForwardedCall:
         path, headers, caller, context, data, route = call
-        resource, forced, trace_id, overridden = "", Json(), "", tuple[str, ...]()
+        assert route.provider is not None
+        provider, resource, forced, overridden = route.provider, "", Json(), tuple[str, ...]()
         if context is not None:
             resource, forced = context.sampling_parameters(route.name)
-            trace_id = context.trace_id
             # A provider that reports tokens may serve a model in training; any other is a third party.
-            reports = route.provider is not None and route.provider.token_ids
+            reports = provider.token_ids
             if caller.temperature is not None and (reports or route.name in context.llms):
                 forced = {"temperature": caller.temperature, **forced}
             if reports and is_training(context, caller.mode, route.name):
                 data, overridden = self.on_policy.strip_request(data, forced)
-        if route.provider is None or not route.provider.serves(path):
-            forwarded = translate(self, call._replace(body=data), trace_id, resource, forced)
-        else:
-            record = ProviderRecord(caller=caller, trace_id=trace_id, path=path, route=route, data=data, forced=forced)
+        if provider.serves(path):
+            record = ProviderRecord(
+                caller=caller, trace_id=call.trace_id, path=path, route=route, data=data, forced=forced
+            )
             forwarded = ForwardedCall(self, record, headers)
+        else:
+            forwarded = translate(self, call._replace(body=data), resource, forced)
         if overridden:
             forwarded.record.extra_attributes[names.OVERRIDDEN] = list(overridden)
         return forwarded

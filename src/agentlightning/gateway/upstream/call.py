@@ -3,7 +3,7 @@
 The servers of a provider are a pool, which probes their health and limits the number of retries. This is the only place
 where a request is sent twice. It does not interpret bodies: `forwarding` builds the request and reads the response.
 
-    call = UpstreamCall(pool, request)
+    call = UpstreamCall(pool, path, content)
     async with call:                          acquire, send and retry; raises ApiError
         call.body                             the whole response, if not streamed
         async for events in call.events()     or its events as they arrive; raises ApiError
@@ -25,6 +25,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final, Literal, Self
 from urllib.parse import quote, unquote, urlsplit
@@ -84,6 +85,7 @@ def visible_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
 # every response before it is parsed, so it only searches the bytes.
 
 HIDDEN: Final = "***"
+_MAX_MESSAGE_CHARS: Final = 2000
 MIN_BODY_SECRET_CHARS: Final = 16
 """Shorter credentials are redacted in errors and headers only: in a response they may be words of the model, and no
 provider issues such keys."""
@@ -106,14 +108,14 @@ class Redactor:
             encodings = self._everywhere
         return _replace(data, encodings)
 
-    def redact_headers(self, headers: Headers) -> list[tuple[bytes, bytes]]:
-        return [(name, _replace(value, self._everywhere)) for name, value in headers]
+    def visible_headers(self, headers: Headers) -> list[tuple[bytes, bytes]]:
+        """The headers of a response for the caller."""
+        return [(name, _replace(value, self._everywhere)) for name, value in visible_headers(headers)]
 
-
-def redact_text(provider: Provider, text: str) -> str:
-    """Redact a text of a provider."""
-    data = text.encode("utf-8", "surrogatepass")
-    return _replace(data, _encodings(provider.secrets())).decode("utf-8", "surrogatepass")
+    def text(self, text: str) -> str:
+        """A text of the provider for agents and spans: of limited length."""
+        redacted = _replace(text.encode("utf-8", "surrogatepass"), self._everywhere).decode("utf-8", "surrogatepass")
+        return redacted if len(redacted) <= _MAX_MESSAGE_CHARS else redacted[:_MAX_MESSAGE_CHARS] + "..."
 
 
 def _replace(data: bytes, encodings: Iterable[bytes]) -> bytes:
@@ -245,31 +247,29 @@ class ServerPool(ServerSet[ProviderServer]):
             return response.status, response.headers, self.redactor.redact_body(await response.read())
 
     async def close(self) -> None:
-        """Stop the checks. The owner of the transport closes it."""
+        """Stop the checks, and close the connections. A later call opens them again."""
         await self.end_watches()
-        self._transport = None
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            await transport.close()
 
     async def check(self, replica: ProviderServer) -> None:
         """Any response but a server error means that it is healthy."""
-        was_up = replica.up
+        was_up, status, seconds = replica.up, 500, self.provider.connect_seconds
         try:
-            is_healthy = await self._responds(replica, "/health")
-            if is_healthy is None:
-                is_healthy = await self._responds(replica, "models")
+            for path in ("/health", "models"):
+                status, _, _ = await self.fetch("GET", path, timeout_seconds=seconds, server=replica)
+                if status not in (404, 405):
+                    break
         except TransportError:
-            is_healthy = False
-        if is_healthy is False:
+            status = 500
+        if status >= 500:
             replica.record_failure(unreachable=True)
         elif not replica.up:
             replica.record_success()
         if was_up is not replica.up:
             change = "has recovered" if replica.up else "is unhealthy"
             logger.warning("the server %s of the provider %r %s", replica.url, self.provider.name, change)
-
-    async def _responds(self, server: ProviderServer, path: str) -> bool | None:
-        """Whether a GET succeeds; None if the server does not have the path."""
-        status, _, _ = await self.fetch("GET", path, timeout_seconds=self.provider.connect_seconds, server=server)
-        return None if status in (404, 405) else status < 500
 
 
 def _address(provider: Provider, url: str) -> tuple[str, Headers]:
@@ -281,12 +281,10 @@ def _address(provider: Provider, url: str) -> tuple[str, Headers]:
         headers |= {"anthropic-version": "2023-06-01"} | ({"x-api-key": key} if key else {})
     elif key:
         headers["authorization"] = f"Bearer {key}"
-    userinfo, at, host = parts.netloc.rpartition("@")
-    if at:
-        user, _, password = userinfo.partition(":")
-        credentials = base64.b64encode(f"{unquote(user)}:{unquote(password)}".encode()).decode()
-        headers["authorization"] = f"Basic {credentials}"
-        url = parts._replace(netloc=host).geturl()
+    if parts.username is not None:
+        account = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        headers["authorization"] = f"Basic {base64.b64encode(account.encode()).decode()}"
+        url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
     headers |= {name.lower(): value for name, value in provider.headers.items()}
     return url, tuple((name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items())
 
@@ -299,16 +297,104 @@ _MAX_PAUSE_SECONDS: Final = 300.0
 the calls may wait are left to the caller."""
 
 
-@dataclass(slots=True)
-class UpstreamRequest:
-    """A request to a provider, on behalf of a rollout."""
+# -- failures ----------------------------------------------------------------------------------------------------------
 
+_RETRYABLE: Final = frozenset({408, 409, 429})
+"""Statuses below 500 that the SDKs of OpenAI and Anthropic retry; they retry all from 500."""
+_KEY: Final = re.compile(r"api[ _-]?key|access token|credentials?\b", re.IGNORECASE)
+_REFUSED: Final = re.compile(
+    r"invalid|incorrect|not valid|expired|revoked|missing|no such|unknown|wrong", re.IGNORECASE
+)
+_MASKED: Final = re.compile(r"\S*\*{3}\S*")
+"""What a provider shows of a key that it refuses."""
+
+
+class ProviderError(ApiError):
+    """A failed try, and the error for the caller if there is no further one."""
+
+    is_retryable = False
+    """Whether another try may succeed."""
+    counts_against_health = False
+    """Whether the server counts as unhealthy for it."""
+    unreachable = False
+
+
+def from_transport(pool: ServerPool, error: TransportError) -> ProviderError:
+    """The failure of a try without a response."""
+    provider, reason = pool.provider, error.reason
+    problem, code = {
+        "timeout": (f"sent nothing for {provider.timeout_seconds:g} s", "provider_timeout"),
+        "tls": ("cannot be reached over TLS", "provider_tls"),
+        "proxy": ("cannot be reached through its proxy", "proxy_refused"),
+        "connect": ("cannot be reached", "provider_unreachable"),
+        "closed": ("closed the connection before its response was complete", "provider_closed"),
+        "protocol": ("sent an invalid HTTP response", "provider_protocol"),
+    }[reason]
+    message = f"the provider {provider.name!r} {problem}: {pool.redactor.text(str(error))}"
+    failure = ProviderError(504 if reason == "timeout" else 502, message, code=code, retry=provider.final)
+    failure.is_retryable, failure.counts_against_health = reason in ("connect", "closed"), reason != "proxy"
+    failure.unreachable = reason in ("connect", "tls")
+    return failure
+
+
+def from_response(pool: ServerPool, status: int, headers: Headers, body: bytes) -> ProviderError:
+    """The failure of a try with an error response."""
+    provider, failed = pool.provider, status >= 500
+    subject, key = f"the provider {provider.name!r}", provider.key()
+    text, code, param = (text and pool.redactor.text(text) for text in error_fields(body, loads_tolerantly))
+    message, given = text or f"{subject} responded with status {status}", f"{code} {text}"
+    hint = {b"true": True, b"false": False}.get(dict(headers).get(b"x-should-retry", b""))
+    if status == 401 or (status == 403 and _KEY.search(given) and _REFUSED.search(given)):
+        # It is not the caller's key, so it must not see what the provider shows of it.
+        shown = _MASKED.sub(HIDDEN, (text or "").replace(key or HIDDEN, HIDDEN))
+        used = "the configured API key" if key or provider.headers else "the call, for which no API key is configured"
+        message = f"{subject} rejected {used} (status {status})" + (f": {shown}" if shown else "")
+        return ProviderError(502, message, code="provider_key_refused", retry=False)
+    if status == 407:  # Addressed to the client of the proxy, which is the gateway.
+        message = f"{subject} cannot be reached through its proxy: it requires other credentials"
+        return ProviderError(502, message, code="proxy_refused", retry=provider.final)
+    if status < 400:
+        failed, status, code, hint = True, 502, "provider_protocol", False
+    elif failed:
+        code = code or "provider_error"
+    elif code is None and status in (400, 413, 422) and CONTEXT_ERROR.search(message):
+        code = "context_length_exceeded"
+    failure = ProviderError(status, message, code=code, param=param, retry=hint, retry_after=retry_after(headers))
+    failure.is_retryable, failure.counts_against_health = bool(hint), failed
+    if hint is None:
+        failure.retry, failure.is_retryable = provider.final, failed or status in _RETRYABLE
+    return failure
+
+
+def unreadable_response(pool: ServerPool, problem: str) -> ApiError:
+    """The error for a complete response that cannot be parsed."""
+    message = f"the provider {pool.provider.name!r} sent an unreadable response: {pool.redactor.text(problem)}"
+    return ApiError(502, message, code="provider_protocol", retry=pool.provider.final)
+
+
+GATHER_SECONDS: Final = 0.02
+"""How long a stream is left alone after a part of it has come: fewer and larger parts cost less to pass on."""
+_BYTES_PER_TOKEN: Final = 4
+"""Bytes of a JSON response for each output token, roughly."""
+_CACHE_MARK: Final = b'"cache_control"'
+_HOUR_MARK: Final = b'"1h"'
+
+
+@dataclass(eq=False)
+class UpstreamCall:
+    """One call to a provider, on behalf of a rollout, with its retries. Use it once, as `async with`.
+
+    Its tokens and dollars are estimated and reserved before it is sent, and settled after it. A try whose response
+    breaks off is charged for by the provider, so it counts as well."""
+
+    pool: ServerPool
     path: ApiPath | Literal["messages/count_tokens"]
-    body: bytes
+    content: bytes
+    """The body of the request."""
     stream: bool = False
     """Whether the response is passed on as it arrives. Other calls are retried even if their body breaks off, since the
     caller has seen nothing of it."""
-    headers: Headers = ()
+    request_headers: Headers = ()
     """Sent in addition to the headers in the provider's configuration, which take precedence."""
     affinity: str = ""
     """Calls with the same key go to the same server while it is healthy: "rollout/attempt"."""
@@ -321,128 +407,7 @@ class UpstreamRequest:
     model: str = ""
     """The provider's name of the model, which rate limits refer to."""
 
-
-# -- failures ----------------------------------------------------------------------------------------------------------
-
-_RETRYABLE: Final = frozenset({408, 409, 429})
-"""Statuses below 500 that the SDKs of OpenAI and Anthropic retry; they retry all from 500."""
-_KEY: Final = re.compile(r"api[ _-]?key|access token|credentials?\b", re.IGNORECASE)
-_REFUSED: Final = re.compile(
-    r"invalid|incorrect|not valid|expired|revoked|missing|no such|unknown|wrong", re.IGNORECASE
-)
-_MASKED: Final = re.compile(r"\S*\*{3}\S*")
-"""What a provider shows of a key that it refuses."""
-_MAX_MESSAGE_CHARS: Final = 2000
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A failed try."""
-
-    api_error: ApiError
-    """The error for the caller if there is no further try."""
-    is_retryable: bool = False
-    """Whether another try may succeed."""
-    counts_against_health: bool = False
-    """Whether the server counts as unhealthy for it."""
-    unreachable: bool = False
-
-
-def from_transport(provider: Provider, error: TransportError) -> Failure:
-    """The failure of a try without a response."""
-    subject = f"the provider {provider.name!r}"
-    text = display_text(provider, str(error))
-    if error.reason == "timeout":
-        message = f"{subject} sent nothing for {provider.timeout_seconds:g} s: {text}"
-        api_error = ApiError(504, message, code="provider_timeout", retry=provider.final)
-        return Failure(api_error, counts_against_health=True)
-    problem, code = {
-        "tls": ("cannot be reached over TLS", "provider_tls"),
-        "proxy": ("cannot be reached through its proxy", "proxy_refused"),
-        "connect": ("cannot be reached", "provider_unreachable"),
-        "closed": ("closed the connection before its response was complete", "provider_closed"),
-        "protocol": ("sent an invalid HTTP response", "provider_protocol"),
-    }[error.reason]
-    api_error = ApiError(502, f"{subject} {problem}: {text}", code=code, retry=provider.final)
-    return Failure(
-        api_error,
-        is_retryable=error.reason in ("connect", "closed"),
-        counts_against_health=error.reason != "proxy",
-        unreachable=error.reason in ("connect", "tls"),
-    )
-
-
-def from_response(provider: Provider, status: int, headers: Headers, body: bytes) -> Failure:
-    """The failure of a try with an error response."""
-    subject = f"the provider {provider.name!r}"
-    text, code, param = (text and display_text(provider, text) for text in error_fields(body, loads_tolerantly))
-    if status == 401 or (status == 403 and _KEY.search(f"{code} {text}") and _REFUSED.search(f"{code} {text}")):
-        # It is not the caller's key, so it must not see what the provider shows of it.
-        shown = _MASKED.sub(HIDDEN, (text or "").replace(provider.key() or HIDDEN, HIDDEN))
-        has_key = provider.key() or provider.headers
-        given = "the configured API key" if has_key else "the call, for which no API key is configured"
-        message = f"{subject} rejected {given} (status {status})" + (f": {shown}" if shown else "")
-        api_error = ApiError(502, message, code="provider_key_refused", retry=False)
-        return Failure(api_error)
-    if status == 407:  # Addressed to the client of the proxy, which is the gateway.
-        message = f"{subject} cannot be reached through its proxy: it requires other credentials"
-        api_error = ApiError(502, message, code="proxy_refused", retry=provider.final)
-        return Failure(api_error)
-    after, hint = retry_after(headers), dict(headers).get(b"x-should-retry")
-    should_retry = {b"true": True, b"false": False}.get(hint or b"")
-    message = text or f"{subject} responded with status {status}"
-    failed = status >= 500
-    if status < 400:
-        failed, status, code = True, 502, "provider_protocol"
-        should_retry = False
-    elif failed:
-        code = code or "provider_error"
-    elif code is None and status in (400, 413, 422) and CONTEXT_ERROR.search(message):
-        code = "context_length_exceeded"
-    api_error = ApiError(
-        status,
-        message,
-        code=code,
-        param=param,
-        retry=provider.final if should_retry is None else should_retry,
-        retry_after=after,
-    )
-    retryable = failed or status in _RETRYABLE
-    return Failure(
-        api_error,
-        is_retryable=retryable if should_retry is None else should_retry,
-        counts_against_health=failed,
-    )
-
-
-def unreadable_response(provider: Provider, problem: str) -> ApiError:
-    """The error for a complete response that cannot be parsed."""
-    message = f"the provider {provider.name!r} sent an unreadable response: {display_text(provider, problem)}"
-    return ApiError(502, message, code="provider_protocol", retry=provider.final)
-
-
-def display_text(provider: Provider, text: str) -> str:
-    """A text of a provider for agents and spans: without secrets, and of limited length."""
-    text = redact_text(provider, text)
-    return text if len(text) <= _MAX_MESSAGE_CHARS else text[:_MAX_MESSAGE_CHARS] + "..."
-
-
-GATHER_SECONDS: Final = 0.02
-"""How long a stream is left alone after a part of it has come: fewer and larger parts cost less to pass on."""
-_BYTES_PER_TOKEN: Final = 4
-"""Bytes of a JSON response for each output token, roughly."""
-_CACHE_MARK: Final = b'"cache_control"'
-_HOUR_MARK: Final = b'"1h"'
-
-
-class UpstreamCall:
-    """One call to a provider, with its retries. Use it once, as `async with`.
-
-    Its tokens and dollars are estimated and reserved before it is sent, and settled after it. A try whose response
-    breaks off is charged for by the provider, so it counts as well."""
-
-    def __init__(self, pool: ServerPool, request: UpstreamRequest) -> None:
-        self.request = request
+    def __post_init__(self) -> None:
         self.usage: Usage | None = None
         """Usage of the response."""
         self.cost: float | None = None
@@ -457,8 +422,9 @@ class UpstreamCall:
         """Status of the last response; 0 if there was none."""
         self.retries = 0
         """The times the request was sent again."""
-        self._pool, self._provider = pool, pool.provider
-        self._price = request.price or pool.provider.price
+        self._provider = provider = self.pool.provider
+        self._price = self.price or provider.price
+        self._max_output = provider.max_output_tokens if self.max_output_tokens is None else self.max_output_tokens
         self._reservation: Reservation | None = None
         self._estimated_tokens = 0
         """The tokens that the rate limit reckons with until the usage is known."""
@@ -471,37 +437,33 @@ class UpstreamCall:
         """Whether a request was sent and got no response."""
         self._chunks: AsyncIterator[bytes] | None = None
         self._first_chunk = b""
+        self._undo = ExitStack()
         self._failures = 0
         """The retries that followed a failure, and not a rate limit."""
-        self._wait_left = pool.provider.max_wait_seconds
+        self._wait_left = provider.max_wait_seconds
 
     # -- tokens and dollars ----------------------------------------------------------------------------------------
 
     def attributes(self) -> Json:
         """Attributes of the call's span: the provider, the retries, the usage and cost of all tries."""
-        attributes: Json = {
-            names.PROVIDER_NAME: self._provider.name,
-            names.PROVIDER_RETRIES: self.retries,
-        }
-        if self.usage is not None or self._charged.tokens:
-            charged = self._charged
+        attributes: Json = {names.PROVIDER_NAME: self._provider.name, names.PROVIDER_RETRIES: self.retries}
+        charged = self._charged
+        if self.usage is not None or charged.tokens:
             attributes |= {names.INPUT_TOKENS: charged.input_tokens, names.OUTPUT_TOKENS: charged.output_tokens}
-        if self.cost is not None:
-            attributes[names.COST] = self.cost
-        return attributes
+        return attributes if self.cost is None else attributes | {names.COST: self.cost}
 
     async def _reserve(self) -> None:
         """Estimate the call's tokens, and reserve its worst case where there is a budget. The prompt counts only for a
         budget or a token limit. Raises ApiError 402 if it exceeds the budget."""
-        budgets, request, output = self._pool.budgets, self.request, self._max_output_tokens
+        budgets, output = self.pool.budgets, self._max_output
         prompt = self._max_prompt_tokens if budgets.config or self._provider.tokens_per_minute else 0
         self._estimated_tokens = prompt + output
         if budgets.config:
             # Writing a prompt to a cache costs more than reading it.
-            written = prompt if _CACHE_MARK in request.body else 0
-            hour = written if _HOUR_MARK in request.body else 0
+            written = prompt if _CACHE_MARK in self.content else 0
+            hour = written if _HOUR_MARK in self.content else 0
             worst = Usage(prompt, output, written_tokens=written - hour, written_hour_tokens=hour)
-            self._reservation = await budgets.reserve(request.rollout_id, *self._spend_of(worst))
+            self._reservation = await budgets.reserve(self.rollout_id, self._dollars(worst), worst.tokens)
 
     def settle(self, usage: Usage | None) -> None:
         """Record the usage that the provider reports; None: it is estimated from the response. Idempotent."""
@@ -513,67 +475,63 @@ class UpstreamCall:
     def _charge(self, usage: Usage, *, is_last: bool = False) -> None:
         """Record what a try costs."""
         self._charged += usage
-        dollars, tokens = self._spend_of(usage)
+        dollars = self._dollars(usage)
         if self._price is not None:
             self.cost = (self.cost or 0.0) + dollars
-            self._pool.dollars += dollars
+            self.pool.dollars += dollars
         if self._reservation is not None:
-            record = self._reservation.settle if is_last else self._reservation.spend
-            record(dollars, tokens)
+            (self._reservation.settle if is_last else self._reservation.spend)(dollars, usage.tokens)
 
     def _charge_lost(self) -> None:
         """Record a response that broke off, by its Content-Length or else by the output limit."""
-        length = next((value for name, value in self.headers if name == b"content-length"), b"")
-        limit = 0 if self.request.stream else self._max_output_tokens
+        length = dict(self.headers).get(b"content-length", b"")
+        limit = 0 if self.stream else self._max_output
         output_tokens = min(limit, int(length) // _BYTES_PER_TOKEN) if length.isdigit() else limit
         self._charge(Usage(self._max_prompt_tokens // 2, output_tokens))
 
-    def _spend_of(self, usage: Usage) -> tuple[float, int]:
-        """(US dollars, tokens)."""
-        return self._price.dollars(usage) if self._price is not None else 0.0, usage.tokens
+    def _dollars(self, usage: Usage) -> float:
+        return self._price.dollars(usage) if self._price is not None else 0.0
 
     @property
     def _max_prompt_tokens(self) -> int:
-        return max_prompt_tokens(self.request.body, self._provider.image_tokens)
-
-    @property
-    def _max_output_tokens(self) -> int:
-        limit = self.request.max_output_tokens
-        return self._provider.max_output_tokens if limit is None else limit
+        return max_prompt_tokens(self.content, self._provider.image_tokens)
 
     # -- tries -----------------------------------------------------------------------------------------------------
 
     def visible_headers(self) -> list[tuple[bytes, bytes]]:
         """Headers of the response that the caller gets."""
-        return self._pool.redactor.redact_headers(visible_headers(self.headers))
+        return self.pool.redactor.visible_headers(self.headers)
 
     async def __aenter__(self) -> Self:
-        pool = self._pool
-        await self._reserve()
-        try:
-            await pool.rate_limiter.acquire(self._estimated_tokens)
-        except BaseException:
-            self._release()
-            raise
-        pool.record_start()
-        try:
+        limiter = self.pool.rate_limiter
+        with ExitStack() as undo:
+            await self._reserve()
+            if self._reservation is not None:
+                undo.callback(self._reservation.release)
+            await limiter.acquire(self._estimated_tokens)
+            undo.callback(lambda: limiter.release(self._estimated_tokens, self._charged.tokens))
+            self.pool.record_start()
+            undo.callback(self._finish)
             await self._send()
-        except BaseException:
-            self._end()
-            raise
+            self._undo = undo.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self.usage is None and self._response is not None:
-            self.settle(None)  # Cut off or unreadable, but sampled, so it will be charged.
-        self._end()
+        self._undo.close()
+
+    def _finish(self) -> None:
+        """Close the response. The provider charges for one that was cut off or is unreadable, and for a request that it
+        may have read."""
+        if self._unanswered or self._response is not None:
+            self.settle(None)
+        self._close_response()
 
     async def events(self) -> AsyncIterator[list[bytes]]:
         """The events of a streamed response, grouped by read. Raises ApiError if the stream breaks off or an event is
         too long."""
         if self._chunks is None:
             return
-        decoder, redactor = SSEDecoder(), self._pool.redactor
+        decoder, redactor = SSEDecoder(), self.pool.redactor
         chunk: bytes | None = self._first_chunk
         try:
             while chunk is not None:
@@ -587,11 +545,11 @@ class UpstreamCall:
                 else:
                     self.trailing_bytes = rest
         except EventTooLongError as error:
-            raise unreadable_response(self._provider, str(error)) from None
+            raise unreadable_response(self.pool, str(error)) from None
         except TransportError as error:
-            failure = from_transport(self._provider, error)
+            failure = from_transport(self.pool, error)
             self._update_health(failure)
-            raise failure.api_error from error
+            raise failure from error
 
     async def _send(self) -> None:
         """Send until a try succeeds. Raises ApiError after the last one."""
@@ -601,24 +559,23 @@ class UpstreamCall:
             if (failure := await self._send_once(server)) is None:
                 return
             if (pause := self._retry_pause(failure, tried)) is None:
-                raise failure.api_error
+                raise failure
             if self._reservation is not None and self._charged.tokens:
                 self._reservation.check()
             self.retries += 1
-            self._pool.num_retries += 1
-            self._pool.rate_limiter.record_retry()
-            logger.info("retrying a call to the provider %r: %s", self._provider.name, failure.api_error.message)
+            self.pool.num_retries += 1
+            self.pool.rate_limiter.record_retry()
+            logger.info("retrying a call to the provider %r: %s", self._provider.name, failure.message)
             await self._pause(pause)
 
     async def _choose_server(self, tried: Sequence[ProviderServer]) -> ProviderServer:
         """The server for the next try, once its pause is over. Raises ApiError 429 if that would take too long."""
-        pool, model = self._pool, self.request.model
         while True:
-            server = pool.choose(self.request.affinity, tried, model)
-            if (seconds := server.pause_seconds(model)) == 0.0:
+            server = self.pool.choose(self.affinity, tried, self.model)
+            if (seconds := server.pause_seconds(self.model)) == 0.0:
                 return server
             if seconds > self._wait_left:
-                message = f"the provider {pool.provider.name!r} asked for no calls for another {seconds:.0f} s"
+                message = f"the provider {self._provider.name!r} asked for no calls for another {seconds:.0f} s"
                 raise ApiError(429, message, code="rate_limit_exceeded", retry=True, retry_after=max(1.0, seconds))
             await self._pause(seconds)
 
@@ -626,48 +583,44 @@ class UpstreamCall:
         self._wait_left -= seconds
         await asyncio.sleep(seconds)
 
-    async def _send_once(self, server: ProviderServer) -> Failure | None:
+    async def _send_once(self, server: ProviderServer) -> ProviderError | None:
         """Send to one server, and read up to the first byte that the caller may see. Returns the failure, if any."""
+        provider, failure, given = self._provider, None, {name for name, _ in server.headers}
         self._server, self.status = server, 0
         server.requests.add(self)
         try:
-            failure = await self._exchange(server)
+            response = self._response = await self.pool.transport.send(
+                "POST",
+                provider.url(server.url, self.path),
+                [*server.headers, *(header for header in self.request_headers if header[0] not in given)],
+                self.content,
+                connect_seconds=provider.connect_seconds,
+                timeout_seconds=provider.timeout_seconds,
+            )
+            self.status, self.headers = response.status, response.headers
+            if not 200 <= response.status < 300:
+                failure = from_response(self.pool, response.status, response.headers, await response.read())
+            elif self.stream:
+                self._chunks = response.chunks(GATHER_SECONDS)
+                self._first_chunk = await anext(self._chunks, b"")
+            else:
+                self.body = self.pool.redactor.redact_body(await response.read())
         except TransportError as error:
             if 200 <= self.status < 300:
                 self._charge_lost()
             else:
                 self._unanswered = error.reason == "timeout"
-            failure = from_transport(self._provider, error)
+            failure = from_transport(self.pool, error)
         except BaseException:
             self._unanswered = True
             self._close_response()
             raise
         if failure is None:
             server.record_success()
-            return None
-        self._close_response()
-        self._update_health(failure)
-        return failure
-
-    async def _exchange(self, server: ProviderServer) -> Failure | None:
-        provider, request, given = self._provider, self.request, {name for name, _ in server.headers}
-        response = self._response = await self._pool.transport.send(
-            "POST",
-            provider.url(server.url, request.path),
-            [*server.headers, *(header for header in request.headers if header[0] not in given)],
-            request.body,
-            connect_seconds=provider.connect_seconds,
-            timeout_seconds=provider.timeout_seconds,
-        )
-        self.status, self.headers = response.status, response.headers
-        if not 200 <= response.status < 300:
-            return from_response(provider, response.status, response.headers, await response.read())
-        if request.stream:
-            self._chunks = response.chunks(GATHER_SECONDS)
-            self._first_chunk = await anext(self._chunks, b"")
         else:
-            self.body = self._pool.redactor.redact_body(await response.read())
-        return None
+            self._close_response()
+            self._update_health(failure)
+        return failure
 
     def _close_response(self) -> None:
         if self._server is not None:
@@ -676,47 +629,35 @@ class UpstreamCall:
         if response is not None:
             response.close()
 
-    def _end(self) -> None:
-        """Close the response, settle what is open, and release the rate limit and the reservation."""
-        self._close_response()
-        if self._unanswered and self.usage is None:
-            self.settle(None)  # The provider read the prompt, and will charge for it.
-        self._pool.rate_limiter.release(self._estimated_tokens, self._charged.tokens)
-        self._release()
-
-    def _release(self) -> None:
-        if self._reservation is not None:
-            self._reservation.release()
-
-    def _update_health(self, failure: Failure) -> None:
+    def _update_health(self, failure: ProviderError) -> None:
         """Record a failure with its server."""
-        if self._server is None:
+        server, provider, seconds = self._server, self._provider, failure.retry_after
+        if server is None:
             return
         if failure.counts_against_health:
-            self._server.record_failure(failure.unreachable)
-            if not self._server.up:
-                self._pool.watch(self._server)
-        provider, seconds = self._provider, failure.api_error.retry_after
+            server.record_failure(failure.unreachable)
+            if not server.up:
+                self.pool.watch(server)
         if seconds is not None and (provider.retries or seconds <= provider.max_wait_seconds):
-            self._server.pause(self.request.model, min(seconds, _MAX_PAUSE_SECONDS))
+            server.pause(self.model, min(seconds, _MAX_PAUSE_SECONDS))
 
-    def _retry_pause(self, failure: Failure, tried: Sequence[ProviderServer]) -> float | None:
+    def _retry_pause(self, failure: ProviderError, tried: Sequence[ProviderServer]) -> float | None:
         """Seconds until the next try; None if there is none. A rate limit that says when it ends is waited for, or
         another server is asked; all else takes a retry of this call, and one of the provider's budget."""
-        pool, provider, after = self._pool, self._provider, failure.api_error.retry_after
-        if not failure.is_retryable or not provider.retries:
+        after = failure.retry_after
+        if not failure.is_retryable or not self._provider.retries:
             return None
-        server = pool.choose(self.request.affinity, tried, self.request.model)
-        is_free = server not in tried and server.accepts(self.request.model)
+        server = self.pool.choose(self.affinity, tried, self.model)
+        is_free = server not in tried and server.accepts(self.model)
         if after and not is_free and after > self._wait_left:
-            failure.api_error.retry = True  # The gateway does not wait, but the caller may.
+            failure.retry = True  # The gateway does not wait, but the caller may.
             return None
-        if after and failure.api_error.status == 429:
+        if after and failure.status == 429:
             return 0.0 if is_free else max(after, _BACKOFF_SECONDS)
-        if self._failures >= provider.retries:
+        if self._failures >= self._provider.retries:
             return None
-        if not pool.take_retry():
-            failure.api_error.retry = failure.api_error.retry or None  # The caller may.
+        if not self.pool.take_retry():
+            failure.retry = failure.retry or None  # The caller may.
             return None
         self._failures += 1
         if is_free:

@@ -15,8 +15,10 @@ import math
 import os
 import struct
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from io import FileIO
+from itertools import islice
 from operator import mul
 from pathlib import Path
 from typing import Any, Final, cast
@@ -63,10 +65,10 @@ class Budgets:
         self.config = config or BudgetConfig()
         self._store = store
         path = self.config.file or file
-        self._spend_file = (
-            _SpendFile(Path(path)) if path is not None and (self.config.dollars or self.config.tokens) else None
-        )
-        self.total = self._spend_file.found if self._spend_file else Account()
+        self._file: FileIO | None = None
+        self.total = Account()
+        if path is not None and (self.config.dollars or self.config.tokens):
+            self._file, self.total = _open_total(Path(path))
         self.num_rejected = 0
         """Rejected calls."""
         self._rollouts: dict[str, Account] = {}
@@ -77,15 +79,17 @@ class Budgets:
 
     def spend(self, rollout_id: str, dollars: float, tokens: int) -> None:
         """Record a cost that was not reserved: of an answer that came with a poll."""
-        Reservation(self, self.spent(rollout_id) or Account(), rollout_id, 0.0, 0).settle(dollars, tokens)
+        self.record(self.spent(rollout_id) or Account(), dollars, tokens)
 
     async def reserve(self, rollout_id: str, dollars: float, tokens: int) -> Reservation:
         """Reserve the worst case of a call. Raises ApiError 402 if it exceeds a budget."""
         account = self._rollouts.get(rollout_id) if rollout_id else Account()
         if account is None:
             account = self._rollouts.setdefault(rollout_id, await self._read(rollout_id))
-            self._evict()
+            for evicted in [*islice(self._rollouts, max(0, len(self._rollouts) - _MAX_ROLLOUTS))]:
+                self.forget(evicted)
         self.check(account, rollout_id, dollars, tokens)
+        self.record(account, 0.0, 0, dollars, tokens)
         return Reservation(self, account, rollout_id, dollars, tokens)
 
     def check(self, account: Account, rollout_id: str, dollars: float, tokens: int) -> None:
@@ -116,27 +120,31 @@ class Budgets:
 
     def close(self) -> None:
         """Close the file. Later spend is counted in memory only."""
-        if self._spend_file is not None:
-            self._spend_file.close()
-            self._spend_file = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
-    def persist(self) -> None:
-        """Write the total of the server to its file."""
-        if self._spend_file is not None:
-            self._spend_file.write(self.total)
+    def record(
+        self, account: Account, dollars: float, tokens: int, reserved_dollars: float = 0.0, reserved_tokens: int = 0
+    ) -> None:
+        """Add to an account and to the total of the server, and write that to its file: at once, so that a killed
+        process leaves no half of it."""
+        for each in (account, self.total):
+            each.dollars += dollars
+            each.tokens += tokens
+            each.reserved_dollars += reserved_dollars
+            each.reserved_tokens += reserved_tokens
+        if self._file is not None:
+            total = self.total
+            self._file.seek(0)
+            dollars, used = total.dollars + total.reserved_dollars, float(total.tokens + total.reserved_tokens)
+            self._file.write(_LAYOUT.pack(_MAGIC, dollars, used))
 
     async def _read(self, rollout_id: str) -> Account:
         """What a rollout has spent, from its spans."""
         if self._store is None or not (self.config.rollout_dollars or self.config.rollout_tokens):
             return Account()
         return spend_of_spans(await self._store.query_spans(rollout_id))
-
-    def _evict(self) -> None:
-        if len(self._rollouts) <= _MAX_ROLLOUTS:
-            return
-        for rollout_id in list(self._rollouts)[: len(self._rollouts) - _MAX_ROLLOUTS]:
-            if self._rollouts[rollout_id].reserved_tokens == 0:
-                del self._rollouts[rollout_id]
 
 
 def spend_of_spans(spans: Iterable[Span]) -> Account:
@@ -160,79 +168,60 @@ def _amount(value: object) -> float:
     return float(value) if isinstance(value, int | float) and 0 <= value <= _MAX_AMOUNT else 0.0
 
 
+@dataclass(slots=True)
 class Reservation:
     """The amount reserved for one call. Ends with `settle` or `release`, whichever comes first."""
 
-    def __init__(self, budgets: Budgets, account: Account, rollout_id: str, dollars: float, tokens: int) -> None:
-        self._budgets, self._account, self._rollout_id = budgets, account, rollout_id
-        self._dollars, self._tokens = dollars, tokens
-        self._open = True
-        self._record(reservations=1)
+    budgets: Budgets
+    account: Account
+    rollout_id: str
+    dollars: float
+    tokens: int
+    is_open: bool = True
 
     def spend(self, dollars: float, tokens: int) -> None:
         """Record the cost of a try."""
-        self._record(dollars, tokens)
+        self.budgets.record(self.account, dollars, tokens)
 
     def check(self) -> None:
         """Raises ApiError 402 if the budget is spent."""
-        self._budgets.check(self._account, self._rollout_id, 0.0, 0)
+        self.budgets.check(self.account, self.rollout_id, 0.0, 0)
 
     def settle(self, dollars: float, tokens: int) -> None:
         """Record the cost of the last try, and end the reservation: in one write, since a crash between two would count
         the call twice."""
-        if self._open:
-            self._open = False
-            self._record(dollars, tokens, -1)
+        if self.is_open:
+            self.is_open = False
+            self.budgets.record(self.account, dollars, tokens, -self.dollars, -self.tokens)
 
     def release(self) -> None:
         """End the reservation without further cost. Idempotent."""
         self.settle(0.0, 0)
 
-    def _record(self, dollars: float = 0.0, tokens: int = 0, reservations: int = 0) -> None:
-        for account in (self._account, self._budgets.total):
-            account.dollars += dollars
-            account.tokens += tokens
-            account.reserved_dollars += reservations * self._dollars
-            account.reserved_tokens += reservations * self._tokens
-        self._budgets.persist()
 
+def _open_total(path: Path) -> tuple[FileIO, Account]:
+    """The total spend so far, and its file, which survives a killed process. Raises ConfigError.
 
-class _SpendFile:
-    """The total spend, in a file that survives a killed process.
-
-    Written twice for each call on the event loop, so a write must be cheap: some microseconds, where `os.replace` of a
-    new file takes a millisecond on a busy disk. The lock on the file also requires that it is not replaced.
-    """
-
-    def __init__(self, path: Path) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch(0o600)
-            self._file = path.open("r+b", buffering=0)
-        except OSError as error:
-            raise ConfigError(f"the budget file {str(path)!r} cannot be opened: {error}; set budget.file") from error
-        try:
-            if not lock_file(self._file.fileno()):
-                raise ConfigError(
-                    f"the budget file {str(path)!r} is in use by another server; give each its own budget.file"
-                )
-            found = self._file.read() or _LAYOUT.pack(_MAGIC, 0.0, 0.0)
-            if len(found) != _LAYOUT.size or not found.startswith(_MAGIC):
-                raise ConfigError(f"{str(path)!r} is not a budget file; set budget.file to another, or remove it")
-        except BaseException:
-            self.close()
-            raise
-        _, dollars, tokens = _LAYOUT.unpack(found)
-        self.found = Account(dollars, int(tokens))
-        """The total so far."""
-
-    def write(self, account: Account) -> None:
-        total = (account.dollars + account.reserved_dollars, float(account.tokens + account.reserved_tokens))
-        self._file.seek(0)
-        self._file.write(_LAYOUT.pack(_MAGIC, *total))  # at once: a killed process leaves no half of it
-
-    def close(self) -> None:
-        self._file.close()
+    It is written twice for each call on the event loop, so a write must be cheap: some microseconds, where `os.replace`
+    of a new file takes a millisecond on a busy disk. The lock on the file also requires that it is not replaced."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(0o600)
+        file = path.open("r+b", buffering=0)
+    except OSError as error:
+        raise ConfigError(f"the budget file {str(path)!r} cannot be opened: {error}; set budget.file") from error
+    with ExitStack() as undo:
+        undo.callback(file.close)
+        if not lock_file(file.fileno()):
+            raise ConfigError(
+                f"the budget file {str(path)!r} is in use by another server; give each its own budget.file"
+            )
+        found = file.read() or _LAYOUT.pack(_MAGIC, 0.0, 0.0)
+        if len(found) != _LAYOUT.size or not found.startswith(_MAGIC):
+            raise ConfigError(f"{str(path)!r} is not a budget file; set budget.file to another, or remove it")
+        undo.pop_all()
+    _, dollars, tokens = _LAYOUT.unpack(found)
+    return file, Account(dollars, int(tokens))
 
 
 # -- rates -------------------------------------------------------------------------------------------------------------
@@ -352,13 +341,10 @@ _IMAGES: Final = frozenset({*IMAGES, "computer_screenshot"})
 def max_prompt_tokens(body: bytes, image_tokens: int) -> int:
     """An upper bound for a prompt in any dialect: one token for two bytes of text, `image_tokens` for each image,
     inline or not, and one token for 32 bytes of audio. Other files count as text."""
-    if b"image" not in body and b"input_audio" not in body:
-        return len(body) // BYTES_PER_TOKEN
-    try:
-        request = loads(body)
-    except orjson.JSONDecodeError:
-        return len(body) // BYTES_PER_TOKEN
-    images, image_bytes, audio_bytes = 0, 0, 0
+    images, image_bytes, audio_bytes, request = 0, 0, 0, None
+    if b"image" in body or b"input_audio" in body:
+        with suppress(orjson.JSONDecodeError):
+            request = loads(body)
     for part in _walk(request):
         if isinstance(part, str):
             continue
@@ -425,7 +411,7 @@ def estimate_prompt_tokens(body: Json) -> int:
     messages = body.get("messages", body.get("input"))
     tokens = sum(_content_tokens(part) for part in (body.get("system"), body.get("instructions"), messages))
     if body.get("tools"):
-        tokens += _text_tokens(_dumped(body["tools"]))
+        tokens += _text_tokens(dumps(body["tools"]).decode())
     count = len(cast("list[Any]", messages)) if isinstance(messages, list) else 0
     return math.ceil(tokens) + count * _TOKENS_PER_MESSAGE
 
@@ -440,7 +426,7 @@ def _content_tokens(value: Any) -> float:
             tokens += _TOKENS_PER_IMAGE
         else:
             if part.get("type") == "tool_use":
-                tokens += _text_tokens(_dumped(part.get("input")))
+                tokens += _text_tokens(dumps(part.get("input")).decode())
             tokens += sum(_length(part[name]) for name in _FILES & part.keys()) / _BYTES_PER_FILE_TOKEN
     return tokens
 
@@ -454,7 +440,3 @@ def _text_tokens(text: str) -> float:
     rest = len(text) - one - four
     three = len(text.encode("utf-8", "surrogatepass")) - one - 4 * four - 2 * rest
     return sum(map(mul, _TOKENS_PER_CHARACTER, (one, rest - three, three, four)))
-
-
-def _dumped(value: Any) -> str:
-    return dumps(value).decode()

@@ -54,7 +54,7 @@ from agentlightning.store.instrumented import WAITING_CALLS
 from agentlightning.store.paging import PageSizer, read_pages
 from agentlightning.store.types import UNSET
 from agentlightning.transport import Transport, TransportError
-from agentlightning.transport.connector import ConnectOptions
+from agentlightning.transport.options import ConnectOptions
 from agentlightning.util.json_values import loads
 from agentlightning.util.random_ids import random_uniform
 

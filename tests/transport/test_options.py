@@ -9,7 +9,7 @@ from tests.support.proxy import LocalProxy
 from agentlightning.errors import ConfigError
 from agentlightning.transport import Transport, TransportError
 from agentlightning.transport.base import Origin
-from agentlightning.transport.connector import ConnectOptions, ssl_context, tls_error
+from agentlightning.transport.options import ConnectOptions, ssl_context, tls_error
 
 
 async def failure(url, dial=None):

@@ -1,4 +1,4 @@
-"""Opens connections, directly or through a proxy, and validates the options for them.
+"""The options of connections: their proxies, and the certificates they trust. Validates them.
 
 `HTTP_PROXY`, `HTTPS_PROXY`, `ALL_PROXY` and `NO_PROXY` have the same meaning as for curl and httpx, including CIDR
 networks in NO_PROXY. Errors never contain the credentials of a proxy.
@@ -6,29 +6,24 @@ networks in NO_PROXY. Errors never contain the credentials of a proxy.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import ipaddress
 import os
 import re
 import ssl
 from base64 import b64encode
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, Self, TypeVar, cast
+from typing import Final, Literal, Self
 from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import getproxies_environment
 
 from agentlightning.errors import ConfigError
-from agentlightning.transport.base import MAX_HEAD_BYTES, Origin, Reason, TransportError, request_bytes
+from agentlightning.transport.base import Origin, TransportError
 
 # -- proxies -----------------------------------------------------------------------------------------------------------
 
 _SCHEMES: Final = ("http", "https")
-_STATUS: Final = re.compile(rb"HTTP/1\.[01] ([1-5]\d\d)(?: ([^\r\n]*))?")
-_UNREACHED: Final = frozenset({500, 502, 503, 504})
-"""Statuses of a proxy that could not reach the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,61 +117,19 @@ def is_this_machine(host: str) -> bool:
     return name == "localhost" or name.endswith(".localhost")
 
 
-class Tunnel(asyncio.Protocol):
-    """Reads a proxy's response to CONNECT, after which the transport is connected to the server."""
-
-    def __init__(self) -> None:
-        self.response: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        """Its head, cut off where the proxy closes the connection or sends too much."""
-        self.transport: asyncio.Transport
-        self._received = b""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        if b"\r\n\r\n" in self._received or len(self._received) > MAX_HEAD_BYTES:
-            self._end()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._end()
-
-    def _end(self) -> None:
-        if not self.response.done():
-            self.response.set_result(self._received)
-
-
-def _check_tunnel(response: bytes, proxy: Proxy, origin: Origin) -> None:
-    """Raises TransportError unless a proxy has opened the tunnel."""
-    head, complete, rest = response.partition(b"\r\n\r\n")
-    status = _STATUS.match(head)
-    code = int(status[1]) if status else 0
-    reason: Reason = "connect"
-    if 200 <= code < 300 and complete and not rest:
-        return
-    if not response:
-        problem = "closed the connection before its response"
-    elif status is None or code < 300:
-        problem, reason = "sent an invalid HTTP response", "protocol"
-    elif code in (401, 407):  # Some proxies send 401 for wrong credentials.
-        problem, reason = "requires credentials, or other ones: http://USER:PASSWORD@HOST:PORT", "proxy"
-    else:
-        problem = f"opened no connection: status {code} {(status[2] or b'').decode('latin-1')[:200]}".rstrip()
-        reason = "connect" if code in _UNREACHED else "proxy"
-    raise TransportError(f"{origin}: the proxy {proxy} {problem}", reason)
-
-
 # -- tls -------------------------------------------------------------------------------------------------------------
 
 # TLS of outgoing connections: trusted authorities, and errors that say how to fix a failed handshake.
 
-_NAME_MISMATCH: Final = frozenset({62, 64})
-"""OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH."""
-_IMPROPER: Final = range(80, 95)
-"""X509_V_ERR_PATHLEN_INVALID_FOR_NON_CA and its like: errors of X509_V_FLAG_X509_STRICT only."""
-_OUTDATED: Final = frozenset({9, 10})
-"""X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
+_HINTS: Final = (
+    # X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH
+    ((62, 64), "use a host name that its certificate contains"),
+    # X509_V_ERR_PATHLEN_INVALID_FOR_NON_CA and its like: errors of X509_V_FLAG_X509_STRICT only
+    (range(80, 95), "it violates RFC 5280, which Python 3.13 and later enforce: issue a new one"),
+    # X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED
+    ((9, 10), "renew it, or set the clock of this machine"),
+)
+"""Errors of OpenSSL -> what to do."""
 
 
 def ssl_context(ca_file: str | None) -> ssl.SSLContext:
@@ -219,21 +172,12 @@ def tls_error(server: Origin, error: ssl.SSLError) -> TransportError:
     if not isinstance(error, ssl.SSLCertVerificationError):
         hint = "; is it http:// rather than https://?" if error.reason == "WRONG_VERSION_NUMBER" else ""
         return TransportError(f"the TLS handshake with {server} failed: {error.reason or error}{hint}", "tls")
-    reason = error.verify_message
-    if error.verify_code in _NAME_MISMATCH:
-        hint = "use a host name that its certificate contains"
-    elif error.verify_code in _IMPROPER:
-        hint = "it violates RFC 5280, which Python 3.13 and later enforce: issue a new one"
-    elif error.verify_code in _OUTDATED:
-        hint = "renew it, or set the clock of this machine"
-    else:
-        hint = "name the certificate of the authority that signed it in ca_file or SSL_CERT_FILE"
-    return TransportError(f"the certificate of {server} is not trusted ({reason}); {hint}", "tls")
+    other = "name the certificate of the authority that signed it in ca_file or SSL_CERT_FILE"
+    hint = next((hint for codes, hint in _HINTS if error.verify_code in codes), other)
+    return TransportError(f"the certificate of {server} is not trusted ({error.verify_message}); {hint}", "tls")
 
 
-# -- connecting --------------------------------------------------------------------------------------------------------
-
-Kind = TypeVar("Kind", bound=asyncio.Protocol)
+# -- options -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,61 +222,3 @@ class ConnectOptions:
         """Raises ConfigError if the proxy for `url` cannot be used."""
         self.proxy(Origin.of(urlsplit(url)))
         return self
-
-
-class Connector:
-    """Opens connections with the same `ConnectOptions`; for one event loop."""
-
-    def __init__(self, options: ConnectOptions) -> None:
-        self.options = options
-        self._tls: ssl.SSLContext | None = None
-
-    async def connect(self, origin: Origin, make: Callable[[], Kind], seconds: float) -> Kind:
-        """Connect a protocol made by `make` to a server. `seconds` limits the time until a request can be sent. Raises
-        TransportError."""
-        proxy = self.options.proxy(origin)
-        via = f" through the proxy {proxy}" if proxy else ""
-        try:
-            async with asyncio.timeout(seconds):
-                if proxy is None or not origin.secure:
-                    return await self._connect(proxy.origin if proxy else origin, make)
-                return await self._connect_through(proxy, origin, make)
-        except TimeoutError:
-            raise TransportError(f"{origin} accepted no connection{via} within {seconds:g} s", "connect") from None
-        except OSError as error:
-            raise TransportError(f"{origin} cannot be reached{via}: {error}", "connect") from error
-
-    async def _connect(self, server: Origin, make: Callable[[], Kind]) -> Kind:
-        tls: dict[str, Any] = {"ssl": self._context(), "server_hostname": server.host} if server.secure else {}
-        loop = asyncio.get_running_loop()
-        try:
-            _, protocol = await loop.create_connection(make, server.host, server.port, **tls)
-        except ssl.SSLError as error:
-            raise tls_error(server, error) from error
-        return protocol
-
-    async def _connect_through(self, proxy: Proxy, origin: Origin, make: Callable[[], Kind]) -> Kind:
-        tunnel = await self._connect(proxy.origin, Tunnel)
-        transport, protocol = tunnel.transport, make()
-        try:
-            authority = origin.authority.encode()
-            transport.write(request_bytes("CONNECT", authority, authority, proxy.headers))
-            _check_tunnel(await tunnel.response, proxy, origin)
-            loop = asyncio.get_running_loop()
-            secured = await loop.start_tls(transport, protocol, self._context(), server_hostname=origin.host)
-            if secured is None or secured.is_closing():
-                raise TransportError(f"{origin} closed the connection after the TLS handshake", "connect")
-        except ssl.SSLError as error:
-            transport.abort()
-            raise tls_error(origin, error) from error
-        except BaseException:
-            transport.abort()
-            raise
-        # `start_tls` does not call `connection_made` of the new protocol.
-        protocol.connection_made(secured)
-        return protocol
-
-    def _context(self) -> ssl.SSLContext:
-        if self._tls is None:
-            self._tls = ssl_context(self.options.ca_file)
-        return self._tls
