@@ -25,6 +25,7 @@ from agentlightning.chat.hf import HFChatFormat
 from agentlightning.chat.tokenizer_archive import pack_tokenizer, probe_tokens
 from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.joining import BASE_PATH
+from agentlightning.engine.servers.pool import ReplicaPool
 from agentlightning.gateway.app import Gateway
 from agentlightning.resources import ProxyLLM
 from agentlightning.server.serve import serve
@@ -218,6 +219,29 @@ async def test_calls_of_a_trainer_that_died_during_an_update_are_refused_and_the
     assert (answer.status_code, span[names.POLICY_VERSION]) == (200, 7)
 
 
+async def test_a_trainer_that_comes_back_while_its_run_is_being_ended_is_served_under_a_lease_of_its_own(
+    trainer: Trainer, hub: Hub, model_server: ScriptedModelServer, monkeypatch: pytest.MonkeyPatch
+):
+    ending, may_end, close = asyncio.Event(), asyncio.Event(), ReplicaPool.close
+
+    async def slow(pool: ReplicaPool) -> None:
+        ending.set()
+        await may_end.wait()
+        await close(pool)
+
+    monkeypatch.setattr(ReplicaPool, "close", slow)
+    await trainer.join(lease_seconds=0.5)
+    await asyncio.wait_for(ending.wait(), 5)
+    joining = asyncio.create_task(trainer.join(lease_seconds=2.0))
+    await settle()
+    may_end.set()
+    assert (await joining).status_code == 200
+    assert (await hub.ask())[0].status_code == 200
+    await asyncio.sleep(3.0)
+    answer, _ = await hub.ask()
+    assert (answer.status_code, "has not been heard from for 2 s" in answer.text) == (503, True)
+
+
 async def test_a_trainer_that_was_started_again_takes_over_the_calls_it_had_held_back(trainer: Trainer, hub: Hub):
     await trainer.join()
     await trainer.pause()
@@ -285,6 +309,8 @@ async def test_a_model_of_the_server_itself_answers_no_call_in_the_place_of_a_ru
         llm = ProxyLLM(endpoint=hub.url, model="policy", policy_version=0)
         await hub.store.add_resources({"llm": llm}, "of-policy")
         assert (await hub.ask("gpt-4o", "of-policy"))[0].status_code == 503
+        status, text = await check(Trainer(hub, model_server, model="own"))
+        assert (status, "'own' is used by this server's own models; set another policy.name" in text) == (409, True)
         await Trainer(hub, model_server).join()
         answer, span = await hub.ask("gpt-4o", "of-policy")
         assert (answer.status_code, answer.json()["model"], span[names.POLICY_VERSION]) == (200, "policy", 0)
@@ -405,8 +431,8 @@ async def test_answers_cross_no_update_on_servers_that_do_not_name_the_weights_o
         assert (await Trainer(hub, server).join(crosses_updates=False)).status_code == 200
 
 
-async def check(trainer: Trainer, changes_weights: bool = True) -> tuple[int, str]:
-    answer = await trainer.post("/check", urls=[trainer.model_server.url + "/"], changes_weights=changes_weights)
+async def check(trainer: Trainer, changes_weights: bool = True, path: str = "/") -> tuple[int, str]:
+    answer = await trainer.post("/check", urls=[trainer.model_server.url + path], changes_weights=changes_weights)
     return answer.status_code, answer.text
 
 
@@ -422,7 +448,8 @@ async def test_a_run_learns_before_it_changes_weights_that_its_name_or_its_serve
         assert (await check(Trainer(hub, second, "r2", "another")))[0] == 200
     other = Trainer(hub, model_server, "r2", "another")
     joined = await other.join()
-    for status, text in (await check(other), await check(other, False), (joined.status_code, joined.text)):
+    checked = [await check(other), await check(other, False), await check(other, path="/v1/")]
+    for status, text in (*checked, (joined.status_code, joined.text)):
         assert (status, f"run r1 samples from {model_server.url}, too" in text) == (409, True)
     await trainer.post("/leave")
     assert (await check(other))[0] == 200

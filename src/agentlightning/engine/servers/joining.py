@@ -12,11 +12,12 @@ the gateway lacks.
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import AfterValidator, Field, PositiveFloat
 
 from agentlightning.engine.adapter_view import AdapterTable
+from agentlightning.engine.servers.clients.http import server_url
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.util.settings import Section
 
@@ -39,10 +40,12 @@ class RunRequest(Section):
 class CheckRequest(RunRequest):
     """What a run is about to use."""
 
-    urls: tuple[str, ...] = Field(min_length=1)
+    urls: tuple[Annotated[str, AfterValidator(server_url)], ...]
     """Its model servers."""
     changes_weights: bool
     """False: the run adds adapters, and the weights below them stay."""
+    views: tuple[str, ...] = ()
+    """Its other model names, if they are known."""
 
 
 class ServedAdapter(Section):
@@ -86,8 +89,7 @@ class JoinRequest(StateRequest):
     context_length: int
     crosses_updates: bool
     """Whether answers may go on across an update. Servers must then say which weights sampled which tokens."""
-    adapter_routes: AdapterTable | None = None
-    """None: the policy has no adapters."""
+    adapter_routes: AdapterTable = AdapterTable()
     structured_output: Literal["auto", "always", "never"] = "auto"
     """`gateway.structured_output` of the run."""
     record_top_logprobs: int = 0
@@ -101,6 +103,12 @@ class JoinRequest(StateRequest):
     eos_token_ids: tuple[int, ...]
     probe: tuple[int, ...]
     """The tokens of `tokenizer_archive.PROBE`."""
+
+    @property
+    def check(self) -> CheckRequest:
+        """The request that asks whether the run could join."""
+        urls, views = self.servers.urls, tuple(self.adapter_routes.views)
+        return CheckRequest(run_id=self.run_id, urls=urls, changes_weights=self.label is not None, views=views)
 
 
 class JoinStatus(Section):
