@@ -216,10 +216,12 @@ class Router:
                     f"the model name {name!r} is used by this server's own models; set another policy.name"
                 )
 
-    def remove_policy(self, model: str) -> None:
-        """Undo `add_policy`."""
+    def remove_policy(self, model: str) -> Engine | None:
+        """Undo `add_policy`; returns its engine."""
+        policy = self._engines.get(model)
         for name in [name for name, owner in self._joined.items() if owner == model]:
             del self._joined[name], self._engines[name]
+        return policy
 
     @property
     def models(self) -> tuple[str, ...]:

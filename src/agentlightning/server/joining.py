@@ -321,7 +321,7 @@ def _read(kind: type[RunRequest], body: bytes) -> RunRequest:
     try:
         content = orjson.loads(body)
         here = version("agentlightning")
-        if kind is JoinRequest and isinstance(content, dict) and (there := content.get("package")) != here:
+        if isinstance(content, dict) and (there := content.get("package", here)) != here:
             message = f"this server has agentlightning {here}, and the run {there}; install the same version on both"
             raise RequestError(message, 422)
         return kind.model_validate(content)

@@ -13,7 +13,6 @@ import os
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from importlib.metadata import version
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -123,7 +122,6 @@ class JoinedGateways:
         assert isinstance(chat, HFChatFormat)
         self._request = JoinRequest(
             **dict(self._state()),
-            package=version("agentlightning"),
             kind=policy.kind,
             servers=policy.config.model_copy(update={"token_env": None}),
             server_token=policy.config.token,
@@ -250,7 +248,7 @@ class JoinedGateways:
                 deadline = loop.time() + self._lease
             except ModelServerError as error:
                 if error.status is not None and error.status < 500:
-                    raise PolicyError(f"{gateway.url} refuses the run: {error}") from error
+                    raise
                 if loop.time() >= deadline:
                     gateway.joined, gateway.lost = False, True
                     self._note(f"the run goes on without {gateway.url} until it is back: {error}")

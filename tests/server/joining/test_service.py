@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import re
 import sys
+import weakref
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
@@ -25,6 +27,7 @@ from agentlightning.chat.hf import HFChatFormat
 from agentlightning.chat.tokenizer_archive import pack_tokenizer, probe_tokens
 from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.joining import BASE_PATH
+from agentlightning.engine.servers.open import open_servers
 from agentlightning.engine.servers.pool import ReplicaPool
 from agentlightning.gateway.app import Gateway
 from agentlightning.resources import ProxyLLM
@@ -270,6 +273,28 @@ async def test_two_runs_are_served_at_once_under_their_own_names_and_a_name_belo
         await other.post("/leave")
         assert (await hub.ask("another"))[0].status_code == 404
         assert (await Trainer(hub, second, "r3", "another").join(label=second.label)).status_code == 200
+
+
+async def test_nothing_is_kept_of_a_run_that_has_left(
+    trainer: Trainer, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = list[weakref.ref[ReplicaPool]]()
+
+    async def noted(*args: Any, **options: Any) -> ReplicaPool:
+        pool = await open_servers(*args, **options)
+        kept.append(weakref.ref(pool))
+        return pool
+
+    monkeypatch.setattr("agentlightning.server.joining.open_servers", noted)
+    await trainer.join()
+    assert (await hub.ask())[0].status_code == 200
+    assert (await trainer.post("/leave")).status_code == 200
+
+    def gone() -> bool:
+        gc.collect()
+        return kept[0]() is None
+
+    await until(gone)
 
 
 async def test_any_model_name_of_an_agent_leads_to_the_policy_of_its_own_run(trainer: Trainer, hub: Hub):

@@ -12,6 +12,7 @@ the gateway lacks.
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat
@@ -35,6 +36,8 @@ class RunRequest(Section):
     """A request of a run that has joined."""
 
     run_id: str
+    package: str = version("agentlightning")
+    """The run's version of agentlightning, which must be that of the gateway."""
 
 
 class CheckRequest(RunRequest):
@@ -79,8 +82,6 @@ class StateRequest(RunRequest):
 class JoinRequest(StateRequest):
     """What a gateway needs in order to sample from the policy of a run."""
 
-    package: str
-    """The run's version of agentlightning, which must be that of the gateway."""
     kind: str = Field(pattern=r"^[\w-]+$")
     """The engine by its name. A gateway imports no module that a request names."""
     servers: ServersConfig
@@ -114,7 +115,7 @@ class JoinRequest(StateRequest):
 class JoinStatus(Section):
     """What a gateway has done for a run since it joined."""
 
-    counts: dict[str, int | float] = Field(default_factory=lambda: dict[str, int | float].fromkeys(COUNTS, 0))
+    counts: dict[str, int | float] = dict.fromkeys(COUNTS, 0)
     """Of `COUNTS`."""
     paused: bool = False
     going_on: int = 0
