@@ -12,11 +12,11 @@ import base64
 import binascii
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -46,7 +46,7 @@ from agentlightning.engine.servers.joining import (
 )
 from agentlightning.engine.servers.open import open_servers
 from agentlightning.engine.servers.pool import PooledEngine, ReplicaPool
-from agentlightning.errors import AgentLightningError, ConfigError, ConflictError, MissingExtraError
+from agentlightning.errors import AgentLightningError, ConfigError, ConflictError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.local import LocalSettings, UpdateGates
 from agentlightning.observability.metrics import counters
@@ -183,7 +183,7 @@ class JoinedPolicies:
         self._policies: dict[str, JoinedPolicy] = {}
         """By the name of their model."""
         self._joining = asyncio.Lock()
-        self._events = dict.fromkeys(("joins", "refused", "gone", "left"), 0)
+        self._events = Counter(joins=0, refused=0, gone=0, left=0)
         self._counts: list[dict[str, int | float]] = []
         """Those of all runs, gone or here."""
 
@@ -212,7 +212,7 @@ class JoinedPolicies:
                 return JoinStatus()
             if isinstance(request, JoinRequest):
                 async with self._joining:
-                    return (await self._join(model, request)).status()
+                    return await self._join(model, request)
         except AgentLightningError:
             self._events["refused"] += 1
             raise
@@ -248,10 +248,10 @@ class JoinedPolicies:
                 )
             else:
                 continue
-            left = f"if that run was killed, wait {policy.lease_left:.0f} s for the end of its lease"
-            raise ConflictError(f"{message}, or, {left}")
+            left = f"{policy.lease_left:.0f} s for the end of its lease"
+            raise ConflictError(f"{message}, or, if that run was killed, wait {left}")
 
-    async def _join(self, model: str, request: JoinRequest) -> JoinedPolicy:
+    async def _join(self, model: str, request: JoinRequest) -> JoinStatus:
         """Answer the calls of a run from now on."""
         gateway = self._gateway
         self._refuse_conflicts(model, request.check)
@@ -276,7 +276,7 @@ class JoinedPolicies:
         gateway.add_policy(model, policy, LocalSettings(request.structured_output, request.record_top_logprobs))
         self._events["joins"] += 1
         log.info("run %s joined as %s, with weights of version %d", request.run_id, model, request.version)
-        return policy
+        return policy.status()
 
     async def _watch(self, policy: JoinedPolicy) -> None:
         """Refuse the calls of a run once it has been silent for the time of its lease."""
@@ -306,12 +306,13 @@ class JoinedPolicies:
     def metrics(self) -> Iterable[Metric]:
         """The metrics of all runs, since the server was started."""
         alive = [policy for policy in self._policies.values() if policy.unavailable is None]
+        yield GaugeMetricFamily(
+            "agentlightning_joined_runs", "Training runs whose policy this server answers for.", len(alive)
+        )
         paused = sum(policy.holding is not None for policy in alive)
-        for name, help_text, value in (
-            ("joined_runs", "Training runs whose policy this server answers for.", len(alive)),
-            ("joined_runs_paused", "Those that hold their calls back for an update.", paused),
-        ):
-            yield GaugeMetricFamily(f"agentlightning_{name}", help_text, value)
+        yield GaugeMetricFamily(
+            "agentlightning_joined_runs_paused", "Those that hold their calls back for an update.", paused
+        )
         counts = {name: sum(each[name] for each in self._counts) for name in COUNTS}
         yield from counters("joined", "Training runs that joined", {**counts, **self._events})
 
@@ -370,8 +371,6 @@ def _name_weights(servers: ReplicaPool, request: StateRequest) -> None:
 
 async def _open_chat(request: JoinRequest) -> HFChatFormat:
     """The chat format of a run's model. Raises ConfigError where it is not exactly that of the trainer."""
-    if find_spec("transformers") is None:
-        raise MissingExtraError("transformers", "train")
     with TemporaryDirectory(prefix="agl-joined-") as directory:
         try:
             packed = base64.b64decode(request.tokenizer, validate=True)
@@ -380,7 +379,7 @@ async def _open_chat(request: JoinRequest) -> HFChatFormat:
         await asyncio.to_thread(unpack_tokenizer, packed, Path(directory))
         chat = await load_chat_format(directory, request.tool_calls, request.eos_token_ids)
         probe = await asyncio.to_thread(probe_tokens, chat)
-    if tuple(probe) != request.probe or chat.eos_token_ids != frozenset(request.eos_token_ids):
+    if probe != request.probe or chat.eos_token_ids != request.eos_token_ids:
         raise ConfigError(
             "this server's tokenizer gives other tokens than the trainer's: it has another version of transformers or"
             " tokenizers; install the trainer's"

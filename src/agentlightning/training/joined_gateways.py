@@ -73,7 +73,7 @@ class _Gateway(JsonClient):
 
     async def send(self, path: str, request: RunRequest) -> None:
         """Sets `last`. Raises ModelServerError, and ConfigError for the token."""
-        status = JoinStatus.model_validate(await self.post(path, request.model_dump()))
+        status = JoinStatus.model_validate(await self.post(path, request.model_dump(mode="json")))
         if isinstance(request, JoinRequest):
             self.joined, self.lost = True, False
             self.earlier["joins"] += 1
@@ -133,8 +133,8 @@ class JoinedGateways:
             lease_seconds=self._lease,
             tokenizer=base64.b64encode(packed).decode(),
             tool_calls=chat.option,
-            eos_token_ids=tuple(sorted(chat.eos_token_ids)),
-            probe=tuple(probe_tokens(chat)),
+            eos_token_ids=chat.eos_token_ids,
+            probe=probe_tokens(chat),
         )
         try:
             await self._ask("", self._request)
@@ -142,8 +142,8 @@ class JoinedGateways:
             async with in_background(*map(self._renew, self._gateways)):
                 yield
         finally:
-            policy.servers.is_used_elsewhere = lambda served_name: False
             for gateway in self._here:
+                gateway.joined = False
                 try:
                     await gateway.send(f"{self._path}/leave", self._run)
                 except (PolicyError, ConfigError) as error:
@@ -151,17 +151,11 @@ class JoinedGateways:
 
     async def _ask(self, action: str, request: RunRequest) -> None:
         """A request to all gateways at the start of a run. Raises ConfigError for one that the run cannot join."""
-
-        async def ask(gateway: _Gateway) -> None:
-            try:
-                await gateway.send(self._path + action, request)
-            except ModelServerError as error:
-                message = f"the run cannot join {gateway.url}"
-                if error.status in (404, 405):
-                    message = f"{gateway.url} is no `agl serve` that training runs can join; install this version there"
-                raise ConfigError(f"{message}: {error}") from error
-
-        await asyncio.gather(*map(ask, self._gateways))
+        try:
+            await asyncio.gather(*(gateway.send(self._path + action, request) for gateway in self._gateways))
+        except ModelServerError as error:
+            remedy = "; training runs can join an `agl serve` of this version" if error.status in (404, 405) else ""
+            raise ConfigError(f"the run cannot join its gateways: {error}{remedy}") from error
 
     # -- what gateways are told ----------------------------------------------------------------------------------------
 
@@ -232,7 +226,7 @@ class JoinedGateways:
         self._pause = pause
         await asyncio.gather(*map(self._insist, self._gateways))
         if all(gateway.lost for gateway in self._gateways):
-            urls = ", ".join(gateway.url for gateway in self._gateways)
+            urls = ", ".join(self._config.run.gateways)
             raise PolicyError(
                 f"none of the run's gateways ({urls}) could be reached for {self._lease:g} s; start them, and continue"
                 " the run with --resume"
@@ -274,13 +268,13 @@ def check_gateways(config: TrainConfig, store: LightningStoreBase | None, algori
     """Raises ConfigError for a run that cannot leave its calls to gateways elsewhere."""
     if not config.run.gateways:
         return
-    policy, servers = config.policy, config.policy.servers
+    policy = config.policy
     problems = {
         "the algorithm trains no model": not algorithm.learns_weights,
         "the gateways need a store that they share with the run: give that of `agl serve` (--server URL, or"
         " Trainer(store=agl.LightningStoreClient(URL)))": store is None,
         'the gateways sample from model servers: set policy.engine = "vllm" or "sglang"': policy.engine == "local",
-        "the gateways sample from running model servers: set policy.servers.urls": not servers.urls,
+        "the gateways sample from running model servers: set policy.servers.urls": not policy.servers.urls,
         f"they know engines by name alone, and policy.engine={policy.engine!r} is none: announce it as an entry point"
         " agentlightning.engines, there too": ":" in policy.engine,
     }

@@ -101,8 +101,8 @@ class JoinRequest(StateRequest):
     """The tokenizer's archive, in base64."""
     tool_calls: str | None
     """The format of tool calls, if it has a name."""
-    eos_token_ids: tuple[int, ...]
-    probe: tuple[int, ...]
+    eos_token_ids: frozenset[int]
+    probe: list[int]
     """The tokens of `tokenizer_archive.PROBE`."""
 
     @property
