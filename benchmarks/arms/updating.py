@@ -114,7 +114,9 @@ async def train(options: argparse.Namespace) -> None:
             settings = TrainConfig(
                 run=RunConfig(gateways=(options.hub,), gateway_lease_seconds=60.0), policy=PolicyConfig(**how)
             )
-            joined = await stack.enter_async_context(JoinedGateways.open(settings, None, policy, "run", print))
+            joined = JoinedGateways(settings, None, "run", print)
+            stack.push_async_callback(joined.close)
+            await stack.enter_async_context(joined.join(policy))
             return await answer_jobs(Updates(policy, joined.updating), options.hub)
         store = LightningStore(folder / "store.db")
         stack.push_async_callback(store.close)

@@ -66,7 +66,7 @@ from agentlightning.training.dry_run import DryRun
 from agentlightning.training.environment_providers import with_own_providers
 from agentlightning.training.governance import Audit, Gate, Guard, Health
 from agentlightning.training.health.examination import starting_warnings
-from agentlightning.training.joined_gateways import JoinedGateways, check_free, check_gateways, joined_url
+from agentlightning.training.joined_gateways import JoinedGateways, check_gateways, joined_url
 from agentlightning.training.persistence.checkpoints import Checkpoints, ResourcePublisher, read_resources
 from agentlightning.training.persistence.run_changes import (
     Tasks,
@@ -337,14 +337,16 @@ class Wiring(Struct):
                 runner = make_runner(config.runner, store, self.agent, self.reward, secret, log=log, **routing)
             url = joined_url(config)
             listener = await load_agent(runner, stack, config.run.host, config.run.port, policy=learns, url=url)
-            policy = joined = None
+            policy, gateways = None, JoinedGateways(config, given, run_id, note)
+            stack.push_async_callback(gateways.close)
             if learns:
                 await make_starting_policy(config, self.run_dir, self.tasks, self.progress)
-                check = partial(check_free, config, given, run_id)
+                check = gateways.check_free
                 policy = await open_for_training(config, algorithm, self.run_dir, state, store, self.progress, check)
                 stack.push_async_callback(policy.close)
-            if config.run.gateways:
-                joined = await stack.enter_async_context(JoinedGateways.open(config, given, policy, run_id, note))
+            joined = gateways if config.run.gateways else None
+            if joined:
+                await stack.enter_async_context(joined.join(policy))
             own = None if joined else policy
             server = await serve_run(config, store, own, self.run_dir, stack, secret, token, listener)
             note(f"dashboard: {server.url}{DASHBOARD}#token={token}")

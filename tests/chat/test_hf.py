@@ -1,13 +1,14 @@
 """HFChatFormat: text, tokens and tool calls of a Hugging Face tokenizer."""
 
 import json
+import sys
 
 import pytest
 from tests.chat.sentencepiece import KINDS, TEMPLATES, own_tokens, sentencepiece
 from tests.support.tokenizer import CHATML, tiny_tokenizer
 
-from agentlightning.chat.hf import HFChatFormat
-from agentlightning.errors import ConfigError
+from agentlightning.chat.hf import HFChatFormat, load_chat_format
+from agentlightning.errors import ConfigError, MissingExtraError
 from agentlightning.util import templates
 from agentlightning.util.templates import TemplateLimitError
 
@@ -20,6 +21,12 @@ def chat():
 def assistant(arguments):
     call = {"id": "call_1", "type": "function", "function": {"name": "calculator", "arguments": arguments}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+async def test_the_extra_that_loads_tokenizers_is_named_where_it_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingExtraError, match=r"agentlightning\[train\]"):
+        await load_chat_format(tmp_path)
 
 
 def test_a_conversation_is_written_by_the_template_and_read_back_from_tokens(chat):

@@ -38,7 +38,7 @@ from agentlightning.chat.tool_calls.format import (
     probe_layout,
 )
 from agentlightning.chat.tool_calls.formats import response_template_format
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, MissingExtraError
 from agentlightning.util.templates import TemplateLimitError, bounded, check_length
 
 LONG: Final = 4096
@@ -465,13 +465,15 @@ async def load_chat_format(
     model: str | Path, tool_calls: str | None = None, eos_token_ids: Iterable[int] = ()
 ) -> HFChatFormat:
     """The chat format of a model's tokenizer; `tool_calls` and `eos_token_ids` as in `HFChatFormat`. Raises ConfigError
-    if it has none."""
+    if it has none, MissingExtraError without transformers."""
     return await asyncio.to_thread(_load_chat_format, str(model), tool_calls, tuple(eos_token_ids))
 
 
 def _load_chat_format(model: str, tool_calls: str | None, eos_token_ids: Sequence[int]) -> HFChatFormat:
-    from transformers import AutoTokenizer
-
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise MissingExtraError("transformers", "train") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:

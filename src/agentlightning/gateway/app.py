@@ -27,7 +27,6 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from agentlightning.attempt_address import without_key
-from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import Engine, EngineUnavailableError
 from agentlightning.errors import StoreError
 from agentlightning.gateway.callers import CHECK_SECONDS, AttemptTable, Attribution, Caller, repeat_attributes
@@ -143,14 +142,11 @@ class Gateway:
     def add_policy(self, model: str, engine: Engine, settings: LocalSettings) -> None:
         """See `Router.add_policy`; the settings are those of the run."""
         self.router.add_policy(model, engine)
-        for name in (model, *(engine.views if isinstance(engine, AgentEngines) else ())):
-            self._local.settings_of[name] = settings
+        self._local.settings_of[self.gates.of(engine)] = settings
 
     def remove_policy(self, model: str) -> None:
-        """See `Router.remove_policy`."""
-        self.router.remove_policy(model)
-        for name in self._local.settings_of.keys() - set(self.router.models):
-            del self._local.settings_of[name]
+        """Undo `add_policy`, and keep nothing of the engine."""
+        self._local.settings_of.pop(self.gates.forget(self.router.remove_policy(model)), None)
 
     def forget(self, rollout_id: str, attempt_id: str) -> None:
         """Drop what is cached of an attempt that has ended."""

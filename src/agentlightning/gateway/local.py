@@ -201,6 +201,12 @@ class UpdateGates:
             self._gates[id(engine)] = engine, UpdateGate()
         return self._gates[id(engine)][1]
 
+    def forget(self, engine: object) -> UpdateGate:
+        """Drop an engine, which is called no more; returns its gate."""
+        gate = self.of(engine)
+        del self._gates[id(engine)]
+        return gate
+
 
 # -- the service -------------------------------------------------------------------------------------------------------
 
@@ -226,8 +232,8 @@ class LocalService:
     gates: UpdateGates
     settings: LocalSettings
     """Those of engines that have none of their own."""
-    settings_of: dict[str, LocalSettings] = field(default_factory=dict[str, LocalSettings])
-    """By model name, those of training runs elsewhere."""
+    settings_of: dict[UpdateGate, LocalSettings] = field(default_factory=dict[UpdateGate, LocalSettings])
+    """Those of training runs elsewhere, by the gate of their policy."""
 
     async def count(self, call: ResolvedCall, size: int, writer: ResponseWriter) -> None:
         """Reply with the number of prompt tokens of a request of `size` bytes. Nothing is sampled or recorded."""
@@ -250,7 +256,7 @@ class LocalService:
             params, overridden = self._params(caller, context, model, params)
             trace_id, trainable = context.trace_id, context.trainable
         refuse_unsupported(engine, params)
-        settings = self.settings_of.get(model, self.settings)
+        settings = self.settings_of.get(self.gates.of(engine), self.settings)
         chat = await offload(size, partial(_chat_format, engine, request))
         self.counters.tools_in_messages += bool(request.tools) and chat.tools_in_messages
         if not request.prefill:  # A grammar describes whole answers.

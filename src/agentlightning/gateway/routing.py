@@ -31,7 +31,7 @@ from agentlightning.attempt_address import AGENT_BAGGAGE, JUDGE_HEADER
 from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.joining import RENEW_SECONDS
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, ConflictError
 from agentlightning.gateway.answer import object_of, objects
 from agentlightning.gateway.callers import Agent, AttemptContext, Caller, read_baggage
 from agentlightning.gateway.config import MAX_NAME_CHARACTERS, AgentRule, Price, Provider, RouteRule
@@ -226,7 +226,7 @@ class Router:
 
     def add_policy(self, model: str, engine: Engine) -> None:
         """Route a model name, and those of single agents, to the policy of a training run elsewhere, instead of an
-        earlier one of that name. Raises ConfigError if a name has another route."""
+        earlier one of that name. Raises as `check_names`."""
         found = _with_views({model: engine})
         self.check_names(model, found)
         self.remove_policy(model)
@@ -234,17 +234,19 @@ class Router:
         self._engines |= found
 
     def check_names(self, model: str, names: Iterable[str]) -> None:
-        """Raises ConfigError if one of the names has a route other than to the policy `model` of a run."""
+        """Raises ConflictError if one of the names has a route other than to the policy `model` of a run."""
         for name in names:
             if name in self and self._joined.get(name) != model:
-                raise ConfigError(
+                raise ConflictError(
                     f"the model name {name!r} is used by this server's own models; set another policy.name"
                 )
 
-    def remove_policy(self, model: str) -> None:
-        """Undo `add_policy`."""
+    def remove_policy(self, model: str) -> Engine | None:
+        """Undo `add_policy`; returns its engine."""
+        policy = self._engines.get(model)
         for name in [name for name, owner in self._joined.items() if owner == model]:
             del self._joined[name], self._engines[name]
+        return policy
 
     @property
     def models(self) -> tuple[str, ...]:

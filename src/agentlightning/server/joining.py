@@ -12,11 +12,11 @@ import base64
 import binascii
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -31,12 +31,12 @@ from starlette.routing import Route
 
 from agentlightning.chat.hf import HFChatFormat, load_chat_format
 from agentlightning.chat.tokenizer_archive import probe_tokens, unpack_tokenizer
-from agentlightning.engine.adapter_view import AdapterTable
 from agentlightning.engine.base import ConstraintKind, EngineUnavailableError, OnTokens, Sample, SamplingParams
 from agentlightning.engine.servers.clients.http import PROBE_PROMPT, ModelServerError, SampleRequest
 from agentlightning.engine.servers.joining import (
     BASE_PATH,
     COUNTS,
+    RENEW_SECONDS,
     CheckRequest,
     JoinRequest,
     JoinStatus,
@@ -46,7 +46,7 @@ from agentlightning.engine.servers.joining import (
 )
 from agentlightning.engine.servers.open import open_servers
 from agentlightning.engine.servers.pool import PooledEngine, ReplicaPool
-from agentlightning.errors import AgentLightningError, ConfigError, MissingExtraError
+from agentlightning.errors import AgentLightningError, ConfigError, ConflictError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.local import LocalSettings, UpdateGates
 from agentlightning.observability.metrics import counters
@@ -70,23 +70,25 @@ class JoinedPolicy(PooledEngine):
     """The policy of a run: an engine over its model servers. The trainer gives these their weights and adapters, and a
     server samples once it has those that the trainer names."""
 
+    watch: asyncio.Task[None]
+    """Ends it with its lease."""
+
     def __init__(self, request: JoinRequest, servers: ReplicaPool, gates: UpdateGates) -> None:
         self.model = servers.model
         self.gate = gates.of(self)
         self.unavailable: str | None = None
         """Why it samples nothing; None: it does."""
-        self.watch: asyncio.Task[None] | None = None
         self.counts = JoinStatus().counts
         self.holding: asyncio.Task[None] | None = None
         """Set during an update."""
         self._held, self._held_since = asyncio.Event(), 0.0
-        """Of the latest update: set once calls are held back."""
+        """Set once the calls under way have ended, or go on across the update; when it began."""
         self.follow(request, servers)
 
     def follow(self, request: JoinRequest, servers: ReplicaPool) -> None:
         """Sample from these servers."""
         self.request, self.servers = request, servers
-        self.table = request.adapter_routes or AdapterTable()
+        self.table = request.adapter_routes
         self.__dict__.pop("views", None)
         self.heard_at, self.unavailable = time.monotonic(), None
 
@@ -96,9 +98,12 @@ class JoinedPolicy(PooledEngine):
         return max(0.0, self.heard_at + self.request.lease_seconds - time.monotonic())
 
     def status(self) -> JoinStatus:
-        paused = self.holding is not None and self._held.is_set()
-        going_on = self.gate.num_in_flight if paused else 0
-        return JoinStatus(counts=self.counts, paused=paused, going_on=going_on, adapters=self.servers.adapters_in_use)
+        return JoinStatus(
+            counts=self.counts,
+            paused=self.holding is not None and self._held.is_set(),
+            going_on=self.gate.num_in_flight,
+            adapters=self.servers.adapters_in_use,
+        )
 
     async def can_enforce(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
         """See `Engine.can_enforce`."""
@@ -134,16 +139,17 @@ class JoinedPolicy(PooledEngine):
     async def hold(self, pause: Pause) -> None:
         """Hold calls back; returns once they are, or after a part of the lease."""
         if self.holding is None:
-            self._held, self._held_since = asyncio.Event(), time.monotonic()
-            self.holding = asyncio.create_task(self._hold(pause, self._held))
+            self._held.clear()
+            self._held_since = time.monotonic()
+            self.holding = asyncio.create_task(self._hold(pause))
         with suppress(TimeoutError):
             async with asyncio.timeout(min(MAX_POLL_SECONDS, self.request.lease_seconds / 3)):
                 await self._held.wait()
 
-    async def _hold(self, pause: Pause, held: asyncio.Event) -> None:
+    async def _hold(self, pause: Pause) -> None:
         """Until it is cancelled. Health checks judge no weights while the servers' lock is held."""
         async with self.gate.update(in_flight=pause.in_flight, drain_seconds=pause.drain_seconds), self.servers.lock:
-            held.set()
+            self._held.set()
             await asyncio.get_running_loop().create_future()
 
     async def release(self, *, updated: bool) -> None:
@@ -163,9 +169,9 @@ class JoinedPolicy(PooledEngine):
 
     async def end(self, reason: str) -> None:
         """Sample nothing from now on."""
-        self.unavailable = self.unavailable or reason
+        servers, self.unavailable = self.servers, self.unavailable or reason
         await self.release(updated=False)
-        await self.servers.close()
+        await servers.close()  # Not those of a trainer that was started again meanwhile.
 
 
 class JoinedPolicies:
@@ -177,21 +183,20 @@ class JoinedPolicies:
         self._policies: dict[str, JoinedPolicy] = {}
         """By the name of their model."""
         self._joining = asyncio.Lock()
-        self._events = dict.fromkeys(("joins", "refused", "gone", "left"), 0)
+        self._events = Counter(joins=0, refused=0, gone=0, left=0)
         self._counts: list[dict[str, int | float]] = []
         """Those of all runs, gone or here."""
 
     def routes(self, token: str | None) -> list[Route]:
         """The routes for trainers, which require `token` if there is one."""
         return [
-            Route(f"{BASE_PATH}/{{model}}{action}", endpoint(partial(self._respond, action), token), methods=["POST"])
-            for action in REQUESTS
+            Route(f"{BASE_PATH}/{{model}}{action}", endpoint(partial(self._respond, kind), token), methods=["POST"])
+            for action, kind in REQUESTS.items()
         ]
 
-    async def _respond(self, action: str, request: Request) -> Response:
-        body = await read_body(request.headers, request.receive, MAX_BODY_BYTES)
-        status = await self._answer(request.path_params["model"], _read(REQUESTS[action], body))
-        return respond(orjson.dumps(status.model_dump()))
+    async def _respond(self, kind: type[RunRequest], request: Request) -> Response:
+        given = _read(kind, await read_body(request.headers, request.receive, MAX_BODY_BYTES))
+        return respond(orjson.dumps((await self._answer(request.path_params["model"], given)).model_dump()))
 
     async def _answer(self, model: str, request: RunRequest) -> JoinStatus:
         """Do what the run whose policy is `model` asks for: see `engine.servers.joining`. Raises RequestError."""
@@ -203,22 +208,20 @@ class JoinedPolicies:
             )
         try:
             if isinstance(request, CheckRequest):
-                self._refuse_conflicts(model, request.run_id, request.urls, request.changes_weights)
+                self._refuse_conflicts(model, request)
                 return JoinStatus()
             if isinstance(request, JoinRequest):
-                return await self._join(model, request)
-        except AgentLightningError as error:
+                async with self._joining:
+                    return await self._join(model, request)
+        except AgentLightningError:
             self._events["refused"] += 1
-            if isinstance(error, RequestError):
-                raise
-            status = 503 if isinstance(error, ModelServerError) and error.retryable else 422
-            raise RequestError(f"this server cannot sample from the policy: {error}", status) from error
+            raise
         policy = self._policies.get(model)
         if policy is None or policy.request.run_id != request.run_id or policy.unavailable is not None:
             raise RequestError(f"run {request.run_id} has not joined as {model!r}, or its lease has ended", 404)
         policy.heard_at = time.monotonic()
         if not isinstance(request, StateRequest):
-            await self._remove(model, policy)
+            await self._remove(policy)
             self._events["left"] += 1
             log.info("run %s, which was served as %s, has left", request.run_id, model)
         elif request.pause is not None:
@@ -228,88 +231,88 @@ class JoinedPolicies:
             await policy.release(updated=True)
         return policy.status()
 
-    def _refuse_conflicts(self, model: str, run_id: str, urls: Iterable[str], changes_weights: bool) -> None:
-        for name, policy in self._policies.items():
-            other = policy.request
-            if other.run_id == run_id or policy.unavailable is not None:
+    def _refuse_conflicts(self, model: str, request: CheckRequest) -> None:
+        self._gateway.router.check_names(model, [model, *request.views])
+        for policy in self._policies.values():
+            other = policy.request.check
+            shared = sorted({*request.urls} & {*other.urls})
+            if other.run_id == request.run_id or policy.unavailable is not None:
                 continue
-            wait = f"if that run was killed, wait {policy.lease_left:.0f} s for the end of its lease"
-            if name == model:
-                message = f"the model name {model!r} belongs to run {other.run_id}; set another policy.name, or, {wait}"
-                raise RequestError(message, 409)
-            shared = {url.rstrip("/") for url in urls} & {url.rstrip("/") for url in other.servers.urls}
-            if shared and (changes_weights or other.label is not None):
-                raise RequestError(
-                    f"run {other.run_id} samples from {', '.join(sorted(shared))}, too, and one of the two runs would"
-                    " replace the weights of the other; give each run model servers of its own (policy.servers.urls),"
-                    f" or train adapters in both, or, {wait}",
-                    409,
+            if policy.model == model:
+                message = f"the model name {model!r} belongs to run {other.run_id}; set another policy.name"
+            elif shared and (request.changes_weights or other.changes_weights):
+                message = (
+                    f"run {other.run_id} samples from {', '.join(shared)}, too, and one of the two runs would replace"
+                    " the weights of the other; give each run model servers of its own (policy.servers.urls), or train"
+                    " adapters in both"
                 )
+            else:
+                continue
+            left = f"{policy.lease_left:.0f} s for the end of its lease"
+            raise ConflictError(f"{message}, or, if that run was killed, wait {left}")
 
     async def _join(self, model: str, request: JoinRequest) -> JoinStatus:
         """Answer the calls of a run from now on."""
         gateway = self._gateway
-        async with self._joining:
-            self._refuse_conflicts(model, request.run_id, request.servers.urls, request.label is not None)
-            try:
-                gateway.router.check_names(model, [model, *(request.adapter_routes or AdapterTable()).views])
-            except ConfigError as error:
-                raise RequestError(str(error), 409) from error
+        self._refuse_conflicts(model, request.check)
+        try:
             servers = await _open_servers(request, model)
-            known = self._policies.get(model)
-            if known is not None and known.request.run_id == request.run_id:
-                # Its trainer was started again: what it held back goes on with the weights it has now.
-                policy, old = known, known.servers
-                policy.follow(request, servers)
-                await old.close()
-                await policy.release(updated=False)
-            else:
-                if known is not None:
-                    await self._remove(model, known)
-                policy = self._policies[model] = JoinedPolicy(request, servers, gateway.gates)
-                self._counts.append(policy.counts)
-            gateway.add_policy(model, policy, LocalSettings(request.structured_output, request.record_top_logprobs))
-            if policy.watch is None or policy.watch.done():
-                policy.watch = asyncio.create_task(self._watch(policy))
-            self._events["joins"] += 1
-            log.info("run %s joined as %s, with weights of version %d", request.run_id, model, request.version)
-            return policy.status()
+        except AgentLightningError as error:
+            status = 503 if isinstance(error, ModelServerError) and error.retryable else 422
+            raise RequestError(f"this server cannot sample from the policy: {error}", status) from error
+        policy = self._policies.get(model)
+        if policy is not None and policy.request.run_id == request.run_id:
+            # Its trainer was started again: what it held back goes on with the weights it has now.
+            old = policy.servers
+            policy.follow(request, servers)
+            await old.close()
+            await policy.release(updated=False)
+        else:
+            if policy is not None:
+                await self._remove(policy)
+            policy = self._policies[model] = JoinedPolicy(request, servers, gateway.gates)
+            policy.watch = asyncio.create_task(self._watch(policy))
+            self._counts.append(policy.counts)
+        gateway.add_policy(model, policy, LocalSettings(request.structured_output, request.record_top_logprobs))
+        self._events["joins"] += 1
+        log.info("run %s joined as %s, with weights of version %d", request.run_id, model, request.version)
+        return policy.status()
 
     async def _watch(self, policy: JoinedPolicy) -> None:
         """Refuse the calls of a run once it has been silent for the time of its lease."""
         while True:  # Each request of the run puts the end of its lease off.
-            if (left := policy.lease_left) == 0:
-                break
-            await asyncio.sleep(left)
-        self._events["gone"] += 1
-        reason = (
-            f"the trainer of run {policy.request.run_id}, whose policy is {policy.model!r}, has not been heard from for"
-            f" {policy.request.lease_seconds:g} s; the call can be repeated once the run was resumed"
-        )
-        log.warning("%s; %d calls waited for it", reason, policy.gate.num_waiting)
-        await policy.end(reason)
+            await asyncio.sleep(policy.lease_left or RENEW_SECONDS)
+            if policy.lease_left or policy.unavailable is not None:
+                continue
+            self._events["gone"] += 1
+            reason = (
+                f"the trainer of run {policy.request.run_id}, whose policy is {policy.model!r}, has not been heard from"
+                f" for {policy.request.lease_seconds:g} s; the call can be repeated once the run was resumed"
+            )
+            log.warning("%s; %d calls waited for it", reason, policy.gate.num_waiting)
+            await policy.end(reason)
 
-    async def _remove(self, model: str, policy: JoinedPolicy) -> None:
-        del self._policies[model]
-        self._gateway.remove_policy(model)
-        if policy.watch is not None:
-            policy.watch.cancel()
-        await policy.end(f"run {policy.request.run_id}, whose policy was {model!r}, has left this server")
+    async def _remove(self, policy: JoinedPolicy) -> None:
+        del self._policies[policy.model]
+        self._gateway.remove_policy(policy.model)
+        policy.watch.cancel()
+        await policy.end(f"run {policy.request.run_id}, whose policy was {policy.model!r}, has left this server")
 
     async def close(self) -> None:
         """End all runs' policies; their trainers join the next server at this address."""
-        for model, policy in list(self._policies.items()):
-            await self._remove(model, policy)
+        for policy in list(self._policies.values()):
+            await self._remove(policy)
 
     def metrics(self) -> Iterable[Metric]:
         """The metrics of all runs, since the server was started."""
         alive = [policy for policy in self._policies.values() if policy.unavailable is None]
+        yield GaugeMetricFamily(
+            "agentlightning_joined_runs", "Training runs whose policy this server answers for.", len(alive)
+        )
         paused = sum(policy.holding is not None for policy in alive)
-        for name, help_text, value in (
-            ("joined_runs", "Training runs whose policy this server answers for.", len(alive)),
-            ("joined_runs_paused", "Those that hold their calls back for an update.", paused),
-        ):
-            yield GaugeMetricFamily(f"agentlightning_{name}", help_text, value)
+        yield GaugeMetricFamily(
+            "agentlightning_joined_runs_paused", "Those that hold their calls back for an update.", paused
+        )
         counts = {name: sum(each[name] for each in self._counts) for name in COUNTS}
         yield from counters("joined", "Training runs that joined", {**counts, **self._events})
 
@@ -319,7 +322,7 @@ def _read(kind: type[RunRequest], body: bytes) -> RunRequest:
     try:
         content = orjson.loads(body)
         here = version("agentlightning")
-        if kind is JoinRequest and isinstance(content, dict) and (there := content.get("package")) != here:
+        if isinstance(content, dict) and (there := content.get("package", here)) != here:
             message = f"this server has agentlightning {here}, and the run {there}; install the same version on both"
             raise RequestError(message, 422)
         return kind.model_validate(content)
@@ -368,8 +371,6 @@ def _name_weights(servers: ReplicaPool, request: StateRequest) -> None:
 
 async def _open_chat(request: JoinRequest) -> HFChatFormat:
     """The chat format of a run's model. Raises ConfigError where it is not exactly that of the trainer."""
-    if find_spec("transformers") is None:
-        raise MissingExtraError("transformers", "train")
     with TemporaryDirectory(prefix="agl-joined-") as directory:
         try:
             packed = base64.b64decode(request.tokenizer, validate=True)
@@ -378,7 +379,7 @@ async def _open_chat(request: JoinRequest) -> HFChatFormat:
         await asyncio.to_thread(unpack_tokenizer, packed, Path(directory))
         chat = await load_chat_format(directory, request.tool_calls, request.eos_token_ids)
         probe = await asyncio.to_thread(probe_tokens, chat)
-    if tuple(probe) != request.probe or chat.eos_token_ids != frozenset(request.eos_token_ids):
+    if probe != request.probe or chat.eos_token_ids != request.eos_token_ids:
         raise ConfigError(
             "this server's tokenizer gives other tokens than the trainer's: it has another version of transformers or"
             " tokenizers; install the trainer's"

@@ -108,9 +108,10 @@ async def test_a_wrong_token_is_refused_before_anything_runs(
         await fit(tmp_path, "run", settings(model_server, (hub.url,)), hub.url, token="other")
 
 
-def test_a_server_of_another_version_says_so(hub: Hub) -> None:
+@pytest.mark.parametrize("action", ["/check", ""])
+def test_a_server_of_another_version_says_so(hub: Hub, action: str) -> None:
     answer = httpx.post(
-        f"{hub.url}{BASE_PATH}/policy",
+        f"{hub.url}{BASE_PATH}/policy{action}",
         json={"run_id": "r1", "package": "9.9"},
         headers={"authorization": f"Bearer {TOKEN}"},
     )

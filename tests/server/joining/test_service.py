@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import re
 import sys
+import weakref
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
@@ -25,6 +27,8 @@ from agentlightning.chat.hf import HFChatFormat
 from agentlightning.chat.tokenizer_archive import pack_tokenizer, probe_tokens
 from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.joining import BASE_PATH
+from agentlightning.engine.servers.open import open_servers
+from agentlightning.engine.servers.pool import ReplicaPool
 from agentlightning.gateway.app import Gateway
 from agentlightning.resources import ProxyLLM
 from agentlightning.server.serve import serve
@@ -218,6 +222,29 @@ async def test_calls_of_a_trainer_that_died_during_an_update_are_refused_and_the
     assert (answer.status_code, span[names.POLICY_VERSION]) == (200, 7)
 
 
+async def test_a_trainer_that_comes_back_while_its_run_is_being_ended_is_served_under_a_lease_of_its_own(
+    trainer: Trainer, hub: Hub, model_server: ScriptedModelServer, monkeypatch: pytest.MonkeyPatch
+):
+    ending, may_end, close = asyncio.Event(), asyncio.Event(), ReplicaPool.close
+
+    async def slow(pool: ReplicaPool) -> None:
+        ending.set()
+        await may_end.wait()
+        await close(pool)
+
+    monkeypatch.setattr(ReplicaPool, "close", slow)
+    await trainer.join(lease_seconds=0.5)
+    await asyncio.wait_for(ending.wait(), 5)
+    joining = asyncio.create_task(trainer.join(lease_seconds=2.0))
+    await settle()
+    may_end.set()
+    assert (await joining).status_code == 200
+    assert (await hub.ask())[0].status_code == 200
+    await asyncio.sleep(3.0)
+    answer, _ = await hub.ask()
+    assert (answer.status_code, "has not been heard from for 2 s" in answer.text) == (503, True)
+
+
 async def test_a_trainer_that_was_started_again_takes_over_the_calls_it_had_held_back(trainer: Trainer, hub: Hub):
     await trainer.join()
     await trainer.pause()
@@ -246,6 +273,28 @@ async def test_two_runs_are_served_at_once_under_their_own_names_and_a_name_belo
         await other.post("/leave")
         assert (await hub.ask("another"))[0].status_code == 404
         assert (await Trainer(hub, second, "r3", "another").join(label=second.label)).status_code == 200
+
+
+async def test_nothing_is_kept_of_a_run_that_has_left(
+    trainer: Trainer, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = list[weakref.ref[ReplicaPool]]()
+
+    async def noted(*args: Any, **options: Any) -> ReplicaPool:
+        pool = await open_servers(*args, **options)
+        kept.append(weakref.ref(pool))
+        return pool
+
+    monkeypatch.setattr("agentlightning.server.joining.open_servers", noted)
+    await trainer.join()
+    assert (await hub.ask())[0].status_code == 200
+    assert (await trainer.post("/leave")).status_code == 200
+
+    def gone() -> bool:
+        gc.collect()
+        return kept[0]() is None
+
+    await until(gone)
 
 
 async def test_any_model_name_of_an_agent_leads_to_the_policy_of_its_own_run(trainer: Trainer, hub: Hub):
@@ -285,6 +334,8 @@ async def test_a_model_of_the_server_itself_answers_no_call_in_the_place_of_a_ru
         llm = ProxyLLM(endpoint=hub.url, model="policy", policy_version=0)
         await hub.store.add_resources({"llm": llm}, "of-policy")
         assert (await hub.ask("gpt-4o", "of-policy"))[0].status_code == 503
+        status, text = await check(Trainer(hub, model_server, model="own"))
+        assert (status, "'own' is used by this server's own models; set another policy.name" in text) == (409, True)
         await Trainer(hub, model_server).join()
         answer, span = await hub.ask("gpt-4o", "of-policy")
         assert (answer.status_code, answer.json()["model"], span[names.POLICY_VERSION]) == (200, "policy", 0)
@@ -405,8 +456,8 @@ async def test_answers_cross_no_update_on_servers_that_do_not_name_the_weights_o
         assert (await Trainer(hub, server).join(crosses_updates=False)).status_code == 200
 
 
-async def check(trainer: Trainer, changes_weights: bool = True) -> tuple[int, str]:
-    answer = await trainer.post("/check", urls=[trainer.model_server.url + "/"], changes_weights=changes_weights)
+async def check(trainer: Trainer, changes_weights: bool = True, path: str = "/") -> tuple[int, str]:
+    answer = await trainer.post("/check", urls=[trainer.model_server.url + path], changes_weights=changes_weights)
     return answer.status_code, answer.text
 
 
@@ -422,7 +473,8 @@ async def test_a_run_learns_before_it_changes_weights_that_its_name_or_its_serve
         assert (await check(Trainer(hub, second, "r2", "another")))[0] == 200
     other = Trainer(hub, model_server, "r2", "another")
     joined = await other.join()
-    for status, text in (await check(other), await check(other, False), (joined.status_code, joined.text)):
+    checked = [await check(other), await check(other, False), await check(other, path="/v1/")]
+    for status, text in (*checked, (joined.status_code, joined.text)):
         assert (status, f"run r1 samples from {model_server.url}, too" in text) == (409, True)
     await trainer.post("/leave")
     assert (await check(other))[0] == 200

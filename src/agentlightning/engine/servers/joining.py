@@ -12,11 +12,13 @@ the gateway lacks.
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from importlib.metadata import version
+from typing import Annotated, Final, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import AfterValidator, Field, PositiveFloat
 
 from agentlightning.engine.adapter_view import AdapterTable
+from agentlightning.engine.servers.clients.http import server_url
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.util.settings import Section
 
@@ -34,15 +36,19 @@ class RunRequest(Section):
     """A request of a run that has joined."""
 
     run_id: str
+    package: str = version("agentlightning")
+    """The run's version of agentlightning, which must be that of the gateway."""
 
 
 class CheckRequest(RunRequest):
     """What a run is about to use."""
 
-    urls: tuple[str, ...] = Field(min_length=1)
+    urls: tuple[Annotated[str, AfterValidator(server_url)], ...]
     """Its model servers."""
     changes_weights: bool
     """False: the run adds adapters, and the weights below them stay."""
+    views: tuple[str, ...] = ()
+    """Its other model names, if they are known."""
 
 
 class ServedAdapter(Section):
@@ -76,8 +82,6 @@ class StateRequest(RunRequest):
 class JoinRequest(StateRequest):
     """What a gateway needs in order to sample from the policy of a run."""
 
-    package: str
-    """The run's version of agentlightning, which must be that of the gateway."""
     kind: str = Field(pattern=r"^[\w-]+$")
     """The engine by its name. A gateway imports no module that a request names."""
     servers: ServersConfig
@@ -86,8 +90,7 @@ class JoinRequest(StateRequest):
     context_length: int
     crosses_updates: bool
     """Whether answers may go on across an update. Servers must then say which weights sampled which tokens."""
-    adapter_routes: AdapterTable | None = None
-    """None: the policy has no adapters."""
+    adapter_routes: AdapterTable = AdapterTable()
     structured_output: Literal["auto", "always", "never"] = "auto"
     """`gateway.structured_output` of the run."""
     record_top_logprobs: int = 0
@@ -98,15 +101,21 @@ class JoinRequest(StateRequest):
     """The tokenizer's archive, in base64."""
     tool_calls: str | None
     """The format of tool calls, if it has a name."""
-    eos_token_ids: tuple[int, ...]
-    probe: tuple[int, ...]
+    eos_token_ids: frozenset[int]
+    probe: list[int]
     """The tokens of `tokenizer_archive.PROBE`."""
+
+    @property
+    def check(self) -> CheckRequest:
+        """The request that asks whether the run could join."""
+        urls, views = self.servers.urls, tuple(self.adapter_routes.views)
+        return CheckRequest(run_id=self.run_id, urls=urls, changes_weights=self.label is not None, views=views)
 
 
 class JoinStatus(Section):
     """What a gateway has done for a run since it joined."""
 
-    counts: dict[str, int | float] = Field(default_factory=lambda: dict[str, int | float].fromkeys(COUNTS, 0))
+    counts: dict[str, int | float] = dict.fromkeys(COUNTS, 0)
     """Of `COUNTS`."""
     paused: bool = False
     going_on: int = 0

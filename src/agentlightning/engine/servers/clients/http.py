@@ -86,6 +86,15 @@ RETRYABLE_STATUSES = frozenset({408, 409, 425, 429})
 """Rejections that another server, or the same one later, may not repeat; so may every status from 500 on."""
 
 
+def server_url(url: str) -> str:
+    """The address of a server, which may be given as that of its API.
+
+    >>> server_url("http://gpu1:8000/v1/")
+    'http://gpu1:8000'
+    """
+    return url.rstrip("/").removesuffix("/v1")
+
+
 class JsonClient:
     """Client of one server. `url` may end in `/v1`; `token` is the server's API key, and `seconds` the longest pause in
     an answer while it is sampled."""
@@ -99,7 +108,7 @@ class JsonClient:
         seconds: float = 600.0,
         connect_seconds: float = 10.0,
     ) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = server_url(url)
         self._transport = transport
         self._headers = [(b"content-type", b"application/json"), (b"accept", b"application/json, text/event-stream")]
         if token:
