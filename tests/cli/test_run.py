@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from agentlightning.attempt_address import attempt_secret
-from agentlightning.cli.run import ChildProcess, _record_reward
+from agentlightning.cli.run import record_reward
 from agentlightning.runner.agents.reward import RewardFunction
 from agentlightning.span import AGENT_NAME, ATTRIBUTION, INPUT_MESSAGES, OUTPUT_MESSAGES
 from agentlightning.store import InMemoryLightningStore, LightningStore
@@ -284,7 +284,7 @@ async def test_a_reward_function_that_takes_its_time_holds_up_neither_heartbeat_
 
     started = await store.start_rollout({})
     asyncio.get_running_loop().call_soon(release.set)
-    assert await _record_reward(RewardFunction.of(patient), store, started, ChildProcess(("true",), {}), None) is None
+    await record_reward(RewardFunction.of(patient), store, started, b"")
     assert find_final_reward(await store.query_spans(started.rollout_id)) == 1.0
     await store.close()
 

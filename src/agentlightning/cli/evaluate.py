@@ -4,37 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import orjson
 import typer
-from rich.console import Console
+from rich.console import RenderableType
 from rich.table import Table
 
 from agentlightning.cli.options import (
     CONFIG_FILE,
     RUNS,
-    Agent,
-    Data,
-    Environment,
-    Model,
-    Modes,
+    AnyStore,
+    Filter,
     Reward,
     RewardWeights,
-    RunStore,
-    Statuses,
-    Store,
-    Token,
-    checked,
-    open_named,
+    StoreOfRun,
+    Subject,
     overrides,
     own_config,
     run_or_newest,
-    store_to_read,
     weights_of,
 )
 from agentlightning.cli.output import Result, agl
@@ -43,13 +35,11 @@ from agentlightning.util.json_values import loads
 from agentlightning.util.progress import Progress
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from agentlightning.config import TrainConfig
     from agentlightning.evaluation.credit_comparison import CreditComparison
     from agentlightning.evaluation.evaluation import Evaluation
-    from agentlightning.evaluation.intervals import Comparison
     from agentlightning.rescorer import Rescoring
+    from agentlightning.rollouts import RolloutMode
     from agentlightning.trajectory import Trajectory
 
 ALL_EQUAL: Final = (
@@ -62,14 +52,10 @@ TOO_EASY: Final = "use harder tasks"
 
 def evaluate(
     ctx: typer.Context,
+    subject: Subject,
     settings: Annotated[
         list[str] | None, typer.Argument(help="runner.key=value, prompts.NAME=TEXT ...", show_default=False)
     ] = None,
-    agent: Agent = None,
-    reward: Reward = None,
-    data: Data = None,
-    env: Environment = None,
-    model: Model = None,
     run: Annotated[
         Path | None,
         typer.Option(
@@ -122,17 +108,13 @@ def evaluate(
     """
     from agentlightning.evaluation.evaluation import written
     from agentlightning.evaluator import evaluate as measure
-    from agentlightning.util.progress import Progress
 
     if others := [each for each in settings or [] if not each.startswith(("runner.", "prompts."))]:
         raise ConfigError(f"{others[0]} is no setting of an evaluation; use runner.key=value, prompts.NAME=TEXT")
-    run, config = _source(run, data, named=agent is not None or env is not None)
-    if run is None:
-        after = agl("train", "--dry-run", agent=agent, reward=reward, data=data, env=env, model=model)
-    else:
-        after = agl("report", run)
-    changes = overrides({"env": env, "agent": agent, "reward": reward}, settings)
-    known, tasks, model, resources = _subject(run, config, changes, data, model)
+    run, config = _source(run, subject)
+    after = agl("train", "--dry-run", **vars(subject)) if run is None else agl("report", run)
+    changes = overrides({"env": subject.env, "agent": subject.agent, "reward": subject.reward}, settings)
+    known, model, tasks, resources = _subject(run, config, changes, subject)
     with written(out) if out else nullcontext():  # Not once everything was run.
         pass
     result = measure(
@@ -158,23 +140,23 @@ def evaluate(
     )
     if out is not None:
         result.save(out)
-    return Result(evaluation_record(result, aa), lambda console: print_evaluation(console, result, aa), [after])
+    return Result(evaluation_record(result, aa), _evaluation_lines(result, aa), [after])
 
 
-def _source(run: Path | None, data: str | None, *, named: bool) -> tuple[Path | None, Path | None]:
-    """The run, or the settings file, that says what is measured; no file where an agent is `named`. Raises ConfigError
+def _source(run: Path | None, given: Subject) -> tuple[Path | None, Path | None]:
+    """The run, or the settings file, that says what is measured; no file where an agent is named. Raises ConfigError
     where nothing says it."""
-    if named or run is not None:
+    if given.agent is not None or given.env is not None or run is not None:
         return run, None
-    if data is None and (any(RUNS.glob("*/state.json")) or not CONFIG_FILE.is_file()):
+    if given.data is None and (any(RUNS.glob("*/state.json")) or not CONFIG_FILE.is_file()):
         return run_or_newest(None, "give --agent and --data, --env, or --run RUN"), None
     return None, own_config()
 
 
 def _subject(
-    run: Path | None, config: Path | None, changes: list[str], data: str | None, model: str | None
-) -> tuple[TrainConfig, Any, str | None, Any]:
-    """The settings that say what is measured, its tasks, its model, and its prompts: those of a finished run, or of a
+    run: Path | None, config: Path | None, changes: list[str], given: Subject
+) -> tuple[TrainConfig, str | None, Any, Any]:
+    """The settings that say what is measured, its model, its tasks, and its prompts: those of a finished run, or of a
     settings file, where others are not named. Raises ConfigError where an agent or tasks are missing."""
     from agentlightning.algorithms.base import make_algorithm
     from agentlightning.config import TrainConfig
@@ -182,9 +164,9 @@ def _subject(
     from agentlightning.training.export import checkpoint_of, holds_weights
     from agentlightning.training.persistence.checkpoints import read_resources
     from agentlightning.training.persistence.run_changes import settings_of_run
-    from agentlightning.util.json_values import loads
     from agentlightning.util.settings import load_settings
 
+    data, model = given.data, given.model
     if run is None:
         known = load_settings(TrainConfig, toml=config, overrides=changes)
         data = data or (known.data.held_out if config is not None else None) or known.data.train
@@ -196,7 +178,7 @@ def _subject(
                 model = known.policy.model
             unlearned = " before its warm start" if model == known.policy.model and known.warm_start.dataset else ""
             typer.echo(f"evaluating {known.agent} on {data}, model: {model or 'its own'}{unlearned}", err=True)
-        return known, data, model, known.prompts
+        return known, model, data, known.prompts
     known, found = settings_of_run(run, changes), checkpoint_of(run)
     tasks, train = load_dataset(data or str(run / "data" / "held_out.jsonl")), run / "data" / "train.jsonl"
     learned = [loads(line) for line in train.read_bytes().splitlines()] if train.exists() else []
@@ -206,8 +188,8 @@ def _subject(
         raise ConfigError(f"the agent of {run} was given as an object, which no file holds; name it: --agent")
     model = model or (str(found) if holds_weights(found) else None)
     named = {each.partition("=")[0].split(".")[1] for each in changes if each.startswith("prompts.")}
-    given = {name: prompt for name, prompt in known.prompts.items() if name in named}
-    return known, tasks, model, read_resources(run, found.name) | given
+    prompts = {name: prompt for name, prompt in known.prompts.items() if name in named}
+    return known, model, tasks, read_resources(run, found.name) | prompts
 
 
 def _failed(text: str) -> Any:
@@ -218,20 +200,23 @@ def _failed(text: str) -> Any:
         return text
 
 
-def print_evaluation(console: Console, result: Evaluation, aa: bool = False) -> None:
-    """Print the reward and, where there are such, pass@k, slices, the comparison and the A/A test."""
-    console.print(f"reward {result}")
+def _evaluation_lines(result: Evaluation, aa: bool) -> Iterator[str]:
+    """The reward and, where there are such, pass@k, slices, the comparison and the A/A test."""
+    yield f"reward {result}"
     if result.cached:
-        console.print(f"{result.cached} rollouts were taken from the cache")
+        yield f"{result.cached} rollouts were taken from the cache"
     for k, once, always in _passes(result):
-        console.print(f"pass@{k} {once:.3f}   pass^{k} {always:.3f}")
+        yield f"pass@{k} {once:.3f}   pass^{k} {always:.3f}"
     for field, values in result.slices.items():
         for value, part in values.items():
-            console.print(f"{field}={value}: {part if part.known else 'no reward'}")
-    if result.comparison is not None:
-        console.print(f"gain {result.comparison}\n{_verdict(result.comparison)}")
+            yield f"{field}={value}: {part if part.known else 'no reward'}"
+    if (found := result.comparison) is not None:
+        verdict = "no difference is shown"
+        if found.significant:
+            verdict = "it is better" if found.gain > 0 else "it is worse"
+        yield f"gain {found}\n{verdict}"
     if aa:
-        console.print(str(result.null_test()))
+        yield str(result.null_test())
 
 
 def evaluation_record(result: Evaluation, aa: bool = False) -> dict[str, Any]:
@@ -293,12 +278,6 @@ def _passes(result: Evaluation) -> list[tuple[int, float, float]]:
     return [(k, result.pass_at_k(k), result.pass_hat_k(k)) for k in (1, result.repeats)]
 
 
-def _verdict(comparison: Comparison) -> str:
-    if not comparison.significant:
-        return "no difference is shown"
-    return "it is better" if comparison.gain > 0 else "it is worse"
-
-
 # -- agl compare ------------------------------------------------------------------------------------------------------
 
 
@@ -320,20 +299,20 @@ def compare_runs(runs: Annotated[list[Path], typer.Argument(help="The directorie
         if not (run / "report.json").exists():
             raise ConfigError(f"{run} has no report.json: the run is not finished; finish it, or leave it out")
     record = {"configurations": compared_configurations(found)}
-    return Result(record, lambda console: _print_comparison(record, console), [agl("report", runs[0])])
+    return Result(record, _comparison_lines(record), [agl("report", runs[0])])
 
 
-def _print_comparison(record: Mapping[str, Any], console: Console) -> None:
+def _comparison_lines(record: Mapping[str, Any]) -> Iterator[str]:
     for row in record["configurations"]:
         settings = ", ".join(f"{name}={value}" for name, value in row["settings"].items())
         seeds = ", ".join(map(str, row["seeds"]))
-        console.print(f"{row['label']} (seeds {seeds}): {settings or 'the first configuration'}")
+        yield f"{row['label']} (seeds {seeds}): {settings or 'the first configuration'}"
         for mode, after in row["after"].items():
             text = f"   {mode:<8} held-out reward {_interval(after)}, gain {_interval(row['gain'][mode], sign=True)}"
             if "difference" in row:
                 how = "seed by seed" if row["difference"][mode]["paired"] else "means of different seeds"
                 text += f", difference {_interval(row['difference'][mode], sign=True)}, {how}"
-            console.print(text)
+            yield text
 
 
 def _interval(number: Mapping[str, Any], *, sign: bool = False) -> str:
@@ -351,14 +330,12 @@ def _interval(number: Mapping[str, Any], *, sign: bool = False) -> str:
 
 async def rescore(
     ctx: typer.Context,
+    store: AnyStore,
+    chosen: Filter,
     reward: Reward = None,
     run: Annotated[
         str | None, typer.Option(help="A run directory, or part of the rollout id.", show_default=False)
     ] = None,
-    store: Store = None,
-    token: Token = None,
-    status: Statuses = None,
-    mode: Modes = None,
     task: Annotated[
         str | None, typer.Option(help="JSON: a task, or some of its keys with their values.", show_default=False)
     ] = None,
@@ -382,25 +359,21 @@ async def rescore(
         raise ConfigError("agl rescore needs --reward module:function")
     directory = Path(run) if run is not None and (Path(run) / "state.json").exists() else None
     named = run if directory is None else read_state(directory).run_id
-    place = str(directory / "store.db") if store is None and directory is not None else store
-    selection = Selection(
-        run=named,
-        status=checked(status, "status") or ("succeeded",),
-        mode=checked(mode, "mode"),
-        task=_chosen_task(task),
-    )
+    source = replace(store, store=store.store or (None if directory is None else str(directory / "store.db")))
+    query = chosen.query()
+    selection = Selection(named, query["status_in"] or ("succeeded",), query["mode_in"], _chosen_task(task))
     with Progress(ctx.obj.console) as progress:
-        async with open_named(place, token) as opened:
+        async with source.open() as opened:
             progress.phase("scoring rollouts")
             result = await rescore_async(
                 opened, reward, selection, concurrency=concurrency, dry_run=dry_run, on_progress=progress.update
             )
     if dry_run:
-        chosen = [f"--status={each}" for each in status or ()] + [f"--mode={each}" for each in mode or ()]
-        after = agl("rescore", *chosen, reward=reward, run=run, task=task, store=store)
+        words = [f"--{name}={each}" for name, values in vars(chosen).items() for each in values or ()]
+        after = agl("rescore", *words, reward=reward, run=run, task=task, store=store.store)
     else:
-        after = agl("store", "list", sort="reward", store=place)
-    return Result(asdict(result), lambda console: _print_rescoring(result, console), [after])
+        after = agl("store", "list", sort="reward", store=source.store)
+    return Result(asdict(result), _rescoring_lines(result), [after])
 
 
 def _chosen_task(text: str | None) -> Any:
@@ -410,29 +383,25 @@ def _chosen_task(text: str | None) -> Any:
         raise ConfigError(f"--task {text!r} is not JSON ({error}); for text, write --task '\"...\"'") from error
 
 
-def _print_rescoring(result: Rescoring, console: Console) -> None:
+def _rescoring_lines(result: Rescoring) -> Iterator[str]:
     verb = "would get" if result.dry_run else "have"
     parts = [f"{result.rescored:,} of {result.rollouts:,} rollouts {verb} a new reward"]
     parts += [f"{result.unchanged:,} unchanged"] if result.unchanged else []
     parts += [f"{result.without_attempt:,} never ran"] if result.without_attempt else []
     parts += [f"{len(result.failed):,} failed and keep theirs"] if result.failed else []
-    console.print("; ".join(parts))
+    yield "; ".join(parts)
     if result.mean_before is not None and result.mean_after is not None:
-        console.print(f"mean reward {result.mean_before:.4g} -> {result.mean_after:.4g}")
+        yield f"mean reward {result.mean_before:.4g} -> {result.mean_after:.4g}"
     for rollout_id, message in list(result.failed.items())[:3]:
-        console.print(f"{rollout_id}: {message}")
+        yield f"{rollout_id}: {message}"
 
 
 # -- agl credit -------------------------------------------------------------------------------------------------------
 
 
-OneMode = Annotated[Literal["train", "val", "test"] | None, typer.Option(help="Only rollouts of this mode.")]
-
-
 async def compare_rules(
+    store: StoreOfRun,
     earlier: Annotated[str | None, typer.Argument(help="The earlier form of --store.", hidden=True)] = None,
-    run: RunStore = None,
-    store: Store = None,
     rules: Annotated[
         list[str] | None,
         typer.Option(
@@ -442,7 +411,7 @@ async def compare_rules(
     groups: Annotated[
         int, typer.Option(min=1, help="Use at most this number of groups of two rollouts or more, the newest.")
     ] = 128,
-    mode: OneMode = None,
+    mode: Annotated[Literal["train", "val", "test"] | None, typer.Option(help="Only rollouts of this mode.")] = None,
     target_agent: Annotated[str | None, typer.Option(help="Only calls of agents whose name matches.")] = None,
     reward_weights: RewardWeights = None,
 ) -> Result:
@@ -460,29 +429,34 @@ async def compare_rules(
 
     if earlier is not None:
         typer.echo(f"STORE is an option now: --store {earlier}", err=True)
-    place = store_to_read(run, store or earlier)
+        store = replace(store, store=store.store or earlier)
+    place = store.place
     weights = weights_of(reward_weights, place)
     chosen = [_rule(each) for each in rules] if rules else RULES.names()
-    recorded, unreadable = await _read_groups(place, groups, mode)
+    recorded, unreadable = await _read_groups(store, groups, mode)
     found = compare_credit(recorded, chosen, target_agent=target_agent, reward_weights=weights, left_out=unreadable)
     best = [each for each in found.signals[:1] if each.snr > 0]
     settings = Path(place).with_name("config.toml") if place else None  # Of the run whose store it is.
     of_run = ["--config", settings] if settings is not None and settings.is_file() else []
     after = [agl("train", *of_run, f"algorithm.credit={each.rule}", "--dry-run") for each in best]
-    return Result(found.as_json(), lambda console: _print_credit(found, console), after)
+    return Result(found.as_json(), _credit_lines(found), after)
 
 
-async def _read_groups(store: str | None, groups: int, mode: OneMode) -> tuple[list[list[Trajectory]], dict[str, int]]:
+async def _read_groups(
+    store: StoreOfRun, groups: int, mode: RolloutMode | None
+) -> tuple[list[list[Trajectory]], dict[str, int]]:
     """The newest groups of several finished rollouts, and rollouts that cannot be read by reason."""
     from agentlightning.credit import group_trajectories
     from agentlightning.credit.rejection import count_reasons
     from agentlightning.training.sources.collector import TrajectoryReader, find_groups
 
-    async with open_named(store) as opened:
+    async with store.open() as opened:
         found = await find_groups(opened, None if mode is None else [mode])
         if not found:
             of_mode = "" if mode is None else f" of mode {mode}"
-            raise DatasetError(f"{store} has no finished rollout{of_mode}; record some first, or train for a step")
+            raise DatasetError(
+                f"{store.place} has no finished rollout{of_mode}; record some first, or train for a step"
+            )
         several = [each for each in found if len(each[1]) > 1] or found  # measurements have one rollout of each task
         chosen = {rollout_id: group for group, ids in several[-groups:] for rollout_id in ids}
         tasks = {each.rollout_id: each.input for each in await opened.query_rollouts(rollout_id_in=list(chosen))}
@@ -499,13 +473,10 @@ def _rule(text: str) -> Any:
         raise ConfigError(f"--rule {text!r} is not JSON: {error}") from error
 
 
-# -- output ----------------------------------------------------------------------------------------------------------
-
-
-def _print_credit(found: CreditComparison, console: Console) -> None:
-    console.print(f"{found.groups} groups, {found.rollouts} rollouts")
+def _credit_lines(found: CreditComparison) -> Iterator[RenderableType]:
+    yield f"{found.groups} groups, {found.rollouts} rollouts"
     for reason, count in found.left_out.items():
-        console.print(f"left out: {count} {reason.replace('_', ' ')}")
+        yield f"left out: {count} {reason.replace('_', ' ')}"
     table = Table("rule", "signal-to-noise of a group", "rollouts to 1", "agreement", "groups used", box=None)
     for each in found.signals:
         low, high = each.interval
@@ -518,9 +489,9 @@ def _print_credit(found: CreditComparison, console: Console) -> None:
             agreement,
             str(each.groups_used),
         )
-    console.print(table)
+    yield table
     for rule, reason in found.unusable.items():
-        console.print(f"{rule} cannot be used here: {reason}")
+        yield f"{rule} cannot be used here: {reason}"
 
 
 def _count(rollouts: float) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache, wraps
 from importlib import import_module
 from importlib.metadata import version
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -66,6 +67,29 @@ PLAIN: Final[dict[str, Any]] = {
     "pretty_exceptions_enable": False,
     "rich_markup_mode": None,
 }
+
+
+def with_groups(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """The verb with a parameter for each field of its parameters that are dataclasses: options that belong together."""
+    hints, own = get_type_hints(verb, include_extras=True), inspect.signature(verb, eval_str=True)
+    groups = {name: hints[name] for name in own.parameters if is_dataclass(hints[name])}
+
+    @wraps(verb)
+    def call(**given: Any) -> Any:
+        made = {
+            name: group(**{each.name: given.pop(each.name) for each in fields(group)}) for name, group in groups.items()
+        }
+        return verb(**given, **made)
+
+    parameters = [
+        each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in own.parameters.items()
+        for each in (
+            inspect.signature(groups[name], eval_str=True).parameters.values() if name in groups else [parameter]
+        )
+    ]
+    call.__signature__ = own.replace(parameters=parameters)  # pyright: ignore[reportAttributeAccessIssue]
+    return call
 
 
 class Verb(TyperCommand):
@@ -172,7 +196,9 @@ class LazyVerb(TyperCommand):
         found = getattr(import_module(f"agentlightning.cli.{module}"), name)
         for verb, function in (found if isinstance(found, dict) else {self.verb: found}).items():
             # Of `agl run`, what follows the first word is the command's.
-            app.command(verb, cls=Verb, context_settings={"allow_interspersed_args": verb != "run"})(function)
+            app.command(verb, cls=Verb, context_settings={"allow_interspersed_args": verb != "run"})(
+                with_groups(function)
+            )
         group = get_group(app)
         return group if isinstance(found, dict) else group.commands[self.verb]
 

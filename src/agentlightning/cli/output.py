@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import shlex
 import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from agentlightning.errors import (
     AgentError,
@@ -55,8 +55,8 @@ class Result:
 
     record: dict[str, Any]
     """For programs."""
-    text: Callable[[Console], object]
-    """Prints it for people."""
+    text: str | Iterable[RenderableType] = ()
+    """For people: its lines, which are made where they are printed."""
     after: Sequence[str] = ()
     """The commands that a user may want next."""
     status: int = 0
@@ -81,7 +81,8 @@ class Output:
         if self.as_json:
             sys.stdout.write(dumps(result.record).decode() + "\n")
             return
-        result.text(self.console)
+        for line in (result.text,) if isinstance(result.text, str) else result.text:
+            self.console.print(line)
         for number, command in enumerate(result.after):
             self.console.print(f"{'' if number else 'next':<5} {command}")
 
@@ -103,9 +104,9 @@ def failure_lines(failures: Iterable[Failures]) -> list[str]:
     return [f"{each.count:>5}  {printable(each.cause)}  {printable(each.example)}" for each in failures]
 
 
-def print_prompt_diff(diff: str, console: Console) -> None:
+def prompt_changes(diff: str) -> str:
     """What has changed in the prompts of a run."""
-    console.print(printable_lines(diff) or "the prompts have not changed")
+    return printable_lines(diff) or "the prompts have not changed"
 
 
 @contextmanager

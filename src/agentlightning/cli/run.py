@@ -13,19 +13,19 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import orjson
 import typer
-from rich.console import Console
 
 from agentlightning.attempt_address import attempt_path, attempt_secret
 from agentlightning.cli.options import (
+    SERVERS,
     Database,
     Models,
     Routes,
@@ -67,12 +67,10 @@ NO_CALLS: Final = (
 NO_REWARD: Final = "no reward was recorded: give --reward file.py:function, or a number"
 
 Mode = Literal["train", "val", "test"] | None
-Reward = Annotated[
-    str | None, typer.Option(help="A number, or module:name or path/file.py:name of (task, output) -> number.")
-]
 
 
 def run(
+    ctx: typer.Context,
     command: Annotated[list[str], typer.Argument(help="The command and its arguments, after --.", show_default=False)],
     models: Models = None,
     routes: Routes = None,
@@ -88,7 +86,9 @@ def run(
     task_file: Annotated[
         Path | None, typer.Option("--input", help="A file that holds the task.", show_default=False)
     ] = None,
-    reward: Reward = None,
+    reward: Annotated[
+        str | None, typer.Option(help="A number, or module:name or path/file.py:name of (task, output) -> number.")
+    ] = None,
     mode: Annotated[Mode, typer.Option(help="The mode of the rollout.")] = None,
     timeout: Annotated[
         float | None, typer.Option(min=0.001, help="Seconds after which the command is terminated.")
@@ -116,35 +116,10 @@ def run(
     else:
         open_target = partial(_open_remote, server.rstrip("/"), token or None)
     logging.getLogger("agentlightning").setLevel(logging.CRITICAL)  # the terminal belongs to the command
-    summary = uvloop.run(_run(command, open_target, given, score, mode, timeout))
+    record = uvloop.run(_run(command, open_target, given, score, mode, timeout))
     sys.stdout.flush()
-    errors = plain_console(stderr=True)
-    return Result(asdict(summary), lambda _: _print_summary(summary, errors), status=summary.exit_code)
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """The result of a run."""
-
-    rollout_id: str
-    attempt_id: str
-    status: str
-    exit_code: int
-    seconds: float
-    calls: int
-    failed_calls: int
-    input_tokens: int
-    output_tokens: int
-    dollars: float
-    """At the configured prices of the providers."""
-    agents: list[str]
-    reward: RewardValue | None
-    store: str
-    redirected: bool
-    """Whether the model calls of the command went to our gateway."""
-    error: str | None = None
-    advice: list[str] = field(default_factory=list[str])
-    """What the rollout lacks for training, and what to do about it."""
+    ctx.obj.console = plain_console(stderr=True)
+    return Result(record, _summary_lines(record), status=record["exit_code"])
 
 
 def _task(text: str | None, file: Path | None) -> Any:
@@ -241,28 +216,44 @@ async def _run(
     reward: float | RewardFunction | None,
     mode: Mode,
     timeout: float | None,
-) -> Summary:
+) -> dict[str, Any]:
     if shutil.which(command[0]) is None:
         raise AgentError(f"there is no program {command[0]!r} on the PATH; nothing was run")
     async with AsyncExitStack() as stack:
         target = await open_target(stack)
-        worker_id = f"run-{socket.gethostname()}-{secrets.token_hex(8)}"
+        store, worker_id = target.store, f"run-{socket.gethostname()}-{secrets.token_hex(8)}"
         shown_command = _without_secrets(command, os.environ)
-        started = await target.store.start_rollout(
+        started = await store.start_rollout(
             {"command": shown_command} if task is None else task,
             mode,
             metadata={"source": "agl run", "command": shlex.join(shown_command)},
             worker_id=worker_id,
         )
-        await target.store.update_worker(worker_id, lease_seconds=LEASE_SECONDS)
-        await stack.enter_async_context(in_background(_send_heartbeats(target.store, worker_id)))
         ids = started.rollout_id, started.attempt.attempt_id
+        await store.update_worker(worker_id, lease_seconds=LEASE_SECONDS)
+        await stack.enter_async_context(in_background(_send_heartbeats(store, worker_id)))
+        words = _redirected(command, target, *ids) if target.redirect else command
         child = ChildProcess(
-            _redirected(command, target, *ids) if target.redirect else command,
-            _environment(target, *ids, worker_id, task),
-            keep_output=reward is not None and not isinstance(reward, float | int),
+            words, _environment(target, *ids, worker_id, task), keep_output=not isinstance(reward, float | None)
         )
-        return await _execute(child, target, started, reward, timeout)
+        began = time.monotonic()
+        code, error = await child.run(timeout), child.error
+        if reward is not None and (error is None or isinstance(reward, float)):  # of a failure, only a number
+            try:
+                await record_reward(reward, store, started, child.output)
+            except AgentError as failure:
+                code, error = code or 1, error or failure
+        seconds = time.monotonic() - began
+        if target.server is not None:
+            await target.server.stop()  # so that every call is recorded
+        metadata: dict[str, Any] = {"exit_code": code}
+        if error is not None:
+            metadata["error"] = asdict(Failure.of(error.with_traceback(None)))
+        status: AttemptStatus = "timeout" if child.timed_out else "succeeded" if error is None else "failed"
+        await store.update_attempt(*ids, status=status, metadata=metadata)
+        summary = _summary(await store.query_spans(*ids), target, None if error is None else str(error))
+        head = {"rollout_id": ids[0], "attempt_id": ids[1], "status": status, "exit_code": code}
+        return {**head, "seconds": round(seconds, 3), **summary}
 
 
 async def _send_heartbeats(store: LightningStoreBase, worker_id: str) -> None:
@@ -272,95 +263,46 @@ async def _send_heartbeats(store: LightningStoreBase, worker_id: str) -> None:
             await store.update_worker(worker_id, lease_seconds=LEASE_SECONDS)
 
 
-async def _execute(
-    child: ChildProcess,
-    target: RecordingTarget,
-    started: AttemptedRollout,
-    reward: float | RewardFunction | None,
-    timeout: float | None,
-) -> Summary:
-    ids = started.rollout_id, started.attempt.attempt_id
-    started_at = time.monotonic()
-    error: AgentError | None = None
-    try:
-        code = await child.run(timeout)
-        error = _failure(child, timeout)
-        reward_error = await _record_reward(reward, target.store, started, child, error)
-    except AgentError as failure:
-        code, error, reward_error = 127, failure, None
-    if target.server is not None:
-        await target.server.stop()  # so that every call is recorded
-    if reward_error is not None and error is None:
-        error, code = reward_error, code or 1
-    metadata: dict[str, Any] = {"exit_code": code}
-    if error is not None:
-        metadata["error"] = asdict(Failure.of(error.with_traceback(None)))
-    status: AttemptStatus = "timeout" if child.timed_out else "failed" if error is not None else "succeeded"
-    await target.store.update_attempt(*ids, status=status, metadata=metadata)
-    spans = await target.store.query_spans(*ids)
-    return _summary(spans, ids, status, code, time.monotonic() - started_at, target, error)
-
-
-def _failure(child: ChildProcess, timeout: float | None) -> AgentError | None:
-    name = child.words[0]
-    if child.timed_out:
-        return AgentTimeoutError(f"{name} did not end within its {timeout:g} s and was stopped")
-    if not child.returncode:
-        return None
-    from agentlightning.runner.agents.command import describe_exit
-
-    return AgentError(f"{name} {describe_exit(child.returncode)}")
-
-
-async def _record_reward(
-    reward: float | RewardFunction | None,
-    store: LightningStoreBase,
-    started: AttemptedRollout,
-    child: ChildProcess,
-    error: AgentError | None,
-) -> AgentError | None:
-    """Record the reward of --reward. A command that failed has none, unless --reward is a number. Returns the error if
-    there is no reward."""
-    if reward is None or (error is not None and not isinstance(reward, float | int)):
-        return None
+async def record_reward(
+    reward: float | RewardFunction, store: LightningStoreBase, started: AttemptedRollout, output: bytes
+) -> None:
+    """Record the reward of --reward. Raises AgentError where a function gives none."""
     from agentlightning.ingest.agent_events import read_event
     from agentlightning.runner.agents.arguments import Invocation
     from agentlightning.tracing.rewards import check_reward
 
+    value: RewardValue
     if isinstance(reward, float | int):
-        value: RewardValue = reward
+        value = reward
     else:
-        call = Invocation(started, {}, {}, started.input)
         try:
             # In a thread: a function that calls a model must not block the heartbeat and our server.
-            result = await asyncio.to_thread(reward.start, call, child.output.decode(errors="replace"))
+            call = Invocation(started, {}, {}, started.input)
+            result = await asyncio.to_thread(reward.start, call, output.decode(errors="replace"))
             value = check_reward(await result if inspect.isawaitable(result) else result, reward.source)
         except (AgentError, RewardError) as failure:
-            return AgentError(str(failure))
+            raise AgentError(str(failure)) from None
         except Exception as failure:  # noqa: BLE001  the boundary to a user's function
-            return AgentError(f"{reward.source} raised {type(failure).__name__}: {failure}")
+            raise AgentError(f"{reward.source} raised {type(failure).__name__}: {failure}") from None
     event = dumps({"event_type": "reward", "data": {"value": value}})
     await store.add_span(read_event(event, started.rollout_id, started.attempt.attempt_id))
-    return None
 
 
 def _environment(
     target: RecordingTarget, rollout_id: str, attempt_id: str, worker_id: str, task: Any
 ) -> dict[str, str]:
-    from agentlightning.attempt_variables import attempt_environment, telemetry_opt_outs, worker_environment
+    from agentlightning.attempt_variables import agent_process_environment, attempt_environment, worker_environment
     from agentlightning.gateway.callers import keep_keys
+    from agentlightning.runner.agents.command import task_variable
 
-    environment = {name: value for name, value in os.environ.items() if name != "AGL_TOKEN"}
-    environment |= telemetry_opt_outs(environment)
+    environment = agent_process_environment(os.environ)
     environment |= attempt_environment(target.url, target.secret, rollout_id, attempt_id, redirect=target.redirect)
     if target.redirect:
         environment |= worker_environment(target.url, target.secret, worker_id)
         keep_keys(environment, target.url, os.environ)
         if target.model is not None:
             environment["AGL_MODEL"] = target.model
-    if task is not None:
-        environment["AGL_TASK"] = dumps(task).decode()
-    return environment
+    return environment if task is None else environment | task_variable(task)
 
 
 def _redirected(command: Sequence[str], target: RecordingTarget, rollout_id: str, attempt_id: str) -> tuple[str, ...]:
@@ -387,46 +329,32 @@ def _without_secrets(words: Sequence[str], environment: Mapping[str, str]) -> li
 # -- output ------------------------------------------------------------------------------------------------------------
 
 
-def _summary(
-    spans: Sequence[Span],
-    ids: tuple[str, str],
-    status: str,
-    code: int,
-    seconds: float,
-    target: RecordingTarget,
-    error: AgentError | None,
-) -> Summary:
+def _summary(spans: Sequence[Span], target: RecordingTarget, error: str | None) -> dict[str, Any]:
+    """What was recorded, and what it lacks."""
     from agentlightning import span as names
     from agentlightning.tracing.rewards import find_final_reward
 
     calls = [span for span in spans if names.ATTRIBUTION in span.attributes]
-    agents = {span.attributes[names.AGENT_NAME]: None for span in calls if names.AGENT_NAME in span.attributes}
+    reward, failed = find_final_reward(spans), sum(span.status_code == "ERROR" for span in calls)
 
     def total(name: str) -> Any:
         return sum(span.attributes.get(name) or 0 for span in calls)
 
-    reward, message = find_final_reward(spans), None if error is None else str(error)
-    failed = sum(span.status_code == "ERROR" for span in calls)
-    advice = run_advice(
-        error=message, redirected=target.redirect, calls=len(calls), failed_calls=failed, rewarded=reward is not None
-    )
-    return Summary(
-        *ids,
-        status,
-        code,
-        round(seconds, 3),
-        len(calls),
-        failed,
-        total(names.INPUT_TOKENS),
-        total(names.OUTPUT_TOKENS),
-        float(total(names.COST)),
-        list(agents),
-        reward,
-        target.name,
-        target.redirect,
-        message,
-        advice,
-    )
+    return {
+        "calls": len(calls),
+        "failed_calls": failed,
+        "input_tokens": total(names.INPUT_TOKENS),
+        "output_tokens": total(names.OUTPUT_TOKENS),
+        "dollars": float(total(names.COST)),
+        "agents": list(dict.fromkeys(filter(None, (span.attributes.get(names.AGENT_NAME) for span in calls)))),
+        "reward": reward,
+        "store": target.name,
+        "redirected": target.redirect,
+        "error": error,
+        "advice": run_advice(
+            error=error, redirected=target.redirect, calls=len(calls), failed_calls=failed, rewarded=reward is not None
+        ),
+    }
 
 
 def run_advice(*, error: str | None, redirected: bool, calls: int, failed_calls: int, rewarded: bool) -> list[str]:
@@ -445,28 +373,23 @@ def run_advice(*, error: str | None, redirected: bool, calls: int, failed_calls:
     return found
 
 
-def _print_summary(summary: Summary, console: Console) -> None:
-    failed = f" ({summary.failed_calls} failed)" if summary.failed_calls else ""
-    cost = f", ${summary.dollars:.4f}" if summary.dollars else ""
-    calls = f"{summary.calls}{failed}, {summary.input_tokens} tokens in, {summary.output_tokens} out{cost}"
-    if not summary.redirected:
-        calls = NOT_REDIRECTED.removeprefix(CALLS)
-    elif not summary.calls:
-        calls = NO_CALLS.removeprefix(CALLS)
-    place = {} if summary.store == database_name(None) else {"store": summary.store}
-    if summary.store.startswith("http"):
-        place = {"server": summary.store}
+def _summary_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    failed = f" ({found['failed_calls']} failed)" if found["failed_calls"] else ""
+    cost = f", ${found['dollars']:.4f}" if found["dollars"] else ""
+    calls = f"{found['calls']}{failed}, {found['input_tokens']} tokens in, {found['output_tokens']} out{cost}"
+    if not (found["redirected"] and found["calls"]):
+        calls = (NO_CALLS if found["redirected"] else NOT_REDIRECTED).removeprefix(CALLS)
+    place = found["store"]
+    option = "server" if place.startswith(SERVERS) else "store"
     lines = {
-        "rollout": f"{summary.rollout_id} {summary.status} in {summary.seconds:.1f} s, in {summary.store}",
+        "rollout": f"{found['rollout_id']} {found['status']} in {found['seconds']:.1f} s, in {place}",
         "calls": calls,
-        "agents": ", ".join(summary.agents),
-        "reward": "none" if summary.reward is None else str(summary.reward),
-        "error": summary.error or "",
-        "see": agl("store", "show", summary.rollout_id, **place),
+        "agents": ", ".join(found["agents"]),
+        "reward": "none" if found["reward"] is None else str(found["reward"]),
+        "error": found["error"],
+        "see": agl("store", "show", found["rollout_id"], **{option: None if place == database_name(None) else place}),
     }
-    for name, text in lines.items():
-        if text:
-            console.print(f"agl: {name:<8} {text}")
+    yield from (f"agl: {name:<8} {text}" for name, text in lines.items() if text)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -489,33 +412,39 @@ class ChildProcess:
     """A command. Call `run` once."""
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str], *, keep_output: bool = False) -> None:
-        self.words = tuple(words)
         self.output = b""
         """The end of its stdout, with `keep_output`; stdout is then a pipe whose data is passed on at once."""
         self.timed_out = False
-        self.returncode = 0
-        """After the end: its exit code, or the negative number of the signal that ended it."""
-        self._environment = dict(environment)
-        self._keep_output = keep_output
+        self.error: AgentError | None = None
+        """Why it failed."""
+        self._words, self._environment = words, environment
+        self._stdout = asyncio.subprocess.PIPE if keep_output else None
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self, timeout: float | None = None) -> int:
-        """The exit code; if a signal ended the command, 128 plus its number, as in a shell. The command is terminated
-        after `timeout` seconds. Raises AgentError if it cannot be started."""
+        """The exit code, as a shell gives it: 128 plus its number if a signal ended the command, 127 if it cannot be
+        started. The command is terminated after `timeout` seconds."""
+        from agentlightning.runner.agents.command import describe_exit
+
         if sys.platform == "win32":
             raise AgentError("commands run on Linux and macOS only; on Windows, use WSL")
-        loop = asyncio.get_running_loop()
-        stdout = asyncio.subprocess.PIPE if self._keep_output else None
+        loop, name = asyncio.get_running_loop(), self._words[0]
         for number in FORWARDED:
             loop.add_signal_handler(number, self._forward, number)
         try:
-            self._process = await asyncio.create_subprocess_exec(*self.words, env=self._environment, stdout=stdout)
-            code = self.returncode = await self._wait(self._process, timeout)
+            execute = asyncio.create_subprocess_exec
+            self._process = await execute(*self._words, env=self._environment, stdout=self._stdout)
+            code = await self._wait(self._process, timeout)
         except OSError as error:
-            raise AgentError(f"{self.words[0]!r} cannot be started: {error.strerror or error}") from error
+            self.error = AgentError(f"{name!r} cannot be started: {error.strerror or error}")
+            return 127
         finally:
             for number in FORWARDED:
                 loop.remove_signal_handler(number)
+        if self.timed_out:
+            self.error = AgentTimeoutError(f"{name} did not end within its {timeout:g} s and was stopped")
+        elif code:
+            self.error = AgentError(f"{name} {describe_exit(code)}")
         return 128 - code if code < 0 else code
 
     async def _wait(self, process: asyncio.subprocess.Process, timeout: float | None) -> int:
@@ -548,13 +477,12 @@ class ChildProcess:
 
 async def _terminate(process: asyncio.subprocess.Process) -> int:
     """Terminate the command and its descendants: SIGTERM, and SIGKILL after the grace period."""
-    tree = descendants(process.pid)
-    _signal([process.pid, *tree], signal.SIGTERM)
+    tree = {process.pid, *descendants(process.pid)}
+    _signal(tree, signal.SIGTERM)
     with suppress(TimeoutError):
         async with asyncio.timeout(GRACE_SECONDS):
             await process.wait()
-    alive = [process.pid, *descendants(process.pid)] if process.returncode is None else []
-    _signal({*alive, *(pid for pid in tree if pid in _parents())}, signal.SIGKILL)
+    _signal(tree.union(descendants(process.pid)), signal.SIGKILL)
     return await process.wait()
 
 
@@ -566,21 +494,14 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
 
 def descendants(pid: int) -> list[int]:
     """The descendants of a process; none where the system has no /proc."""
-    parents = _parents()
+    parents = dict[int, int]()
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError, IndexError):  # the process has ended
+            parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
     tree = [pid]
     for ancestor in tree:
         tree += [child for child, parent in parents.items() if parent == ancestor]
     return tree[1:]
-
-
-def _parents() -> dict[int, int]:
-    """The parent of each process."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, ValueError, IndexError):  # the process has ended
-            fields = entry.read_text().rpartition(")")[2].split()
-            parents[int(entry.parent.name)] = int(fields[1])
-    return parents
 
 
 def _has_terminal() -> bool:

@@ -64,7 +64,7 @@ def pull(
         if model_server is not None and pulled.steps:
             asyncio.run(_load(model_server, engine, pulled))
         record = {**asdict(pulled), "directory": str(pulled.directory)}
-        output.show(Result(record, lambda console: console.print(_line(pulled))))
+        output.show(Result(record, _line(pulled)))
 
     while follow:  # A version that cannot be had is named, and the next one tried.
         try:
