@@ -14,6 +14,7 @@ import orjson
 import typer
 from rich.console import RenderableType
 from rich.table import Table
+from typer import Argument, Context, Option
 
 from agentlightning.cli.options import (
     CONFIG_FILE,
@@ -51,48 +52,43 @@ TOO_EASY: Final = "use harder tasks"
 
 
 def evaluate(
-    ctx: typer.Context,
+    ctx: Context,
     subject: Subject,
-    settings: Annotated[
-        list[str] | None, typer.Argument(help="runner.key=value, prompts.NAME=TEXT ...", show_default=False)
-    ] = None,
+    settings: Annotated[list[str] | None, Argument(help="runner.key=value, prompts.NAME=TEXT ...")] = None,
     run: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="Take agent, held-out tasks, weights and prompts from this run (default: the newest below runs, where"
-            " neither --agent nor --data nor --env is given; before the first run, the settings of agl.toml).",
-            show_default=False,
+            " neither --agent nor --data nor --env is given; before the first run, the settings of agl.toml)."
         ),
     ] = None,
-    sampled: Annotated[bool, typer.Option("--sampled", help="Sample at temperature 1, not greedily.")] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first tasks.")] = None,
+    sampled: Annotated[bool, Option("--sampled", help="Sample at temperature 1, not greedily.")] = False,
+    limit: Annotated[int | None, Option(min=1, help="Only the first tasks.")] = None,
     reward_weights: RewardWeights = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Rollouts of each task.")] = 1,
+    repeats: Annotated[int, Option(min=1, help="Rollouts of each task.")] = 1,
     failed: Annotated[
-        str, typer.Option(help="How rollouts without a reward count: lowest, exclude, or a reward such as 0.")
+        str, Option(help="How rollouts without a reward count: lowest, exclude, or a reward such as 0.")
     ] = "lowest",
     bounds: Annotated[
-        tuple[float, float] | None, typer.Option(help="The lowest and the highest reward possible, if not 0 and 1.")
+        tuple[float, float] | None, Option(help="The lowest and the highest reward possible, if not 0 and 1.")
     ] = None,
     slices: Annotated[
-        list[str] | None, typer.Option("--slice", help="Also show the result by this field of tasks; repeatable.")
+        list[str] | None, Option("--slice", help="Also show the result by this field of tasks; repeatable.")
     ] = None,
     compare: Annotated[
-        Path | None, typer.Option(help="Compare with an earlier evaluation of these tasks, a file of --out.")
+        Path | None, Option(help="Compare with an earlier evaluation of these tasks, a file of --out.")
     ] = None,
     aa: Annotated[
-        bool, typer.Option("--aa", help="Run twice, and compare the agent with itself: what differences chance makes.")
+        bool, Option("--aa", help="Run twice, and compare the agent with itself: what differences chance makes.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the evaluation to this JSON file.")] = None,
+    out: Annotated[Path | None, Option(help="Write the evaluation to this JSON file.")] = None,
     cache: Annotated[
-        Path | None, typer.Option(help="Keep rollouts in this directory, and run none twice; continues there.")
+        Path | None, Option(help="Keep rollouts in this directory, and run none twice; continues there.")
     ] = None,
     trained_on: Annotated[
-        str | None, typer.Option(help="Tasks that the agent has learned from: none may be evaluated.")
+        str | None, Option(help="Tasks that the agent has learned from: none may be evaluated.")
     ] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Rollouts to run at the same time (default: 64).")
-    ] = None,
+    concurrency: Annotated[int | None, Option(min=1, help="Rollouts to run at the same time (default: 64).")] = None,
 ) -> Result:
     """Measure an agent: its mean reward on tasks, with a 95% confidence interval.
 
@@ -281,7 +277,7 @@ def _passes(result: Evaluation) -> list[tuple[int, float, float]]:
 # -- agl compare ------------------------------------------------------------------------------------------------------
 
 
-def compare_runs(runs: Annotated[list[Path], typer.Argument(help="The directories of finished runs.")]) -> Result:
+def compare_runs(runs: Annotated[list[Path], Argument(help="The directories of finished runs.")]) -> Result:
     """Compare configurations over seeds: mean and 95% interval of the held-out reward, and of their difference.
 
     Runs whose settings differ in the seed alone are one configuration. The first one named is what the others are
@@ -329,18 +325,14 @@ def _interval(number: Mapping[str, Any], *, sign: bool = False) -> str:
 
 
 async def rescore(
-    ctx: typer.Context,
+    ctx: Context,
     store: AnyStore,
     chosen: Filter,
     reward: Reward = None,
-    run: Annotated[
-        str | None, typer.Option(help="A run directory, or part of the rollout id.", show_default=False)
-    ] = None,
-    task: Annotated[
-        str | None, typer.Option(help="JSON: a task, or some of its keys with their values.", show_default=False)
-    ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Rollouts to score at the same time.")] = 8,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Score and report, but write nothing.")] = False,
+    run: Annotated[str | None, Option(help="A run directory, or part of the rollout id.")] = None,
+    task: Annotated[str | None, Option(help="JSON: a task, or some of its keys with their values.")] = None,
+    concurrency: Annotated[int, Option(min=1, help="Rollouts to score at the same time.")] = 8,
+    dry_run: Annotated[bool, Option("--dry-run", help="Score and report, but write nothing.")] = False,
 ) -> Result:
     """Apply a new reward function to stored rollouts.
 
@@ -401,18 +393,16 @@ def _rescoring_lines(result: Rescoring) -> Iterator[str]:
 
 async def compare_rules(
     store: StoreOfRun,
-    earlier: Annotated[str | None, typer.Argument(help="The earlier form of --store.", hidden=True)] = None,
+    earlier: Annotated[str | None, Argument(help="The earlier form of --store.", hidden=True)] = None,
     rules: Annotated[
         list[str] | None,
-        typer.Option(
-            "--rule", help="A rule's name, or JSON with its type and settings; repeatable (default: all rules)."
-        ),
+        Option("--rule", help="A rule's name, or JSON with its type and settings; repeatable (default: all rules)."),
     ] = None,
     groups: Annotated[
-        int, typer.Option(min=1, help="Use at most this number of groups of two rollouts or more, the newest.")
+        int, Option(min=1, help="Use at most this number of groups of two rollouts or more, the newest.")
     ] = 128,
-    mode: Annotated[Literal["train", "val", "test"] | None, typer.Option(help="Only rollouts of this mode.")] = None,
-    target_agent: Annotated[str | None, typer.Option(help="Only calls of agents whose name matches.")] = None,
+    mode: Annotated[Literal["train", "val", "test"] | None, Option(help="Only rollouts of this mode.")] = None,
+    target_agent: Annotated[str | None, Option(help="Only calls of agents whose name matches.")] = None,
     reward_weights: RewardWeights = None,
 ) -> Result:
     """Estimate how many rollouts each credit rule needs until its gradient shows more signal than noise.

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 from urllib.parse import parse_qs, quote, urlsplit
 
-import typer
 from rich.console import RenderableType
 from rich.text import Text
+from typer import Argument, Context, Option
 
 from agentlightning.cli.options import (
     DATABASES,
@@ -53,16 +53,14 @@ LOOK: Final = {"finished": ("report",), "unfinished": ("train", "--resume")}
 def status(
     target: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="RUN",
             help="The directory of a run (running, finished or crashed; default: the newest below runs), or the address"
             " of a server that shows it: the link of its dashboard.",
-            show_default=False,
         ),
     ] = None,
     name: Annotated[
-        str | None,
-        typer.Option("--run", help="Of a server: which of its runs. Default: the running one.", show_default=False),
+        str | None, Option("--run", help="Of a server: which of its runs. Default: the running one.")
     ] = None,
     token: Token = None,
 ) -> Result:
@@ -177,11 +175,9 @@ def _chosen(runs: Sequence[dict[str, Any]], name: str | None, server: str) -> di
 
 async def report(
     run: Run = None,
-    html: Annotated[bool, typer.Option("--html", help="Write a page with curves, which needs no server.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="File to write (default: RUN/report.html; text is printed).", show_default=False)
-    ] = None,
-    examples: Annotated[int, typer.Option(min=0, help="Changed tasks to show with their conversations.")] = 3,
+    html: Annotated[bool, Option("--html", help="Write a page with curves, which needs no server.")] = False,
+    out: Annotated[Path | None, Option(help="File to write (default: RUN/report.html; text is printed).")] = None,
+    examples: Annotated[int, Option(min=0, help="Changed tasks to show with their conversations.")] = 3,
     store: GivenStore = None,
 ) -> Result:
     """Report what a run changed: held-out reward with its interval, tasks won and lost, cost, examples.
@@ -285,19 +281,16 @@ def _findings_lines(found: Examination) -> Iterator[RenderableType]:
 
 
 async def dashboard(
-    ctx: typer.Context,
+    ctx: Context,
     target: Annotated[
         str | None,
-        typer.Argument(
-            help="The directory of a run or of several, a database, or the URL of a server (default: runs).",
-            show_default=False,
-        ),
+        Argument(help="The directory of a run or of several, a database, or the URL of a server (default: runs)."),
     ] = None,
-    demo: Annotated[bool, typer.Option("--demo", help="Show two recorded runs; nothing is trained.")] = False,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 4749,
+    demo: Annotated[bool, Option("--demo", help="Show two recorded runs; nothing is trained.")] = False,
+    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 4749,
     token: Token = None,
-    browser: Annotated[bool, typer.Option(help="Open it in the browser.")] = True,
+    browser: Annotated[bool, Option(help="Open it in the browser.")] = True,
 ) -> None:
     """Show runs, rollouts and tokens in the browser, until stopped (Ctrl-C). It only reads.
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 
 import typer
+from typer import Argument, Option
 
 from agentlightning.errors import ConfigError, StoreError
 
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
     from agentlightning.store.types import Retention
 
 
-Agent = Annotated[str | None, typer.Option(help="module:name, path/file.py:name, or a command line in any language.")]
+Agent = Annotated[str | None, Option(help="module:name, path/file.py:name, or a command line in any language.")]
 Reward = Annotated[
-    str | None, typer.Option(help="module:name or path/file.py:name of (task, output) -> number, or reasoning_gym.")
+    str | None, Option(help="module:name or path/file.py:name of (task, output) -> number, or reasoning_gym.")
 ]
 MODEL_HELP: Final = "A directory, a .gguf file, a short name such as smollm2-135m, a hub name, or `tiny`."
-Model = Annotated[str | None, typer.Option(help=MODEL_HELP)]
+Model = Annotated[str | None, Option(help=MODEL_HELP)]
 
 
 @dataclass(frozen=True)
@@ -40,55 +41,31 @@ class Subject:
 
     agent: Agent = None
     reward: Reward = None
-    data: Annotated[str | None, typer.Option(help="Tasks: a JSONL, JSON, CSV or Parquet file, or an environment.")] = (
-        None
-    )
-    env: Annotated[
-        str | None, typer.Option(help="KIND:NAME: an environment with its tasks, agent and reward.", show_default=False)
-    ] = None
+    data: Annotated[str | None, Option(help="Tasks: a JSONL, JSON, CSV or Parquet file, or an environment.")] = None
+    env: Annotated[str | None, Option(help="KIND:NAME: an environment with its tasks, agent and reward.")] = None
     model: Model = None
 
 
 Models = Annotated[
     list[str] | None,
-    typer.Option("--model", help="[NAME=]MODEL (a directory, .gguf file, short or hub name, or tiny); repeatable."),
+    Option("--model", help="[NAME=]MODEL (a directory, .gguf file, short or hub name, or tiny); repeatable."),
 ]
 Routes = Annotated[
-    Path | None,
-    typer.Option(
-        help="A TOML or JSON file that maps calls to models and providers, and sets budgets.", show_default=False
-    ),
+    Path | None, Option(help="A TOML or JSON file that maps calls to models and providers, and sets budgets.")
 ]
 Database = Annotated[
     str | None,
-    typer.Option(
-        "--store",
-        help="A SQLite file, or postgresql://... (default: $AGL_STORE, else .agentlightning/store.db)",
-        show_default=False,
-    ),
+    Option("--store", help="A SQLite file, or postgresql://... (default: $AGL_STORE, else .agentlightning/store.db)"),
 ]
-Run = Annotated[
-    Path | None,
-    typer.Argument(metavar="RUN", help="The directory of a run (default: the newest below runs).", show_default=False),
-]
-GivenStore = Annotated[
-    str | None, typer.Option("--store", help="The store of the run, where it was given one.", show_default=False)
-]
-NewRun = Annotated[
-    Path | None,
-    typer.Option("--run", help="The directory of the new run (default: runs/<time>).", show_default=False),
-]
+Run = Annotated[Path | None, Argument(metavar="RUN", help="The directory of a run (default: the newest below runs).")]
+GivenStore = Annotated[str | None, Option("--store", help="The store of the run, where it was given one.")]
+NewRun = Annotated[Path | None, Option("--run", help="The directory of the new run (default: runs/<time>).")]
 RewardWeights = Annotated[
     str | None,
-    typer.Option(
-        help="Weights of the named dimensions of a reward: '{\"correctness\": 1.0}' (default: those of the run).",
-        show_default=False,
-    ),
+    Option(help="Weights of the named dimensions of a reward: '{\"correctness\": 1.0}' (default: those of the run)."),
 ]
-Token = Annotated[
-    str | None, typer.Option(envvar="AGL_TOKEN", help="The access token of the server.", show_default=False)
-]
-LogFormat = Annotated[Literal["text", "json"], typer.Option(help="Format of the log on stderr.")]
+Token = Annotated[str | None, Option(envvar="AGL_TOKEN", help="The access token of the server.")]
+LogFormat = Annotated[Literal["text", "json"], Option(help="Format of the log on stderr.")]
 
 
 @dataclass(frozen=True)
@@ -97,12 +74,11 @@ class AnyStore:
 
     store: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--store",
             "--server",
             help="A SQLite file, postgresql://... or the URL of a server (default: $AGL_STORE, else"
             " .agentlightning/store.db)",
-            show_default=False,
         ),
     ] = None
     token: Token = None
@@ -122,10 +98,9 @@ class StoreOfRun(AnyStore):
 
     run: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="The directory of a run, whose store is read (default: the newest below runs, where there is no other"
-            " store).",
-            show_default=False,
+            " store)."
         ),
     ] = None
 
@@ -153,10 +128,8 @@ class StoreOfRun(AnyStore):
 class Filter:
     """Which rollouts."""
 
-    status: Annotated[
-        list[str] | None, typer.Option("--status", help="Only rollouts with this status; repeatable.")
-    ] = None
-    mode: Annotated[list[str] | None, typer.Option("--mode", help="Only rollouts with this mode; repeatable.")] = None
+    status: Annotated[list[str] | None, Option(help="Only rollouts with this status; repeatable.")] = None
+    mode: Annotated[list[str] | None, Option(help="Only rollouts with this mode; repeatable.")] = None
 
     def query(self) -> dict[str, Any]:
         """For the queries of a store. Raises ConfigError for what is no status, or no mode."""

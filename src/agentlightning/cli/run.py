@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import orjson
-import typer
+from typer import Argument, Context, Option
 
 from agentlightning.attempt_address import attempt_path, attempt_secret
 from agentlightning.cli.options import (
@@ -70,29 +70,20 @@ Mode = Literal["train", "val", "test"] | None
 
 
 def run(
-    ctx: typer.Context,
-    command: Annotated[list[str], typer.Argument(help="The command and its arguments, after --.", show_default=False)],
+    ctx: Context,
+    command: Annotated[list[str], Argument(help="The command and its arguments, after --.")],
     models: Models = None,
     routes: Routes = None,
-    server: Annotated[
-        str | None,
-        typer.Option("--server", help="A server that records the rollout and answers its calls.", show_default=False),
-    ] = None,
+    server: Annotated[str | None, Option(help="A server that records the rollout and answers its calls.")] = None,
     token: Token = None,
     store: Database = None,
-    task: Annotated[
-        str | None, typer.Option(help="The task of the rollout: JSON or text; also in AGL_TASK.", show_default=False)
-    ] = None,
-    task_file: Annotated[
-        Path | None, typer.Option("--input", help="A file that holds the task.", show_default=False)
-    ] = None,
+    task: Annotated[str | None, Option(help="The task of the rollout: JSON or text; also in AGL_TASK.")] = None,
+    task_file: Annotated[Path | None, Option("--input", help="A file that holds the task.")] = None,
     reward: Annotated[
-        str | None, typer.Option(help="A number, or module:name or path/file.py:name of (task, output) -> number.")
+        str | None, Option(help="A number, or module:name or path/file.py:name of (task, output) -> number.")
     ] = None,
-    mode: Annotated[Mode, typer.Option(help="The mode of the rollout.")] = None,
-    timeout: Annotated[
-        float | None, typer.Option(min=0.001, help="Seconds after which the command is terminated.")
-    ] = None,
+    mode: Annotated[Mode, Option(help="The mode of the rollout.")] = None,
+    timeout: Annotated[float | None, Option(min=0.001, help="Seconds after which the command is terminated.")] = None,
 ) -> Result:
     """Run a command as one recorded rollout: agl run -- COMMAND ...
 

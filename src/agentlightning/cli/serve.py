@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self
 
 import typer
+from typer import Context, Option
 
 from agentlightning.cli.options import (
     DATABASES,
@@ -64,42 +65,39 @@ PRUNE_SECONDS = 300.0
 class Options:
     """What is served, where, and for how long."""
 
-    host: Annotated[str, typer.Option(envvar="AGL_SERVER_HOST", help="Address to listen on.")] = "127.0.0.1"
+    host: Annotated[str, Option(envvar="AGL_SERVER_HOST", help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[
-        int, typer.Option(min=0, max=65535, envvar="AGL_SERVER_PORT", help="Port to listen on; 0 takes a free one.")
+        int, Option(min=0, max=65535, envvar="AGL_SERVER_PORT", help="Port to listen on; 0 takes a free one.")
     ] = 4747
     workers: Annotated[
-        int,
-        typer.Option(min=1, help="Processes that serve the port; for providers and the store, not for --model. Linux."),
+        int, Option(min=1, help="Processes that serve the port; for providers and the store, not for --model. Linux.")
     ] = 1
     store: Database = None
     token: Token = None
     no_token: Annotated[
-        bool, typer.Option("--no-token", help="Listen without a token on an address that other machines can reach.")
+        bool, Option("--no-token", help="Listen without a token on an address that other machines can reach.")
     ] = False
     allow_hosts: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--allow-host",
             envvar="AGL_ALLOWED_HOSTS",
             help="Without a token: another host name of this server; repeatable.",
-            show_default=False,
         ),
     ] = None
     allow_origins: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--allow-origin",
             envvar="AGL_ALLOWED_ORIGINS",
             help="A site whose pages may call this server (CORS), as https://NAME[:PORT]; repeatable.",
-            show_default=False,
         ),
     ] = None
     models: Models = None
     routes: Routes = None
     allow_unattributed: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--allow-unattributed",
             help="Also answer calls that belong to no rollout, without recording them: for agents that are to use a"
             " model, and not to be measured.",
@@ -107,49 +105,41 @@ class Options:
     ] = False
     tinker: Annotated[
         list[str] | None,
-        typer.Option(
-            "--tinker",
+        Option(
             envvar="AGL_TINKER",
             help="Let programs written for the Tinker API train and sample this model: [NAME=]DIR; repeatable.",
-            show_default=False,
         ),
     ] = None
     tinker_weights: Annotated[
-        Path | None,
-        typer.Option(
-            help="Where weights that these programs save go; by default beside the store.", show_default=False
-        ),
+        Path | None, Option(help="Where weights that these programs save go; by default beside the store.")
     ] = None
-    otlp_export: Annotated[str | None, typer.Option(help="Export all spans to this OTLP/HTTP endpoint.")] = None
+    otlp_export: Annotated[str | None, Option(help="Export all spans to this OTLP/HTTP endpoint.")] = None
     adopt_traces: Annotated[
-        bool, typer.Option("--adopt-traces", help="Store traces of unknown programs as rollouts of their own.")
+        bool, Option("--adopt-traces", help="Store traces of unknown programs as rollouts of their own.")
     ] = False
-    keep_days: Annotated[float | None, typer.Option(min=0, help="Delete rollouts that finished longer ago.")] = None
+    keep_days: Annotated[float | None, Option(min=0, help="Delete rollouts that finished longer ago.")] = None
     keep_rollouts: Annotated[
-        int | None, typer.Option(min=0, help="Delete the oldest finished rollouts beyond this number.")
+        int | None, Option(min=0, help="Delete the oldest finished rollouts beyond this number.")
     ] = None
     keep_size: Annotated[
-        str | None, typer.Option(help="Delete the oldest finished rollouts beyond this size, such as 10GB.")
+        str | None, Option(help="Delete the oldest finished rollouts beyond this size, such as 10GB.")
     ] = None
     runs: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="AGL_RUNS", help="A directory of runs, which the dashboard shows, too.", show_default=False
-        ),
+        Path | None, Option(envvar="AGL_RUNS", help="A directory of runs, which the dashboard shows, too.")
     ] = None
-    max_body: Annotated[str, typer.Option(help="Largest request to the store and of traces, such as 64MiB.")] = "64MiB"
+    max_body: Annotated[str, Option(help="Largest request to the store and of traces, such as 64MiB.")] = "64MiB"
     drain_seconds: Annotated[
         float,
-        typer.Option(
+        Option(
             min=0,
             help="Time between SIGTERM and the end of listening, in which /readyz responds 503: for load balancers.",
         ),
     ] = 0.0
     grace_seconds: Annotated[
-        int, typer.Option(min=0, help="Time for requests in progress to finish before the server exits.")
+        int, Option(min=0, help="Time for requests in progress to finish before the server exits.")
     ] = 10
     log_format: LogFormat = "text"
-    slow_ms: Annotated[float, typer.Option(min=0, help="Log operations that take longer, in milliseconds.")] = 250.0
+    slow_ms: Annotated[float, Option(min=0, help="Log operations that take longer, in milliseconds.")] = 250.0
 
     @cached_property
     def routing(self) -> GatewayConfig:
@@ -202,7 +192,7 @@ class Options:
         routing.divided(1, self.workers)
 
 
-def serve(ctx: typer.Context, options: Options) -> None:
+def serve(ctx: Context, options: Options) -> None:
     """Serve a store to clients, runners and agents, until stopped (SIGTERM, Ctrl-C).
 
     \b
@@ -455,45 +445,39 @@ POLL_SECONDS = 10.0
 class RunnerOptions:
     """The options of `agl runner` that are those of `Runner`."""
 
-    concurrency: Annotated[int, typer.Option(min=1, help="Concurrent attempts.")] = 32
-    hosts: Annotated[int, typer.Option(min=1, help="Processes that run Python agents.")] = 1
-    fresh_process: Annotated[bool, typer.Option("--fresh-process", help="Run every attempt in a new process.")] = False
-    queues: Annotated[list[str] | None, typer.Option("--queue", help="Claim only from this queue; repeatable.")] = None
-    worker_id: Annotated[
-        str | None, typer.Option(help="Name of the worker in the store (default: host and process).")
-    ] = None
+    concurrency: Annotated[int, Option(min=1, help="Concurrent attempts.")] = 32
+    hosts: Annotated[int, Option(min=1, help="Processes that run Python agents.")] = 1
+    fresh_process: Annotated[bool, Option("--fresh-process", help="Run every attempt in a new process.")] = False
+    queues: Annotated[list[str] | None, Option("--queue", help="Claim only from this queue; repeatable.")] = None
+    worker_id: Annotated[str | None, Option(help="Name of the worker in the store (default: host and process).")] = None
     lease_seconds: Annotated[
-        float,
-        typer.Option("--lease", min=1, help="Seconds without a heartbeat after which other runners get the rollouts."),
+        float, Option("--lease", min=1, help="Seconds without a heartbeat after which other runners get the rollouts.")
     ] = 30.0
-    max_rollouts: Annotated[int | None, typer.Option(min=1, help="Exit after this number of rollouts.")] = None
+    max_rollouts: Annotated[int | None, Option(min=1, help="Exit after this number of rollouts.")] = None
     hide: Annotated[
-        list[str] | None,
-        typer.Option(help="A field of a dict task that only the reward function receives; repeatable."),
+        list[str] | None, Option(help="A field of a dict task that only the reward function receives; repeatable.")
     ] = None
-    cwd: Annotated[Path | None, typer.Option(help="Working directory of the agent.")] = None
-    log: Annotated[Path | None, typer.Option(help="File for what the agent prints (default: stderr).")] = None
+    cwd: Annotated[Path | None, Option(help="Working directory of the agent.")] = None
+    log: Annotated[Path | None, Option(help="File for what the agent prints (default: stderr).")] = None
     redirect: Annotated[
         bool | None,
-        typer.Option(
+        Option(
             help="Redirect the agent's model calls to the server (default: if it has a model; rollouts of a training "
             "run are redirected to that run)."
         ),
     ] = None
-    patience: Annotated[float, typer.Option(min=0, help="Seconds for which the server may be unreachable.")] = 600.0
+    patience: Annotated[float, Option(min=0, help="Seconds for which the server may be unreachable.")] = 600.0
     reward: Reward = None
 
 
 async def runner(
-    ctx: typer.Context,
+    ctx: Context,
     *,
     server: Annotated[
         str | None,
-        typer.Option(
-            "--server",
+        Option(
             envvar="AGL_SERVER",
             help="The URL of `agl serve`: http://HOST:PORT (else AGL_SERVER_HOST and AGL_SERVER_PORT).",
-            show_default=False,
         ),
     ] = None,
     agent: Agent = None,
@@ -501,32 +485,27 @@ async def runner(
     token: Token = None,
     variables: Annotated[
         list[str] | None,
-        typer.Option(
-            "--variable", help="VARIABLE=FIELD: an environment variable with a field of a dict task; repeatable."
-        ),
+        Option("--variable", help="VARIABLE=FIELD: an environment variable with a field of a dict task; repeatable."),
     ] = None,
     drain_seconds: Annotated[
-        float | None, typer.Option(min=0, help="Time for attempts to finish after SIGTERM (default: unlimited).")
+        float | None, Option(min=0, help="Time for attempts to finish after SIGTERM (default: unlimited).")
     ] = None,
     job: Annotated[
         Path | None,
-        typer.Option(
-            "--job",
+        Option(
             help="Run each attempt in a Kubernetes Job made from this manifest (YAML or JSON); --agent is then the"
-            " command of its container, by default that of the image.",
-            show_default=False,
+            " command of its container, by default that of the image."
         ),
     ] = None,
     job_api: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="The URL of the Kubernetes API server, as that of `kubectl proxy`; by default that of this pod's"
-            " cluster.",
-            show_default=False,
+            " cluster."
         ),
     ] = None,
     job_start_seconds: Annotated[
-        float, typer.Option(min=1, help="Time in which the container of a Job has to start.")
+        float, Option(min=1, help="Time in which the container of a Job has to start.")
     ] = 600.0,
     log_format: LogFormat = "text",
 ) -> Result:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import typer
+from typer import Argument, Option
 
 from agentlightning.cli.options import MODEL_HELP
 from agentlightning.cli.output import Result, agl
@@ -20,10 +21,10 @@ from agentlightning.errors import ConfigError
 
 
 def init(
-    directory: Annotated[Path, typer.Argument(help="The folder to make (default: the current one).")] = Path("."),
+    directory: Annotated[Path, Argument(help="The folder to make (default: the current one).")] = Path("."),
     kind: Annotated[
         Literal["function", "command", "langgraph", "openai-agents"] | None,
-        typer.Option(help="The kind of agent; asked for without it.", show_default=False),
+        Option(help="The kind of agent; asked for without it."),
     ] = None,
 ) -> Result:
     """Make a working folder to train an agent in: the agent, its reward, tasks, settings and a README.
@@ -190,7 +191,7 @@ def _make_records() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 # -- agl model --------------------------------------------------------------------------------------------------------
 
 
-def get_model(name: Annotated[str, typer.Argument(help=MODEL_HELP)]) -> Result:
+def get_model(name: Annotated[str, Argument(help=MODEL_HELP)]) -> Result:
     """Fetch and convert a model, unless it is here, and print its directory.
 
     \b

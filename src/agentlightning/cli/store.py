@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import typer
 from msgspec import structs
 from rich.filesize import decimal
+from typer import Argument, Context, Option
 
 from agentlightning.cli.options import (
     AnyStore,
@@ -58,7 +59,7 @@ async def stats(store: StoreOfRun) -> Result:
 async def show(
     store: StoreOfRun,
     rollout_id: Annotated[
-        str | None, typer.Argument(help="Its id, or the start of it (default: the newest rollout).", show_default=False)
+        str | None, Argument(help="Its id, or the start of it (default: the newest rollout).")
     ] = None,
 ) -> Result:
     """Show a rollout: its attempts, model calls, messages and reward.
@@ -94,8 +95,8 @@ MOST_READ: Final = 5000
 async def list_rollouts(
     store: StoreOfRun,
     chosen: Filter,
-    sort: Annotated[Order, typer.Option(help="newest, reward (lowest first) or seconds (slowest first).")] = "newest",
-    limit: Annotated[int, typer.Option(min=1, help="Rows to show.")] = 20,
+    sort: Annotated[Order, Option(help="newest, reward (lowest first) or seconds (slowest first).")] = "newest",
+    limit: Annotated[int, Option(min=1, help="Rows to show.")] = 20,
     reward_weights: RewardWeights = None,
 ) -> Result:
     """List rollouts with their reward, calls and failure.
@@ -155,15 +156,13 @@ def _counts(counts: dict[str, int], queues: list[Queue]) -> Iterator[str]:
 
 
 async def prune(
-    ctx: typer.Context,
+    ctx: Context,
     store: AnyStore,
-    older_than: Annotated[
-        str | None, typer.Option(help="Remove rollouts that finished longer ago: 12h, 30d, 2w.")
-    ] = None,
-    keep: Annotated[int | None, typer.Option(help="Keep this number of finished rollouts, the newest ones.")] = None,
-    max_size: Annotated[str | None, typer.Option(help="Keep the newest rollouts up to this size: 500MB, 10GB.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed, and stop.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    older_than: Annotated[str | None, Option(help="Remove rollouts that finished longer ago: 12h, 30d, 2w.")] = None,
+    keep: Annotated[int | None, Option(help="Keep this number of finished rollouts, the newest ones.")] = None,
+    max_size: Annotated[str | None, Option(help="Keep the newest rollouts up to this size: 500MB, 10GB.")] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print what would be removed, and stop.")] = False,
+    yes: Annotated[bool, Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> Result:
     """Remove the oldest finished rollouts until the others fit.
 
@@ -239,11 +238,9 @@ async def vacuum(store: AnyStore) -> Result:
 async def export_(
     store: StoreOfRun,
     chosen: Filter,
-    file: Annotated[Path, typer.Argument(help="Ends in .jsonl, .jsonl.gz or .parquet.")],
-    queues: Annotated[
-        list[str] | None, typer.Option("--queue", help="Only rollouts of this queue; repeatable.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+    file: Annotated[Path, Argument(help="Ends in .jsonl, .jsonl.gz or .parquet.")],
+    queues: Annotated[list[str] | None, Option("--queue", help="Only rollouts of this queue; repeatable.")] = None,
+    force: Annotated[bool, Option("--force", help="Overwrite an existing file.")] = False,
 ) -> Result:
     """Write resources, rollouts, attempts and spans to a file that `agl store import` reads.
 
@@ -283,10 +280,7 @@ async def export_(
     return Result({"file": str(file), **asdict(exported)}, text, after)
 
 
-async def import_(
-    store: AnyStore,
-    file: Annotated[Path, typer.Argument(help="Written by `agl store export`.")],
-) -> Result:
+async def import_(store: AnyStore, file: Annotated[Path, Argument(help="Written by `agl store export`.")]) -> Result:
     """Add the contents of a file to a store.
 
     What the store already has stays as it is, so that an import can be repeated. Unfinished rollouts are queued. Of a
@@ -333,16 +327,14 @@ SUFFIXES: Final = {"hf": "", "gguf-ready": "", "gguf": ".gguf"}
 
 async def export(
     run: Run = None,
-    to: Annotated[
-        Form, typer.Option("--to", help="hf, gguf-ready and gguf: weights; the others: rollouts as lines.")
-    ] = "hf",
-    out: Annotated[Path | None, typer.Option(help="File or directory (default: RUN/export/FORM).")] = None,
-    min_reward: Annotated[float | None, typer.Option(help="Only rollouts with at least this reward.")] = None,
-    target_agent: Annotated[str | None, typer.Option(help="Only calls of agents whose name matches.")] = None,
+    to: Annotated[Form, Option(help="hf, gguf-ready and gguf: weights; the others: rollouts as lines.")] = "hf",
+    out: Annotated[Path | None, Option(help="File or directory (default: RUN/export/FORM).")] = None,
+    min_reward: Annotated[float | None, Option(help="Only rollouts with at least this reward.")] = None,
+    target_agent: Annotated[str | None, Option(help="Only calls of agents whose name matches.")] = None,
     store: GivenStore = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of --out, if there is one.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file of --out, if there is one.")] = False,
     reward_weights: RewardWeights = None,
-    precision: Annotated[Precision | None, typer.Option(help="Of the matrices of a GGUF file (default: f16).")] = None,
+    precision: Annotated[Precision | None, Option(help="Of the matrices of a GGUF file (default: f16).")] = None,
 ) -> Result:
     """Write the weights of a run for transformers, llama.cpp or Ollama, or its training rollouts as a data set.
 

@@ -13,6 +13,7 @@ import orjson
 import typer
 from rich.console import RenderableType
 from rich.text import Text
+from typer import Argument, Context, Option
 
 from agentlightning.cli.options import (
     RUNS,
@@ -41,28 +42,24 @@ if TYPE_CHECKING:
 
 
 def train(
-    ctx: typer.Context,
+    ctx: Context,
     subject: Subject,
-    settings: Annotated[list[str] | None, typer.Argument(help="section.key=value ...", show_default=False)] = None,
-    config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of data order and sampling.")] = None,
+    settings: Annotated[list[str] | None, Argument(help="section.key=value ...")] = None,
+    config: Annotated[Path | None, Option(help="A TOML file of settings.")] = None,
+    seed: Annotated[int | None, Option(help="Seed of data order and sampling.")] = None,
     run: NewRun = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Continue the run in this directory; settings change those of the run.")
+        Path | None, Option(help="Continue the run in this directory; settings change those of the run.")
     ] = None,
     server: Annotated[
-        str | None,
-        typer.Option(help="Use the store of this `agl serve`; with runner.hosts=0 its runners run the agent."),
+        str | None, Option(help="Use the store of this `agl serve`; with runner.hosts=0 its runners run the agent.")
     ] = None,
     token: Token = None,
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Check everything short of training: imports, tasks, a few rollouts; then exit."
-        ),
+        bool, Option("--dry-run", help="Check everything short of training: imports, tasks, a few rollouts; then exit.")
     ] = False,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print all settings with their explanations as TOML and exit.")
+        bool, Option("--print-config", help="Print all settings with their explanations as TOML and exit.")
     ] = False,
 ) -> Result | None:
     """Train an agent on tasks, and measure the gain on tasks it has not seen.
@@ -147,27 +144,23 @@ def _resolve(changes: list[str], config: Path | None, run: Path | None, resume: 
 class Recorded:
     """What is learned from, and as which run, by every verb that learns from recorded sessions."""
 
-    settings: Annotated[list[str] | None, typer.Argument(help="setting=value ...", show_default=False)] = None
+    settings: Annotated[list[str] | None, Argument(help="setting=value ...")] = None
     model: Model = None
-    store: Annotated[str | None, typer.Option(help="A SQLite file, postgresql://... or the URL of `agl serve`.")] = None
+    store: Annotated[str | None, Option(help="A SQLite file, postgresql://... or the URL of `agl serve`.")] = None
     reward_weights: RewardWeights = None
     target_agent: Annotated[
-        str | None, typer.Option(help="Only calls of agents whose whole name matches are learned from.")
+        str | None, Option(help="Only calls of agents whose whole name matches are learned from.")
     ] = None
     eval_agent: Annotated[
-        str | None, typer.Option(help="module:name of an agent to measure on --held-out before and after.")
+        str | None, Option(help="module:name of an agent to measure on --held-out before and after.")
     ] = None
-    held_out: Annotated[str | None, typer.Option(help="Tasks to measure on: a JSONL, JSON, CSV or Parquet file.")] = (
-        None
-    )
+    held_out: Annotated[str | None, Option(help="Tasks to measure on: a JSONL, JSON, CSV or Parquet file.")] = None
     reward: Reward = None
-    seed: Annotated[int, typer.Option(help="Seed of the order of the data.")] = 0
+    seed: Annotated[int, Option(help="Seed of the order of the data.")] = 0
     run: NewRun = None
-    checkpoint_every: Annotated[int | None, typer.Option(min=1, help="Updates between checkpoints (default: 20).")] = (
-        None
-    )
+    checkpoint_every: Annotated[int | None, Option(min=1, help="Updates between checkpoints (default: 20).")] = None
     resume: Annotated[
-        Path | None, typer.Option(help="Continue the run in this directory, with the settings and the data it has.")
+        Path | None, Option(help="Continue the run in this directory, with the settings and the data it has.")
     ] = None
 
     @cached_property
@@ -206,21 +199,21 @@ class Recorded:
 
 
 def sft(
-    ctx: typer.Context,
+    ctx: Context,
     *,
-    data: Annotated[str | None, typer.Option(help="Conversations: a JSONL, JSON, CSV or Parquet file.")] = None,
+    data: Annotated[str | None, Option(help="Conversations: a JSONL, JSON, CSV or Parquet file.")] = None,
     given: Recorded,
-    validation: Annotated[str | None, typer.Option(help="Conversations to measure the loss on.")] = None,
-    threshold: Annotated[float, typer.Option(help="With --store: sessions with at least this reward.")] = 0.5,
-    best_of: Annotated[int | None, typer.Option(help="With --store: at most so many sessions of a task.")] = None,
+    validation: Annotated[str | None, Option(help="Conversations to measure the loss on.")] = None,
+    threshold: Annotated[float, Option(help="With --store: sessions with at least this reward.")] = 0.5,
+    best_of: Annotated[int | None, Option(help="With --store: at most so many sessions of a task.")] = None,
     pass_rate: Annotated[
-        tuple[float, float] | None, typer.Option(help="With --store: only tasks solved in this share of sessions.")
+        tuple[float, float] | None, Option(help="With --store: only tasks solved in this share of sessions.")
     ] = None,
-    duplicates: Annotated[bool, typer.Option("--duplicates", help="With --store: keep equal sessions.")] = False,
+    duplicates: Annotated[bool, Option("--duplicates", help="With --store: keep equal sessions.")] = False,
     self_verified: Annotated[
-        bool, typer.Option("--self-verified", help="With --store: sessions that agree with the majority of their task.")
+        bool, Option("--self-verified", help="With --store: sessions that agree with the majority of their task.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Also write the model to this directory.")] = None,
+    out: Annotated[Path | None, Option(help="Also write the model to this directory.")] = None,
 ) -> Result:
     """Supervised learning on conversations, or on the successful sessions of a store.
 
@@ -256,10 +249,10 @@ def sft(
 
 
 def dpo(
-    ctx: typer.Context,
+    ctx: Context,
     *,
     data: Annotated[
-        str | None, typer.Option(help="Pairs with prompt, chosen and rejected: a JSONL, JSON, CSV or Parquet file.")
+        str | None, Option(help="Pairs with prompt, chosen and rejected: a JSONL, JSON, CSV or Parquet file.")
     ] = None,
     given: Recorded,
 ) -> Result:
@@ -290,15 +283,12 @@ def dpo(
 
 
 def demo(
-    ctx: typer.Context,
+    ctx: Context,
     model: Annotated[
-        str,
-        typer.Option(
-            help="A pretrained model: smollm2-135m, or any other as for agl train. tiny: one made on the spot."
-        ),
+        str, Option(help="A pretrained model: smollm2-135m, or any other as for agl train. tiny: one made on the spot.")
     ] = TINY,
-    seed: Annotated[int, typer.Option(help="Seed of the problems, the starting policy and the sampling.")] = 0,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps of reinforcement learning.")] = None,
+    seed: Annotated[int, Option(help="Seed of the problems, the starting policy and the sampling.")] = 0,
+    steps: Annotated[int | None, Option(min=1, help="Steps of reinforcement learning.")] = None,
     run: NewRun = None,
 ) -> Result:
     """Train an agent by reinforcement learning on this machine: two cores, no GPU.
