@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import orjson
 import typer
@@ -54,41 +54,29 @@ TOO_EASY: Final = "use harder tasks"
 def evaluate(
     ctx: Context,
     subject: Subject,
-    settings: Annotated[list[str] | None, Argument(help="runner.key=value, prompts.NAME=TEXT ...")] = None,
-    run: Annotated[
-        Path | None,
-        Option(
-            help="Take agent, held-out tasks, weights and prompts from this run (default: the newest below runs, where"
-            " neither --agent nor --data nor --env is given; before the first run, the settings of agl.toml)."
-        ),
-    ] = None,
-    sampled: Annotated[bool, Option("--sampled", help="Sample at temperature 1, not greedily.")] = False,
-    limit: Annotated[int | None, Option(min=1, help="Only the first tasks.")] = None,
+    settings: list[str] | None = Argument(None, help="runner.key=value, prompts.NAME=TEXT ..."),
+    run: Path | None = Option(
+        None,
+        help="Take agent, held-out tasks, weights and prompts from this run (default: the newest below runs, where"
+        " neither --agent nor --data nor --env is given; before the first run, the settings of agl.toml).",
+    ),
+    sampled: bool = Option(False, "--sampled", help="Sample at temperature 1, not greedily."),
+    limit: int | None = Option(None, min=1, help="Only the first tasks."),
     reward_weights: RewardWeights = None,
-    repeats: Annotated[int, Option(min=1, help="Rollouts of each task.")] = 1,
-    failed: Annotated[
-        str, Option(help="How rollouts without a reward count: lowest, exclude, or a reward such as 0.")
-    ] = "lowest",
-    bounds: Annotated[
-        tuple[float, float] | None, Option(help="The lowest and the highest reward possible, if not 0 and 1.")
-    ] = None,
-    slices: Annotated[
-        list[str] | None, Option("--slice", help="Also show the result by this field of tasks; repeatable.")
-    ] = None,
-    compare: Annotated[
-        Path | None, Option(help="Compare with an earlier evaluation of these tasks, a file of --out.")
-    ] = None,
-    aa: Annotated[
-        bool, Option("--aa", help="Run twice, and compare the agent with itself: what differences chance makes.")
-    ] = False,
-    out: Annotated[Path | None, Option(help="Write the evaluation to this JSON file.")] = None,
-    cache: Annotated[
-        Path | None, Option(help="Keep rollouts in this directory, and run none twice; continues there.")
-    ] = None,
-    trained_on: Annotated[
-        str | None, Option(help="Tasks that the agent has learned from: none may be evaluated.")
-    ] = None,
-    concurrency: Annotated[int | None, Option(min=1, help="Rollouts to run at the same time (default: 64).")] = None,
+    repeats: int = Option(1, min=1, help="Rollouts of each task."),
+    failed: str = Option("lowest", help="How rollouts without a reward count: lowest, exclude, or a reward such as 0."),
+    bounds: tuple[float, float] | None = Option(
+        None, help="The lowest and the highest reward possible, if not 0 and 1."
+    ),
+    slices: list[str] | None = Option(None, "--slice", help="Also show the result by this field of tasks; repeatable."),
+    compare: Path | None = Option(None, help="Compare with an earlier evaluation of these tasks, a file of --out."),
+    aa: bool = Option(
+        False, "--aa", help="Run twice, and compare the agent with itself: what differences chance makes."
+    ),
+    out: Path | None = Option(None, help="Write the evaluation to this JSON file."),
+    cache: Path | None = Option(None, help="Keep rollouts in this directory, and run none twice; continues there."),
+    trained_on: str | None = Option(None, help="Tasks that the agent has learned from: none may be evaluated."),
+    concurrency: int | None = Option(None, min=1, help="Rollouts to run at the same time (default: 64)."),
 ) -> Result:
     """Measure an agent: its mean reward on tasks, with a 95% confidence interval.
 
@@ -277,7 +265,7 @@ def _passes(result: Evaluation) -> list[tuple[int, float, float]]:
 # -- agl compare ------------------------------------------------------------------------------------------------------
 
 
-def compare_runs(runs: Annotated[list[Path], Argument(help="The directories of finished runs.")]) -> Result:
+def compare_runs(runs: list[Path] = Argument(help="The directories of finished runs.")) -> Result:
     """Compare configurations over seeds: mean and 95% interval of the held-out reward, and of their difference.
 
     Runs whose settings differ in the seed alone are one configuration. The first one named is what the others are
@@ -329,10 +317,10 @@ async def rescore(
     store: AnyStore,
     chosen: Filter,
     reward: Reward = None,
-    run: Annotated[str | None, Option(help="A run directory, or part of the rollout id.")] = None,
-    task: Annotated[str | None, Option(help="JSON: a task, or some of its keys with their values.")] = None,
-    concurrency: Annotated[int, Option(min=1, help="Rollouts to score at the same time.")] = 8,
-    dry_run: Annotated[bool, Option("--dry-run", help="Score and report, but write nothing.")] = False,
+    run: str | None = Option(None, help="A run directory, or part of the rollout id."),
+    task: str | None = Option(None, help="JSON: a task, or some of its keys with their values."),
+    concurrency: int = Option(8, min=1, help="Rollouts to score at the same time."),
+    dry_run: bool = Option(False, "--dry-run", help="Score and report, but write nothing."),
 ) -> Result:
     """Apply a new reward function to stored rollouts.
 
@@ -393,16 +381,13 @@ def _rescoring_lines(result: Rescoring) -> Iterator[str]:
 
 async def compare_rules(
     store: StoreOfRun,
-    earlier: Annotated[str | None, Argument(help="The earlier form of --store.", hidden=True)] = None,
-    rules: Annotated[
-        list[str] | None,
-        Option("--rule", help="A rule's name, or JSON with its type and settings; repeatable (default: all rules)."),
-    ] = None,
-    groups: Annotated[
-        int, Option(min=1, help="Use at most this number of groups of two rollouts or more, the newest.")
-    ] = 128,
-    mode: Annotated[Literal["train", "val", "test"] | None, Option(help="Only rollouts of this mode.")] = None,
-    target_agent: Annotated[str | None, Option(help="Only calls of agents whose name matches.")] = None,
+    earlier: str | None = Argument(None, help="The earlier form of --store.", hidden=True),
+    rules: list[str] | None = Option(
+        None, "--rule", help="A rule's name, or JSON with its type and settings; repeatable (default: all rules)."
+    ),
+    groups: int = Option(128, min=1, help="Use at most this number of groups of two rollouts or more, the newest."),
+    mode: Literal["train", "val", "test"] | None = Option(None, help="Only rollouts of this mode."),
+    target_agent: str | None = Option(None, help="Only calls of agents whose name matches."),
     reward_weights: RewardWeights = None,
 ) -> Result:
     """Estimate how many rollouts each credit rule needs until its gradient shows more signal than noise.

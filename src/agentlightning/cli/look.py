@@ -17,7 +17,7 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qs, quote, urlsplit
 
 from rich.console import RenderableType
@@ -51,17 +51,13 @@ LOOK: Final = {"finished": ("report",), "unfinished": ("train", "--resume")}
 
 
 def status(
-    target: Annotated[
-        str | None,
-        Argument(
-            metavar="RUN",
-            help="The directory of a run (running, finished or crashed; default: the newest below runs), or the address"
-            " of a server that shows it: the link of its dashboard.",
-        ),
-    ] = None,
-    name: Annotated[
-        str | None, Option("--run", help="Of a server: which of its runs. Default: the running one.")
-    ] = None,
+    target: str | None = Argument(
+        None,
+        metavar="RUN",
+        help="The directory of a run (running, finished or crashed; default: the newest below runs), or the address of"
+        " a server that shows it: the link of its dashboard.",
+    ),
+    name: str | None = Option(None, "--run", help="Of a server: which of its runs. Default: the running one."),
     token: Token = None,
 ) -> Result:
     """Say how far a training run is: its step, reward, validation, speed, failures and warnings.
@@ -175,9 +171,9 @@ def _chosen(runs: Sequence[dict[str, Any]], name: str | None, server: str) -> di
 
 async def report(
     run: Run = None,
-    html: Annotated[bool, Option("--html", help="Write a page with curves, which needs no server.")] = False,
-    out: Annotated[Path | None, Option(help="File to write (default: RUN/report.html; text is printed).")] = None,
-    examples: Annotated[int, Option(min=0, help="Changed tasks to show with their conversations.")] = 3,
+    html: bool = Option(False, "--html", help="Write a page with curves, which needs no server."),
+    out: Path | None = Option(None, help="File to write (default: RUN/report.html; text is printed)."),
+    examples: int = Option(3, min=0, help="Changed tasks to show with their conversations."),
     store: GivenStore = None,
 ) -> Result:
     """Report what a run changed: held-out reward with its interval, tasks won and lost, cost, examples.
@@ -282,15 +278,14 @@ def _findings_lines(found: Examination) -> Iterator[RenderableType]:
 
 async def dashboard(
     ctx: Context,
-    target: Annotated[
-        str | None,
-        Argument(help="The directory of a run or of several, a database, or the URL of a server (default: runs)."),
-    ] = None,
-    demo: Annotated[bool, Option("--demo", help="Show two recorded runs; nothing is trained.")] = False,
-    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 4749,
+    target: str | None = Argument(
+        None, help="The directory of a run or of several, a database, or the URL of a server (default: runs)."
+    ),
+    demo: bool = Option(False, "--demo", help="Show two recorded runs; nothing is trained."),
+    host: str = Option("127.0.0.1", help="Address to listen on."),
+    port: int = Option(4749, min=0, max=65535, help="Port to listen on; 0 takes a free one."),
     token: Token = None,
-    browser: Annotated[bool, Option(help="Open it in the browser.")] = True,
+    browser: bool = Option(True, help="Open it in the browser."),
 ) -> None:
     """Show runs, rollouts and tokens in the browser, until stopped (Ctrl-C). It only reads.
 

@@ -87,6 +87,7 @@ def with_groups(verb: Callable[..., Any]) -> Callable[..., Any]:
             inspect.signature(groups[name], eval_str=True).parameters.values() if name in groups else [parameter]
         )
     ]
+    call.__annotations__ = {each.name: each.annotation for each in parameters}
     call.__signature__ = own.replace(parameters=parameters)  # pyright: ignore[reportAttributeAccessIssue]
     return call
 
@@ -246,8 +247,6 @@ def _print_version(wanted: bool) -> None:
 
 
 def _program(
-    show_version: Annotated[
-        bool, Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
-    ] = False,
+    show_version: bool = Option(False, "--version", help="Print the version.", is_eager=True, callback=_print_version),
 ) -> None:
     """Train any AI agent, and know whether it helped."""

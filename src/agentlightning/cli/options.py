@@ -41,8 +41,8 @@ class Subject:
 
     agent: Agent = None
     reward: Reward = None
-    data: Annotated[str | None, Option(help="Tasks: a JSONL, JSON, CSV or Parquet file, or an environment.")] = None
-    env: Annotated[str | None, Option(help="KIND:NAME: an environment with its tasks, agent and reward.")] = None
+    data: str | None = Option(None, help="Tasks: a JSONL, JSON, CSV or Parquet file, or an environment.")
+    env: str | None = Option(None, help="KIND:NAME: an environment with its tasks, agent and reward.")
     model: Model = None
 
 
@@ -72,15 +72,13 @@ LogFormat = Annotated[Literal["text", "json"], Option(help="Format of the log on
 class AnyStore:
     """A store that exists, here or on a server."""
 
-    store: Annotated[
-        str | None,
-        Option(
-            "--store",
-            "--server",
-            help="A SQLite file, postgresql://... or the URL of a server (default: $AGL_STORE, else"
-            " .agentlightning/store.db)",
-        ),
-    ] = None
+    store: str | None = Option(
+        None,
+        "--store",
+        "--server",
+        help="A SQLite file, postgresql://... or the URL of a server (default: $AGL_STORE, else"
+        " .agentlightning/store.db)",
+    )
     token: Token = None
 
     @cached_property
@@ -96,13 +94,11 @@ class AnyStore:
 class StoreOfRun(AnyStore):
     """A store to read: that of a run, or another one."""
 
-    run: Annotated[
-        Path | None,
-        Option(
-            help="The directory of a run, whose store is read (default: the newest below runs, where there is no other"
-            " store)."
-        ),
-    ] = None
+    run: Path | None = Option(
+        None,
+        help="The directory of a run, whose store is read (default: the newest below runs, where there is no other"
+        " store).",
+    )
 
     @cached_property
     def place(self) -> str | None:
@@ -128,8 +124,8 @@ class StoreOfRun(AnyStore):
 class Filter:
     """Which rollouts."""
 
-    status: Annotated[list[str] | None, Option(help="Only rollouts with this status; repeatable.")] = None
-    mode: Annotated[list[str] | None, Option(help="Only rollouts with this mode; repeatable.")] = None
+    status: list[str] | None = Option(None, help="Only rollouts with this status; repeatable.")
+    mode: list[str] | None = Option(None, help="Only rollouts with this mode; repeatable.")
 
     def query(self) -> dict[str, Any]:
         """For the queries of a store. Raises ConfigError for what is no status, or no mode."""

@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import orjson
 from typer import Argument, Context, Option
@@ -71,19 +71,19 @@ Mode = Literal["train", "val", "test"] | None
 
 def run(
     ctx: Context,
-    command: Annotated[list[str], Argument(help="The command and its arguments, after --.")],
+    command: list[str] = Argument(help="The command and its arguments, after --."),
     models: Models = None,
     routes: Routes = None,
-    server: Annotated[str | None, Option(help="A server that records the rollout and answers its calls.")] = None,
+    server: str | None = Option(None, help="A server that records the rollout and answers its calls."),
     token: Token = None,
     store: Database = None,
-    task: Annotated[str | None, Option(help="The task of the rollout: JSON or text; also in AGL_TASK.")] = None,
-    task_file: Annotated[Path | None, Option("--input", help="A file that holds the task.")] = None,
-    reward: Annotated[
-        str | None, Option(help="A number, or module:name or path/file.py:name of (task, output) -> number.")
-    ] = None,
-    mode: Annotated[Mode, Option(help="The mode of the rollout.")] = None,
-    timeout: Annotated[float | None, Option(min=0.001, help="Seconds after which the command is terminated.")] = None,
+    task: str | None = Option(None, help="The task of the rollout: JSON or text; also in AGL_TASK."),
+    task_file: Path | None = Option(None, "--input", help="A file that holds the task."),
+    reward: str | None = Option(
+        None, help="A number, or module:name or path/file.py:name of (task, output) -> number."
+    ),
+    mode: Mode = Option(None, help="The mode of the rollout."),
+    timeout: float | None = Option(None, min=0.001, help="Seconds after which the command is terminated."),
 ) -> Result:
     """Run a command as one recorded rollout: agl run -- COMMAND ...
 

@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import typer
 from typer import Context, Option
@@ -65,81 +65,61 @@ PRUNE_SECONDS = 300.0
 class Options:
     """What is served, where, and for how long."""
 
-    host: Annotated[str, Option(envvar="AGL_SERVER_HOST", help="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[
-        int, Option(min=0, max=65535, envvar="AGL_SERVER_PORT", help="Port to listen on; 0 takes a free one.")
-    ] = 4747
-    workers: Annotated[
-        int, Option(min=1, help="Processes that serve the port; for providers and the store, not for --model. Linux.")
-    ] = 1
+    host: str = Option("127.0.0.1", envvar="AGL_SERVER_HOST", help="Address to listen on.")
+    port: int = Option(4747, min=0, max=65535, envvar="AGL_SERVER_PORT", help="Port to listen on; 0 takes a free one.")
+    workers: int = Option(
+        1, min=1, help="Processes that serve the port; for providers and the store, not for --model. Linux."
+    )
     store: Database = None
     token: Token = None
-    no_token: Annotated[
-        bool, Option("--no-token", help="Listen without a token on an address that other machines can reach.")
-    ] = False
-    allow_hosts: Annotated[
-        list[str] | None,
-        Option(
-            "--allow-host",
-            envvar="AGL_ALLOWED_HOSTS",
-            help="Without a token: another host name of this server; repeatable.",
-        ),
-    ] = None
-    allow_origins: Annotated[
-        list[str] | None,
-        Option(
-            "--allow-origin",
-            envvar="AGL_ALLOWED_ORIGINS",
-            help="A site whose pages may call this server (CORS), as https://NAME[:PORT]; repeatable.",
-        ),
-    ] = None
+    no_token: bool = Option(
+        False, "--no-token", help="Listen without a token on an address that other machines can reach."
+    )
+    allow_hosts: list[str] | None = Option(
+        None,
+        "--allow-host",
+        envvar="AGL_ALLOWED_HOSTS",
+        help="Without a token: another host name of this server; repeatable.",
+    )
+    allow_origins: list[str] | None = Option(
+        None,
+        "--allow-origin",
+        envvar="AGL_ALLOWED_ORIGINS",
+        help="A site whose pages may call this server (CORS), as https://NAME[:PORT]; repeatable.",
+    )
     models: Models = None
     routes: Routes = None
-    allow_unattributed: Annotated[
-        bool,
-        Option(
-            "--allow-unattributed",
-            help="Also answer calls that belong to no rollout, without recording them: for agents that are to use a"
-            " model, and not to be measured.",
-        ),
-    ] = False
-    tinker: Annotated[
-        list[str] | None,
-        Option(
-            envvar="AGL_TINKER",
-            help="Let programs written for the Tinker API train and sample this model: [NAME=]DIR; repeatable.",
-        ),
-    ] = None
-    tinker_weights: Annotated[
-        Path | None, Option(help="Where weights that these programs save go; by default beside the store.")
-    ] = None
-    otlp_export: Annotated[str | None, Option(help="Export all spans to this OTLP/HTTP endpoint.")] = None
-    adopt_traces: Annotated[
-        bool, Option("--adopt-traces", help="Store traces of unknown programs as rollouts of their own.")
-    ] = False
-    keep_days: Annotated[float | None, Option(min=0, help="Delete rollouts that finished longer ago.")] = None
-    keep_rollouts: Annotated[
-        int | None, Option(min=0, help="Delete the oldest finished rollouts beyond this number.")
-    ] = None
-    keep_size: Annotated[
-        str | None, Option(help="Delete the oldest finished rollouts beyond this size, such as 10GB.")
-    ] = None
-    runs: Annotated[
-        Path | None, Option(envvar="AGL_RUNS", help="A directory of runs, which the dashboard shows, too.")
-    ] = None
-    max_body: Annotated[str, Option(help="Largest request to the store and of traces, such as 64MiB.")] = "64MiB"
-    drain_seconds: Annotated[
-        float,
-        Option(
-            min=0,
-            help="Time between SIGTERM and the end of listening, in which /readyz responds 503: for load balancers.",
-        ),
-    ] = 0.0
-    grace_seconds: Annotated[
-        int, Option(min=0, help="Time for requests in progress to finish before the server exits.")
-    ] = 10
+    allow_unattributed: bool = Option(
+        False,
+        "--allow-unattributed",
+        help="Also answer calls that belong to no rollout, without recording them: for agents that are to use a model,"
+        " and not to be measured.",
+    )
+    tinker: list[str] | None = Option(
+        None,
+        envvar="AGL_TINKER",
+        help="Let programs written for the Tinker API train and sample this model: [NAME=]DIR; repeatable.",
+    )
+    tinker_weights: Path | None = Option(
+        None, help="Where weights that these programs save go; by default beside the store."
+    )
+    otlp_export: str | None = Option(None, help="Export all spans to this OTLP/HTTP endpoint.")
+    adopt_traces: bool = Option(
+        False, "--adopt-traces", help="Store traces of unknown programs as rollouts of their own."
+    )
+    keep_days: float | None = Option(None, min=0, help="Delete rollouts that finished longer ago.")
+    keep_rollouts: int | None = Option(None, min=0, help="Delete the oldest finished rollouts beyond this number.")
+    keep_size: str | None = Option(None, help="Delete the oldest finished rollouts beyond this size, such as 10GB.")
+    runs: Path | None = Option(None, envvar="AGL_RUNS", help="A directory of runs, which the dashboard shows, too.")
+    max_body: str = Option("64MiB", help="Largest request to the store and of traces, such as 64MiB.")
+    drain_seconds: float = Option(
+        0.0,
+        min=0,
+        help="Time between SIGTERM and the end of listening, in which /readyz responds 503: for load balancers.",
+    )
+    grace_seconds: int = Option(10, min=0, help="Time for requests in progress to finish before the server exits.")
     log_format: LogFormat = "text"
-    slow_ms: Annotated[float, Option(min=0, help="Log operations that take longer, in milliseconds.")] = 250.0
+    slow_ms: float = Option(250.0, min=0, help="Log operations that take longer, in milliseconds.")
 
     @cached_property
     def routing(self) -> GatewayConfig:
@@ -445,68 +425,56 @@ POLL_SECONDS = 10.0
 class RunnerOptions:
     """The options of `agl runner` that are those of `Runner`."""
 
-    concurrency: Annotated[int, Option(min=1, help="Concurrent attempts.")] = 32
-    hosts: Annotated[int, Option(min=1, help="Processes that run Python agents.")] = 1
-    fresh_process: Annotated[bool, Option("--fresh-process", help="Run every attempt in a new process.")] = False
-    queues: Annotated[list[str] | None, Option("--queue", help="Claim only from this queue; repeatable.")] = None
-    worker_id: Annotated[str | None, Option(help="Name of the worker in the store (default: host and process).")] = None
-    lease_seconds: Annotated[
-        float, Option("--lease", min=1, help="Seconds without a heartbeat after which other runners get the rollouts.")
-    ] = 30.0
-    max_rollouts: Annotated[int | None, Option(min=1, help="Exit after this number of rollouts.")] = None
-    hide: Annotated[
-        list[str] | None, Option(help="A field of a dict task that only the reward function receives; repeatable.")
-    ] = None
-    cwd: Annotated[Path | None, Option(help="Working directory of the agent.")] = None
-    log: Annotated[Path | None, Option(help="File for what the agent prints (default: stderr).")] = None
-    redirect: Annotated[
-        bool | None,
-        Option(
-            help="Redirect the agent's model calls to the server (default: if it has a model; rollouts of a training "
-            "run are redirected to that run)."
-        ),
-    ] = None
-    patience: Annotated[float, Option(min=0, help="Seconds for which the server may be unreachable.")] = 600.0
+    concurrency: int = Option(32, min=1, help="Concurrent attempts.")
+    hosts: int = Option(1, min=1, help="Processes that run Python agents.")
+    fresh_process: bool = Option(False, "--fresh-process", help="Run every attempt in a new process.")
+    queues: list[str] | None = Option(None, "--queue", help="Claim only from this queue; repeatable.")
+    worker_id: str | None = Option(None, help="Name of the worker in the store (default: host and process).")
+    lease_seconds: float = Option(
+        30.0, "--lease", min=1, help="Seconds without a heartbeat after which other runners get the rollouts."
+    )
+    max_rollouts: int | None = Option(None, min=1, help="Exit after this number of rollouts.")
+    hide: list[str] | None = Option(
+        None, help="A field of a dict task that only the reward function receives; repeatable."
+    )
+    cwd: Path | None = Option(None, help="Working directory of the agent.")
+    log: Path | None = Option(None, help="File for what the agent prints (default: stderr).")
+    redirect: bool | None = Option(
+        None,
+        help="Redirect the agent's model calls to the server (default: if it has a model; rollouts of a training run"
+        " are redirected to that run).",
+    )
+    patience: float = Option(600.0, min=0, help="Seconds for which the server may be unreachable.")
     reward: Reward = None
 
 
 async def runner(
     ctx: Context,
     *,
-    server: Annotated[
-        str | None,
-        Option(
-            envvar="AGL_SERVER",
-            help="The URL of `agl serve`: http://HOST:PORT (else AGL_SERVER_HOST and AGL_SERVER_PORT).",
-        ),
-    ] = None,
+    server: str | None = Option(
+        None,
+        envvar="AGL_SERVER",
+        help="The URL of `agl serve`: http://HOST:PORT (else AGL_SERVER_HOST and AGL_SERVER_PORT).",
+    ),
     agent: Agent = None,
     options: RunnerOptions,
     token: Token = None,
-    variables: Annotated[
-        list[str] | None,
-        Option("--variable", help="VARIABLE=FIELD: an environment variable with a field of a dict task; repeatable."),
-    ] = None,
-    drain_seconds: Annotated[
-        float | None, Option(min=0, help="Time for attempts to finish after SIGTERM (default: unlimited).")
-    ] = None,
-    job: Annotated[
-        Path | None,
-        Option(
-            help="Run each attempt in a Kubernetes Job made from this manifest (YAML or JSON); --agent is then the"
-            " command of its container, by default that of the image."
-        ),
-    ] = None,
-    job_api: Annotated[
-        str | None,
-        Option(
-            help="The URL of the Kubernetes API server, as that of `kubectl proxy`; by default that of this pod's"
-            " cluster."
-        ),
-    ] = None,
-    job_start_seconds: Annotated[
-        float, Option(min=1, help="Time in which the container of a Job has to start.")
-    ] = 600.0,
+    variables: list[str] | None = Option(
+        None, "--variable", help="VARIABLE=FIELD: an environment variable with a field of a dict task; repeatable."
+    ),
+    drain_seconds: float | None = Option(
+        None, min=0, help="Time for attempts to finish after SIGTERM (default: unlimited)."
+    ),
+    job: Path | None = Option(
+        None,
+        help="Run each attempt in a Kubernetes Job made from this manifest (YAML or JSON); --agent is then the command"
+        " of its container, by default that of the image.",
+    ),
+    job_api: str | None = Option(
+        None,
+        help="The URL of the Kubernetes API server, as that of `kubectl proxy`; by default that of this pod's cluster.",
+    ),
+    job_start_seconds: float = Option(600.0, min=1, help="Time in which the container of a Job has to start."),
     log_format: LogFormat = "text",
 ) -> Result:
     """Run an agent on the rollouts of a server, until stopped.

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import typer
 from typer import Argument, Option
@@ -21,11 +21,10 @@ from agentlightning.errors import ConfigError
 
 
 def init(
-    directory: Annotated[Path, Argument(help="The folder to make (default: the current one).")] = Path("."),
-    kind: Annotated[
-        Literal["function", "command", "langgraph", "openai-agents"] | None,
-        Option(help="The kind of agent; asked for without it."),
-    ] = None,
+    directory: Path = Argument(Path("."), help="The folder to make (default: the current one)."),
+    kind: Literal["function", "command", "langgraph", "openai-agents"] | None = Option(
+        None, help="The kind of agent; asked for without it."
+    ),
 ) -> Result:
     """Make a working folder to train an agent in: the agent, its reward, tasks, settings and a README.
 
@@ -191,7 +190,7 @@ def _make_records() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 # -- agl model --------------------------------------------------------------------------------------------------------
 
 
-def get_model(name: Annotated[str, Argument(help=MODEL_HELP)]) -> Result:
+def get_model(name: str = Argument(help=MODEL_HELP)) -> Result:
     """Fetch and convert a model, unless it is here, and print its directory.
 
     \b

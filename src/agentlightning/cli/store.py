@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import typer
 from msgspec import structs
@@ -58,9 +58,7 @@ async def stats(store: StoreOfRun) -> Result:
 
 async def show(
     store: StoreOfRun,
-    rollout_id: Annotated[
-        str | None, Argument(help="Its id, or the start of it (default: the newest rollout).")
-    ] = None,
+    rollout_id: str | None = Argument(None, help="Its id, or the start of it (default: the newest rollout)."),
 ) -> Result:
     """Show a rollout: its attempts, model calls, messages and reward.
 
@@ -95,8 +93,8 @@ MOST_READ: Final = 5000
 async def list_rollouts(
     store: StoreOfRun,
     chosen: Filter,
-    sort: Annotated[Order, Option(help="newest, reward (lowest first) or seconds (slowest first).")] = "newest",
-    limit: Annotated[int, Option(min=1, help="Rows to show.")] = 20,
+    sort: Order = Option("newest", help="newest, reward (lowest first) or seconds (slowest first)."),
+    limit: int = Option(20, min=1, help="Rows to show."),
     reward_weights: RewardWeights = None,
 ) -> Result:
     """List rollouts with their reward, calls and failure.
@@ -158,11 +156,11 @@ def _counts(counts: dict[str, int], queues: list[Queue]) -> Iterator[str]:
 async def prune(
     ctx: Context,
     store: AnyStore,
-    older_than: Annotated[str | None, Option(help="Remove rollouts that finished longer ago: 12h, 30d, 2w.")] = None,
-    keep: Annotated[int | None, Option(help="Keep this number of finished rollouts, the newest ones.")] = None,
-    max_size: Annotated[str | None, Option(help="Keep the newest rollouts up to this size: 500MB, 10GB.")] = None,
-    dry_run: Annotated[bool, Option("--dry-run", help="Print what would be removed, and stop.")] = False,
-    yes: Annotated[bool, Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    older_than: str | None = Option(None, help="Remove rollouts that finished longer ago: 12h, 30d, 2w."),
+    keep: int | None = Option(None, help="Keep this number of finished rollouts, the newest ones."),
+    max_size: str | None = Option(None, help="Keep the newest rollouts up to this size: 500MB, 10GB."),
+    dry_run: bool = Option(False, "--dry-run", help="Print what would be removed, and stop."),
+    yes: bool = Option(False, "--yes", "-y", help="Do not ask for confirmation."),
 ) -> Result:
     """Remove the oldest finished rollouts until the others fit.
 
@@ -238,9 +236,9 @@ async def vacuum(store: AnyStore) -> Result:
 async def export_(
     store: StoreOfRun,
     chosen: Filter,
-    file: Annotated[Path, Argument(help="Ends in .jsonl, .jsonl.gz or .parquet.")],
-    queues: Annotated[list[str] | None, Option("--queue", help="Only rollouts of this queue; repeatable.")] = None,
-    force: Annotated[bool, Option("--force", help="Overwrite an existing file.")] = False,
+    file: Path = Argument(help="Ends in .jsonl, .jsonl.gz or .parquet."),
+    queues: list[str] | None = Option(None, "--queue", help="Only rollouts of this queue; repeatable."),
+    force: bool = Option(False, "--force", help="Overwrite an existing file."),
 ) -> Result:
     """Write resources, rollouts, attempts and spans to a file that `agl store import` reads.
 
@@ -280,7 +278,7 @@ async def export_(
     return Result({"file": str(file), **asdict(exported)}, text, after)
 
 
-async def import_(store: AnyStore, file: Annotated[Path, Argument(help="Written by `agl store export`.")]) -> Result:
+async def import_(store: AnyStore, file: Path = Argument(help="Written by `agl store export`.")) -> Result:
     """Add the contents of a file to a store.
 
     What the store already has stays as it is, so that an import can be repeated. Unfinished rollouts are queued. Of a
@@ -327,14 +325,14 @@ SUFFIXES: Final = {"hf": "", "gguf-ready": "", "gguf": ".gguf"}
 
 async def export(
     run: Run = None,
-    to: Annotated[Form, Option(help="hf, gguf-ready and gguf: weights; the others: rollouts as lines.")] = "hf",
-    out: Annotated[Path | None, Option(help="File or directory (default: RUN/export/FORM).")] = None,
-    min_reward: Annotated[float | None, Option(help="Only rollouts with at least this reward.")] = None,
-    target_agent: Annotated[str | None, Option(help="Only calls of agents whose name matches.")] = None,
+    to: Form = Option("hf", help="hf, gguf-ready and gguf: weights; the others: rollouts as lines."),
+    out: Path | None = Option(None, help="File or directory (default: RUN/export/FORM)."),
+    min_reward: float | None = Option(None, help="Only rollouts with at least this reward."),
+    target_agent: str | None = Option(None, help="Only calls of agents whose name matches."),
     store: GivenStore = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file of --out, if there is one.")] = False,
+    overwrite: bool = Option(False, "--overwrite", help="Replace the file of --out, if there is one."),
     reward_weights: RewardWeights = None,
-    precision: Annotated[Precision | None, Option(help="Of the matrices of a GGUF file (default: f16).")] = None,
+    precision: Precision | None = Option(None, help="Of the matrices of a GGUF file (default: f16)."),
 ) -> Result:
     """Write the weights of a run for transformers, llama.cpp or Ollama, or its training rollouts as a data set.
 

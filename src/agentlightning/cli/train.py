@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 import typer
@@ -44,23 +44,21 @@ if TYPE_CHECKING:
 def train(
     ctx: Context,
     subject: Subject,
-    settings: Annotated[list[str] | None, Argument(help="section.key=value ...")] = None,
-    config: Annotated[Path | None, Option(help="A TOML file of settings.")] = None,
-    seed: Annotated[int | None, Option(help="Seed of data order and sampling.")] = None,
+    settings: list[str] | None = Argument(None, help="section.key=value ..."),
+    config: Path | None = Option(None, help="A TOML file of settings."),
+    seed: int | None = Option(None, help="Seed of data order and sampling."),
     run: NewRun = None,
-    resume: Annotated[
-        Path | None, Option(help="Continue the run in this directory; settings change those of the run.")
-    ] = None,
-    server: Annotated[
-        str | None, Option(help="Use the store of this `agl serve`; with runner.hosts=0 its runners run the agent.")
-    ] = None,
+    resume: Path | None = Option(None, help="Continue the run in this directory; settings change those of the run."),
+    server: str | None = Option(
+        None, help="Use the store of this `agl serve`; with runner.hosts=0 its runners run the agent."
+    ),
     token: Token = None,
-    dry_run: Annotated[
-        bool, Option("--dry-run", help="Check everything short of training: imports, tasks, a few rollouts; then exit.")
-    ] = False,
-    print_config: Annotated[
-        bool, Option("--print-config", help="Print all settings with their explanations as TOML and exit.")
-    ] = False,
+    dry_run: bool = Option(
+        False, "--dry-run", help="Check everything short of training: imports, tasks, a few rollouts; then exit."
+    ),
+    print_config: bool = Option(
+        False, "--print-config", help="Print all settings with their explanations as TOML and exit."
+    ),
 ) -> Result | None:
     """Train an agent on tasks, and measure the gain on tasks it has not seen.
 
@@ -144,24 +142,20 @@ def _resolve(changes: list[str], config: Path | None, run: Path | None, resume: 
 class Recorded:
     """What is learned from, and as which run, by every verb that learns from recorded sessions."""
 
-    settings: Annotated[list[str] | None, Argument(help="setting=value ...")] = None
+    settings: list[str] | None = Argument(None, help="setting=value ...")
     model: Model = None
-    store: Annotated[str | None, Option(help="A SQLite file, postgresql://... or the URL of `agl serve`.")] = None
+    store: str | None = Option(None, help="A SQLite file, postgresql://... or the URL of `agl serve`.")
     reward_weights: RewardWeights = None
-    target_agent: Annotated[
-        str | None, Option(help="Only calls of agents whose whole name matches are learned from.")
-    ] = None
-    eval_agent: Annotated[
-        str | None, Option(help="module:name of an agent to measure on --held-out before and after.")
-    ] = None
-    held_out: Annotated[str | None, Option(help="Tasks to measure on: a JSONL, JSON, CSV or Parquet file.")] = None
+    target_agent: str | None = Option(None, help="Only calls of agents whose whole name matches are learned from.")
+    eval_agent: str | None = Option(None, help="module:name of an agent to measure on --held-out before and after.")
+    held_out: str | None = Option(None, help="Tasks to measure on: a JSONL, JSON, CSV or Parquet file.")
     reward: Reward = None
-    seed: Annotated[int, Option(help="Seed of the order of the data.")] = 0
+    seed: int = Option(0, help="Seed of the order of the data.")
     run: NewRun = None
-    checkpoint_every: Annotated[int | None, Option(min=1, help="Updates between checkpoints (default: 20).")] = None
-    resume: Annotated[
-        Path | None, Option(help="Continue the run in this directory, with the settings and the data it has.")
-    ] = None
+    checkpoint_every: int | None = Option(None, min=1, help="Updates between checkpoints (default: 20).")
+    resume: Path | None = Option(
+        None, help="Continue the run in this directory, with the settings and the data it has."
+    )
 
     @cached_property
     def sessions(self) -> LightningStore | None:
@@ -201,19 +195,19 @@ class Recorded:
 def sft(
     ctx: Context,
     *,
-    data: Annotated[str | None, Option(help="Conversations: a JSONL, JSON, CSV or Parquet file.")] = None,
+    data: str | None = Option(None, help="Conversations: a JSONL, JSON, CSV or Parquet file."),
     given: Recorded,
-    validation: Annotated[str | None, Option(help="Conversations to measure the loss on.")] = None,
-    threshold: Annotated[float, Option(help="With --store: sessions with at least this reward.")] = 0.5,
-    best_of: Annotated[int | None, Option(help="With --store: at most so many sessions of a task.")] = None,
-    pass_rate: Annotated[
-        tuple[float, float] | None, Option(help="With --store: only tasks solved in this share of sessions.")
-    ] = None,
-    duplicates: Annotated[bool, Option("--duplicates", help="With --store: keep equal sessions.")] = False,
-    self_verified: Annotated[
-        bool, Option("--self-verified", help="With --store: sessions that agree with the majority of their task.")
-    ] = False,
-    out: Annotated[Path | None, Option(help="Also write the model to this directory.")] = None,
+    validation: str | None = Option(None, help="Conversations to measure the loss on."),
+    threshold: float = Option(0.5, help="With --store: sessions with at least this reward."),
+    best_of: int | None = Option(None, help="With --store: at most so many sessions of a task."),
+    pass_rate: tuple[float, float] | None = Option(
+        None, help="With --store: only tasks solved in this share of sessions."
+    ),
+    duplicates: bool = Option(False, "--duplicates", help="With --store: keep equal sessions."),
+    self_verified: bool = Option(
+        False, "--self-verified", help="With --store: sessions that agree with the majority of their task."
+    ),
+    out: Path | None = Option(None, help="Also write the model to this directory."),
 ) -> Result:
     """Supervised learning on conversations, or on the successful sessions of a store.
 
@@ -251,9 +245,7 @@ def sft(
 def dpo(
     ctx: Context,
     *,
-    data: Annotated[
-        str | None, Option(help="Pairs with prompt, chosen and rejected: a JSONL, JSON, CSV or Parquet file.")
-    ] = None,
+    data: str | None = Option(None, help="Pairs with prompt, chosen and rejected: a JSONL, JSON, CSV or Parquet file."),
     given: Recorded,
 ) -> Result:
     """Learn from preferences between recorded sessions of a task, or from pairs in a file: DPO, IPO, KTO or SimPO.
@@ -284,11 +276,11 @@ def dpo(
 
 def demo(
     ctx: Context,
-    model: Annotated[
-        str, Option(help="A pretrained model: smollm2-135m, or any other as for agl train. tiny: one made on the spot.")
-    ] = TINY,
-    seed: Annotated[int, Option(help="Seed of the problems, the starting policy and the sampling.")] = 0,
-    steps: Annotated[int | None, Option(min=1, help="Steps of reinforcement learning.")] = None,
+    model: str = Option(
+        TINY, help="A pretrained model: smollm2-135m, or any other as for agl train. tiny: one made on the spot."
+    ),
+    seed: int = Option(0, help="Seed of the problems, the starting policy and the sampling."),
+    steps: int | None = Option(None, min=1, help="Steps of reinforcement learning."),
     run: NewRun = None,
 ) -> Result:
     """Train an agent by reinforcement learning on this machine: two cores, no GPU.
