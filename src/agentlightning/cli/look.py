@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
@@ -183,27 +183,20 @@ async def report(
       agl report
       agl report runs/first --html --out first.html
     """
-    run = run_or_newest(run)
-    text = await _report(run, html, examples, store)
-    path = out or (run / "report.html" if html else None)
-    if path is not None:
-        path.write_text(text, encoding="utf-8")
-    record = {"run": str(run), "file": None if path is None else str(path), **({} if path else {"text": text})}
-    shown = text if path is None else f"wrote {path}"
-    return Result(record, shown, [agl("dashboard", run)])
-
-
-async def _report(run: Path, html: bool, examples: int, store: str | None) -> str:
     from agentlightning.dashboard.data.run_files import open_run
     from agentlightning.dashboard.report_page import report_page
     from agentlightning.training.report.result import markdown_report
 
+    run = run_or_newest(run)
     open_run(run)
     make = report_page if html else markdown_report
-    if store is None:
-        return await make(run, examples)
-    async with open_named(store) as opened:
-        return await make(run, examples, opened)
+    async with nullcontext() if store is None else open_named(store) as opened:
+        text = await make(run, examples, opened)
+    path = out or (run / "report.html" if html else None)
+    if path is not None:
+        path.write_text(text, encoding="utf-8")
+    record = {"run": str(run), "file": None if path is None else str(path), **({} if path else {"text": text})}
+    return Result(record, text if path is None else f"wrote {path}", [agl("dashboard", run)])
 
 
 # -- agl doctor -------------------------------------------------------------------------------------------------------
@@ -225,13 +218,8 @@ def doctor(run: Run = None) -> Result:
     failed = agl("store", "list", run=found.run_dir, status="failed")
     other = agl("train", resume=found.run_dir) if "ended" in found.warnings else agl("dashboard", found.run_dir)
     after = [failed if found.failures else other]
-    return Result(_findings(found), _findings_lines(found), after, not found.is_healthy)
-
-
-def _findings(found: Examination) -> dict[str, Any]:
-    """The findings as JSON values."""
-    state = found.state
-    return {
+    state, each_sign = found.state, [(asdict(each.sign), each) for each in found.signs]
+    record = {
         "run_dir": str(found.run_dir),
         "status": found.status,
         "healthy": found.is_healthy,
@@ -239,14 +227,13 @@ def _findings(found: Examination) -> dict[str, Any]:
         "rollouts": state.rollouts,
         "failed_rollouts": state.failed_rollouts,
         "rollbacks": state.rollbacks,
-        "signs": [
-            asdict(each.sign) | {"since": each.since, "until": each.until, "count": each.count} for each in found.signs
-        ],
+        "signs": [sign | {"since": each.since, "until": each.until, "count": each.count} for sign, each in each_sign],
         "warnings": dict(found.warnings),
         "failures": [asdict(each) for each in found.failures],
         "damaged_lines": list(found.damaged_lines),
         "notes": list(found.notes),
     }
+    return Result(record, _findings_lines(found), after, not found.is_healthy)
 
 
 def _findings_lines(found: Examination) -> Iterator[RenderableType]:
@@ -375,10 +362,10 @@ def env() -> Result:
       agl env
       agl env --json
     """
-    extensions = installed_extensions()
+    extensions, (versions, extras) = installed_extensions(), _packages()
     record = {
-        "versions": _versions(),
-        "extras": _extras(),
+        "versions": versions,
+        "extras": extras,
         "machine": _machine(),
         "torch": _torch(),
         "paths": {
@@ -398,38 +385,20 @@ VARIABLES = ("AGL_", "CUDA_", "HF_", "OMP_", "OPENAI_", "ANTHROPIC_", "PYTORCH_"
 """How the names of environment variables begin that change what the program does."""
 
 
-def _requirements() -> dict[str, set[str]]:
-    """The packages that each extra installs; "" are those that are always there."""
-    found = defaultdict[str, set[str]](set)
+def _packages() -> tuple[dict[str, str], dict[str, str]]:
+    """The versions of this package, of Python, and of what it can use, and what each of its extras lacks."""
+    wanted = defaultdict[str, set[str]](set)
     for line in requires("agentlightning") or []:
         name, extra = re.split(r"[^\w.-]", line)[0], re.search(r"extra == ['\"]([\w-]+)", line)
         if name != "agentlightning":
-            found[extra[1] if extra else ""].add(name)
-    del found["dev"]
-    return found
-
-
-def _versions() -> dict[str, str]:
-    """Of this package, of Python, and of what is installed of that which it can use."""
-    packages = sorted({"vllm"}.union(*_requirements().values()))
-    known = {name: found for name in packages if (found := _version(name)) is not None}
-    return {"agentlightning": version("agentlightning"), "python": platform.python_version(), **known}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _extras() -> dict[str, str]:
-    """What each extra lacks."""
-    lacking = {
-        extra: [name for name in sorted(packages) if _version(name) is None]
-        for extra, packages in _requirements().items()
-    }
-    return {extra: f"(lacks {', '.join(each)})" if each else "" for extra, each in lacking.items() if extra}
+            wanted[extra[1] if extra else ""].add(name)
+    del wanted["dev"]
+    found = {"agentlightning": version("agentlightning"), "python": platform.python_version()}
+    for name in sorted({"vllm"}.union(*wanted.values())):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    lacking = {extra: ", ".join(sorted(names - found.keys())) for extra, names in wanted.items() if extra}
+    return found, {extra: names and f"(lacks {names})" for extra, names in lacking.items()}
 
 
 def _machine() -> dict[str, Any]:

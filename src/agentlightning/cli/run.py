@@ -13,10 +13,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -69,14 +68,50 @@ NO_REWARD: Final = "no reward was recorded: give --reward file.py:function, or a
 Mode = Literal["train", "val", "test"] | None
 
 
+@dataclass(frozen=True)
+class TargetOptions:
+    """Where the rollout is recorded, and who answers its calls."""
+
+    models: Models = None
+    routes: Routes = None
+    server: str | None = Option(None, help="A server that records the rollout and answers its calls.")
+    token: Token = None
+    store: Database = None
+
+    async def open(self, stack: AsyncExitStack) -> RecordingTarget:
+        """A server elsewhere, or a store and a private server: it can be used only with its random token or the key of
+        an attempt."""
+        if self.server is not None:
+            from agentlightning.store.http.client import LightningStoreClient
+
+            url, token = self.server.rstrip("/"), self.token or None
+            remote = LightningStoreClient(url, token, patience=5.0)
+            stack.push_async_callback(remote.close)
+            await remote.query_queues()
+            return RecordingTarget(remote, url, attempt_secret(token), url, await has_model(url, token))
+        from agentlightning.gateway.config import GatewayConfig
+        from agentlightning.server.serve import serve
+        from agentlightning.training.environment_providers import inherited_config
+
+        config = None if self.models else inherited_config(os.environ)
+        if self.routes is not None:
+            config = read_routing(self.routes)
+        engines = await open_engines(self.models or (), config or GatewayConfig(), stack)
+        first, token = next(iter(engines), None), secrets.token_urlsafe(24)
+        store, secret = open_store(self.store), attempt_secret(token)
+        stack.push_async_callback(store.close)
+        spent = file_beside_store(self.store, ".spent")
+        serving = serve(store, engines, secret=secret, token=token, routing=config, budget_file=spent, grace_seconds=5)
+        server = await stack.enter_async_context(serving)
+        redirect = first is not None or config is not None
+        return RecordingTarget(store, server.url, secret, database_name(self.store), redirect, first, server)
+
+
 def run(
     ctx: Context,
+    *,
     command: list[str] = Argument(help="The command and its arguments, after --."),
-    models: Models = None,
-    routes: Routes = None,
-    server: str | None = Option(None, help="A server that records the rollout and answers its calls."),
-    token: Token = None,
-    store: Database = None,
+    target: TargetOptions,
     task: str | None = Option(None, help="The task of the rollout: JSON or text; also in AGL_TASK."),
     task_file: Path | None = Option(None, "--input", help="A file that holds the task."),
     reward: str | None = Option(
@@ -100,14 +135,10 @@ def run(
     hide_token()
     given = _task(task, task_file)
     score = None if reward is None else _reward(reward)
-    if server is None:
-        open_target = partial(_open_own, models or (), routes, store)
-    elif models or routes or store:
+    if target.server is not None and (target.models or target.routes or target.store):
         raise ConfigError("--server has its own store and models; leave out --model, --routes and --store")
-    else:
-        open_target = partial(_open_remote, server.rstrip("/"), token or None)
     logging.getLogger("agentlightning").setLevel(logging.CRITICAL)  # the terminal belongs to the command
-    record = uvloop.run(_run(command, open_target, given, score, mode, timeout))
+    record = uvloop.run(_run(command, target, given, score, mode, timeout))
     sys.stdout.flush()
     ctx.obj.console = plain_console(stderr=True)
     return Result(record, _summary_lines(record), status=record["exit_code"])
@@ -164,45 +195,12 @@ class RecordingTarget:
     """The server, if it is ours."""
 
 
-async def _open_remote(url: str, token: str | None, stack: AsyncExitStack) -> RecordingTarget:
-    from agentlightning.store.http.client import LightningStoreClient
-
-    store = LightningStoreClient(url, token, patience=5.0)
-    stack.push_async_callback(store.close)
-    await store.query_queues()
-    return RecordingTarget(store, url, attempt_secret(token), url, await has_model(url, token))
-
-
-async def _open_own(
-    models: Sequence[str], routes: Path | None, place: str | None, stack: AsyncExitStack
-) -> RecordingTarget:
-    """A store, and a private server: it can be used only with its random token or the key of an attempt."""
-    from agentlightning.gateway.config import GatewayConfig
-    from agentlightning.server.serve import serve
-    from agentlightning.training.environment_providers import inherited_config
-
-    config = None if models else inherited_config(os.environ)
-    if routes is not None:
-        config = read_routing(routes)
-    engines = await open_engines(models, config or GatewayConfig(), stack)
-    first = next(iter(engines), None)
-    store = open_store(place)
-    stack.push_async_callback(store.close)
-    token = secrets.token_urlsafe(24)
-    secret = attempt_secret(token)
-    spent = file_beside_store(place, ".spent")
-    serving = serve(store, engines, secret=secret, token=token, routing=config, budget_file=spent, grace_seconds=5)
-    server = await stack.enter_async_context(serving)
-    redirect = first is not None or config is not None
-    return RecordingTarget(store, server.url, secret, database_name(place), redirect, first, server)
-
-
 # -- the rollout -------------------------------------------------------------------------------------------------------
 
 
 async def _run(
     command: Sequence[str],
-    open_target: Callable[[AsyncExitStack], Awaitable[RecordingTarget]],
+    where: TargetOptions,
     task: Any,
     reward: float | RewardFunction | None,
     mode: Mode,
@@ -211,7 +209,7 @@ async def _run(
     if shutil.which(command[0]) is None:
         raise AgentError(f"there is no program {command[0]!r} on the PATH; nothing was run")
     async with AsyncExitStack() as stack:
-        target = await open_target(stack)
+        target = await where.open(stack)
         store, worker_id = target.store, f"run-{socket.gethostname()}-{secrets.token_hex(8)}"
         shown_command = _without_secrets(command, os.environ)
         started = await store.start_rollout(

@@ -33,6 +33,7 @@ from agentlightning.cli.options import (
     has_model,
     hide_token,
     open_engines,
+    open_named,
     open_store,
     read_routing,
     read_size,
@@ -360,12 +361,12 @@ def _announce(url: str, options: Options, output: Output) -> None:
 
 
 class StopSignals:
-    """The first signal sets `requested`, the second calls the `on_second` handler, the third exits the process."""
+    """The first signal sets `requested`, the next one calls `second`, which exits the process by default, and each
+    further one exits it."""
 
     def __init__(self) -> None:
         self.requested = asyncio.Event()
-        self._count = 0
-        self._second: Callable[[], object] = exit_now
+        self.second: Callable[[], object] = exit_now
 
     def __enter__(self) -> Self:
         """Install the handlers in the running event loop, which must be that of the main thread."""
@@ -379,10 +380,6 @@ class StopSignals:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
-
-    def on_second(self, handler: Callable[[], object]) -> None:
-        """Set what the second signal does; by default it exits the process."""
-        self._second = handler
 
     async def while_running(self, work: Awaitable[Any]) -> bool:
         """Wait until `work` is done or a stop is requested, which cancels `work`. Returns whether a stop was requested.
@@ -399,12 +396,11 @@ class StopSignals:
             await asyncio.gather(working, requested, return_exceptions=True)
 
     def _handle(self) -> None:
-        self._count += 1
-        self.requested.set()
-        if self._count == 2:
-            self._second()
-        elif self._count > 2:
-            exit_now()
+        if not self.requested.is_set():
+            self.requested.set()
+            return
+        second, self.second = self.second, exit_now
+        second()
 
 
 def exit_now() -> NoReturn:
@@ -559,7 +555,7 @@ async def _run_until_stopped(
     record = {"worker_id": runner.worker_id}
     if await signals.while_running(_start_runner(runner, store)):
         return record
-    signals.on_second(runner.stop_at_once)
+    signals.second = runner.stop_at_once
     output.console.print(f"{runner.worker_id} runs {runner.pool.agent} for {store.url}")
     if await signals.while_running(runner.wait()):
         message = f"stopping; {runner.statistics.running} attempts are running (again to stop and requeue them)"
@@ -586,15 +582,11 @@ async def _set_redirect(runner: Runner, store: LightningStoreClient) -> None:
 
 async def _check_server(store: LightningStoreClient) -> None:
     """Raises StoreServerError if no server answers within a minute, so that a wrong URL is noticed soon."""
-    from agentlightning.store.http.client import LightningStoreClient
-
-    probe = LightningStoreClient(store.url, store.token, patience=1.0)
     try:
-        await probe.query_queues()
+        async with open_named(store.url, store.token) as probe:
+            await probe.query_queues()
     except StoreAuthError:
         raise
     except StoreServerError as error:
         logger.warning("%s; waiting for it", error)
         await store.query_queues()
-    finally:
-        await probe.close()

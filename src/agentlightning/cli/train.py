@@ -34,7 +34,6 @@ from agentlightning.util.printable import printable
 from agentlightning.util.progress import Progress
 
 if TYPE_CHECKING:
-    from agentlightning.config import TrainConfig
     from agentlightning.evaluation.intervals import Gain
     from agentlightning.store.base import LightningStore
     from agentlightning.training.dry_run import DryRun, DryRunRollout
@@ -84,22 +83,30 @@ def train(
       agl train --config train.toml --run runs/lora policy.lora.r=16 algorithm.optimizer.lr=1e-4
       agl train --resume runs/lora algorithm.steps=200
     """
+    from agentlightning.config import TrainConfig
+    from agentlightning.training.persistence.run_changes import settings_of_run
+    from agentlightning.util.settings import dump_toml, load_settings
+
     output: Output = ctx.obj
     output.run_dir = resume or run
     named = {**vars(subject), "seed": seed}
     settings = settings or []
     again = agl("train", *settings, **named, config=config, run=run, resume=resume, server=server)
     changes = overrides({SHORTCUTS.get(name, name): value for name, value in named.items()}, settings)
-    config = config or (own_config() if resume is None else None)
-    resolved = _resolve(changes, config, run, resume)
+    if resume is None:
+        resolved = load_settings(TrainConfig, toml=config or own_config(), overrides=changes)
+    elif config is not None:
+        raise ConfigError("--resume uses the run's own settings; give those to change as section.key=value")
+    elif run is not None:
+        raise ConfigError(f"--resume {resume} continues in that directory; leave out --run {run}")
+    else:
+        resolved = settings_of_run(resume, changes)
     parts: dict[str, Any] = {"progress": Progress(console=output.console)}
     if server is not None:
         from agentlightning.store.http.client import LightningStoreClient
 
         parts["store"] = LightningStoreClient(server, token)
     if print_config:
-        from agentlightning.util.settings import dump_toml
-
         typer.echo(dump_toml(resolved), nl=False)
         return None
     from agentlightning.trainer import Trainer
@@ -118,21 +125,6 @@ def train(
 
 SHORTCUTS: Final = {"data": "data.train", "model": "policy.model", "seed": "run.seed"}
 """Options whose setting has another name."""
-
-
-def _resolve(changes: list[str], config: Path | None, run: Path | None, resume: Path | None) -> TrainConfig:
-    """The configuration of the run. Raises ConfigError for settings and options that cannot work."""
-    from agentlightning.config import TrainConfig
-    from agentlightning.training.persistence.run_changes import settings_of_run
-    from agentlightning.util.settings import load_settings
-
-    if resume is None:
-        return load_settings(TrainConfig, toml=config, overrides=changes)
-    if config is not None:
-        raise ConfigError("--resume uses the run's own settings; give those to change as section.key=value")
-    if run is not None:
-        raise ConfigError(f"--resume {resume} continues in that directory; leave out --run {run}")
-    return settings_of_run(resume, changes)
 
 
 # -- from recorded sessions -------------------------------------------------------------------------------------------
