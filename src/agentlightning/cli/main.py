@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from functools import cache, wraps
 from importlib import import_module
 from importlib.metadata import version
 from itertools import islice
-from typing import Annotated, Any, Final, get_type_hints
+from typing import Annotated, Any, Final
 
 import typer
 from typer import Option
@@ -70,25 +70,21 @@ PLAIN: Final[dict[str, Any]] = {"no_args_is_help": True, "pretty_exceptions_enab
 
 def with_groups(verb: Callable[..., Any]) -> Callable[..., Any]:
     """The verb with a parameter for each field of its parameters that are dataclasses: options that belong together."""
-    hints, own = get_type_hints(verb, include_extras=True), inspect.signature(verb, eval_str=True)
-    groups = {name: hints[name] for name in own.parameters if is_dataclass(hints[name])}
+    own = inspect.signature(verb, eval_str=True)
+    hints: dict[str, Any] = {name: each.annotation for name, each in own.parameters.items()}
+    groups: dict[str, Any] = {name: each for name, each in hints.items() if is_dataclass(each)}
+    options = {name: dict(inspect.signature(group, eval_str=True).parameters) for name, group in groups.items()}
 
     @wraps(verb)
     def call(**given: Any) -> Any:
-        made = {
-            name: group(**{each.name: given.pop(each.name) for each in fields(group)}) for name, group in groups.items()
-        }
+        made = {name: group(**{each: given.pop(each) for each in options[name]}) for name, group in groups.items()}
         return verb(**given, **made)
 
-    parameters = [
-        each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, parameter in own.parameters.items()
-        for each in (
-            inspect.signature(groups[name], eval_str=True).parameters.values() if name in groups else [parameter]
-        )
-    ]
-    call.__annotations__ = {each.name: each.annotation for each in parameters}
-    call.__signature__ = own.replace(parameters=parameters)  # pyright: ignore[reportAttributeAccessIssue]
+    flat = {key: each for name, one in own.parameters.items() for key, each in options.get(name, {name: one}).items()}
+    call.__annotations__ = {name: each.annotation for name, each in flat.items()}
+    call.__signature__ = own.replace(  # pyright: ignore[reportAttributeAccessIssue]
+        parameters=[each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in flat.values()]
+    )
     return call
 
 

@@ -222,14 +222,13 @@ async def _run(
         await store.update_worker(worker_id, lease_seconds=LEASE_SECONDS)
         await stack.enter_async_context(in_background(_send_heartbeats(store, worker_id)))
         words = _redirected(command, target, *ids) if target.redirect else command
-        child = ChildProcess(
-            words, _environment(target, *ids, worker_id, task), keep_output=not isinstance(reward, float | None)
-        )
+        environment, has_function = _environment(target, *ids, worker_id, task), not isinstance(reward, float | None)
         began = time.monotonic()
-        code, error = await child.run(timeout), child.error
-        if reward is not None and (error is None or isinstance(reward, float)):  # of a failure, only a number
+        ended = await run_command(words, environment, timeout, keep_output=has_function)
+        code, error = ended.code, ended.error
+        if reward is not None and (error is None or not has_function):
             try:
-                await record_reward(reward, store, started, child.output)
+                await record_reward(reward, store, started, ended.output)
             except AgentError as failure:
                 code, error = code or 1, error or failure
         seconds = time.monotonic() - began
@@ -238,7 +237,9 @@ async def _run(
         metadata: dict[str, Any] = {"exit_code": code}
         if error is not None:
             metadata["error"] = asdict(Failure.of(error.with_traceback(None)))
-        status: AttemptStatus = "timeout" if child.timed_out else "succeeded" if error is None else "failed"
+        status: AttemptStatus = "succeeded" if error is None else "failed"
+        if isinstance(error, AgentTimeoutError):
+            status = "timeout"
         await store.update_attempt(*ids, status=status, metadata=metadata)
         summary = _summary(await store.query_spans(*ids), target, None if error is None else str(error))
         head = {"rollout_id": ids[0], "attempt_id": ids[1], "status": status, "exit_code": code}
@@ -282,8 +283,6 @@ def _environment(
 ) -> dict[str, str]:
     from agentlightning.attempt_variables import agent_process_environment, attempt_environment, worker_environment
     from agentlightning.gateway.callers import keep_keys
-    from agentlightning.runner.agents.command import task_variable
-
     environment = agent_process_environment(os.environ)
     environment |= attempt_environment(target.url, target.secret, rollout_id, attempt_id, redirect=target.redirect)
     if target.redirect:
@@ -291,7 +290,11 @@ def _environment(
         keep_keys(environment, target.url, os.environ)
         if target.model is not None:
             environment["AGL_MODEL"] = target.model
-    return environment if task is None else environment | task_variable(task)
+    if task is None:
+        return environment
+    from agentlightning.runner.agents.command import task_variable
+
+    return environment | task_variable(task)
 
 
 def _redirected(command: Sequence[str], target: RecordingTarget, rollout_id: str, attempt_id: str) -> tuple[str, ...]:
@@ -397,71 +400,67 @@ OUTPUT_BYTES: Final = 1_000_000
 """How much of the end of the output is kept."""
 
 
-class ChildProcess:
-    """A command. Call `run` once."""
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a command has ended."""
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str], *, keep_output: bool = False) -> None:
-        self.output = b""
-        """The end of its stdout, with `keep_output`; stdout is then a pipe whose data is passed on at once."""
-        self.timed_out = False
-        self.error: AgentError | None = None
-        """Why it failed."""
-        self._words, self._environment = words, environment
-        self._stdout = asyncio.subprocess.PIPE if keep_output else None
-        self._process: asyncio.subprocess.Process | None = None
+    code: int
+    """As a shell gives it: 128 plus its number if a signal ended the command, 127 if it could not be started."""
+    error: AgentError | None
+    """Why it failed."""
+    output: bytes
+    """The end of its stdout, if it was kept."""
 
-    async def run(self, timeout: float | None = None) -> int:
-        """The exit code, as a shell gives it: 128 plus its number if a signal ended the command, 127 if it cannot be
-        started. The command is terminated after `timeout` seconds."""
-        from agentlightning.runner.agents.command import describe_exit
 
-        if sys.platform == "win32":
-            raise AgentError("commands run on Linux and macOS only; on Windows, use WSL")
-        loop, name = asyncio.get_running_loop(), self._words[0]
-        for number in FORWARDED:
-            loop.add_signal_handler(number, self._forward, number)
-        try:
-            execute = asyncio.create_subprocess_exec
-            self._process = await execute(*self._words, env=self._environment, stdout=self._stdout)
-            code = await self._wait(self._process, timeout)
-        except OSError as error:
-            self.error = AgentError(f"{name!r} cannot be started: {error.strerror or error}")
-            return 127
-        finally:
-            for number in FORWARDED:
-                loop.remove_signal_handler(number)
-        if self.timed_out:
-            self.error = AgentTimeoutError(f"{name} did not end within its {timeout:g} s and was stopped")
-        elif code:
-            self.error = AgentError(f"{name} {describe_exit(code)}")
-        return 128 - code if code < 0 else code
+async def run_command(
+    words: Sequence[str], environment: Mapping[str, str], timeout: float | None, *, keep_output: bool
+) -> Ended:
+    """Run a command, and terminate it after `timeout` seconds. To keep its output, its stdout is a pipe whose data is
+    passed on at once."""
+    if sys.platform == "win32":
+        raise AgentError("commands run on Linux and macOS only; on Windows, use WSL")
+    loop, output = asyncio.get_running_loop(), bytearray()
+    process: asyncio.subprocess.Process | None = None
+    error: AgentError | None = None
 
-    async def _wait(self, process: asyncio.subprocess.Process, timeout: float | None) -> int:
-        copying = asyncio.create_task(self._copy_output(process.stdout)) if process.stdout else None
-        try:
-            async with asyncio.timeout(timeout):
-                code = await process.wait()
-        except TimeoutError:
-            self.timed_out = True
-            code = await _terminate(process)
-        if copying is not None:  # processes that it has left behind may keep the pipe open
-            await asyncio.wait({copying}, timeout=1.0)
-            copying.cancel()
-        return code
+    def forward(number: signal.Signals) -> None:
+        if process is not None and not (number in FROM_TERMINAL and _has_terminal()):
+            with suppress(ProcessLookupError):
+                process.send_signal(number)
 
-    async def _copy_output(self, stream: asyncio.StreamReader) -> None:
+    async def pass_on(stream: asyncio.StreamReader) -> None:
         while data := await stream.read(65536):
-            self.output = (self.output + data)[-OUTPUT_BYTES:]
+            output.extend(data)
+            del output[:-OUTPUT_BYTES]
             with suppress(BrokenPipeError):  # our reader is gone, which is no concern of the command
                 sys.stdout.buffer.write(data)
                 sys.stdout.buffer.flush()
 
-    def _forward(self, number: signal.Signals) -> None:
-        process = self._process
-        if process is None or (number in FROM_TERMINAL and _has_terminal()):
-            return
-        with suppress(ProcessLookupError):
-            process.send_signal(number)
+    for number in FORWARDED:
+        loop.add_signal_handler(number, forward, number)
+    try:
+        stdout = asyncio.subprocess.PIPE if keep_output else None
+        process = await asyncio.create_subprocess_exec(*words, env=environment, stdout=stdout)
+        passing = asyncio.create_task(pass_on(process.stdout)) if process.stdout else None
+        try:
+            async with asyncio.timeout(timeout):
+                code = await process.wait()
+        except TimeoutError:
+            error = AgentTimeoutError(f"{words[0]} did not end within its {timeout:g} s and was stopped")
+            code = await _terminate(process)
+        if passing is not None:  # processes that it has left behind may keep the pipe open
+            await asyncio.wait({passing}, timeout=1.0)
+            passing.cancel()
+    except OSError as failure:
+        return Ended(127, AgentError(f"{words[0]!r} cannot be started: {failure.strerror or failure}"), b"")
+    finally:
+        for number in FORWARDED:
+            loop.remove_signal_handler(number)
+    if code and error is None:
+        from agentlightning.runner.agents.command import describe_exit
+
+        error = AgentError(f"{words[0]} {describe_exit(code)}")
+    return Ended(128 - code if code < 0 else code, error, bytes(output))
 
 
 async def _terminate(process: asyncio.subprocess.Process) -> int:
