@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -10,7 +9,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-import orjson
 import typer
 from rich.console import RenderableType
 from rich.table import Table
@@ -314,10 +312,11 @@ def _interval(number: Mapping[str, Any], *, sign: bool = False) -> str:
 
 async def rescore(
     ctx: Context,
-    store: AnyStore,
-    chosen: Filter,
+    *,
     reward: Reward = None,
     run: str | None = Option(None, help="A run directory, or part of the rollout id."),
+    store: AnyStore,
+    chosen: Filter,
     task: str | None = Option(None, help="JSON: a task, or some of its keys with their values."),
     concurrency: int = Option(8, min=1, help="Rollouts to score at the same time."),
     dry_run: bool = Option(False, "--dry-run", help="Score and report, but write nothing."),
@@ -340,8 +339,10 @@ async def rescore(
     directory = Path(run) if run is not None and (Path(run) / "state.json").exists() else None
     named = run if directory is None else read_state(directory).run_id
     source = replace(store, store=store.store or (None if directory is None else str(directory / "store.db")))
-    query = chosen.query()
-    selection = Selection(named, query["status_in"] or ("succeeded",), query["mode_in"], _chosen_task(task))
+    query, wanted = chosen.query(), None
+    if task is not None:
+        wanted = _read_json("--task", task, "; for text, write --task '\"...\"'")
+    selection = Selection(named, query["status_in"] or ("succeeded",), query["mode_in"], wanted)
     with Progress(ctx.obj.console) as progress:
         async with source.open() as opened:
             progress.phase("scoring rollouts")
@@ -356,11 +357,11 @@ async def rescore(
     return Result(asdict(result), _rescoring_lines(result), [after])
 
 
-def _chosen_task(text: str | None) -> Any:
+def _read_json(option: str, text: str, otherwise: str = "") -> Any:
     try:
-        return None if text is None else loads(text)
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"--task {text!r} is not JSON ({error}); for text, write --task '\"...\"'") from error
+        return loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r} is not JSON ({error}){otherwise}") from error
 
 
 def _rescoring_lines(result: Rescoring) -> Iterator[str]:
@@ -407,7 +408,7 @@ async def compare_rules(
         store = replace(store, store=store.store or earlier)
     place = store.place
     weights = weights_of(reward_weights, place)
-    chosen = [_rule(each) for each in rules] if rules else RULES.names()
+    chosen = [_read_json("--rule", each) if each.lstrip().startswith("{") else each for each in rules or RULES.names()]
     recorded, unreadable = await _read_groups(store, groups, mode)
     found = compare_credit(recorded, chosen, target_agent=target_agent, reward_weights=weights, left_out=unreadable)
     best = [each for each in found.signals[:1] if each.snr > 0]
@@ -437,15 +438,6 @@ async def _read_groups(
         tasks = {each.rollout_id: each.input for each in await opened.query_rollouts(rollout_id_in=list(chosen))}
         trajectories, rejected = await TrajectoryReader(opened).read(chosen, tasks=tasks)
     return group_trajectories(trajectories), count_reasons(rejected)
-
-
-def _rule(text: str) -> Any:
-    if not text.lstrip().startswith("{"):
-        return text
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--rule {text!r} is not JSON: {error}") from error
 
 
 def _credit_lines(found: CreditComparison) -> Iterator[RenderableType]:

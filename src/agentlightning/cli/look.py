@@ -218,7 +218,7 @@ def doctor(run: Run = None) -> Result:
     failed = agl("store", "list", run=found.run_dir, status="failed")
     other = agl("train", resume=found.run_dir) if "ended" in found.warnings else agl("dashboard", found.run_dir)
     after = [failed if found.failures else other]
-    state, each_sign = found.state, [(asdict(each.sign), each) for each in found.signs]
+    state = found.state
     record = {
         "run_dir": str(found.run_dir),
         "status": found.status,
@@ -227,7 +227,9 @@ def doctor(run: Run = None) -> Result:
         "rollouts": state.rollouts,
         "failed_rollouts": state.failed_rollouts,
         "rollbacks": state.rollbacks,
-        "signs": [sign | {"since": each.since, "until": each.until, "count": each.count} for sign, each in each_sign],
+        "signs": [
+            asdict(each.sign) | {"since": each.since, "until": each.until, "count": each.count} for each in found.signs
+        ],
         "warnings": dict(found.warnings),
         "failures": [asdict(each) for each in found.failures],
         "damaged_lines": list(found.damaged_lines),

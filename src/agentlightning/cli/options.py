@@ -199,16 +199,17 @@ async def open_named(
     from agentlightning.store import LightningStore
     from agentlightning.store.base import store_url
     from agentlightning.store.http.client import LightningStoreClient
+    from agentlightning.store.sql.sqlite import locate
 
     place = str(store_url(store))
     if place.startswith(SERVERS):
         opened = LightningStoreClient(place, token, patience=RETRY_SECONDS)
     else:
-        path = store_file(place)
-        if path is None and not place.startswith(DATABASES):
-            raise ConfigError("an in-memory store ends with its process; give --store PATH or URL")
-        if path is not None and not create and not path.exists():
-            raise ConfigError(f"there is no store at {path}; give --store PATH or URL")
+        if not place.startswith(DATABASES):
+            if (path := locate(place)) is None:
+                raise ConfigError("an in-memory store ends with its process; give --store PATH or URL")
+            if not (create or path.exists()):
+                raise ConfigError(f"there is no store at {path}; give --store PATH or URL")
         opened = LightningStore(place)
     try:
         yield opened

@@ -283,6 +283,7 @@ def _environment(
 ) -> dict[str, str]:
     from agentlightning.attempt_variables import agent_process_environment, attempt_environment, worker_environment
     from agentlightning.gateway.callers import keep_keys
+
     environment = agent_process_environment(os.environ)
     environment |= attempt_environment(target.url, target.secret, rollout_id, attempt_id, redirect=target.redirect)
     if target.redirect:

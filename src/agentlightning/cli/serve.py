@@ -38,7 +38,6 @@ from agentlightning.cli.options import (
     read_routing,
     read_size,
     retention_from,
-    store_file,
 )
 from agentlightning.cli.output import Output, Result, agl, open_output
 from agentlightning.errors import ConfigError, ServerError, StoreAuthError, StoreError, StoreServerError
@@ -155,8 +154,9 @@ class Options:
     def _check_workers(self, routing: GatewayConfig) -> None:
         """Raises ConfigError for what one process has to hold."""
         from agentlightning.store.base import store_url
+        from agentlightning.store.sql.sqlite import locate
 
-        in_memory = store_file(self.store) is None and not str(store_url(self.store)).startswith(DATABASES)
+        in_memory = not str(store_url(self.store)).startswith(DATABASES) and locate(self.store) is None
         served = "serve it with vLLM or SGLang, and name that in --routes as a provider with token_ids"
         for what, is_given, otherwise in (
             ("a store in memory", in_memory, "give a file or a PostgreSQL database"),
@@ -421,6 +421,7 @@ POLL_SECONDS = 10.0
 class RunnerOptions:
     """The options of `agl runner` that are those of `Runner`."""
 
+    reward: Reward = None
     concurrency: int = Option(32, min=1, help="Concurrent attempts.")
     hosts: int = Option(1, min=1, help="Processes that run Python agents.")
     fresh_process: bool = Option(False, "--fresh-process", help="Run every attempt in a new process.")
@@ -441,7 +442,6 @@ class RunnerOptions:
         " are redirected to that run).",
     )
     patience: float = Option(600.0, min=0, help="Seconds for which the server may be unreachable.")
-    reward: Reward = None
 
 
 async def runner(

@@ -72,17 +72,22 @@ INSTRUCTIONS: Final = "Which team is this for: billing, shipping, account or tec
 """What every agent of a new folder tells the model."""
 
 
+_FUNCTION: Final = "Any function of a task will do; its parameters are filled by name (docs/guides/your-own-agent.md)."
+_FRAMEWORK: Final = f"{_FUNCTION} Its model calls must go to OPENAI_BASE_URL, as they do here."
+_COMMAND: Final = "Set `agent` in `agl.toml` to its command line."
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A kind of agent that a folder can be made for."""
 
     name: str
     about: str
-    agent: str
-    """The setting `agent`."""
-    advice: str
     packages: Mapping[str, str]
     """What must be installed: module -> what pip calls it."""
+    agent: str = "agent.py:route"
+    """The setting `agent`."""
+    advice: str = _FRAMEWORK
     concurrency: int = 32
 
     @property
@@ -91,35 +96,13 @@ class Kind:
         return [package for module, package in self.packages.items() if find_spec(module) is None]
 
 
-_FUNCTION: Final = "Any function of a task will do; its parameters are filled by name (docs/guides/your-own-agent.md)."
-_FRAMEWORK: Final = f"{_FUNCTION} Its model calls must go to OPENAI_BASE_URL, as they do here."
-
 KINDS: Final = {
     kind.name: kind
     for kind in (
-        Kind("function", "a plain function", "agent.py:route", _FUNCTION, {"openai": "openai"}),
-        Kind(
-            "command",
-            "a command in any language",
-            "python3 agent.py",
-            "Set `agent` in `agl.toml` to its command line.",
-            {},
-            concurrency=8,
-        ),
-        Kind(
-            "langgraph",
-            "a graph of LangGraph",
-            "agent.py:route",
-            _FRAMEWORK,
-            {"langgraph": "langgraph", "langchain_openai": "langchain-openai"},
-        ),
-        Kind(
-            "openai-agents",
-            "an agent of the OpenAI Agents SDK",
-            "agent.py:route",
-            _FRAMEWORK,
-            {"agents": "openai-agents"},
-        ),
+        Kind("function", "a plain function", {"openai": "openai"}, advice=_FUNCTION),
+        Kind("command", "a command in any language", {}, "python3 agent.py", _COMMAND, concurrency=8),
+        Kind("langgraph", "a graph of LangGraph", {"langgraph": "langgraph", "langchain_openai": "langchain-openai"}),
+        Kind("openai-agents", "an agent of the OpenAI Agents SDK", {"agents": "openai-agents"}),
     )
 }
 
