@@ -270,6 +270,14 @@ assert "AGL_TOKEN" not in os.environ and "OPENAI_BASE_URL" not in os.environ
     assert rollout.metadata["source"] == "agl run"
 
 
+def test_a_task_that_no_variable_can_hold_is_recorded_and_left_out_of_the_environment(run, clean):
+    (clean / "task.txt").write_text("long " * 50_000)
+    code, summary = run("--input", "task.txt", "--", "bash", "-c", 'test -z "$AGL_TASK"')
+    assert (code, summary["status"]) == (0, "succeeded")
+    rollout, _, _ = recorded(summary)
+    assert rollout.input == "long " * 50_000
+
+
 def test_a_reward_function_sees_the_task_and_what_was_printed(run, clean, capfd):
     (clean / "judge.py").write_text("def right(task, output):\n    return float(str(task['answer']) in output)\n")
     code, summary = run("--task", '{"answer": 42}', "--reward", "judge.py:right", "--", "echo", "it is 42")

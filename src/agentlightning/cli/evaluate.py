@@ -52,7 +52,7 @@ TOO_EASY: Final = "use harder tasks"
 def evaluate(
     ctx: Context,
     subject: Subject,
-    settings: list[str] | None = Argument(None, help="runner.key=value, prompts.NAME=TEXT ..."),
+    settings: list[str] = Argument([], help="runner.key=value, prompts.NAME=TEXT ..."),
     run: Path | None = Option(
         None,
         help="Take agent, held-out tasks, weights and prompts from this run (default: the newest below runs, where"
@@ -66,7 +66,7 @@ def evaluate(
     bounds: tuple[float, float] | None = Option(
         None, help="The lowest and the highest reward possible, if not 0 and 1."
     ),
-    slices: list[str] | None = Option(None, "--slice", help="Also show the result by this field of tasks; repeatable."),
+    slices: list[str] = Option([], "--slice", help="Also show the result by this field of tasks; repeatable."),
     compare: Path | None = Option(None, help="Compare with an earlier evaluation of these tasks, a file of --out."),
     aa: bool = Option(
         False, "--aa", help="Run twice, and compare the agent with itself: what differences chance makes."
@@ -91,7 +91,7 @@ def evaluate(
     from agentlightning.evaluation.evaluation import written
     from agentlightning.evaluator import evaluate as measure
 
-    if others := [each for each in settings or [] if not each.startswith(("runner.", "prompts."))]:
+    if others := [each for each in settings if not each.startswith(("runner.", "prompts."))]:
         raise ConfigError(f"{others[0]} is no setting of an evaluation; use runner.key=value, prompts.NAME=TEXT")
     run, config = _source(run, subject)
     after = agl("train", "--dry-run", **vars(subject)) if run is None else agl("report", run)
@@ -112,7 +112,7 @@ def evaluate(
         repeats=2 * repeats if aa else repeats,
         failed=_failed(failed),
         bounds=bounds,
-        slices=slices or (),
+        slices=slices,
         compare=compare,
         cache=cache,
         concurrency=concurrency,
@@ -350,7 +350,7 @@ async def rescore(
                 opened, reward, selection, concurrency=concurrency, dry_run=dry_run, on_progress=progress.update
             )
     if dry_run:
-        words = [f"--{name}={each}" for name, values in vars(chosen).items() for each in values or ()]
+        words = [f"--{name}={each}" for name, values in vars(chosen).items() for each in values]
         after = agl("rescore", *words, reward=reward, run=run, task=task, store=store.store)
     else:
         after = agl("store", "list", sort="reward", store=source.store)
@@ -383,8 +383,8 @@ def _rescoring_lines(result: Rescoring) -> Iterator[str]:
 async def compare_rules(
     store: StoreOfRun,
     earlier: str | None = Argument(None, help="The earlier form of --store.", hidden=True),
-    rules: list[str] | None = Option(
-        None, "--rule", help="A rule's name, or JSON with its type and settings; repeatable (default: all rules)."
+    rules: list[str] = Option(
+        [], "--rule", help="A rule's name, or JSON with its type and settings; repeatable (default: all rules)."
     ),
     groups: int = Option(128, min=1, help="Use at most this number of groups of two rollouts or more, the newest."),
     mode: Literal["train", "val", "test"] | None = Option(None, help="Only rollouts of this mode."),

@@ -124,15 +124,15 @@ class StoreOfRun(AnyStore):
 class Filter:
     """Which rollouts."""
 
-    status: list[str] | None = Option(None, help="Only rollouts with this status; repeatable.")
-    mode: list[str] | None = Option(None, help="Only rollouts with this mode; repeatable.")
+    status: list[str] = Option([], help="Only rollouts with this status; repeatable.")
+    mode: list[str] = Option([], help="Only rollouts with this mode; repeatable.")
 
     def query(self) -> dict[str, Any]:
         """For the queries of a store. Raises ConfigError for what is no status, or no mode."""
         from agentlightning.rollouts import RolloutMode, RolloutStatus
 
         for name, allowed in (("status", get_args(RolloutStatus)), ("mode", get_args(RolloutMode))):
-            for value in vars(self)[name] or ():
+            for value in vars(self)[name]:
                 if value not in allowed:
                     raise ConfigError(f"--{name} {value!r} is not one of {', '.join(allowed)}")
         return {"status_in": self.status or None, "mode_in": self.mode or None}
@@ -170,9 +170,9 @@ def run_or_newest(run: Path | None, otherwise: str = "give the directory of a ru
     return states[-1].parent
 
 
-def overrides(named: Mapping[str, object], settings: Sequence[str] | None) -> list[str]:
+def overrides(named: Mapping[str, object], settings: Sequence[str]) -> list[str]:
     """Settings as `key=value`: those that options are `named` for, where they are given, and then the others."""
-    return [*(f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None), *(settings or [])]
+    return [*(f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None), *settings]
 
 
 def database_name(db: str | None) -> str:

@@ -75,14 +75,14 @@ class Options:
     no_token: bool = Option(
         False, "--no-token", help="Listen without a token on an address that other machines can reach."
     )
-    allow_hosts: list[str] | None = Option(
-        None,
+    allow_hosts: list[str] = Option(
+        [],
         "--allow-host",
         envvar="AGL_ALLOWED_HOSTS",
         help="Without a token: another host name of this server; repeatable.",
     )
-    allow_origins: list[str] | None = Option(
-        None,
+    allow_origins: list[str] = Option(
+        [],
         "--allow-origin",
         envvar="AGL_ALLOWED_ORIGINS",
         help="A site whose pages may call this server (CORS), as https://NAME[:PORT]; repeatable.",
@@ -95,8 +95,8 @@ class Options:
         help="Also answer calls that belong to no rollout, without recording them: for agents that are to use a model,"
         " and not to be measured.",
     )
-    tinker: list[str] | None = Option(
-        None,
+    tinker: list[str] = Option(
+        [],
         envvar="AGL_TINKER",
         help="Let programs written for the Tinker API train and sample this model: [NAME=]DIR; repeatable.",
     )
@@ -147,9 +147,13 @@ class Options:
                 f"--host {self.host} can be reached from other machines, and without a token anybody there could read "
                 "and change everything: set AGL_TOKEN (or --token), or allow that with --no-token"
             )
-        read = self.routing, self.retention, self.max_body_bytes  # Once, before there are several processes.
+        routing, *_ = (
+            self.routing,
+            self.retention,
+            self.max_body_bytes,
+        )  # Read once, before there are several processes.
         if self.workers > 1:
-            self._check_workers(read[0])
+            self._check_workers(routing)
 
     def _check_workers(self, routing: GatewayConfig) -> None:
         """Raises ConfigError for what one process has to hold."""
@@ -288,8 +292,8 @@ async def _open(options: Options, stack: AsyncExitStack, process: ServerProcess 
         metrics=metrics,
         slow=slow,
         pages=[*await _tinker_routes(options, stack), *dashboard_routes(data, token)],
-        allowed_hosts=tuple(options.allow_hosts or ()),
-        allowed_origins=tuple(options.allow_origins or ()),
+        allowed_hosts=tuple(options.allow_hosts),
+        allowed_origins=tuple(options.allow_origins),
         adopt_traces=options.adopt_traces,
         allow_unattributed=options.allow_unattributed,
         max_body_bytes=options.max_body_bytes,
@@ -431,9 +435,7 @@ class RunnerOptions:
         30.0, "--lease", min=1, help="Seconds without a heartbeat after which other runners get the rollouts."
     )
     max_rollouts: int | None = Option(None, min=1, help="Exit after this number of rollouts.")
-    hide: list[str] | None = Option(
-        None, help="A field of a dict task that only the reward function receives; repeatable."
-    )
+    hide: list[str] = Option([], help="A field of a dict task that only the reward function receives; repeatable.")
     cwd: Path | None = Option(None, help="Working directory of the agent.")
     log: Path | None = Option(None, help="File for what the agent prints (default: stderr).")
     redirect: bool | None = Option(
@@ -455,8 +457,8 @@ async def runner(
     agent: Agent = None,
     options: RunnerOptions,
     token: Token = None,
-    variables: list[str] | None = Option(
-        None, "--variable", help="VARIABLE=FIELD: an environment variable with a field of a dict task; repeatable."
+    variables: list[str] = Option(
+        [], "--variable", help="VARIABLE=FIELD: an environment variable with a field of a dict task; repeatable."
     ),
     drain_seconds: float | None = Option(
         None, min=0, help="Time for attempts to finish after SIGTERM (default: unlimited)."
@@ -498,7 +500,6 @@ async def runner(
     async with AsyncExitStack() as stack:
         signals = stack.enter_context(StopSignals())
         store = LightningStoreClient(url, token or None)
-        chosen: Any = vars(options) | {"queues": options.queues or None, "hide": options.hide or ()}
         stack.push_async_callback(store.close)
         made = Runner(
             store,
@@ -506,8 +507,8 @@ async def runner(
             secret=attempt_secret(token or None),
             server_url=url,
             poll_seconds=POLL_SECONDS,
-            env=_fields(variables or ()),
-            **chosen,
+            env=_fields(variables),
+            **vars(options),
         )
         stack.push_async_callback(made.stop, 0)
         record = await _run_until_stopped(made, store, drain_seconds, signals, output)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 def train(
     ctx: Context,
     subject: Subject,
-    settings: list[str] | None = Argument(None, help="section.key=value ..."),
+    settings: list[str] = Argument([], help="section.key=value ..."),
     config: Path | None = Option(None, help="A TOML file of settings."),
     seed: int | None = Option(None, help="Seed of data order and sampling."),
     run: NewRun = None,
@@ -90,7 +90,6 @@ def train(
     output: Output = ctx.obj
     output.run_dir = resume or run
     named = {**vars(subject), "seed": seed}
-    settings = settings or []
     again = agl("train", *settings, **named, config=config, run=run, resume=resume, server=server)
     changes = overrides({SHORTCUTS.get(name, name): value for name, value in named.items()}, settings)
     if resume is None:
@@ -134,7 +133,7 @@ SHORTCUTS: Final = {"data": "data.train", "model": "policy.model", "seed": "run.
 class Recorded:
     """What is learned from, and as which run, by every verb that learns from recorded sessions."""
 
-    settings: list[str] | None = Argument(None, help="setting=value ...")
+    settings: list[str] = Argument([], help="setting=value ...")
     model: Model = None
     store: str | None = Option(None, help="A SQLite file, postgresql://... or the URL of `agl serve`.")
     reward_weights: RewardWeights = None
