@@ -511,10 +511,18 @@ async def runner(
             **vars(options),
         )
         stack.push_async_callback(made.stop, 0)
-        record = await _run_until_stopped(made, store, drain_seconds, signals, output)
-    counts = ", ".join(f"{number} {name}" for name, number in record.items() if name != "worker_id" and number)
-    text = f"{record['worker_id']} has stopped: {counts or 'no attempts'}"
-    return Result(record, text, [agl("store", "list", server=url)])
+        found: dict[str, int] = {}
+        if not await signals.while_running(_start_runner(made, store)):
+            signals.second = made.stop_at_once
+            output.console.print(f"{made.worker_id} runs {made.pool.agent} for {url}")
+            if await signals.while_running(made.wait()):
+                running = made.statistics.running
+                output.console.print(f"stopping; {running} attempts are running (again to stop and requeue them)")
+            await made.stop(drain_seconds)
+            found = asdict(made.statistics)
+    counts = ", ".join(f"{number} {name}" for name, number in found.items() if number) or "no attempts"
+    text = f"{made.worker_id} has stopped: {counts}"
+    return Result({"worker_id": made.worker_id, **found}, text, [agl("store", "list", server=url)])
 
 
 def _server_url(server: str | None) -> str:
@@ -550,39 +558,17 @@ def _fields(texts: Sequence[str]) -> dict[str, str]:
     return fields
 
 
-async def _run_until_stopped(
-    runner: Runner, store: LightningStoreClient, drain_seconds: float | None, signals: StopSignals, output: Output
-) -> dict[str, Any]:
-    record = {"worker_id": runner.worker_id}
-    if await signals.while_running(_start_runner(runner, store)):
-        return record
-    signals.second = runner.stop_at_once
-    output.console.print(f"{runner.worker_id} runs {runner.pool.agent} for {store.url}")
-    if await signals.while_running(runner.wait()):
-        message = f"stopping; {runner.statistics.running} attempts are running (again to stop and requeue them)"
-        output.console.print(message)
-    await runner.stop(drain_seconds)
-    return {**record, **asdict(runner.statistics)}
-
-
 async def _start_runner(runner: Runner, store: LightningStoreClient) -> None:
-    """Import the agent, and at the same time check that the server is there and accepts the token."""
-    await _set_redirect(runner, store)
+    """Import the agent, and at the same time check that the server is there and accepts the token. Where nothing was
+    said, model calls are redirected to the server if it has a model, else only if the resources of a rollout say so.
+    Raises StoreServerError if no server answers within a minute, so that a wrong URL is noticed soon."""
+
+    async def set_redirect() -> None:
+        if runner.redirect is None:
+            runner.redirect = await has_model(store.url, store.token) or None
+
+    await set_redirect()
     runner.start_hosts()
-    await _check_server(store)
-    await _set_redirect(runner, store)
-    await runner.start()
-
-
-async def _set_redirect(runner: Runner, store: LightningStoreClient) -> None:
-    """Redirect model calls to the server if it has a model, where nothing was said: else only if the resources of a
-    rollout say so."""
-    if runner.redirect is None:
-        runner.redirect = await has_model(store.url, store.token) or None
-
-
-async def _check_server(store: LightningStoreClient) -> None:
-    """Raises StoreServerError if no server answers within a minute, so that a wrong URL is noticed soon."""
     try:
         async with open_named(store.url, store.token) as probe:
             await probe.query_queues()
@@ -591,3 +577,5 @@ async def _check_server(store: LightningStoreClient) -> None:
     except StoreServerError as error:
         logger.warning("%s; waiting for it", error)
         await store.query_queues()
+    await set_redirect()
+    await runner.start()
