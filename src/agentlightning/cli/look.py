@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -119,13 +119,21 @@ TIMEOUT: Final = 30.0
 
 def remote_status(link: str, token: str | None, name: str | None) -> tuple[dict[str, Any], list[float | None]]:
     """The state of a run as `status_record` gives it, and its rewards by step. `link`: the address of a server, or
-    the link of its dashboard, which may hold the token. `name`: which of its runs; None: the newest one.
+    the link of its dashboard, which may hold the token. `name`: which of its runs; None: a running one, else the
+    newest.
 
     Raises ServerError, StoreAuthError or NotFoundError."""
     base, token = server_of(link, token)
-    summary = _chosen(get_page(base, token, "/runs")["runs"], name, base)
-    found = get_page(base, token, f"/runs/{quote(summary['name'], safe='')}/status")
-    return {**found["status"], "run_dir": f"{base} {summary['name']}"}, found["rewards"]
+    known = [each for each in get_page(base, token, "/runs")["runs"] if each["kind"] == "run" and not each.get("error")]
+    if not known:
+        raise NotFoundError(f"the server {base} shows no run; start it with --runs DIRECTORY")
+    names = [each["name"] for each in known]
+    if name is None:
+        name = next((each["name"] for each in known if each["state"] == "running"), names[0])
+    if name not in names:
+        raise NotFoundError(f"the server {base} has no run {name!r}; it has: {', '.join(names)}")
+    found = get_page(base, token, f"/runs/{quote(name, safe='')}/status")
+    return {**found["status"], "run_dir": f"{base} {name}"}, found["rewards"]
 
 
 def server_of(link: str, token: str | None) -> tuple[str, str | None]:
@@ -151,19 +159,6 @@ def get_page(server: str, token: str | None, path: str) -> dict[str, Any]:
     except (httpx.HTTPStatusError, ValueError) as error:
         raise ServerError(f"{server} has no dashboard that can be read: {error}") from error
     return body
-
-
-def _chosen(runs: Sequence[dict[str, Any]], name: str | None, server: str) -> dict[str, Any]:
-    """The run of a name; None: a running one, else the newest."""
-    known = [each for each in runs if each["kind"] == "run" and not each.get("error")]
-    if not known:
-        raise NotFoundError(f"the server {server} shows no run; start it with --runs DIRECTORY")
-    if name is None:
-        return next((each for each in known if each["state"] == "running"), known[0])
-    for each in known:
-        if each["name"] == name:
-            return each
-    raise NotFoundError(f"the server {server} has no run {name!r}; it has: {', '.join(each['name'] for each in known)}")
 
 
 # -- agl report -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from functools import cache, wraps
 from importlib import import_module
 from importlib.metadata import version
 from itertools import islice
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import typer
 from typer import Option
@@ -64,7 +64,6 @@ EARLIER: Final = {
 }
 """Names of options, and what they were called before, which is accepted where no other option has that name."""
 NOW: Final = {before: now for now, before in EARLIER.items()}
-Json = Annotated[bool, Option("--json", help="Print one JSON object on the last line; progress to stderr.")]
 PLAIN: Final[dict[str, Any]] = {"no_args_is_help": True, "pretty_exceptions_enable": False, "rich_markup_mode": None}
 
 
@@ -155,7 +154,9 @@ class Verb(TyperCommand):
                 formatter.write_dl(rows)
 
 
-def _shared_options(as_json: Json = False) -> None:
+def _shared_options(
+    as_json: bool = Option(False, "--json", help="Print one JSON object on the last line; progress to stderr."),
+) -> None:
     """The options of every verb."""
 
 
