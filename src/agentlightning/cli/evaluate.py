@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
-from dataclasses import asdict, replace
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -41,16 +41,25 @@ if TYPE_CHECKING:
     from agentlightning.rollouts import RolloutMode
     from agentlightning.trajectory import Trajectory
 
-ALL_EQUAL: Final = (
-    "all {count} rewards are {reward:g}, and reinforcement learning learns from differences: {way}; --sampled shows"
-    " whether rollouts of one task differ"
-)
-TOO_HARD: Final = "use easier tasks, a reward with partial credit, or `agl sft` on demonstrations first"
-TOO_EASY: Final = "use harder tasks"
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `agl eval` that are those of `agl.evaluate`."""
+
+    limit: int | None = Option(None, min=1, help="Only the first tasks.")
+    bounds: tuple[float, float] | None = Option(
+        None, help="The lowest and the highest reward possible, if not 0 and 1."
+    )
+    slices: list[str] = Option([], "--slice", help="Also show the result by this field of tasks; repeatable.")
+    compare: Path | None = Option(None, help="Compare with an earlier evaluation of these tasks, a file of --out.")
+    cache: Path | None = Option(None, help="Keep rollouts in this directory, and run none twice; continues there.")
+    trained_on: str | None = Option(None, help="Tasks that the agent has learned from: none may be evaluated.")
+    concurrency: int | None = Option(None, min=1, help="Rollouts to run at the same time (default: 64).")
 
 
 def evaluate(
     ctx: Context,
+    *,
     subject: Subject,
     settings: list[str] = Argument([], help="runner.key=value, prompts.NAME=TEXT ..."),
     run: Path | None = Option(
@@ -59,22 +68,14 @@ def evaluate(
         " neither --agent nor --data nor --env is given; before the first run, the settings of agl.toml).",
     ),
     sampled: bool = Option(False, "--sampled", help="Sample at temperature 1, not greedily."),
-    limit: int | None = Option(None, min=1, help="Only the first tasks."),
+    options: Options,
     reward_weights: RewardWeights = None,
     repeats: int = Option(1, min=1, help="Rollouts of each task."),
     failed: str = Option("lowest", help="How rollouts without a reward count: lowest, exclude, or a reward such as 0."),
-    bounds: tuple[float, float] | None = Option(
-        None, help="The lowest and the highest reward possible, if not 0 and 1."
-    ),
-    slices: list[str] = Option([], "--slice", help="Also show the result by this field of tasks; repeatable."),
-    compare: Path | None = Option(None, help="Compare with an earlier evaluation of these tasks, a file of --out."),
     aa: bool = Option(
         False, "--aa", help="Run twice, and compare the agent with itself: what differences chance makes."
     ),
     out: Path | None = Option(None, help="Write the evaluation to this JSON file."),
-    cache: Path | None = Option(None, help="Keep rollouts in this directory, and run none twice; continues there."),
-    trained_on: str | None = Option(None, help="Tasks that the agent has learned from: none may be evaluated."),
-    concurrency: int | None = Option(None, min=1, help="Rollouts to run at the same time (default: 64)."),
 ) -> Result:
     """Measure an agent: its mean reward on tasks, with a 95% confidence interval.
 
@@ -99,6 +100,9 @@ def evaluate(
     known, model, tasks, resources = _subject(run, config, changes, subject)
     with written(out) if out else nullcontext():  # Not once everything was run.
         pass
+    failed_as: Any = failed  # `agl.evaluate` refuses a word that it does not know.
+    with suppress(ValueError):
+        failed_as = float(failed)
     result = measure(
         known.agent,
         tasks,
@@ -107,18 +111,12 @@ def evaluate(
         # A run may have been served by runners elsewhere; an evaluation has its own.
         runner=known.runner.model_copy(update={"hosts": max(1, known.runner.hosts), "queue": None}),
         mode="sampled" if sampled else "greedy",
-        limit=limit,
         reward_weights=weights_of(reward_weights, run or config),
         repeats=2 * repeats if aa else repeats,
-        failed=_failed(failed),
-        bounds=bounds,
-        slices=slices,
-        compare=compare,
-        cache=cache,
-        concurrency=concurrency,
-        trained_on=trained_on,
+        failed=failed_as,
         resources=resources,
         progress=Progress(console=ctx.obj.console),
+        **vars(options),
     )
     if out is not None:
         result.save(out)
@@ -174,14 +172,6 @@ def _subject(
     return known, model, tasks, read_resources(run, found.name) | prompts
 
 
-def _failed(text: str) -> Any:
-    """`--failed` as `agl.evaluate` takes it, which refuses what is neither a word it knows nor a number."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
 def _evaluation_lines(result: Evaluation, aa: bool) -> Iterator[str]:
     """The reward and, where there are such, pass@k, slices, the comparison and the A/A test."""
     yield f"reward {result}"
@@ -233,8 +223,15 @@ def evaluation_advice(result: Evaluation) -> list[str]:
         found.append(f"{result.missing} of {len(result.rewards)} tasks have no reward; `reasons` counts why")
     if result.known and len(set(result.known)) == 1 and result.comparison is None:
         reward = result.known[0]
-        way = TOO_EASY if reward >= 1 else TOO_HARD
-        found.append(ALL_EQUAL.format(count=len(result.known), reward=reward, way=way))
+        way = (
+            "use harder tasks"
+            if reward >= 1
+            else "use easier tasks, a reward with partial credit, or `agl sft` on demonstrations first"
+        )
+        found.append(
+            f"all {len(result.known)} rewards are {reward:g}, and reinforcement learning learns from differences:"
+            f" {way}; --sampled shows whether rollouts of one task differ"
+        )
     if result.comparison is not None and not result.comparison.significant:
         found.append(
             "no difference is shown: say so, or measure on more tasks (agl eval --aa says how small a gain these show)"

@@ -9,7 +9,7 @@ import errno
 import shlex
 import sys
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -135,7 +135,7 @@ def open_output(as_json: bool) -> Generator[Output]:
 
 
 def _resume_advice(run_dir: Path | None, agent_failed: bool = False) -> str:
-    """How to resume the run, if there is one to resume."""
+    """How to resume the run, if there is one to resume, and why rollouts have failed."""
     if run_dir is None:
         return ""
     try:
@@ -144,20 +144,14 @@ def _resume_advice(run_dir: Path | None, agent_failed: bool = False) -> str:
         return ""
     if state.get("recorded"):
         return f"\nNothing is lost since the last checkpoint: continue with  agl train --resume {run_dir}"
-    causes = _causes(run_dir)
-    other = " (with --agent or --reward for another one)" if agent_failed else ""
-    return f"{causes}\nNothing is lost: continue with  agl train --resume {run_dir}{other}"
-
-
-def _causes(run_dir: Path) -> str:
-    """The failed rollouts of a run by cause, and where to look; empty where none failed."""
     from agentlightning.training.health.examination import failures_of
     from agentlightning.training.persistence.run_dir import read_state
 
-    try:
-        found = failures_of(run_dir / "store.db", read_state(run_dir), [])
-    except AgentLightningError:
-        return ""
-    lines = [f"\n  {each}" for each in failure_lines(found)]
-    advice = f"\nlook at them: agl store list --run {run_dir} --status failed;  agl store show --run {run_dir}"
-    return f"\nfailed rollouts by cause{''.join(lines)}{advice}" if found else ""
+    causes = ""
+    with suppress(AgentLightningError):
+        if found := failures_of(run_dir / "store.db", read_state(run_dir), []):
+            lines = "".join(f"\n  {each}" for each in failure_lines(found))
+            look = f"agl store list --run {run_dir} --status failed;  agl store show --run {run_dir}"
+            causes = f"\nfailed rollouts by cause{lines}\nlook at them: {look}"
+    other = " (with --agent or --reward for another one)" if agent_failed else ""
+    return f"{causes}\nNothing is lost: continue with  agl train --resume {run_dir}{other}"

@@ -173,8 +173,12 @@ async def prune(
       agl store prune --store hub.db --keep 100000 --yes
     """
 
+    from agentlightning.training.persistence.run_dir import rollouts_in_use
+
     output: Output = ctx.obj
-    retention = replace(retention_from(older_than, keep, max_size), spare=_rollouts_in_use(store.store))
+    path = store_file(store.store)
+    in_use = () if path is None else rollouts_in_use(path.parent)  # where it is the store of a training run
+    retention = replace(retention_from(older_than, keep, max_size), spare=in_use)
     async with store.open() as opened:
         planned = await opened.prune(retention, dry_run=True)
         if dry_run or not planned.rollouts:
@@ -187,14 +191,6 @@ async def prune(
             removed = await opened.prune(retention)
     text = f"removed {_describe(removed)}; vacuum returns the space to the file system"
     return Result({"dry_run": False, **asdict(removed)}, text, [agl("store", "vacuum", store=store.store)])
-
-
-def _rollouts_in_use(store: str | None) -> tuple[str, ...]:
-    """Prefixes of the ids of rollouts that a training run still needs, if this is the store of one."""
-    from agentlightning.training.persistence.run_dir import rollouts_in_use
-
-    path = store_file(store)
-    return () if path is None else rollouts_in_use(path.parent)
 
 
 def _confirm(planned: Pruned, output: Output) -> None:
