@@ -155,10 +155,9 @@ def get_page(server: str, token: str | None, path: str) -> dict[str, Any]:
         problem = "does not accept this access token" if token else "requires its access token"
         raise StoreAuthError(f"the server {server} {problem}; set AGL_TOKEN, or give --token")
     try:
-        body = response.raise_for_status().json()
+        return response.raise_for_status().json()
     except (httpx.HTTPStatusError, ValueError) as error:
         raise ServerError(f"{server} has no dashboard that can be read: {error}") from error
-    return body
 
 
 # -- agl report -------------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -268,23 +268,21 @@ def read_routing(path: Path | None) -> GatewayConfig:
     return load_settings(GatewayConfig, toml=path)
 
 
-async def open_engines(models: Iterable[str], routing: GatewayConfig, stack: AsyncExitStack) -> dict[str, Engine]:
+async def open_engines(models: Sequence[str], routing: GatewayConfig, stack: AsyncExitStack) -> dict[str, Engine]:
     """Open the models of `--model [NAME=]MODEL`, named after their directory or file by default, and those that the
     routes file names. `tiny` is a new model with random weights. The stack closes them."""
+    if not (models or routing.models):
+        return {}
+    from agentlightning.policy.open import directory_of, open_frozen, open_models
+
     engines: dict[str, Engine] = {}
     for model in models:
-        from agentlightning.policy.open import directory_of, open_frozen
-
         name, equals, path = model.partition("=")
         if not equals:
             name, path = Path(model).name.removesuffix(".gguf"), model
         policy = await open_frozen(name, await directory_of(path, stack))
         stack.push_async_callback(policy.close)
         engines[policy.model] = policy
-    if not routing.models:
-        return engines
-    from agentlightning.policy.open import open_models
-
     return engines | await open_models(routing.models, stack)
 
 
@@ -293,13 +291,11 @@ async def has_model(server: str, token: str | None) -> bool:
     import httpx
 
     headers = {"authorization": f"Bearer {token}"} if token else {}
-    async with httpx.AsyncClient(timeout=10) as client:
-        try:
-            response = await client.get(f"{server}/v1/models", headers=headers)
-            models = response.json()
-            return response.status_code == 200 and bool(models.get("data") or models.get("patterns"))
-        except (httpx.HTTPError, ValueError, AttributeError):
-            return False
+    with suppress(httpx.HTTPError, ValueError, AttributeError):
+        async with httpx.AsyncClient(timeout=10, headers=headers) as client:
+            models = (await client.get(f"{server}/v1/models")).raise_for_status().json()
+            return bool(models.get("data") or models.get("patterns"))
+    return False
 
 
 # -- durations and sizes ----------------------------------------------------------------------------------------------

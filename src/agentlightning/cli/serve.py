@@ -136,7 +136,7 @@ class Options:
         return read_size(self.max_body)
 
     def check(self) -> None:
-        """Raises ConfigError for what cannot be served."""
+        """Raises ConfigError for what cannot be served, or has to be held by one process and there are several."""
         from agentlightning.server.app import is_loopback
 
         token = self.token
@@ -147,16 +147,9 @@ class Options:
                 f"--host {self.host} can be reached from other machines, and without a token anybody there could read "
                 "and change everything: set AGL_TOKEN (or --token), or allow that with --no-token"
             )
-        routing, *_ = (
-            self.routing,
-            self.retention,
-            self.max_body_bytes,
-        )  # Read once, before there are several processes.
-        if self.workers > 1:
-            self._check_workers(routing)
-
-    def _check_workers(self, routing: GatewayConfig) -> None:
-        """Raises ConfigError for what one process has to hold."""
+        routing, _ = self.routing, (self.retention, self.max_body_bytes)  # once, before there are several processes
+        if self.workers == 1:
+            return
         from agentlightning.store.base import store_url
         from agentlightning.store.sql.sqlite import locate
 

@@ -287,14 +287,13 @@ def demo(
     from agentlightning.demo import job, messages
     from agentlightning.trainer import Trainer
 
-    output: Output = ctx.obj
-    directory = output.run_dir = run or RUNS / time.strftime("demo-%Y%m%d-%H%M%S")
+    directory = ctx.obj.run_dir = run or RUNS / time.strftime("demo-%Y%m%d-%H%M%S")
     if model == TINY:
         demonstrations = job.write_demonstrations(directory / "demonstrations.jsonl", seed)
         configuration, tasks = job.settings(demonstrations, seed, steps), job.tasks(seed)
     else:
         configuration, tasks = messages.settings(model, seed, steps), messages.tasks(seed)
-    trainer = Trainer(configuration, run_dir=directory, progress=Progress(output.console))
+    trainer = Trainer(configuration, run_dir=directory, progress=Progress(ctx.obj.console))
     return report_of(trainer.fit(**tasks))
 
 
