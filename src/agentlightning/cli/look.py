@@ -128,12 +128,12 @@ def remote_status(link: str, token: str | None, name: str | None) -> tuple[dict[
     if not known:
         raise NotFoundError(f"the server {base} shows no run; start it with --runs DIRECTORY")
     names = [each["name"] for each in known]
-    if name is None:
-        name = next((each["name"] for each in known if each["state"] == "running"), names[0])
-    if name not in names:
+    running = [each["name"] for each in known if each["state"] == "running"]
+    chosen = [*running, *names][0] if name is None else name
+    if chosen not in names:
         raise NotFoundError(f"the server {base} has no run {name!r}; it has: {', '.join(names)}")
-    found = get_page(base, token, f"/runs/{quote(name, safe='')}/status")
-    return {**found["status"], "run_dir": f"{base} {name}"}, found["rewards"]
+    found = get_page(base, token, f"/runs/{quote(chosen, safe='')}/status")
+    return {**found["status"], "run_dir": f"{base} {chosen}"}, found["rewards"]
 
 
 def server_of(link: str, token: str | None) -> tuple[str, str | None]:

@@ -87,7 +87,7 @@ def train(
     from agentlightning.training.persistence.run_changes import settings_of_run
     from agentlightning.util.settings import dump_toml, load_settings
 
-    output: Output = ctx.obj
+    output = ctx.obj
     output.run_dir = resume or run
     named = {**vars(subject), "seed": seed}
     again = agl("train", *settings, **named, config=config, run=run, resume=resume, server=server)
@@ -100,7 +100,7 @@ def train(
         raise ConfigError(f"--resume {resume} continues in that directory; leave out --run {run}")
     else:
         resolved = settings_of_run(resume, changes)
-    parts: dict[str, Any] = {"progress": Progress(console=output.console)}
+    parts: Any = {"progress": Progress(console=output.console)}
     if server is not None:
         from agentlightning.store.http.client import LightningStoreClient
 
