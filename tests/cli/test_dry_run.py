@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
-from rich.console import Console
 
-from agentlightning.cli.train import print_dry_run
+from agentlightning.cli.train import dry_run_lines
 from agentlightning.training.dry_run import DryRun, DryRunCheck, DryRunRollout
 
 OK, WARNING, FAILED = (
@@ -27,9 +24,7 @@ OK, WARNING, FAILED = (
     ],
 )
 def test_the_last_line_says_whether_training_can_begin_and_how(checks: tuple[DryRunCheck, ...], last: str) -> None:
-    out = io.StringIO()
-    print_dry_run(DryRun(checks), Console(file=out, width=200))
-    lines = out.getvalue().splitlines()
+    lines = [line for each in dry_run_lines(DryRun(checks)) for line in str(each).splitlines()]
     assert lines[-1] == last
     for check in checks:
         assert any(check.text in line for line in lines)
@@ -39,11 +34,10 @@ def test_the_last_line_says_whether_training_can_begin_and_how(checks: tuple[Dry
 def test_the_example_shows_calls_of_tools_as_calls() -> None:
     call = {"type": "tool_call", "id": "1", "name": "stock", "arguments": {"item": "drill"}}
     transcript = ({"role": "assistant", "parts": [call]}, {"role": "tool", "parts": [result_of(call)]})
-    out = io.StringIO()
     rollout = DryRunRollout("r1", {}, "succeeded", 1.0, policy_calls=1, transcript=transcript)
-    print_dry_run(DryRun((OK,), (rollout,)), Console(file=out, width=200))
-    assert 'assistant  stock(item="drill")' in out.getvalue()
-    assert "tool       7\n" in out.getvalue()
+    lines = [str(each) for each in dry_run_lines(DryRun((OK,), (rollout,)))]
+    assert '  assistant  stock(item="drill")' in lines
+    assert "  tool       7" in lines
 
 
 def result_of(call: dict[str, object]) -> dict[str, object]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from agentlightning.attempt_address import attempt_secret
-from agentlightning.cli.run import ChildProcess, _record_reward
+from agentlightning.cli.run import record_reward
 from agentlightning.runner.agents.reward import RewardFunction
 from agentlightning.span import AGENT_NAME, ATTRIBUTION, INPUT_MESSAGES, OUTPUT_MESSAGES
 from agentlightning.store import InMemoryLightningStore, LightningStore
@@ -270,6 +270,14 @@ assert "AGL_TOKEN" not in os.environ and "OPENAI_BASE_URL" not in os.environ
     assert rollout.metadata["source"] == "agl run"
 
 
+def test_a_task_that_no_variable_can_hold_is_recorded_and_left_out_of_the_environment(run, clean):
+    (clean / "task.txt").write_text("long " * 50_000)
+    code, summary = run("--input", "task.txt", "--", "bash", "-c", 'test -z "$AGL_TASK"')
+    assert (code, summary["status"]) == (0, "succeeded")
+    rollout, _, _ = recorded(summary)
+    assert rollout.input == "long " * 50_000
+
+
 def test_a_reward_function_sees_the_task_and_what_was_printed(run, clean, capfd):
     (clean / "judge.py").write_text("def right(task, output):\n    return float(str(task['answer']) in output)\n")
     code, summary = run("--task", '{"answer": 42}', "--reward", "judge.py:right", "--", "echo", "it is 42")
@@ -284,7 +292,7 @@ async def test_a_reward_function_that_takes_its_time_holds_up_neither_heartbeat_
 
     started = await store.start_rollout({})
     asyncio.get_running_loop().call_soon(release.set)
-    assert await _record_reward(RewardFunction.of(patient), store, started, ChildProcess(("true",), {}), None) is None
+    await record_reward(RewardFunction.of(patient), store, started, b"")
     assert find_final_reward(await store.query_spans(started.rollout_id)) == 1.0
     await store.close()
 

@@ -172,6 +172,18 @@ def test_a_store_is_named_by_its_place_also_on_a_server() -> None:
         assert (both.exit_code, "--server and --store name the same; give only one of them" in both.output) == (2, True)
 
 
+def test_an_option_is_not_given_by_two_of_its_names() -> None:
+    both = CliRunner().invoke(build(), ["run", "--store", "a.db", "--db", "b.db", "--", "true"])
+    assert (both.exit_code, "--db and --store name the same; give only one of them" in both.output) == (2, True)
+    assert parsed("agl runner --variable A=b --env C=d")["variables"] == ["A=b", "C=d"]
+
+
+def test_every_verb_that_reads_the_store_of_a_server_takes_its_token() -> None:
+    for name in OWN:
+        if any("--server" in each.opts for each in VERBS[name].params):
+            assert any("--token" in each.opts for each in VERBS[name].params), name
+
+
 def test_no_help_shows_an_earlier_name_and_no_option_has_two_meanings() -> None:
     options = {name: {opt: each.help for each in verb.params for opt in each.opts} for name, verb in VERBS.items()}
     for name in OWN:

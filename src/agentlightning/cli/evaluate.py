@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-import orjson
 import typer
-from rich.console import Console
+from rich.console import RenderableType
 from rich.table import Table
+from typer import Argument, Context, Option
 
 from agentlightning.cli.options import (
     CONFIG_FILE,
     RUNS,
-    Agent,
-    Data,
-    Environment,
-    Model,
-    Modes,
+    AnyStore,
+    Filter,
     Reward,
     RewardWeights,
-    RunStore,
-    Statuses,
-    Store,
-    Token,
-    checked,
-    open_named,
+    StoreOfRun,
+    Subject,
     overrides,
     own_config,
     run_or_newest,
-    store_to_read,
     weights_of,
 )
 from agentlightning.cli.output import Result, agl
@@ -43,70 +34,48 @@ from agentlightning.util.json_values import loads
 from agentlightning.util.progress import Progress
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from agentlightning.config import TrainConfig
     from agentlightning.evaluation.credit_comparison import CreditComparison
     from agentlightning.evaluation.evaluation import Evaluation
-    from agentlightning.evaluation.intervals import Comparison
     from agentlightning.rescorer import Rescoring
+    from agentlightning.rollouts import RolloutMode
     from agentlightning.trajectory import Trajectory
 
-ALL_EQUAL: Final = (
-    "all {count} rewards are {reward:g}, and reinforcement learning learns from differences: {way}; --sampled shows"
-    " whether rollouts of one task differ"
-)
-TOO_HARD: Final = "use easier tasks, a reward with partial credit, or `agl sft` on demonstrations first"
-TOO_EASY: Final = "use harder tasks"
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `agl eval` that are those of `agl.evaluate`."""
+
+    limit: int | None = Option(None, min=1, help="Only the first tasks.")
+    bounds: tuple[float, float] | None = Option(
+        None, help="The lowest and the highest reward possible, if not 0 and 1."
+    )
+    slices: list[str] = Option([], "--slice", help="Also show the result by this field of tasks; repeatable.")
+    compare: Path | None = Option(None, help="Compare with an earlier evaluation of these tasks, a file of --out.")
+    cache: Path | None = Option(None, help="Keep rollouts in this directory, and run none twice; continues there.")
+    trained_on: str | None = Option(None, help="Tasks that the agent has learned from: none may be evaluated.")
+    concurrency: int | None = Option(None, min=1, help="Rollouts to run at the same time (default: 64).")
 
 
 def evaluate(
-    ctx: typer.Context,
-    settings: Annotated[
-        list[str] | None, typer.Argument(help="runner.key=value, prompts.NAME=TEXT ...", show_default=False)
-    ] = None,
-    agent: Agent = None,
-    reward: Reward = None,
-    data: Data = None,
-    env: Environment = None,
-    model: Model = None,
-    run: Annotated[
-        Path | None,
-        typer.Option(
-            help="Take agent, held-out tasks, weights and prompts from this run (default: the newest below runs, where"
-            " neither --agent nor --data nor --env is given; before the first run, the settings of agl.toml).",
-            show_default=False,
-        ),
-    ] = None,
-    sampled: Annotated[bool, typer.Option("--sampled", help="Sample at temperature 1, not greedily.")] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first tasks.")] = None,
+    ctx: Context,
+    *,
+    subject: Subject,
+    settings: list[str] = Argument([], help="runner.key=value, prompts.NAME=TEXT ..."),
+    run: Path | None = Option(
+        None,
+        help="Take agent, held-out tasks, weights and prompts from this run (default: the newest below runs, where"
+        " neither --agent nor --data nor --env is given; before the first run, the settings of agl.toml).",
+    ),
+    sampled: bool = Option(False, "--sampled", help="Sample at temperature 1, not greedily."),
+    options: Options,
     reward_weights: RewardWeights = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Rollouts of each task.")] = 1,
-    failed: Annotated[
-        str, typer.Option(help="How rollouts without a reward count: lowest, exclude, or a reward such as 0.")
-    ] = "lowest",
-    bounds: Annotated[
-        tuple[float, float] | None, typer.Option(help="The lowest and the highest reward possible, if not 0 and 1.")
-    ] = None,
-    slices: Annotated[
-        list[str] | None, typer.Option("--slice", help="Also show the result by this field of tasks; repeatable.")
-    ] = None,
-    compare: Annotated[
-        Path | None, typer.Option(help="Compare with an earlier evaluation of these tasks, a file of --out.")
-    ] = None,
-    aa: Annotated[
-        bool, typer.Option("--aa", help="Run twice, and compare the agent with itself: what differences chance makes.")
-    ] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the evaluation to this JSON file.")] = None,
-    cache: Annotated[
-        Path | None, typer.Option(help="Keep rollouts in this directory, and run none twice; continues there.")
-    ] = None,
-    trained_on: Annotated[
-        str | None, typer.Option(help="Tasks that the agent has learned from: none may be evaluated.")
-    ] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Rollouts to run at the same time (default: 64).")
-    ] = None,
+    repeats: int = Option(1, min=1, help="Rollouts of each task."),
+    failed: str = Option("lowest", help="How rollouts without a reward count: lowest, exclude, or a reward such as 0."),
+    aa: bool = Option(
+        False, "--aa", help="Run twice, and compare the agent with itself: what differences chance makes."
+    ),
+    out: Path | None = Option(None, help="Write the evaluation to this JSON file."),
 ) -> Result:
     """Measure an agent: its mean reward on tasks, with a 95% confidence interval.
 
@@ -122,19 +91,18 @@ def evaluate(
     """
     from agentlightning.evaluation.evaluation import written
     from agentlightning.evaluator import evaluate as measure
-    from agentlightning.util.progress import Progress
 
-    if others := [each for each in settings or [] if not each.startswith(("runner.", "prompts."))]:
+    if others := [each for each in settings if not each.startswith(("runner.", "prompts."))]:
         raise ConfigError(f"{others[0]} is no setting of an evaluation; use runner.key=value, prompts.NAME=TEXT")
-    run, config = _source(run, data, named=agent is not None or env is not None)
-    if run is None:
-        after = agl("train", "--dry-run", agent=agent, reward=reward, data=data, env=env, model=model)
-    else:
-        after = agl("report", run)
-    changes = overrides({"env": env, "agent": agent, "reward": reward}, settings)
-    known, tasks, model, resources = _subject(run, config, changes, data, model)
+    run, config = _source(run, subject)
+    after = agl("train", "--dry-run", **vars(subject)) if run is None else agl("report", run)
+    changes = overrides({"env": subject.env, "agent": subject.agent, "reward": subject.reward}, settings)
+    known, model, tasks, resources = _subject(run, config, changes, subject)
     with written(out) if out else nullcontext():  # Not once everything was run.
         pass
+    failed_as: Any = failed  # `agl.evaluate` refuses a word that it does not know.
+    with suppress(ValueError):
+        failed_as = float(failed)
     result = measure(
         known.agent,
         tasks,
@@ -143,38 +111,32 @@ def evaluate(
         # A run may have been served by runners elsewhere; an evaluation has its own.
         runner=known.runner.model_copy(update={"hosts": max(1, known.runner.hosts), "queue": None}),
         mode="sampled" if sampled else "greedy",
-        limit=limit,
         reward_weights=weights_of(reward_weights, run or config),
         repeats=2 * repeats if aa else repeats,
-        failed=_failed(failed),
-        bounds=bounds,
-        slices=slices or (),
-        compare=compare,
-        cache=cache,
-        concurrency=concurrency,
-        trained_on=trained_on,
+        failed=failed_as,
         resources=resources,
         progress=Progress(console=ctx.obj.console),
+        **vars(options),
     )
     if out is not None:
         result.save(out)
-    return Result(evaluation_record(result, aa), lambda console: print_evaluation(console, result, aa), [after])
+    return Result(evaluation_record(result, aa), _evaluation_lines(result, aa), [after])
 
 
-def _source(run: Path | None, data: str | None, *, named: bool) -> tuple[Path | None, Path | None]:
-    """The run, or the settings file, that says what is measured; no file where an agent is `named`. Raises ConfigError
+def _source(run: Path | None, given: Subject) -> tuple[Path | None, Path | None]:
+    """The run, or the settings file, that says what is measured; no file where an agent is named. Raises ConfigError
     where nothing says it."""
-    if named or run is not None:
+    if given.agent is not None or given.env is not None or run is not None:
         return run, None
-    if data is None and (any(RUNS.glob("*/state.json")) or not CONFIG_FILE.is_file()):
+    if given.data is None and (any(RUNS.glob("*/state.json")) or not CONFIG_FILE.is_file()):
         return run_or_newest(None, "give --agent and --data, --env, or --run RUN"), None
     return None, own_config()
 
 
 def _subject(
-    run: Path | None, config: Path | None, changes: list[str], data: str | None, model: str | None
-) -> tuple[TrainConfig, Any, str | None, Any]:
-    """The settings that say what is measured, its tasks, its model, and its prompts: those of a finished run, or of a
+    run: Path | None, config: Path | None, changes: list[str], given: Subject
+) -> tuple[TrainConfig, str | None, Any, Any]:
+    """The settings that say what is measured, its model, its tasks, and its prompts: those of a finished run, or of a
     settings file, where others are not named. Raises ConfigError where an agent or tasks are missing."""
     from agentlightning.algorithms.base import make_algorithm
     from agentlightning.config import TrainConfig
@@ -182,9 +144,9 @@ def _subject(
     from agentlightning.training.export import checkpoint_of, holds_weights
     from agentlightning.training.persistence.checkpoints import read_resources
     from agentlightning.training.persistence.run_changes import settings_of_run
-    from agentlightning.util.json_values import loads
     from agentlightning.util.settings import load_settings
 
+    data, model = given.data, given.model
     if run is None:
         known = load_settings(TrainConfig, toml=config, overrides=changes)
         data = data or (known.data.held_out if config is not None else None) or known.data.train
@@ -196,7 +158,7 @@ def _subject(
                 model = known.policy.model
             unlearned = " before its warm start" if model == known.policy.model and known.warm_start.dataset else ""
             typer.echo(f"evaluating {known.agent} on {data}, model: {model or 'its own'}{unlearned}", err=True)
-        return known, data, model, known.prompts
+        return known, model, data, known.prompts
     known, found = settings_of_run(run, changes), checkpoint_of(run)
     tasks, train = load_dataset(data or str(run / "data" / "held_out.jsonl")), run / "data" / "train.jsonl"
     learned = [loads(line) for line in train.read_bytes().splitlines()] if train.exists() else []
@@ -206,32 +168,27 @@ def _subject(
         raise ConfigError(f"the agent of {run} was given as an object, which no file holds; name it: --agent")
     model = model or (str(found) if holds_weights(found) else None)
     named = {each.partition("=")[0].split(".")[1] for each in changes if each.startswith("prompts.")}
-    given = {name: prompt for name, prompt in known.prompts.items() if name in named}
-    return known, tasks, model, read_resources(run, found.name) | given
+    prompts = {name: prompt for name, prompt in known.prompts.items() if name in named}
+    return known, model, tasks, read_resources(run, found.name) | prompts
 
 
-def _failed(text: str) -> Any:
-    """`--failed` as `agl.evaluate` takes it, which refuses what is neither a word it knows nor a number."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def print_evaluation(console: Console, result: Evaluation, aa: bool = False) -> None:
-    """Print the reward and, where there are such, pass@k, slices, the comparison and the A/A test."""
-    console.print(f"reward {result}")
+def _evaluation_lines(result: Evaluation, aa: bool) -> Iterator[str]:
+    """The reward and, where there are such, pass@k, slices, the comparison and the A/A test."""
+    yield f"reward {result}"
     if result.cached:
-        console.print(f"{result.cached} rollouts were taken from the cache")
+        yield f"{result.cached} rollouts were taken from the cache"
     for k, once, always in _passes(result):
-        console.print(f"pass@{k} {once:.3f}   pass^{k} {always:.3f}")
+        yield f"pass@{k} {once:.3f}   pass^{k} {always:.3f}"
     for field, values in result.slices.items():
         for value, part in values.items():
-            console.print(f"{field}={value}: {part if part.known else 'no reward'}")
-    if result.comparison is not None:
-        console.print(f"gain {result.comparison}\n{_verdict(result.comparison)}")
+            yield f"{field}={value}: {part if part.known else 'no reward'}"
+    if (found := result.comparison) is not None:
+        verdict = "no difference is shown"
+        if found.significant:
+            verdict = "it is better" if found.gain > 0 else "it is worse"
+        yield f"gain {found}\n{verdict}"
     if aa:
-        console.print(str(result.null_test()))
+        yield str(result.null_test())
 
 
 def evaluation_record(result: Evaluation, aa: bool = False) -> dict[str, Any]:
@@ -266,8 +223,15 @@ def evaluation_advice(result: Evaluation) -> list[str]:
         found.append(f"{result.missing} of {len(result.rewards)} tasks have no reward; `reasons` counts why")
     if result.known and len(set(result.known)) == 1 and result.comparison is None:
         reward = result.known[0]
-        way = TOO_EASY if reward >= 1 else TOO_HARD
-        found.append(ALL_EQUAL.format(count=len(result.known), reward=reward, way=way))
+        way = (
+            "use harder tasks"
+            if reward >= 1
+            else "use easier tasks, a reward with partial credit, or `agl sft` on demonstrations first"
+        )
+        found.append(
+            f"all {len(result.known)} rewards are {reward:g}, and reinforcement learning learns from differences:"
+            f" {way}; --sampled shows whether rollouts of one task differ"
+        )
     if result.comparison is not None and not result.comparison.significant:
         found.append(
             "no difference is shown: say so, or measure on more tasks (agl eval --aa says how small a gain these show)"
@@ -293,16 +257,10 @@ def _passes(result: Evaluation) -> list[tuple[int, float, float]]:
     return [(k, result.pass_at_k(k), result.pass_hat_k(k)) for k in (1, result.repeats)]
 
 
-def _verdict(comparison: Comparison) -> str:
-    if not comparison.significant:
-        return "no difference is shown"
-    return "it is better" if comparison.gain > 0 else "it is worse"
-
-
 # -- agl compare ------------------------------------------------------------------------------------------------------
 
 
-def compare_runs(runs: Annotated[list[Path], typer.Argument(help="The directories of finished runs.")]) -> Result:
+def compare_runs(runs: list[Path] = Argument(help="The directories of finished runs.")) -> Result:
     """Compare configurations over seeds: mean and 95% interval of the held-out reward, and of their difference.
 
     Runs whose settings differ in the seed alone are one configuration. The first one named is what the others are
@@ -320,20 +278,20 @@ def compare_runs(runs: Annotated[list[Path], typer.Argument(help="The directorie
         if not (run / "report.json").exists():
             raise ConfigError(f"{run} has no report.json: the run is not finished; finish it, or leave it out")
     record = {"configurations": compared_configurations(found)}
-    return Result(record, lambda console: _print_comparison(record, console), [agl("report", runs[0])])
+    return Result(record, _comparison_lines(record), [agl("report", runs[0])])
 
 
-def _print_comparison(record: Mapping[str, Any], console: Console) -> None:
+def _comparison_lines(record: Mapping[str, Any]) -> Iterator[str]:
     for row in record["configurations"]:
         settings = ", ".join(f"{name}={value}" for name, value in row["settings"].items())
         seeds = ", ".join(map(str, row["seeds"]))
-        console.print(f"{row['label']} (seeds {seeds}): {settings or 'the first configuration'}")
+        yield f"{row['label']} (seeds {seeds}): {settings or 'the first configuration'}"
         for mode, after in row["after"].items():
             text = f"   {mode:<8} held-out reward {_interval(after)}, gain {_interval(row['gain'][mode], sign=True)}"
             if "difference" in row:
                 how = "seed by seed" if row["difference"][mode]["paired"] else "means of different seeds"
                 text += f", difference {_interval(row['difference'][mode], sign=True)}, {how}"
-            console.print(text)
+            yield text
 
 
 def _interval(number: Mapping[str, Any], *, sign: bool = False) -> str:
@@ -350,20 +308,15 @@ def _interval(number: Mapping[str, Any], *, sign: bool = False) -> str:
 
 
 async def rescore(
-    ctx: typer.Context,
+    ctx: Context,
+    *,
     reward: Reward = None,
-    run: Annotated[
-        str | None, typer.Option(help="A run directory, or part of the rollout id.", show_default=False)
-    ] = None,
-    store: Store = None,
-    token: Token = None,
-    status: Statuses = None,
-    mode: Modes = None,
-    task: Annotated[
-        str | None, typer.Option(help="JSON: a task, or some of its keys with their values.", show_default=False)
-    ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Rollouts to score at the same time.")] = 8,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Score and report, but write nothing.")] = False,
+    run: str | None = Option(None, help="A run directory, or part of the rollout id."),
+    store: AnyStore,
+    chosen: Filter,
+    task: str | None = Option(None, help="JSON: a task, or some of its keys with their values."),
+    concurrency: int = Option(8, min=1, help="Rollouts to score at the same time."),
+    dry_run: bool = Option(False, "--dry-run", help="Score and report, but write nothing."),
 ) -> Result:
     """Apply a new reward function to stored rollouts.
 
@@ -382,68 +335,57 @@ async def rescore(
         raise ConfigError("agl rescore needs --reward module:function")
     directory = Path(run) if run is not None and (Path(run) / "state.json").exists() else None
     named = run if directory is None else read_state(directory).run_id
-    place = str(directory / "store.db") if store is None and directory is not None else store
-    selection = Selection(
-        run=named,
-        status=checked(status, "status") or ("succeeded",),
-        mode=checked(mode, "mode"),
-        task=_chosen_task(task),
-    )
+    source = replace(store, store=store.store or (None if directory is None else str(directory / "store.db")))
+    query, wanted = chosen.query(), None
+    if task is not None:
+        wanted = _read_json("--task", task, "; for text, write --task '\"...\"'")
+    selection = Selection(named, query["status_in"] or ("succeeded",), query["mode_in"], wanted)
     with Progress(ctx.obj.console) as progress:
-        async with open_named(place, token) as opened:
+        async with source.open() as opened:
             progress.phase("scoring rollouts")
             result = await rescore_async(
                 opened, reward, selection, concurrency=concurrency, dry_run=dry_run, on_progress=progress.update
             )
     if dry_run:
-        chosen = [f"--status={each}" for each in status or ()] + [f"--mode={each}" for each in mode or ()]
-        after = agl("rescore", *chosen, reward=reward, run=run, task=task, store=store)
+        words = [f"--{name}={each}" for name, values in vars(chosen).items() for each in values]
+        after = agl("rescore", *words, reward=reward, run=run, task=task, store=store.store)
     else:
-        after = agl("store", "list", sort="reward", store=place)
-    return Result(asdict(result), lambda console: _print_rescoring(result, console), [after])
+        after = agl("store", "list", sort="reward", store=source.store)
+    return Result(asdict(result), _rescoring_lines(result), [after])
 
 
-def _chosen_task(text: str | None) -> Any:
+def _read_json(option: str, text: str, otherwise: str = "") -> Any:
     try:
-        return None if text is None else loads(text)
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"--task {text!r} is not JSON ({error}); for text, write --task '\"...\"'") from error
+        return loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r} is not JSON ({error}){otherwise}") from error
 
 
-def _print_rescoring(result: Rescoring, console: Console) -> None:
+def _rescoring_lines(result: Rescoring) -> Iterator[str]:
     verb = "would get" if result.dry_run else "have"
     parts = [f"{result.rescored:,} of {result.rollouts:,} rollouts {verb} a new reward"]
     parts += [f"{result.unchanged:,} unchanged"] if result.unchanged else []
     parts += [f"{result.without_attempt:,} never ran"] if result.without_attempt else []
     parts += [f"{len(result.failed):,} failed and keep theirs"] if result.failed else []
-    console.print("; ".join(parts))
+    yield "; ".join(parts)
     if result.mean_before is not None and result.mean_after is not None:
-        console.print(f"mean reward {result.mean_before:.4g} -> {result.mean_after:.4g}")
+        yield f"mean reward {result.mean_before:.4g} -> {result.mean_after:.4g}"
     for rollout_id, message in list(result.failed.items())[:3]:
-        console.print(f"{rollout_id}: {message}")
+        yield f"{rollout_id}: {message}"
 
 
 # -- agl credit -------------------------------------------------------------------------------------------------------
 
 
-OneMode = Annotated[Literal["train", "val", "test"] | None, typer.Option(help="Only rollouts of this mode.")]
-
-
 async def compare_rules(
-    earlier: Annotated[str | None, typer.Argument(help="The earlier form of --store.", hidden=True)] = None,
-    run: RunStore = None,
-    store: Store = None,
-    rules: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--rule", help="A rule's name, or JSON with its type and settings; repeatable (default: all rules)."
-        ),
-    ] = None,
-    groups: Annotated[
-        int, typer.Option(min=1, help="Use at most this number of groups of two rollouts or more, the newest.")
-    ] = 128,
-    mode: OneMode = None,
-    target_agent: Annotated[str | None, typer.Option(help="Only calls of agents whose name matches.")] = None,
+    store: StoreOfRun,
+    earlier: str | None = Argument(None, help="The earlier form of --store.", hidden=True),
+    rules: list[str] = Option(
+        [], "--rule", help="A rule's name, or JSON with its type and settings; repeatable (default: all rules)."
+    ),
+    groups: int = Option(128, min=1, help="Use at most this number of groups of two rollouts or more, the newest."),
+    mode: Literal["train", "val", "test"] | None = Option(None, help="Only rollouts of this mode."),
+    target_agent: str | None = Option(None, help="Only calls of agents whose name matches."),
     reward_weights: RewardWeights = None,
 ) -> Result:
     """Estimate how many rollouts each credit rule needs until its gradient shows more signal than noise.
@@ -460,29 +402,34 @@ async def compare_rules(
 
     if earlier is not None:
         typer.echo(f"STORE is an option now: --store {earlier}", err=True)
-    place = store_to_read(run, store or earlier)
+        store = replace(store, store=store.store or earlier)
+    place = store.place
     weights = weights_of(reward_weights, place)
-    chosen = [_rule(each) for each in rules] if rules else RULES.names()
-    recorded, unreadable = await _read_groups(place, groups, mode)
+    chosen = [_read_json("--rule", each) if each.lstrip().startswith("{") else each for each in rules or RULES.names()]
+    recorded, unreadable = await _read_groups(store, groups, mode)
     found = compare_credit(recorded, chosen, target_agent=target_agent, reward_weights=weights, left_out=unreadable)
     best = [each for each in found.signals[:1] if each.snr > 0]
     settings = Path(place).with_name("config.toml") if place else None  # Of the run whose store it is.
     of_run = ["--config", settings] if settings is not None and settings.is_file() else []
     after = [agl("train", *of_run, f"algorithm.credit={each.rule}", "--dry-run") for each in best]
-    return Result(found.as_json(), lambda console: _print_credit(found, console), after)
+    return Result(found.as_json(), _credit_lines(found), after)
 
 
-async def _read_groups(store: str | None, groups: int, mode: OneMode) -> tuple[list[list[Trajectory]], dict[str, int]]:
+async def _read_groups(
+    store: StoreOfRun, groups: int, mode: RolloutMode | None
+) -> tuple[list[list[Trajectory]], dict[str, int]]:
     """The newest groups of several finished rollouts, and rollouts that cannot be read by reason."""
     from agentlightning.credit import group_trajectories
     from agentlightning.credit.rejection import count_reasons
     from agentlightning.training.sources.collector import TrajectoryReader, find_groups
 
-    async with open_named(store) as opened:
+    async with store.open() as opened:
         found = await find_groups(opened, None if mode is None else [mode])
         if not found:
             of_mode = "" if mode is None else f" of mode {mode}"
-            raise DatasetError(f"{store} has no finished rollout{of_mode}; record some first, or train for a step")
+            raise DatasetError(
+                f"{store.place} has no finished rollout{of_mode}; record some first, or train for a step"
+            )
         several = [each for each in found if len(each[1]) > 1] or found  # measurements have one rollout of each task
         chosen = {rollout_id: group for group, ids in several[-groups:] for rollout_id in ids}
         tasks = {each.rollout_id: each.input for each in await opened.query_rollouts(rollout_id_in=list(chosen))}
@@ -490,22 +437,10 @@ async def _read_groups(store: str | None, groups: int, mode: OneMode) -> tuple[l
     return group_trajectories(trajectories), count_reasons(rejected)
 
 
-def _rule(text: str) -> Any:
-    if not text.lstrip().startswith("{"):
-        return text
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--rule {text!r} is not JSON: {error}") from error
-
-
-# -- output ----------------------------------------------------------------------------------------------------------
-
-
-def _print_credit(found: CreditComparison, console: Console) -> None:
-    console.print(f"{found.groups} groups, {found.rollouts} rollouts")
+def _credit_lines(found: CreditComparison) -> Iterator[RenderableType]:
+    yield f"{found.groups} groups, {found.rollouts} rollouts"
     for reason, count in found.left_out.items():
-        console.print(f"left out: {count} {reason.replace('_', ' ')}")
+        yield f"left out: {count} {reason.replace('_', ' ')}"
     table = Table("rule", "signal-to-noise of a group", "rollouts to 1", "agreement", "groups used", box=None)
     for each in found.signals:
         low, high = each.interval
@@ -518,9 +453,9 @@ def _print_credit(found: CreditComparison, console: Console) -> None:
             agreement,
             str(each.groups_used),
         )
-    console.print(table)
+    yield table
     for rule, reason in found.unusable.items():
-        console.print(f"{rule} cannot be used here: {reason}")
+        yield f"{rule} cannot be used here: {reason}"
 
 
 def _count(rollouts: float) -> str:

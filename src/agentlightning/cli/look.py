@@ -11,38 +11,37 @@ import shutil
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qs, quote, urlsplit
 
-import typer
-from rich.console import Console
+from rich.console import RenderableType
+from rich.text import Text
+from typer import Argument, Context, Option
 
 from agentlightning.cli.options import (
-    POSTGRES,
+    DATABASES,
     RUNS,
+    SERVERS,
     GivenStore,
     Run,
     Token,
     database_name,
-    is_url,
     open_named,
     run_or_newest,
 )
-from agentlightning.cli.output import Output, Result, agl, failure_lines, print_prompt_diff
+from agentlightning.cli.output import Output, Result, agl, failure_lines, prompt_changes
 from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError, ServerError, StoreAuthError
 from agentlightning.util.plugins import PACKAGE, Registry, announced, described, installed, load
 from agentlightning.util.printable import printable
 from agentlightning.util.progress import duration, rewards_line
 
 if TYPE_CHECKING:
-    from starlette.routing import BaseRoute
-
     from agentlightning.dashboard.data.run_data import Catalog
     from agentlightning.training.health.examination import Examination
 
@@ -52,19 +51,13 @@ LOOK: Final = {"finished": ("report",), "unfinished": ("train", "--resume")}
 
 
 def status(
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RUN",
-            help="The directory of a run (running, finished or crashed; default: the newest below runs), or the address"
-            " of a server that shows it: the link of its dashboard.",
-            show_default=False,
-        ),
-    ] = None,
-    name: Annotated[
-        str | None,
-        typer.Option("--run", help="Of a server: which of its runs. Default: the running one.", show_default=False),
-    ] = None,
+    target: str | None = Argument(
+        None,
+        metavar="RUN",
+        help="The directory of a run (running, finished or crashed; default: the newest below runs), or the address of"
+        " a server that shows it: the link of its dashboard.",
+    ),
+    name: str | None = Option(None, "--run", help="Of a server: which of its runs. Default: the running one."),
     token: Token = None,
 ) -> Result:
     """Say how far a training run is: its step, reward, validation, speed, failures and warnings.
@@ -75,50 +68,47 @@ def status(
       agl status runs/first --json
       agl status http://hub:4747 --run first
     """
-    if target is not None and is_url(target):
+    from agentlightning.dashboard.data.run_files import open_run, status_record
+
+    if target is not None and target.startswith(SERVERS):
         record, rewards = remote_status(target, token, name)
         after = []
     else:
         run = run_or_newest(None if target is None else Path(target))
-        record, rewards = _local_status(run, name)
+        if name is not None:
+            raise ConfigError(
+                f"--run {name} chooses among the runs of a server, and {run} is a directory; leave it out"
+            )
+        record, rewards = status_record(open_run(run))
         after = [agl(*LOOK.get(record["status"], ("dashboard",)), run)]
-    return Result(record, lambda console: _print_status(record, rewards, console), after)
+    return Result(record, _status_lines(record, rewards), after)
 
 
-def _local_status(run: Path, name: str | None) -> tuple[dict[str, Any], list[float | None]]:
-    from agentlightning.dashboard.data.run_files import open_run, status_record
-
-    if name is not None:
-        raise ConfigError(f"--run {name} chooses among the runs of a server, and {run} is a directory; leave it out")
-    return status_record(open_run(run))
-
-
-def _print_status(record: dict[str, Any], rewards: list[float | None], console: Console) -> None:
+def _status_lines(record: dict[str, Any], rewards: list[float | None]) -> Iterator[RenderableType]:
     of = "" if record["steps"] is None else f" of {record['steps']}"
     left = "" if record["seconds_left"] is None else f", about {duration(record['seconds_left'])} left"
-    head = f"{record['run_dir']}: {record['status']}, step {record['step']}{of}, {duration(record['seconds'])}{left}"
-    console.print(head)
+    yield f"{record['run_dir']}: {record['status']}, step {record['step']}{of}, {duration(record['seconds'])}{left}"
     if line := rewards_line([math.nan if each is None else each for each in rewards]):
-        console.print(f"reward      {line}")
+        yield f"reward      {line}"
     for mode, value in record["validation"].items():
-        console.print(f"validation  {mode} {value:.3f}  (step {record['validated_at']})")
+        yield f"validation  {mode} {value:.3f}  (step {record['validated_at']})"
     for mode, value in record["start"].items():
         scored, tasks = record.get("start_tasks", {}).get(mode, (0, 0))  # A server elsewhere may be older.
         some = "" if scored == tasks else f"{scored} of {tasks} "
-        console.print(f"start       {mode} {value:.3f}, on {some}held-out tasks")
+        yield f"start       {mode} {value:.3f}, on {some}held-out tasks"
     if record["tokens_per_second"]:
-        console.print(f"speed       {record['tokens_per_second']:,.0f} tokens/s")
+        yield f"speed       {record['tokens_per_second']:,.0f} tokens/s"
     rejected = sum(record["rejected_rollouts"].values())
     if record["sessions"] is None:
-        console.print(f"rollouts    {record['rollouts']}, {record['failed_rollouts']} failed, {rejected} rejected")
+        yield f"rollouts    {record['rollouts']}, {record['failed_rollouts']} failed, {rejected} rejected"
     else:
-        console.print(f"sessions    {record['sessions']}")
+        yield f"sessions    {record['sessions']}"
     for each in record["failures"]:
-        console.print(f"failed      {each['count']}  {printable(each['cause'])}  {printable(each['example'])}")
+        yield f"failed      {each['count']}  {printable(each['cause'])}  {printable(each['example'])}"
     for text in record["warnings"].values():
-        console.print(f"warning     {printable(text)}", style="yellow")
+        yield Text(f"warning     {printable(text)}", "yellow")
     if record["prompts"]:
-        print_prompt_diff(record["prompt_diff"], console)
+        yield prompt_changes(record["prompt_diff"])
 
 
 # -- of a server elsewhere --------------------------------------------------------------------------------------------
@@ -129,13 +119,21 @@ TIMEOUT: Final = 30.0
 
 def remote_status(link: str, token: str | None, name: str | None) -> tuple[dict[str, Any], list[float | None]]:
     """The state of a run as `status_record` gives it, and its rewards by step. `link`: the address of a server, or
-    the link of its dashboard, which may hold the token. `name`: which of its runs; None: the newest one.
+    the link of its dashboard, which may hold the token. `name`: which of its runs; None: a running one, else the
+    newest.
 
     Raises ServerError, StoreAuthError or NotFoundError."""
     base, token = server_of(link, token)
-    summary = _chosen(get_page(base, token, "/runs")["runs"], name, base)
-    found = get_page(base, token, f"/runs/{quote(summary['name'], safe='')}/status")
-    return {**found["status"], "run_dir": f"{base} {summary['name']}"}, found["rewards"]
+    known = [each for each in get_page(base, token, "/runs")["runs"] if each["kind"] == "run" and not each.get("error")]
+    if not known:
+        raise NotFoundError(f"the server {base} shows no run; start it with --runs DIRECTORY")
+    names = [each["name"] for each in known]
+    running = [each["name"] for each in known if each["state"] == "running"]
+    chosen = [*running, *names][0] if name is None else name
+    if chosen not in names:
+        raise NotFoundError(f"the server {base} has no run {name!r}; it has: {', '.join(names)}")
+    found = get_page(base, token, f"/runs/{quote(chosen, safe='')}/status")
+    return {**found["status"], "run_dir": f"{base} {chosen}"}, found["rewards"]
 
 
 def server_of(link: str, token: str | None) -> tuple[str, str | None]:
@@ -157,23 +155,9 @@ def get_page(server: str, token: str | None, path: str) -> dict[str, Any]:
         problem = "does not accept this access token" if token else "requires its access token"
         raise StoreAuthError(f"the server {server} {problem}; set AGL_TOKEN, or give --token")
     try:
-        body = response.raise_for_status().json()
+        return response.raise_for_status().json()
     except (httpx.HTTPStatusError, ValueError) as error:
         raise ServerError(f"{server} has no dashboard that can be read: {error}") from error
-    return body
-
-
-def _chosen(runs: Sequence[dict[str, Any]], name: str | None, server: str) -> dict[str, Any]:
-    """The run of a name; None: a running one, else the newest."""
-    known = [each for each in runs if each["kind"] == "run" and not each.get("error")]
-    if not known:
-        raise NotFoundError(f"the server {server} shows no run; start it with --runs DIRECTORY")
-    if name is None:
-        return next((each for each in known if each["state"] == "running"), known[0])
-    for each in known:
-        if each["name"] == name:
-            return each
-    raise NotFoundError(f"the server {server} has no run {name!r}; it has: {', '.join(each['name'] for each in known)}")
 
 
 # -- agl report -------------------------------------------------------------------------------------------------------
@@ -181,11 +165,9 @@ def _chosen(runs: Sequence[dict[str, Any]], name: str | None, server: str) -> di
 
 async def report(
     run: Run = None,
-    html: Annotated[bool, typer.Option("--html", help="Write a page with curves, which needs no server.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="File to write (default: RUN/report.html; text is printed).", show_default=False)
-    ] = None,
-    examples: Annotated[int, typer.Option(min=0, help="Changed tasks to show with their conversations.")] = 3,
+    html: bool = Option(False, "--html", help="Write a page with curves, which needs no server."),
+    out: Path | None = Option(None, help="File to write (default: RUN/report.html; text is printed)."),
+    examples: int = Option(3, min=0, help="Changed tasks to show with their conversations."),
     store: GivenStore = None,
 ) -> Result:
     """Report what a run changed: held-out reward with its interval, tasks won and lost, cost, examples.
@@ -195,27 +177,20 @@ async def report(
       agl report
       agl report runs/first --html --out first.html
     """
-    run = run_or_newest(run)
-    text = await _report(run, html, examples, store)
-    path = out or (run / "report.html" if html else None)
-    if path is not None:
-        path.write_text(text, encoding="utf-8")
-    record = {"run": str(run), "file": None if path is None else str(path), **({} if path else {"text": text})}
-    shown = text if path is None else f"wrote {path}"
-    return Result(record, lambda console: console.print(shown), [agl("dashboard", run)])
-
-
-async def _report(run: Path, html: bool, examples: int, store: str | None) -> str:
     from agentlightning.dashboard.data.run_files import open_run
     from agentlightning.dashboard.report_page import report_page
     from agentlightning.training.report.result import markdown_report
 
+    run = run_or_newest(run)
     open_run(run)
     make = report_page if html else markdown_report
-    if store is None:
-        return await make(run, examples)
-    async with open_named(store) as opened:
-        return await make(run, examples, opened)
+    async with nullcontext() if store is None else open_named(store) as opened:
+        text = await make(run, examples, opened)
+    path = out or (run / "report.html" if html else None)
+    if path is not None:
+        path.write_text(text, encoding="utf-8")
+    record = {"run": str(run), "file": None if path is None else str(path), **({} if path else {"text": text})}
+    return Result(record, text if path is None else f"wrote {path}", [agl("dashboard", run)])
 
 
 # -- agl doctor -------------------------------------------------------------------------------------------------------
@@ -237,13 +212,8 @@ def doctor(run: Run = None) -> Result:
     failed = agl("store", "list", run=found.run_dir, status="failed")
     other = agl("train", resume=found.run_dir) if "ended" in found.warnings else agl("dashboard", found.run_dir)
     after = [failed if found.failures else other]
-    return Result(_findings(found), lambda console: _print_findings(found, console), after, not found.is_healthy)
-
-
-def _findings(found: Examination) -> dict[str, Any]:
-    """The findings as JSON values."""
     state = found.state
-    return {
+    record = {
         "run_dir": str(found.run_dir),
         "status": found.status,
         "healthy": found.is_healthy,
@@ -259,57 +229,46 @@ def _findings(found: Examination) -> dict[str, Any]:
         "damaged_lines": list(found.damaged_lines),
         "notes": list(found.notes),
     }
+    return Result(record, _findings_lines(found), after, not found.is_healthy)
 
 
-def _print_findings(found: Examination, console: Console) -> None:
-    """Print the findings."""
+def _findings_lines(found: Examination) -> Iterator[RenderableType]:
     state = found.state
     rollbacks = f", {state.rollbacks} rollbacks" if state.rollbacks else ""
     failed = f", {state.failed_rollouts} failed" if state.failed_rollouts else ""
-    console.print(
-        f"{found.run_dir}: {found.status}, {found.steps} steps, {state.rollouts} rollouts{failed}{rollbacks}",
-    )
+    yield f"{found.run_dir}: {found.status}, {found.steps} steps, {state.rollouts} rollouts{failed}{rollbacks}"
     for each in found.signs:
         when = f"since step {each.since}" + (f", {each.count} steps until {each.until}" if each.count > 1 else "")
-        console.print(f"{each.sign.name} ({when})", style="yellow")
-        console.print(f"  what  {printable(each.sign.what)}\n  try   {printable(each.sign.advice)}")
-    for kind, text in found.warnings.items():
-        console.print(f"{kind}", style="yellow")
-        console.print(f"  what  {printable(text)}")
+        yield Text(f"{each.sign.name} ({when})", "yellow")
+        yield f"  what  {printable(each.sign.what)}\n  try   {printable(each.sign.advice)}"
+    warnings = {kind: printable(text) for kind, text in found.warnings.items()}
     if found.damaged_lines:
         lines = ", ".join(map(str, found.damaged_lines[:10])) + (" ..." if len(found.damaged_lines) > 10 else "")
-        console.print("damaged_metrics", style="yellow")
-        console.print(f"  what  these lines of metrics.jsonl cannot be read and were left out: {lines}")
+        warnings["damaged_metrics"] = f"these lines of metrics.jsonl cannot be read and were left out: {lines}"
+    for kind, text in warnings.items():
+        yield Text(kind, "yellow")
+        yield f"  what  {text}"
     if found.failures:
-        console.print("failed rollouts by cause")
-    for line in failure_lines(found.failures):
-        console.print(f"  {line}")
-    for note in found.notes:
-        console.print(f"note: {note}")
+        yield "failed rollouts by cause"
+    yield from (f"  {line}" for line in failure_lines(found.failures))
+    yield from (f"note: {note}" for note in found.notes)
     if found.is_healthy:
-        console.print("no sign of trouble")
+        yield "no sign of trouble"
 
 
 # -- agl dashboard ----------------------------------------------------------------------------------------------------
 
 
-Shown = Annotated[
-    str | None,
-    typer.Argument(
-        help="The directory of a run or of several, a database, or the URL of a server (default: runs).",
-        show_default=False,
-    ),
-]
-
-
 async def dashboard(
-    ctx: typer.Context,
-    target: Shown = None,
-    demo: Annotated[bool, typer.Option("--demo", help="Show two recorded runs; nothing is trained.")] = False,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 4749,
+    ctx: Context,
+    target: str | None = Argument(
+        None, help="The directory of a run or of several, a database, or the URL of a server (default: runs)."
+    ),
+    demo: bool = Option(False, "--demo", help="Show two recorded runs; nothing is trained."),
+    host: str = Option("127.0.0.1", help="Address to listen on."),
+    port: int = Option(4749, min=0, max=65535, help="Port to listen on; 0 takes a free one."),
     token: Token = None,
-    browser: Annotated[bool, typer.Option(help="Open it in the browser.")] = True,
+    browser: bool = Option(True, help="Open it in the browser."),
 ) -> None:
     """Show runs, rollouts and tokens in the browser, until stopped (Ctrl-C). It only reads.
 
@@ -325,7 +284,7 @@ async def dashboard(
 
     if demo and target is not None:
         raise ConfigError(f"--demo shows recorded runs, and {target!r} is none of them; leave one of them out")
-    if target is not None and is_url(target):
+    if target is not None and target.startswith(SERVERS):
         base, token = server_of(target, token)
         get_page(base, token, "/runs")
         _show_link(f"{base}/dashboard", token, browser, ctx.obj)
@@ -336,7 +295,7 @@ async def dashboard(
 
 def _show_link(url: str, token: str | None, browser: bool, output: Output) -> None:
     link = f"{url}#token={token}" if token else url
-    output.show(Result({"url": url, "link": link}, lambda console: console.print(f"dashboard  {link}")))
+    output.show(Result({"url": url, "link": link}, f"dashboard  {link}"))
     sys.stdout.flush()
     if browser and not output.as_json and sys.stdout.isatty():
         import webbrowser
@@ -345,49 +304,27 @@ def _show_link(url: str, token: str | None, browser: bool, output: Output) -> No
 
 
 async def _show_pages(target: str | None, demo: bool, host: str, port: int, browser: bool, output: Output) -> None:
-    from agentlightning.dashboard.app import PATH
-    from agentlightning.dashboard.serve import dashboard_app, serve_dashboard
+    from agentlightning.dashboard.app import PATH, dashboard_routes
+    from agentlightning.dashboard.data.run_data import Catalog
+    from agentlightning.dashboard.serve import dashboard_app, serve_dashboard, write_demo
     from agentlightning.server.app import listen, url_of
 
-    try:
-        listener = listen(host, port)
-    except ServerError as error:
-        open_there = f"Another `agl dashboard` may be open there: {url_of(host, port)}{PATH}"
-        raise ServerError(f"{error}. {open_there}; for one beside it: agl dashboard --port 0") from error
     token = secrets.token_urlsafe(24)
-    with listener:
-        async with _routes(target, demo, token, output) as routes:
-            _show_link(f"{url_of(host, listener.getsockname()[1])}{PATH}", token, browser, output)
-            await serve_dashboard(dashboard_app(routes, host, has_token=True), listener)
-
-
-@asynccontextmanager
-async def _routes(target: str | None, demo: bool, token: str, output: Output) -> AsyncGenerator[list[BaseRoute]]:
-    from agentlightning.dashboard.app import dashboard_routes
-
-    with tempfile.TemporaryDirectory(prefix="agl-dashboard-") as folder:
+    async with AsyncExitStack() as stack:
+        try:
+            listener = stack.enter_context(listen(host, port))
+        except ServerError as error:
+            open_there = f"Another `agl dashboard` may be open there: {url_of(host, port)}{PATH}"
+            raise ServerError(f"{error}. {open_there}; for one beside it: agl dashboard --port 0") from error
         if demo:
-            from agentlightning.dashboard.serve import write_demo
-
+            target = stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-dashboard-"))
             output.console.print("unpacking two recorded runs ...")
-            await write_demo(Path(folder))
-        async with _catalog(folder if demo else target) as catalog:
-            try:
-                yield dashboard_routes(catalog, token)
-            finally:
-                await catalog.close()
-
-
-@asynccontextmanager
-async def _catalog(target: str | None) -> AsyncGenerator[Catalog]:
-    from agentlightning.dashboard.data.run_data import Catalog
-
-    runs = _runs_at(target)
-    if runs is not None:
-        yield runs
-        return
-    async with open_named(target) as store:
-        yield Catalog(store)
+            await write_demo(Path(target))
+        catalog = _runs_at(target) or Catalog(await stack.enter_async_context(open_named(target)))
+        stack.push_async_callback(catalog.close)
+        _show_link(f"{url_of(host, listener.getsockname()[1])}{PATH}", token, browser, output)
+        app = dashboard_app(dashboard_routes(catalog, token), host, has_token=True)
+        await serve_dashboard(app, listener)
 
 
 def _runs_at(target: str | None) -> Catalog | None:
@@ -400,7 +337,7 @@ def _runs_at(target: str | None) -> Catalog | None:
         return Catalog(directories=[path])
     if path.is_dir() and any(path.glob("*/state.json")):
         return Catalog(roots=[path])
-    if target is None or not (target.startswith(POSTGRES) or path.exists()):
+    if target is None or not (target.startswith(DATABASES) or path.exists()):
         raise ConfigError(
             f"there is no run and no database at {str(path)!r}; give the directory of a run, a database or a URL, or"
             " look at recorded runs: agl dashboard --demo"
@@ -421,10 +358,10 @@ def env() -> Result:
       agl env
       agl env --json
     """
-    extensions = installed_extensions()
+    extensions, (versions, extras) = installed_extensions(), _packages()
     record = {
-        "versions": _versions(),
-        "extras": _extras(),
+        "versions": versions,
+        "extras": extras,
         "machine": _machine(),
         "torch": _torch(),
         "paths": {
@@ -437,45 +374,27 @@ def env() -> Result:
         "extensions": extensions,
     }
     broken = any("problem" in each for each in extensions)
-    return Result(record, lambda console: _print_environment(record, console), status=broken)
+    return Result(record, _environment_lines(record), status=broken)
 
 
 VARIABLES = ("AGL_", "CUDA_", "HF_", "OMP_", "OPENAI_", "ANTHROPIC_", "PYTORCH_", "VLLM_")
 """How the names of environment variables begin that change what the program does."""
 
 
-def _requirements() -> dict[str, set[str]]:
-    """The packages that each extra installs; "" are those that are always there."""
-    found = defaultdict[str, set[str]](set)
+def _packages() -> tuple[dict[str, str], dict[str, str]]:
+    """The versions of this package, of Python, and of what it can use, and what each of its extras lacks."""
+    wanted = defaultdict[str, set[str]](set)
     for line in requires("agentlightning") or []:
         name, extra = re.split(r"[^\w.-]", line)[0], re.search(r"extra == ['\"]([\w-]+)", line)
         if name != "agentlightning":
-            found[extra[1] if extra else ""].add(name)
-    del found["dev"]
-    return found
-
-
-def _versions() -> dict[str, str]:
-    """Of this package, of Python, and of what is installed of that which it can use."""
-    packages = sorted({"vllm"}.union(*_requirements().values()))
-    known = {name: found for name in packages if (found := _version(name)) is not None}
-    return {"agentlightning": version("agentlightning"), "python": platform.python_version(), **known}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _extras() -> dict[str, str]:
-    """What each extra lacks."""
-    lacking = {
-        extra: [name for name in sorted(packages) if _version(name) is None]
-        for extra, packages in _requirements().items()
-    }
-    return {extra: f"(lacks {', '.join(each)})" if each else "" for extra, each in lacking.items() if extra}
+            wanted[extra[1] if extra else ""].add(name)
+    del wanted["dev"]
+    found = {"agentlightning": version("agentlightning"), "python": platform.python_version()}
+    for name in sorted({"vllm"}.union(*wanted.values())):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    lacking = {extra: ", ".join(sorted(names - found.keys())) for extra, names in wanted.items() if extra}
+    return found, {extra: names and f"(lacks {names})" for extra, names in lacking.items()}
 
 
 def _machine() -> dict[str, Any]:
@@ -523,12 +442,12 @@ def installed_extensions() -> list[dict[str, str]]:
     return found
 
 
-def _print_environment(record: dict[str, Any], console: Console) -> None:
+def _environment_lines(record: dict[str, Any]) -> Iterator[RenderableType]:
     for name, value in record.items():
         if name != "extensions":
             shown = [f"{key} {each}".strip() for key, each in value.items()] if isinstance(value, dict) else value
-            console.print(f"{name:<10} {printable(', '.join(shown or ['none']))}")
+            yield f"{name:<10} {printable(', '.join(shown or ['none']))}"
     for each in record["extensions"]:
-        console.print(f"extension  {each['kind']}  {each['name']}  {printable(each.get('part', ''))}")
+        yield f"extension  {each['kind']}  {each['name']}  {printable(each.get('part', ''))}"
         if "problem" in each:
-            console.print(f"  problem  {printable(each['problem'])}", style="yellow")
+            yield Text(f"  problem  {printable(each['problem'])}", "yellow")

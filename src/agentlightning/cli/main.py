@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
+from functools import cache, wraps
 from importlib import import_module
 from importlib.metadata import version
-from typing import Annotated, Any, Final
+from itertools import islice
+from typing import Any, Final
 
 import typer
+from typer import Option
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
 
@@ -60,12 +63,28 @@ EARLIER: Final = {
     "--target-agent": "--agent",
 }
 """Names of options, and what they were called before, which is accepted where no other option has that name."""
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line; progress to stderr.")]
-PLAIN: Final[dict[str, Any]] = {
-    "no_args_is_help": True,
-    "pretty_exceptions_enable": False,
-    "rich_markup_mode": None,
-}
+NOW: Final = {before: now for now, before in EARLIER.items()}
+PLAIN: Final[dict[str, Any]] = {"no_args_is_help": True, "pretty_exceptions_enable": False, "rich_markup_mode": None}
+
+
+def with_groups(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """The verb with a parameter for each field of its parameters that are dataclasses: options that belong together."""
+    own = inspect.signature(verb, eval_str=True)
+    hints: dict[str, Any] = {name: each.annotation for name, each in own.parameters.items()}
+    groups: dict[str, Any] = {name: each for name, each in hints.items() if is_dataclass(each)}
+    options = {name: dict(inspect.signature(group, eval_str=True).parameters) for name, group in groups.items()}
+
+    @wraps(verb)
+    def call(**given: Any) -> Any:
+        made = {name: group(**{each: given.pop(each) for each in options[name]}) for name, group in groups.items()}
+        return verb(**given, **made)
+
+    flat = {key: each for name, one in own.parameters.items() for key, each in options.get(name, {name: one}).items()}
+    call.__annotations__ = {name: each.annotation for name, each in flat.items()}
+    call.__signature__ = own.replace(  # pyright: ignore[reportAttributeAccessIssue]
+        parameters=[each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in flat.values()]
+    )
+    return call
 
 
 class Verb(TyperCommand):
@@ -92,52 +111,40 @@ class Verb(TyperCommand):
                 output.show(result)
                 raise typer.Exit(result.status)
 
-    @property
-    def earlier(self) -> dict[str, Any]:
-        """The options by their earlier names."""
-        options = {name: each for each in self.params for name in each.opts}
-        return {before: options[now] for now, before in EARLIER.items() if now in options and before not in options}
-
-    def make_parser(self, ctx: Any) -> Any:
-        parser = super().make_parser(ctx)
-        for before, option in self.earlier.items():
-            names, option.opts = option.opts, [before]
-            option.add_to_parser(parser, ctx)
-            option.opts = names
-        return parser
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given = set(self._given(args, everywhere=ctx.allow_interspersed_args))
-        for option in self.params:
-            if len(both := given.intersection(option.opts)) > 1 and not getattr(option, "is_flag", False):
-                raise typer.BadParameter(f"{' and '.join(sorted(both))} name the same; give only one of them")
         try:
-            rest = super().parse_args(ctx, args)
+            return super().parse_args(ctx, list(self._renamed(ctx, args)))
         except Exception as error:
             found: Any = error  # Typer has click's class under another name in each of its versions.
             if type(error).__name__ == "NoSuchOption" and any(each.name == "settings" for each in self.params):
                 found.message += "; settings have no dashes and their full names, as in algorithm.steps=50"
             raise
-        for before, option in self.earlier.items():
-            if before in given and not ctx.resilient_parsing:
-                typer.echo(f"{before} is called {option.opts[0]} now", err=True)
-        return rest
 
-    def _given(self, words: Sequence[str], *, everywhere: bool) -> Iterator[str]:
-        """The names of the options among the words, which their values are not; `everywhere`: also of those behind an
-        argument."""
-        options: dict[str, Any] = {
-            name: each for each in self.params for name in (*each.opts, *each.secondary_opts)
-        } | self.earlier
-        rest = iter(words)
+    def _renamed(self, ctx: Any, words: Sequence[str]) -> Iterator[str]:
+        """The words, with what options are called now. Values stay, and so does what is another command's. Raises
+        BadParameter for one option by two names."""
+        options: dict[str, Any] = {name: each for each in self.params for name in (*each.opts, *each.secondary_opts)}
+        given, rest = dict[str, str](), iter(words)
         for word in rest:
-            name, equals, _ = word.partition("=")
-            if word == "--" or not (word.startswith("-") or everywhere):
-                return
-            if (option := options.get(name)) is not None and option.param_type_name == "option":
-                yield name
-                if not (option.is_flag or equals):
-                    next(rest, None)
+            name, equals, value = word.partition("=")
+            if word == "--" or not (word.startswith("-") or ctx.allow_interspersed_args):
+                yield word
+                break
+            now = name if name in options else NOW.get(name, name)
+            option = options.get(now)
+            if option is None or option.param_type_name != "option":
+                yield word
+                continue
+            before = given.setdefault(option.name, name)
+            if before != name and not (option.is_flag or option.multiple):
+                both = " and ".join(sorted((before, name)))
+                raise typer.BadParameter(f"{both} name the same; give only one of them")
+            if now != name and not ctx.resilient_parsing:
+                typer.echo(f"{name} is called {now} now", err=True)
+            yield f"{now}{equals}{value}"
+            if not (option.is_flag or equals):
+                yield from islice(rest, 1)
+        yield from rest
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """The help of `agl train` names what distributions announce."""
@@ -147,7 +154,9 @@ class Verb(TyperCommand):
                 formatter.write_dl(rows)
 
 
-def _shared_options(as_json: Json = False) -> None:
+def _shared_options(
+    as_json: bool = Option(False, "--json", help="Print one JSON object on the last line; progress to stderr."),
+) -> None:
     """The options of every verb."""
 
 
@@ -172,7 +181,9 @@ class LazyVerb(TyperCommand):
         found = getattr(import_module(f"agentlightning.cli.{module}"), name)
         for verb, function in (found if isinstance(found, dict) else {self.verb: found}).items():
             # Of `agl run`, what follows the first word is the command's.
-            app.command(verb, cls=Verb, context_settings={"allow_interspersed_args": verb != "run"})(function)
+            app.command(verb, cls=Verb, context_settings={"allow_interspersed_args": verb != "run"})(
+                with_groups(function)
+            )
         group = get_group(app)
         return group if isinstance(found, dict) else group.commands[self.verb]
 
@@ -233,8 +244,6 @@ def _print_version(wanted: bool) -> None:
 
 
 def _program(
-    show_version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
-    ] = False,
+    show_version: bool = Option(False, "--version", help="Print the version.", is_eager=True, callback=_print_version),
 ) -> None:
     """Train any AI agent, and know whether it helped."""

@@ -7,12 +7,15 @@ import json
 import os
 import re
 import sys
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 
 import typer
+from typer import Argument, Option
 
 from agentlightning.errors import ConfigError, StoreError
 
@@ -24,89 +27,124 @@ if TYPE_CHECKING:
     from agentlightning.store.types import Retention
 
 
-Agent = Annotated[str | None, typer.Option(help="module:name, path/file.py:name, or a command line in any language.")]
+Agent = Annotated[str | None, Option(help="module:name, path/file.py:name, or a command line in any language.")]
 Reward = Annotated[
-    str | None, typer.Option(help="module:name or path/file.py:name of (task, output) -> number, or reasoning_gym.")
-]
-Data = Annotated[
-    str | None, typer.Option("--data", help="Tasks: a JSONL, JSON, CSV or Parquet file, or an environment.")
-]
-Environment = Annotated[
-    str | None,
-    typer.Option("--env", help="KIND:NAME: an environment with its tasks, agent and reward.", show_default=False),
+    str | None, Option(help="module:name or path/file.py:name of (task, output) -> number, or reasoning_gym.")
 ]
 MODEL_HELP: Final = "A directory, a .gguf file, a short name such as smollm2-135m, a hub name, or `tiny`."
-Model = Annotated[str | None, typer.Option(help=MODEL_HELP)]
+Model = Annotated[str | None, Option(help=MODEL_HELP)]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is trained or measured."""
+
+    agent: Agent = None
+    reward: Reward = None
+    data: str | None = Option(None, help="Tasks: a JSONL, JSON, CSV or Parquet file, or an environment.")
+    env: str | None = Option(None, help="KIND:NAME: an environment with its tasks, agent and reward.")
+    model: Model = None
+
+
 Models = Annotated[
     list[str] | None,
-    typer.Option("--model", help="[NAME=]MODEL (a directory, .gguf file, short or hub name, or tiny); repeatable."),
+    Option("--model", help="[NAME=]MODEL (a directory, .gguf file, short or hub name, or tiny); repeatable."),
 ]
 Routes = Annotated[
-    Path | None,
-    typer.Option(
-        help="A TOML or JSON file that maps calls to models and providers, and sets budgets.", show_default=False
-    ),
+    Path | None, Option(help="A TOML or JSON file that maps calls to models and providers, and sets budgets.")
 ]
 Database = Annotated[
     str | None,
-    typer.Option(
-        "--store",
-        help="A SQLite file, or postgresql://... (default: $AGL_STORE, else .agentlightning/store.db)",
-        show_default=False,
-    ),
+    Option("--store", help="A SQLite file, or postgresql://... (default: $AGL_STORE, else .agentlightning/store.db)"),
 ]
-Store = Annotated[
+Run = Annotated[Path | None, Argument(metavar="RUN", help="The directory of a run (default: the newest below runs).")]
+GivenStore = Annotated[str | None, Option("--store", help="The store of the run, where it was given one.")]
+NewRun = Annotated[Path | None, Option("--run", help="The directory of the new run (default: runs/<time>).")]
+RewardWeights = Annotated[
     str | None,
-    typer.Option(
+    Option(help="Weights of the named dimensions of a reward: '{\"correctness\": 1.0}' (default: those of the run)."),
+]
+Token = Annotated[str | None, Option(envvar="AGL_TOKEN", help="The access token of the server.")]
+LogFormat = Annotated[Literal["text", "json"], Option(help="Format of the log on stderr.")]
+
+
+@dataclass(frozen=True)
+class AnyStore:
+    """A store that exists, here or on a server."""
+
+    store: str | None = Option(
+        None,
         "--store",
         "--server",
         help="A SQLite file, postgresql://... or the URL of a server (default: $AGL_STORE, else"
         " .agentlightning/store.db)",
-        show_default=False,
-    ),
-]
-Run = Annotated[
-    Path | None,
-    typer.Argument(metavar="RUN", help="The directory of a run (default: the newest below runs).", show_default=False),
-]
-RunStore = Annotated[
-    Path | None,
-    typer.Option(
-        "--run",
+    )
+    token: Token = None
+
+    @cached_property
+    def place(self) -> str | None:
+        """The store that is named."""
+        return self.store
+
+    def open(self, create: bool = False) -> AbstractAsyncContextManager[LightningStoreBase]:
+        return open_named(self.place, self.token, create)
+
+
+@dataclass(frozen=True)
+class StoreOfRun(AnyStore):
+    """A store to read: that of a run, or another one."""
+
+    run: Path | None = Option(
+        None,
         help="The directory of a run, whose store is read (default: the newest below runs, where there is no other"
         " store).",
-        show_default=False,
-    ),
-]
-GivenStore = Annotated[
-    str | None, typer.Option("--store", help="The store of the run, where it was given one.", show_default=False)
-]
-NewRun = Annotated[
-    Path | None,
-    typer.Option("--run", help="The directory of the new run (default: runs/<time>).", show_default=False),
-]
-RewardWeights = Annotated[
-    str | None,
-    typer.Option(
-        help="Weights of the named dimensions of a reward: '{\"correctness\": 1.0}' (default: those of the run).",
-        show_default=False,
-    ),
-]
-Token = Annotated[
-    str | None, typer.Option(envvar="AGL_TOKEN", help="The access token of the server.", show_default=False)
-]
-LogFormat = Annotated[Literal["text", "json"], typer.Option(help="Format of the log on stderr.")]
+    )
+
+    @cached_property
+    def place(self) -> str | None:
+        """The store that is named, or that of a run; where nothing is named and there is no store of `agl run` either,
+        that of the newest run. Raises ConfigError for a run together with another store, and for a run without one."""
+        from agentlightning.store.base import DEFAULT_STORE, STORE_VARIABLE
+
+        if self.run is None:
+            named = self.store is not None or os.environ.get(STORE_VARIABLE)
+            if named or Path(DEFAULT_STORE).exists() or not any(RUNS.glob("*/store.db")):
+                return self.store
+        elif self.store is not None:
+            raise ConfigError("--run uses the store of that run; leave out --store")
+        path = run_or_newest(self.run) / "store.db"
+        if not path.exists():
+            raise ConfigError(
+                f"{path.parent} has no store.db: it is no run, or its rollouts are in the store that it was given"
+            )
+        return str(path)
 
 
-Statuses = Annotated[list[str] | None, typer.Option("--status", help="Only rollouts with this status; repeatable.")]
-Modes = Annotated[list[str] | None, typer.Option("--mode", help="Only rollouts with this mode; repeatable.")]
+@dataclass(frozen=True)
+class Filter:
+    """Which rollouts."""
+
+    status: list[str] = Option([], help="Only rollouts with this status; repeatable.")
+    mode: list[str] = Option([], help="Only rollouts with this mode; repeatable.")
+
+    def query(self) -> dict[str, Any]:
+        """For the queries of a store. Raises ConfigError for what is no status, or no mode."""
+        from agentlightning.rollouts import RolloutMode, RolloutStatus
+
+        for name, allowed in (("status", get_args(RolloutStatus)), ("mode", get_args(RolloutMode))):
+            for value in vars(self)[name]:
+                if value not in allowed:
+                    raise ConfigError(f"--{name} {value!r} is not one of {', '.join(allowed)}")
+        return {"status_in": self.status or None, "mode_in": self.mode or None}
+
 
 # -- what options name ------------------------------------------------------------------------------------------------
 
 
 RETRY_SECONDS = 3.0
 """How long calls are retried if no server answers; the user can repeat the command."""
-POSTGRES: Final = ("postgresql:", "postgres:", "postgresql+")
+SERVERS: Final = ("http://", "https://")
+DATABASES: Final = ("postgresql:", "postgres:", "postgresql+")
 RUNS: Final = Path("runs")
 CONFIG_FILE: Final = Path("agl.toml")
 """The settings of the current directory, where none are given."""
@@ -118,10 +156,6 @@ def own_config() -> Path | None:
         return None
     typer.echo(f"settings: {CONFIG_FILE}", err=True)
     return CONFIG_FILE
-
-
-def is_url(place: str) -> bool:
-    return place.startswith(("http://", "https://"))
 
 
 def run_or_newest(run: Path | None, otherwise: str = "give the directory of a run") -> Path:
@@ -136,28 +170,9 @@ def run_or_newest(run: Path | None, otherwise: str = "give the directory of a ru
     return states[-1].parent
 
 
-def store_to_read(run: Path | None, store: str | None) -> str | None:
-    """The store that is named, or that of a run; where nothing is named and there is no store of `agl run` either, that
-    of the newest run. Raises ConfigError for a run together with another store, and for a run without one."""
-    from agentlightning.store.base import DEFAULT_STORE, STORE_VARIABLE
-
-    if run is None:
-        named = store is not None or os.environ.get(STORE_VARIABLE)
-        if named or Path(DEFAULT_STORE).exists() or not any(RUNS.glob("*/store.db")):
-            return store
-    elif store is not None:
-        raise ConfigError("--run uses the store of that run; leave out --store")
-    path = run_or_newest(run) / "store.db"
-    if not path.exists():
-        raise ConfigError(
-            f"{path.parent} has no store.db: it is no run, or its rollouts are in the store that it was given"
-        )
-    return str(path)
-
-
-def overrides(named: Mapping[str, object], settings: Sequence[str] | None) -> list[str]:
+def overrides(named: Mapping[str, object], settings: Sequence[str]) -> list[str]:
     """Settings as `key=value`: those that options are `named` for, where they are given, and then the others."""
-    return [*(f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None), *(settings or [])]
+    return [*(f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None), *settings]
 
 
 def database_name(db: str | None) -> str:
@@ -165,6 +180,15 @@ def database_name(db: str | None) -> str:
     from agentlightning.store.base import store_url
 
     return re.sub(r"(?<=://)([^/@:]*):[^/@]*@", r"\1@", str(store_url(db)))  # without the password
+
+
+def store_file(store: str | None) -> Path | None:
+    """The file of a store; None for one in memory, in a database or on a server."""
+    from agentlightning.store.base import store_url
+    from agentlightning.store.sql.sqlite import locate
+
+    place = str(store_url(store))
+    return None if place.startswith(SERVERS + DATABASES) else locate(place)
 
 
 @asynccontextmanager
@@ -178,14 +202,13 @@ async def open_named(
     from agentlightning.store.sql.sqlite import locate
 
     place = str(store_url(store))
-    if is_url(place):
+    if place.startswith(SERVERS):
         opened = LightningStoreClient(place, token, patience=RETRY_SECONDS)
     else:
-        if not place.startswith(POSTGRES):
-            path = locate(place)
-            if path is None:
+        if not place.startswith(DATABASES):
+            if (path := locate(place)) is None:
                 raise ConfigError("an in-memory store ends with its process; give --store PATH or URL")
-            if not create and not path.exists():
+            if not (create or path.exists()):
                 raise ConfigError(f"there is no store at {path}; give --store PATH or URL")
         opened = LightningStore(place)
     try:
@@ -202,18 +225,6 @@ def open_store(db: str | None) -> SqlStore:
         return SqlStore(db)
     except StoreError as error:
         raise ConfigError(str(error)) from error
-
-
-def checked(values: list[str] | None, name: str) -> list[Any] | None:
-    from typing import get_args
-
-    from agentlightning.rollouts import RolloutMode, RolloutStatus
-
-    allowed = get_args(RolloutStatus if name == "status" else RolloutMode)
-    for value in values or ():
-        if value not in allowed:
-            raise ConfigError(f"--{name} {value!r} is not one of {', '.join(allowed)}")
-    return values or None
 
 
 def weights_of(text: str | None, place: str | Path | None) -> dict[str, float] | None:
@@ -240,13 +251,11 @@ def weights_of(text: str | None, place: str | Path | None) -> dict[str, float] |
     return None if found is None else dict(found)
 
 
-def file_beside_store(db: str | None, suffix: str) -> Path:
+def file_beside_store(store: str | None, suffix: str) -> Path:
     """The path of the database with a suffix; that of the default database if the store is not a file."""
-    from agentlightning.store.base import DEFAULT_STORE, store_url
-    from agentlightning.store.sql.sqlite import locate
+    from agentlightning.store.base import DEFAULT_STORE
 
-    name = str(store_url(db))
-    path = locate(DEFAULT_STORE) if name.startswith(POSTGRES) else locate(name) or locate(DEFAULT_STORE)
+    path = store_file(store) or store_file(DEFAULT_STORE)
     assert path is not None
     return path.with_name(path.name + suffix)
 
@@ -259,23 +268,21 @@ def read_routing(path: Path | None) -> GatewayConfig:
     return load_settings(GatewayConfig, toml=path)
 
 
-async def open_engines(models: Iterable[str], routing: GatewayConfig, stack: AsyncExitStack) -> dict[str, Engine]:
+async def open_engines(models: Sequence[str], routing: GatewayConfig, stack: AsyncExitStack) -> dict[str, Engine]:
     """Open the models of `--model [NAME=]MODEL`, named after their directory or file by default, and those that the
     routes file names. `tiny` is a new model with random weights. The stack closes them."""
+    if not (models or routing.models):
+        return {}
+    from agentlightning.policy.open import directory_of, open_frozen, open_models
+
     engines: dict[str, Engine] = {}
     for model in models:
-        from agentlightning.policy.open import directory_of, open_frozen
-
         name, equals, path = model.partition("=")
         if not equals:
             name, path = Path(model).name.removesuffix(".gguf"), model
         policy = await open_frozen(name, await directory_of(path, stack))
         stack.push_async_callback(policy.close)
         engines[policy.model] = policy
-    if not routing.models:
-        return engines
-    from agentlightning.policy.open import open_models
-
     return engines | await open_models(routing.models, stack)
 
 
@@ -284,13 +291,11 @@ async def has_model(server: str, token: str | None) -> bool:
     import httpx
 
     headers = {"authorization": f"Bearer {token}"} if token else {}
-    async with httpx.AsyncClient(timeout=10) as client:
-        try:
-            response = await client.get(f"{server}/v1/models", headers=headers)
-            models = response.json()
-            return response.status_code == 200 and bool(models.get("data") or models.get("patterns"))
-        except (httpx.HTTPError, ValueError, AttributeError):
-            return False
+    with suppress(httpx.HTTPError, ValueError, AttributeError):
+        async with httpx.AsyncClient(timeout=10, headers=headers) as client:
+            models = (await client.get(f"{server}/v1/models")).raise_for_status().json()
+            return bool(models.get("data") or models.get("patterns"))
+    return False
 
 
 # -- durations and sizes ----------------------------------------------------------------------------------------------

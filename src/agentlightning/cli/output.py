@@ -8,15 +8,15 @@ from __future__ import annotations
 import errno
 import shlex
 import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from agentlightning.errors import (
     AgentError,
@@ -55,8 +55,8 @@ class Result:
 
     record: dict[str, Any]
     """For programs."""
-    text: Callable[[Console], object]
-    """Prints it for people."""
+    text: str | Iterable[RenderableType] = ()
+    """For people: its lines, which are made where they are printed."""
     after: Sequence[str] = ()
     """The commands that a user may want next."""
     status: int = 0
@@ -81,7 +81,8 @@ class Output:
         if self.as_json:
             sys.stdout.write(dumps(result.record).decode() + "\n")
             return
-        result.text(self.console)
+        for line in (result.text,) if isinstance(result.text, str) else result.text:
+            self.console.print(line)
         for number, command in enumerate(result.after):
             self.console.print(f"{'' if number else 'next':<5} {command}")
 
@@ -103,9 +104,9 @@ def failure_lines(failures: Iterable[Failures]) -> list[str]:
     return [f"{each.count:>5}  {printable(each.cause)}  {printable(each.example)}" for each in failures]
 
 
-def print_prompt_diff(diff: str, console: Console) -> None:
+def prompt_changes(diff: str) -> str:
     """What has changed in the prompts of a run."""
-    console.print(printable_lines(diff) or "the prompts have not changed")
+    return printable_lines(diff) or "the prompts have not changed"
 
 
 @contextmanager
@@ -134,7 +135,7 @@ def open_output(as_json: bool) -> Generator[Output]:
 
 
 def _resume_advice(run_dir: Path | None, agent_failed: bool = False) -> str:
-    """How to resume the run, if there is one to resume."""
+    """How to resume the run, if there is one to resume, and why rollouts have failed."""
     if run_dir is None:
         return ""
     try:
@@ -143,20 +144,14 @@ def _resume_advice(run_dir: Path | None, agent_failed: bool = False) -> str:
         return ""
     if state.get("recorded"):
         return f"\nNothing is lost since the last checkpoint: continue with  agl train --resume {run_dir}"
-    causes = _causes(run_dir)
-    other = " (with --agent or --reward for another one)" if agent_failed else ""
-    return f"{causes}\nNothing is lost: continue with  agl train --resume {run_dir}{other}"
-
-
-def _causes(run_dir: Path) -> str:
-    """The failed rollouts of a run by cause, and where to look; empty where none failed."""
     from agentlightning.training.health.examination import failures_of
     from agentlightning.training.persistence.run_dir import read_state
 
-    try:
-        found = failures_of(run_dir / "store.db", read_state(run_dir), [])
-    except AgentLightningError:
-        return ""
-    lines = [f"\n  {each}" for each in failure_lines(found)]
-    advice = f"\nlook at them: agl store list --run {run_dir} --status failed;  agl store show --run {run_dir}"
-    return f"\nfailed rollouts by cause{''.join(lines)}{advice}" if found else ""
+    causes = ""
+    with suppress(AgentLightningError):
+        if found := failures_of(run_dir / "store.db", read_state(run_dir), []):
+            lines = "".join(f"\n  {each}" for each in failure_lines(found))
+            look = f"agl store list --run {run_dir} --status failed;  agl store show --run {run_dir}"
+            causes = f"\nfailed rollouts by cause{lines}\nlook at them: {look}"
+    other = " (with --agent or --reward for another one)" if agent_failed else ""
+    return f"{causes}\nNothing is lost: continue with  agl train --resume {run_dir}{other}"

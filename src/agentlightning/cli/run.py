@@ -13,19 +13,18 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import orjson
-import typer
-from rich.console import Console
+from typer import Argument, Context, Option
 
 from agentlightning.attempt_address import attempt_path, attempt_secret
 from agentlightning.cli.options import (
+    SERVERS,
     Database,
     Models,
     Routes,
@@ -67,32 +66,59 @@ NO_CALLS: Final = (
 NO_REWARD: Final = "no reward was recorded: give --reward file.py:function, or a number"
 
 Mode = Literal["train", "val", "test"] | None
-Reward = Annotated[
-    str | None, typer.Option(help="A number, or module:name or path/file.py:name of (task, output) -> number.")
-]
+
+
+@dataclass(frozen=True)
+class TargetOptions:
+    """Where the rollout is recorded, and who answers its calls."""
+
+    models: Models = None
+    routes: Routes = None
+    server: str | None = Option(None, help="A server that records the rollout and answers its calls.")
+    token: Token = None
+    store: Database = None
+
+    async def open(self, stack: AsyncExitStack) -> RecordingTarget:
+        """A server elsewhere, or a store and a private server: it can be used only with its random token or the key of
+        an attempt."""
+        if self.server is not None:
+            from agentlightning.store.http.client import LightningStoreClient
+
+            url, token = self.server.rstrip("/"), self.token or None
+            remote = LightningStoreClient(url, token, patience=5.0)
+            stack.push_async_callback(remote.close)
+            await remote.query_queues()
+            return RecordingTarget(remote, url, attempt_secret(token), url, await has_model(url, token))
+        from agentlightning.gateway.config import GatewayConfig
+        from agentlightning.server.serve import serve
+        from agentlightning.training.environment_providers import inherited_config
+
+        config = None if self.models else inherited_config(os.environ)
+        if self.routes is not None:
+            config = read_routing(self.routes)
+        engines = await open_engines(self.models or (), config or GatewayConfig(), stack)
+        first, token = next(iter(engines), None), secrets.token_urlsafe(24)
+        store, secret = open_store(self.store), attempt_secret(token)
+        stack.push_async_callback(store.close)
+        spent = file_beside_store(self.store, ".spent")
+        serving = serve(store, engines, secret=secret, token=token, routing=config, budget_file=spent, grace_seconds=5)
+        server = await stack.enter_async_context(serving)
+        redirect = first is not None or config is not None
+        return RecordingTarget(store, server.url, secret, database_name(self.store), redirect, first, server)
 
 
 def run(
-    command: Annotated[list[str], typer.Argument(help="The command and its arguments, after --.", show_default=False)],
-    models: Models = None,
-    routes: Routes = None,
-    server: Annotated[
-        str | None,
-        typer.Option("--server", help="A server that records the rollout and answers its calls.", show_default=False),
-    ] = None,
-    token: Token = None,
-    store: Database = None,
-    task: Annotated[
-        str | None, typer.Option(help="The task of the rollout: JSON or text; also in AGL_TASK.", show_default=False)
-    ] = None,
-    task_file: Annotated[
-        Path | None, typer.Option("--input", help="A file that holds the task.", show_default=False)
-    ] = None,
-    reward: Reward = None,
-    mode: Annotated[Mode, typer.Option(help="The mode of the rollout.")] = None,
-    timeout: Annotated[
-        float | None, typer.Option(min=0.001, help="Seconds after which the command is terminated.")
-    ] = None,
+    ctx: Context,
+    *,
+    command: list[str] = Argument(help="The command and its arguments, after --."),
+    target: TargetOptions,
+    task: str | None = Option(None, help="The task of the rollout: JSON or text; also in AGL_TASK."),
+    task_file: Path | None = Option(None, "--input", help="A file that holds the task."),
+    reward: str | None = Option(
+        None, help="A number, or module:name or path/file.py:name of (task, output) -> number."
+    ),
+    mode: Mode = Option(None, help="The mode of the rollout."),
+    timeout: float | None = Option(None, min=0.001, help="Seconds after which the command is terminated."),
 ) -> Result:
     """Run a command as one recorded rollout: agl run -- COMMAND ...
 
@@ -109,42 +135,13 @@ def run(
     hide_token()
     given = _task(task, task_file)
     score = None if reward is None else _reward(reward)
-    if server is None:
-        open_target = partial(_open_own, models or (), routes, store)
-    elif models or routes or store:
+    if target.server is not None and (target.models or target.routes or target.store):
         raise ConfigError("--server has its own store and models; leave out --model, --routes and --store")
-    else:
-        open_target = partial(_open_remote, server.rstrip("/"), token or None)
     logging.getLogger("agentlightning").setLevel(logging.CRITICAL)  # the terminal belongs to the command
-    summary = uvloop.run(_run(command, open_target, given, score, mode, timeout))
+    record = uvloop.run(_run(command, target, given, score, mode, timeout))
     sys.stdout.flush()
-    errors = plain_console(stderr=True)
-    return Result(asdict(summary), lambda _: _print_summary(summary, errors), status=summary.exit_code)
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """The result of a run."""
-
-    rollout_id: str
-    attempt_id: str
-    status: str
-    exit_code: int
-    seconds: float
-    calls: int
-    failed_calls: int
-    input_tokens: int
-    output_tokens: int
-    dollars: float
-    """At the configured prices of the providers."""
-    agents: list[str]
-    reward: RewardValue | None
-    store: str
-    redirected: bool
-    """Whether the model calls of the command went to our gateway."""
-    error: str | None = None
-    advice: list[str] = field(default_factory=list[str])
-    """What the rollout lacks for training, and what to do about it."""
+    ctx.obj.console = plain_console(stderr=True)
+    return Result(record, _summary_lines(record), status=record["exit_code"])
 
 
 def _task(text: str | None, file: Path | None) -> Any:
@@ -198,71 +195,55 @@ class RecordingTarget:
     """The server, if it is ours."""
 
 
-async def _open_remote(url: str, token: str | None, stack: AsyncExitStack) -> RecordingTarget:
-    from agentlightning.store.http.client import LightningStoreClient
-
-    store = LightningStoreClient(url, token, patience=5.0)
-    stack.push_async_callback(store.close)
-    await store.query_queues()
-    return RecordingTarget(store, url, attempt_secret(token), url, await has_model(url, token))
-
-
-async def _open_own(
-    models: Sequence[str], routes: Path | None, place: str | None, stack: AsyncExitStack
-) -> RecordingTarget:
-    """A store, and a private server: it can be used only with its random token or the key of an attempt."""
-    from agentlightning.gateway.config import GatewayConfig
-    from agentlightning.server.serve import serve
-    from agentlightning.training.environment_providers import inherited_config
-
-    config = None if models else inherited_config(os.environ)
-    if routes is not None:
-        config = read_routing(routes)
-    engines = await open_engines(models, config or GatewayConfig(), stack)
-    first = next(iter(engines), None)
-    store = open_store(place)
-    stack.push_async_callback(store.close)
-    token = secrets.token_urlsafe(24)
-    secret = attempt_secret(token)
-    spent = file_beside_store(place, ".spent")
-    serving = serve(store, engines, secret=secret, token=token, routing=config, budget_file=spent, grace_seconds=5)
-    server = await stack.enter_async_context(serving)
-    redirect = first is not None or config is not None
-    return RecordingTarget(store, server.url, secret, database_name(place), redirect, first, server)
-
-
 # -- the rollout -------------------------------------------------------------------------------------------------------
 
 
 async def _run(
     command: Sequence[str],
-    open_target: Callable[[AsyncExitStack], Awaitable[RecordingTarget]],
+    where: TargetOptions,
     task: Any,
     reward: float | RewardFunction | None,
     mode: Mode,
     timeout: float | None,
-) -> Summary:
+) -> dict[str, Any]:
     if shutil.which(command[0]) is None:
         raise AgentError(f"there is no program {command[0]!r} on the PATH; nothing was run")
     async with AsyncExitStack() as stack:
-        target = await open_target(stack)
-        worker_id = f"run-{socket.gethostname()}-{secrets.token_hex(8)}"
+        target = await where.open(stack)
+        store, worker_id = target.store, f"run-{socket.gethostname()}-{secrets.token_hex(8)}"
         shown_command = _without_secrets(command, os.environ)
-        started = await target.store.start_rollout(
+        started = await store.start_rollout(
             {"command": shown_command} if task is None else task,
             mode,
             metadata={"source": "agl run", "command": shlex.join(shown_command)},
             worker_id=worker_id,
         )
-        await target.store.update_worker(worker_id, lease_seconds=LEASE_SECONDS)
-        await stack.enter_async_context(in_background(_send_heartbeats(target.store, worker_id)))
         ids = started.rollout_id, started.attempt.attempt_id
-        child = ChildProcess(
-            _redirected(command, target, *ids) if target.redirect else command,
-            _environment(target, *ids, worker_id, task),
-            keep_output=reward is not None and not isinstance(reward, float | int),
-        )
-        return await _execute(child, target, started, reward, timeout)
+        await store.update_worker(worker_id, lease_seconds=LEASE_SECONDS)
+        await stack.enter_async_context(in_background(_send_heartbeats(store, worker_id)))
+        words = _redirected(command, target, *ids) if target.redirect else command
+        environment, has_function = _environment(target, *ids, worker_id, task), not isinstance(reward, float | None)
+        began = time.monotonic()
+        ended = await run_command(words, environment, timeout, keep_output=has_function)
+        code, error = ended.code, ended.error
+        if reward is not None and (error is None or not has_function):
+            try:
+                await record_reward(reward, store, started, ended.output)
+            except AgentError as failure:
+                code, error = code or 1, error or failure
+        seconds = time.monotonic() - began
+        if target.server is not None:
+            await target.server.stop()  # so that every call is recorded
+        metadata: dict[str, Any] = {"exit_code": code}
+        if error is not None:
+            metadata["error"] = asdict(Failure.of(error.with_traceback(None)))
+        status: AttemptStatus = "succeeded" if error is None else "failed"
+        if isinstance(error, AgentTimeoutError):
+            status = "timeout"
+        await store.update_attempt(*ids, status=status, metadata=metadata)
+        summary = _summary(await store.query_spans(*ids), target, None if error is None else str(error))
+        head = {"rollout_id": ids[0], "attempt_id": ids[1], "status": status, "exit_code": code}
+        return {**head, "seconds": round(seconds, 3), **summary}
 
 
 async def _send_heartbeats(store: LightningStoreBase, worker_id: str) -> None:
@@ -272,95 +253,49 @@ async def _send_heartbeats(store: LightningStoreBase, worker_id: str) -> None:
             await store.update_worker(worker_id, lease_seconds=LEASE_SECONDS)
 
 
-async def _execute(
-    child: ChildProcess,
-    target: RecordingTarget,
-    started: AttemptedRollout,
-    reward: float | RewardFunction | None,
-    timeout: float | None,
-) -> Summary:
-    ids = started.rollout_id, started.attempt.attempt_id
-    started_at = time.monotonic()
-    error: AgentError | None = None
-    try:
-        code = await child.run(timeout)
-        error = _failure(child, timeout)
-        reward_error = await _record_reward(reward, target.store, started, child, error)
-    except AgentError as failure:
-        code, error, reward_error = 127, failure, None
-    if target.server is not None:
-        await target.server.stop()  # so that every call is recorded
-    if reward_error is not None and error is None:
-        error, code = reward_error, code or 1
-    metadata: dict[str, Any] = {"exit_code": code}
-    if error is not None:
-        metadata["error"] = asdict(Failure.of(error.with_traceback(None)))
-    status: AttemptStatus = "timeout" if child.timed_out else "failed" if error is not None else "succeeded"
-    await target.store.update_attempt(*ids, status=status, metadata=metadata)
-    spans = await target.store.query_spans(*ids)
-    return _summary(spans, ids, status, code, time.monotonic() - started_at, target, error)
-
-
-def _failure(child: ChildProcess, timeout: float | None) -> AgentError | None:
-    name = child.words[0]
-    if child.timed_out:
-        return AgentTimeoutError(f"{name} did not end within its {timeout:g} s and was stopped")
-    if not child.returncode:
-        return None
-    from agentlightning.runner.agents.command import describe_exit
-
-    return AgentError(f"{name} {describe_exit(child.returncode)}")
-
-
-async def _record_reward(
-    reward: float | RewardFunction | None,
-    store: LightningStoreBase,
-    started: AttemptedRollout,
-    child: ChildProcess,
-    error: AgentError | None,
-) -> AgentError | None:
-    """Record the reward of --reward. A command that failed has none, unless --reward is a number. Returns the error if
-    there is no reward."""
-    if reward is None or (error is not None and not isinstance(reward, float | int)):
-        return None
+async def record_reward(
+    reward: float | RewardFunction, store: LightningStoreBase, started: AttemptedRollout, output: bytes
+) -> None:
+    """Record the reward of --reward. Raises AgentError where a function gives none."""
     from agentlightning.ingest.agent_events import read_event
     from agentlightning.runner.agents.arguments import Invocation
     from agentlightning.tracing.rewards import check_reward
 
+    value: RewardValue
     if isinstance(reward, float | int):
-        value: RewardValue = reward
+        value = reward
     else:
-        call = Invocation(started, {}, {}, started.input)
         try:
             # In a thread: a function that calls a model must not block the heartbeat and our server.
-            result = await asyncio.to_thread(reward.start, call, child.output.decode(errors="replace"))
+            call = Invocation(started, {}, {}, started.input)
+            result = await asyncio.to_thread(reward.start, call, output.decode(errors="replace"))
             value = check_reward(await result if inspect.isawaitable(result) else result, reward.source)
         except (AgentError, RewardError) as failure:
-            return AgentError(str(failure))
+            raise AgentError(str(failure)) from None
         except Exception as failure:  # noqa: BLE001  the boundary to a user's function
-            return AgentError(f"{reward.source} raised {type(failure).__name__}: {failure}")
+            raise AgentError(f"{reward.source} raised {type(failure).__name__}: {failure}") from None
     event = dumps({"event_type": "reward", "data": {"value": value}})
     await store.add_span(read_event(event, started.rollout_id, started.attempt.attempt_id))
-    return None
 
 
 def _environment(
     target: RecordingTarget, rollout_id: str, attempt_id: str, worker_id: str, task: Any
 ) -> dict[str, str]:
-    from agentlightning.attempt_variables import attempt_environment, telemetry_opt_outs, worker_environment
+    from agentlightning.attempt_variables import agent_process_environment, attempt_environment, worker_environment
     from agentlightning.gateway.callers import keep_keys
 
-    environment = {name: value for name, value in os.environ.items() if name != "AGL_TOKEN"}
-    environment |= telemetry_opt_outs(environment)
+    environment = agent_process_environment(os.environ)
     environment |= attempt_environment(target.url, target.secret, rollout_id, attempt_id, redirect=target.redirect)
     if target.redirect:
         environment |= worker_environment(target.url, target.secret, worker_id)
         keep_keys(environment, target.url, os.environ)
         if target.model is not None:
             environment["AGL_MODEL"] = target.model
-    if task is not None:
-        environment["AGL_TASK"] = dumps(task).decode()
-    return environment
+    if task is None:
+        return environment
+    from agentlightning.runner.agents.command import task_variable
+
+    return environment | task_variable(task)
 
 
 def _redirected(command: Sequence[str], target: RecordingTarget, rollout_id: str, attempt_id: str) -> tuple[str, ...]:
@@ -387,46 +322,32 @@ def _without_secrets(words: Sequence[str], environment: Mapping[str, str]) -> li
 # -- output ------------------------------------------------------------------------------------------------------------
 
 
-def _summary(
-    spans: Sequence[Span],
-    ids: tuple[str, str],
-    status: str,
-    code: int,
-    seconds: float,
-    target: RecordingTarget,
-    error: AgentError | None,
-) -> Summary:
+def _summary(spans: Sequence[Span], target: RecordingTarget, error: str | None) -> dict[str, Any]:
+    """What was recorded, and what it lacks."""
     from agentlightning import span as names
     from agentlightning.tracing.rewards import find_final_reward
 
     calls = [span for span in spans if names.ATTRIBUTION in span.attributes]
-    agents = {span.attributes[names.AGENT_NAME]: None for span in calls if names.AGENT_NAME in span.attributes}
+    reward, failed = find_final_reward(spans), sum(span.status_code == "ERROR" for span in calls)
 
     def total(name: str) -> Any:
         return sum(span.attributes.get(name) or 0 for span in calls)
 
-    reward, message = find_final_reward(spans), None if error is None else str(error)
-    failed = sum(span.status_code == "ERROR" for span in calls)
-    advice = run_advice(
-        error=message, redirected=target.redirect, calls=len(calls), failed_calls=failed, rewarded=reward is not None
-    )
-    return Summary(
-        *ids,
-        status,
-        code,
-        round(seconds, 3),
-        len(calls),
-        failed,
-        total(names.INPUT_TOKENS),
-        total(names.OUTPUT_TOKENS),
-        float(total(names.COST)),
-        list(agents),
-        reward,
-        target.name,
-        target.redirect,
-        message,
-        advice,
-    )
+    return {
+        "calls": len(calls),
+        "failed_calls": failed,
+        "input_tokens": total(names.INPUT_TOKENS),
+        "output_tokens": total(names.OUTPUT_TOKENS),
+        "dollars": float(total(names.COST)),
+        "agents": list(dict.fromkeys(filter(None, (span.attributes.get(names.AGENT_NAME) for span in calls)))),
+        "reward": reward,
+        "store": target.name,
+        "redirected": target.redirect,
+        "error": error,
+        "advice": run_advice(
+            error=error, redirected=target.redirect, calls=len(calls), failed_calls=failed, rewarded=reward is not None
+        ),
+    }
 
 
 def run_advice(*, error: str | None, redirected: bool, calls: int, failed_calls: int, rewarded: bool) -> list[str]:
@@ -445,28 +366,23 @@ def run_advice(*, error: str | None, redirected: bool, calls: int, failed_calls:
     return found
 
 
-def _print_summary(summary: Summary, console: Console) -> None:
-    failed = f" ({summary.failed_calls} failed)" if summary.failed_calls else ""
-    cost = f", ${summary.dollars:.4f}" if summary.dollars else ""
-    calls = f"{summary.calls}{failed}, {summary.input_tokens} tokens in, {summary.output_tokens} out{cost}"
-    if not summary.redirected:
-        calls = NOT_REDIRECTED.removeprefix(CALLS)
-    elif not summary.calls:
-        calls = NO_CALLS.removeprefix(CALLS)
-    place = {} if summary.store == database_name(None) else {"store": summary.store}
-    if summary.store.startswith("http"):
-        place = {"server": summary.store}
+def _summary_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    failed = f" ({found['failed_calls']} failed)" if found["failed_calls"] else ""
+    cost = f", ${found['dollars']:.4f}" if found["dollars"] else ""
+    calls = f"{found['calls']}{failed}, {found['input_tokens']} tokens in, {found['output_tokens']} out{cost}"
+    if not (found["redirected"] and found["calls"]):
+        calls = (NO_CALLS if found["redirected"] else NOT_REDIRECTED).removeprefix(CALLS)
+    place = found["store"]
+    option = "server" if place.startswith(SERVERS) else "store"
     lines = {
-        "rollout": f"{summary.rollout_id} {summary.status} in {summary.seconds:.1f} s, in {summary.store}",
+        "rollout": f"{found['rollout_id']} {found['status']} in {found['seconds']:.1f} s, in {place}",
         "calls": calls,
-        "agents": ", ".join(summary.agents),
-        "reward": "none" if summary.reward is None else str(summary.reward),
-        "error": summary.error or "",
-        "see": agl("store", "show", summary.rollout_id, **place),
+        "agents": ", ".join(found["agents"]),
+        "reward": "none" if found["reward"] is None else str(found["reward"]),
+        "error": found["error"],
+        "see": agl("store", "show", found["rollout_id"], **{option: None if place == database_name(None) else place}),
     }
-    for name, text in lines.items():
-        if text:
-            console.print(f"agl: {name:<8} {text}")
+    yield from (f"agl: {name:<8} {text}" for name, text in lines.items() if text)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -485,76 +401,77 @@ OUTPUT_BYTES: Final = 1_000_000
 """How much of the end of the output is kept."""
 
 
-class ChildProcess:
-    """A command. Call `run` once."""
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a command has ended."""
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str], *, keep_output: bool = False) -> None:
-        self.words = tuple(words)
-        self.output = b""
-        """The end of its stdout, with `keep_output`; stdout is then a pipe whose data is passed on at once."""
-        self.timed_out = False
-        self.returncode = 0
-        """After the end: its exit code, or the negative number of the signal that ended it."""
-        self._environment = dict(environment)
-        self._keep_output = keep_output
-        self._process: asyncio.subprocess.Process | None = None
+    code: int
+    """As a shell gives it: 128 plus its number if a signal ended the command, 127 if it could not be started."""
+    error: AgentError | None
+    """Why it failed."""
+    output: bytes
+    """The end of its stdout, if it was kept."""
 
-    async def run(self, timeout: float | None = None) -> int:
-        """The exit code; if a signal ended the command, 128 plus its number, as in a shell. The command is terminated
-        after `timeout` seconds. Raises AgentError if it cannot be started."""
-        if sys.platform == "win32":
-            raise AgentError("commands run on Linux and macOS only; on Windows, use WSL")
-        loop = asyncio.get_running_loop()
-        stdout = asyncio.subprocess.PIPE if self._keep_output else None
-        for number in FORWARDED:
-            loop.add_signal_handler(number, self._forward, number)
-        try:
-            self._process = await asyncio.create_subprocess_exec(*self.words, env=self._environment, stdout=stdout)
-            code = self.returncode = await self._wait(self._process, timeout)
-        except OSError as error:
-            raise AgentError(f"{self.words[0]!r} cannot be started: {error.strerror or error}") from error
-        finally:
-            for number in FORWARDED:
-                loop.remove_signal_handler(number)
-        return 128 - code if code < 0 else code
 
-    async def _wait(self, process: asyncio.subprocess.Process, timeout: float | None) -> int:
-        copying = asyncio.create_task(self._copy_output(process.stdout)) if process.stdout else None
-        try:
-            async with asyncio.timeout(timeout):
-                code = await process.wait()
-        except TimeoutError:
-            self.timed_out = True
-            code = await _terminate(process)
-        if copying is not None:  # processes that it has left behind may keep the pipe open
-            await asyncio.wait({copying}, timeout=1.0)
-            copying.cancel()
-        return code
+async def run_command(
+    words: Sequence[str], environment: Mapping[str, str], timeout: float | None, *, keep_output: bool
+) -> Ended:
+    """Run a command, and terminate it after `timeout` seconds. To keep its output, its stdout is a pipe whose data is
+    passed on at once."""
+    if sys.platform == "win32":
+        raise AgentError("commands run on Linux and macOS only; on Windows, use WSL")
+    loop, output = asyncio.get_running_loop(), bytearray()
+    process: asyncio.subprocess.Process | None = None
+    error: AgentError | None = None
 
-    async def _copy_output(self, stream: asyncio.StreamReader) -> None:
+    def forward(number: signal.Signals) -> None:
+        if process is not None and not (number in FROM_TERMINAL and _has_terminal()):
+            with suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    async def pass_on(stream: asyncio.StreamReader) -> None:
         while data := await stream.read(65536):
-            self.output = (self.output + data)[-OUTPUT_BYTES:]
+            output.extend(data)
+            del output[:-OUTPUT_BYTES]
             with suppress(BrokenPipeError):  # our reader is gone, which is no concern of the command
                 sys.stdout.buffer.write(data)
                 sys.stdout.buffer.flush()
 
-    def _forward(self, number: signal.Signals) -> None:
-        process = self._process
-        if process is None or (number in FROM_TERMINAL and _has_terminal()):
-            return
-        with suppress(ProcessLookupError):
-            process.send_signal(number)
+    for number in FORWARDED:
+        loop.add_signal_handler(number, forward, number)
+    try:
+        stdout = asyncio.subprocess.PIPE if keep_output else None
+        process = await asyncio.create_subprocess_exec(*words, env=environment, stdout=stdout)
+        passing = asyncio.create_task(pass_on(process.stdout)) if process.stdout else None
+        try:
+            async with asyncio.timeout(timeout):
+                code = await process.wait()
+        except TimeoutError:
+            error = AgentTimeoutError(f"{words[0]} did not end within its {timeout:g} s and was stopped")
+            code = await _terminate(process)
+        if passing is not None:  # processes that it has left behind may keep the pipe open
+            await asyncio.wait({passing}, timeout=1.0)
+            passing.cancel()
+    except OSError as failure:
+        return Ended(127, AgentError(f"{words[0]!r} cannot be started: {failure.strerror or failure}"), b"")
+    finally:
+        for number in FORWARDED:
+            loop.remove_signal_handler(number)
+    if code and error is None:
+        from agentlightning.runner.agents.command import describe_exit
+
+        error = AgentError(f"{words[0]} {describe_exit(code)}")
+    return Ended(128 - code if code < 0 else code, error, bytes(output))
 
 
 async def _terminate(process: asyncio.subprocess.Process) -> int:
     """Terminate the command and its descendants: SIGTERM, and SIGKILL after the grace period."""
-    tree = descendants(process.pid)
-    _signal([process.pid, *tree], signal.SIGTERM)
+    tree = {process.pid, *descendants(process.pid)}
+    _signal(tree, signal.SIGTERM)
     with suppress(TimeoutError):
         async with asyncio.timeout(GRACE_SECONDS):
             await process.wait()
-    alive = [process.pid, *descendants(process.pid)] if process.returncode is None else []
-    _signal({*alive, *(pid for pid in tree if pid in _parents())}, signal.SIGKILL)
+    _signal(tree.union(descendants(process.pid)), signal.SIGKILL)
     return await process.wait()
 
 
@@ -566,21 +483,14 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
 
 def descendants(pid: int) -> list[int]:
     """The descendants of a process; none where the system has no /proc."""
-    parents = _parents()
+    parents = dict[int, int]()
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError, IndexError):  # the process has ended
+            parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
     tree = [pid]
     for ancestor in tree:
         tree += [child for child, parent in parents.items() if parent == ancestor]
     return tree[1:]
-
-
-def _parents() -> dict[int, int]:
-    """The parent of each process."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, ValueError, IndexError):  # the process has ended
-            fields = entry.read_text().rpartition(")")[2].split()
-            parents[int(entry.parent.name)] = int(fields[1])
-    return parents
 
 
 def _has_terminal() -> bool:

@@ -9,17 +9,18 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import typer
-from rich.console import Console
+from typer import Context, Option
 
 from agentlightning.cli.options import (
-    POSTGRES,
+    DATABASES,
     Agent,
     Database,
     LogFormat,
@@ -32,6 +33,7 @@ from agentlightning.cli.options import (
     has_model,
     hide_token,
     open_engines,
+    open_named,
     open_store,
     read_routing,
     read_size,
@@ -58,114 +60,117 @@ logger = logging.getLogger(__name__)
 PRUNE_SECONDS = 300.0
 """Time between two prunings of the store."""
 
-Host = Annotated[str, typer.Option(envvar="AGL_SERVER_HOST", help="Address to listen on.")]
-Port = Annotated[
-    int, typer.Option(min=0, max=65535, envvar="AGL_SERVER_PORT", help="Port to listen on; 0 takes a free one.")
-]
-NoToken = Annotated[
-    bool, typer.Option("--no-token", help="Listen without a token on an address that other machines can reach.")
-]
-AllowHosts = Annotated[
-    list[str] | None,
-    typer.Option(
+
+@dataclass(frozen=True)
+class Options:
+    """What is served, where, and for how long."""
+
+    host: str = Option("127.0.0.1", envvar="AGL_SERVER_HOST", help="Address to listen on.")
+    port: int = Option(4747, min=0, max=65535, envvar="AGL_SERVER_PORT", help="Port to listen on; 0 takes a free one.")
+    workers: int = Option(
+        1, min=1, help="Processes that serve the port; for providers and the store, not for --model. Linux."
+    )
+    store: Database = None
+    token: Token = None
+    no_token: bool = Option(
+        False, "--no-token", help="Listen without a token on an address that other machines can reach."
+    )
+    allow_hosts: list[str] = Option(
+        [],
         "--allow-host",
         envvar="AGL_ALLOWED_HOSTS",
         help="Without a token: another host name of this server; repeatable.",
-        show_default=False,
-    ),
-]
-AllowOrigins = Annotated[
-    list[str] | None,
-    typer.Option(
+    )
+    allow_origins: list[str] = Option(
+        [],
         "--allow-origin",
         envvar="AGL_ALLOWED_ORIGINS",
         help="A site whose pages may call this server (CORS), as https://NAME[:PORT]; repeatable.",
-        show_default=False,
-    ),
-]
-AllowUnattributed = Annotated[
-    bool,
-    typer.Option(
+    )
+    models: Models = None
+    routes: Routes = None
+    allow_unattributed: bool = Option(
+        False,
         "--allow-unattributed",
         help="Also answer calls that belong to no rollout, without recording them: for agents that are to use a model,"
         " and not to be measured.",
-    ),
-]
-Workers = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        help="Processes that serve the port; for providers and the store, not for --model. Linux.",
-    ),
-]
-OtlpExport = Annotated[str | None, typer.Option(help="Export all spans to this OTLP/HTTP endpoint.")]
-AdoptTraces = Annotated[
-    bool, typer.Option("--adopt-traces", help="Store traces of unknown programs as rollouts of their own.")
-]
-KeepDays = Annotated[float | None, typer.Option(min=0, help="Delete rollouts that finished longer ago.")]
-KeepRollouts = Annotated[
-    int | None, typer.Option(min=0, help="Delete the oldest finished rollouts beyond this number.")
-]
-KeepSize = Annotated[
-    str | None, typer.Option(help="Delete the oldest finished rollouts beyond this size, such as 10GB.")
-]
-Runs = Annotated[
-    Path | None,
-    typer.Option(envvar="AGL_RUNS", help="A directory of runs, which the dashboard shows, too.", show_default=False),
-]
-Tinker = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--tinker",
+    )
+    tinker: list[str] = Option(
+        [],
         envvar="AGL_TINKER",
         help="Let programs written for the Tinker API train and sample this model: [NAME=]DIR; repeatable.",
-        show_default=False,
-    ),
-]
-TinkerWeights = Annotated[
-    Path | None,
-    typer.Option(help="Where weights that these programs save go; by default beside the store.", show_default=False),
-]
-MaxBody = Annotated[str, typer.Option(help="Largest request to the store and of traces, such as 64MiB.")]
-DrainSeconds = Annotated[
-    float,
-    typer.Option(
-        min=0, help="Time between SIGTERM and the end of listening, in which /readyz responds 503: for load balancers."
-    ),
-]
-GraceSeconds = Annotated[
-    int, typer.Option(min=0, help="Time for requests in progress to finish before the server exits.")
-]
-SlowMs = Annotated[float, typer.Option(min=0, help="Log operations that take longer, in milliseconds.")]
+    )
+    tinker_weights: Path | None = Option(
+        None, help="Where weights that these programs save go; by default beside the store."
+    )
+    otlp_export: str | None = Option(None, help="Export all spans to this OTLP/HTTP endpoint.")
+    adopt_traces: bool = Option(
+        False, "--adopt-traces", help="Store traces of unknown programs as rollouts of their own."
+    )
+    keep_days: float | None = Option(None, min=0, help="Delete rollouts that finished longer ago.")
+    keep_rollouts: int | None = Option(None, min=0, help="Delete the oldest finished rollouts beyond this number.")
+    keep_size: str | None = Option(None, help="Delete the oldest finished rollouts beyond this size, such as 10GB.")
+    runs: Path | None = Option(None, envvar="AGL_RUNS", help="A directory of runs, which the dashboard shows, too.")
+    max_body: str = Option("64MiB", help="Largest request to the store and of traces, such as 64MiB.")
+    drain_seconds: float = Option(
+        0.0,
+        min=0,
+        help="Time between SIGTERM and the end of listening, in which /readyz responds 503: for load balancers.",
+    )
+    grace_seconds: int = Option(10, min=0, help="Time for requests in progress to finish before the server exits.")
+    log_format: LogFormat = "text"
+    slow_ms: float = Option(250.0, min=0, help="Log operations that take longer, in milliseconds.")
+
+    @cached_property
+    def routing(self) -> GatewayConfig:
+        return read_routing(self.routes)
+
+    @cached_property
+    def retention(self) -> Retention | None:
+        days = None if self.keep_days is None else f"{self.keep_days:f}d"
+        limits = days, self.keep_rollouts, self.keep_size
+        return None if limits == (None, None, None) else retention_from(*limits)
+
+    @cached_property
+    def max_body_bytes(self) -> int:
+        return read_size(self.max_body)
+
+    def check(self) -> None:
+        """Raises ConfigError for what cannot be served, or has to be held by one process and there are several."""
+        from agentlightning.server.app import is_loopback
+
+        token = self.token
+        if token and (not token.isascii() or not token.isprintable() or " " in token):
+            raise ConfigError("the access token has characters that cannot be sent; use printable ASCII without spaces")
+        if not token and not self.no_token and not is_loopback(self.host):
+            raise ConfigError(
+                f"--host {self.host} can be reached from other machines, and without a token anybody there could read "
+                "and change everything: set AGL_TOKEN (or --token), or allow that with --no-token"
+            )
+        routing, _ = self.routing, (self.retention, self.max_body_bytes)  # once, before there are several processes
+        if self.workers == 1:
+            return
+        from agentlightning.store.base import store_url
+        from agentlightning.store.sql.sqlite import locate
+
+        in_memory = not str(store_url(self.store)).startswith(DATABASES) and locate(self.store) is None
+        served = "serve it with vLLM or SGLang, and name that in --routes as a provider with token_ids"
+        for what, is_given, otherwise in (
+            ("a store in memory", in_memory, "give a file or a PostgreSQL database"),
+            ("--model", self.models, served),
+            ("models of the routes file", routing.models, served),
+            ("--tinker", self.tinker, "start a server of its own for it"),
+            ("a budget", routing.budget, "set it in a server of its own, or leave it out"),
+        ):
+            if is_given:
+                raise ConfigError(
+                    f"--workers {self.workers} cannot share {what}, which one process has to hold: {otherwise}; or"
+                    " leave --workers out"
+                )
+        routing.divided(1, self.workers)
 
 
-def serve(
-    ctx: typer.Context,
-    host: Host = "127.0.0.1",
-    port: Port = 4747,
-    workers: Workers = 1,
-    store: Database = None,
-    token: Token = None,
-    no_token: NoToken = False,
-    allow_hosts: AllowHosts = None,
-    allow_origins: AllowOrigins = None,
-    models: Models = None,
-    routes: Routes = None,
-    allow_unattributed: AllowUnattributed = False,
-    tinker: Tinker = None,
-    tinker_weights: TinkerWeights = None,
-    otlp_export: OtlpExport = None,
-    adopt_traces: AdoptTraces = False,
-    keep_days: KeepDays = None,
-    keep_rollouts: KeepRollouts = None,
-    keep_size: KeepSize = None,
-    runs: Runs = None,
-    max_body: MaxBody = "64MiB",
-    drain_seconds: DrainSeconds = 0.0,
-    grace_seconds: GraceSeconds = 10,
-    log_format: LogFormat = "text",
-    slow_ms: SlowMs = 250.0,
-) -> None:
+def serve(ctx: Context, options: Options) -> None:
     """Serve a store to clients, runners and agents, until stopped (SIGTERM, Ctrl-C).
 
     \b
@@ -178,53 +183,11 @@ def serve(
 
     from agentlightning.observability import logs
 
-    logs.configure(log_format, secret=token)
-    _check_access(host, token or None, no_token)
-    limits = (None if keep_days is None else f"{keep_days:f}d", keep_rollouts, keep_size)
-    options = Options(
-        store=store,
-        token=token or None,
-        models=tuple(models or ()),
-        routing=read_routing(routes),
-        tinker=tuple(tinker or ()),
-        tinker_weights=tinker_weights or file_beside_store(store, ".tinker"),
-        otlp_export=otlp_export,
-        retention=None if limits == (None, None, None) else retention_from(*limits),
-        runs=runs,
-        drain_seconds=drain_seconds,
-        slow_seconds=slow_ms / 1000,
-        server={
-            "host": host,
-            "port": port,
-            "allowed_hosts": tuple(allow_hosts or ()),
-            "allowed_origins": tuple(allow_origins or ()),
-            "adopt_traces": adopt_traces,
-            "allow_unattributed": allow_unattributed,
-            "max_body_bytes": read_size(max_body),
-            "grace_seconds": grace_seconds,
-        },
-    )
-    if workers > 1:
-        raise typer.Exit(_serve_in_processes(workers, options, ctx.obj))
+    logs.configure(options.log_format, secret=options.token)
+    options.check()
+    if options.workers > 1:
+        raise typer.Exit(_serve_in_processes(options, ctx.obj))
     uvloop.run(_serve(options, ctx.obj))
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of `agl serve`; `server` are those of `server.serve.serve`."""
-
-    store: str | None
-    token: str | None
-    models: tuple[str, ...]
-    routing: GatewayConfig
-    tinker: tuple[str, ...]
-    tinker_weights: Path
-    otlp_export: str | None
-    retention: Retention | None
-    runs: Path | None
-    drain_seconds: float
-    slow_seconds: float
-    server: Mapping[str, Any]
 
 
 async def _serve(options: Options, output: Output, process: ServerProcess | None = None) -> None:
@@ -255,62 +218,26 @@ def _collect_less() -> None:
 # -- several processes -----------------------------------------------------------------------------------------------
 
 
-def _serve_in_processes(workers: int, options: Options, output: Output) -> int:
-    """Serve in so many processes until stopped; the exit status."""
+def _serve_in_processes(options: Options, output: Output) -> int:
+    """Serve in several processes until stopped; the exit status."""
     import uvloop
 
     from agentlightning.observability.logs import about
     from agentlightning.server.app import url_of
     from agentlightning.server.processes import Processes
 
-    _check_workers(workers, options)
-    host = options.server["host"]
-
     def work(process: ServerProcess) -> int:
-        own = replace(
-            options,
-            routing=options.routing.divided(process.number, workers),
-            retention=options.retention if process.number == 1 else None,
-            server={**options.server, "listener": process.listener},
-        )
         try:
             with open_output(output.as_json) as errors, about(process=str(process.number)):
-                uvloop.run(_serve(own, errors, process))
+                uvloop.run(_serve(options, errors, process))
         except typer.Exit as end:
             return end.exit_code
         return 0
 
     def announce(port: int) -> None:
-        _announce(url_of(host, port), options, output, workers)
+        _announce(url_of(options.host, port), options, output)
 
-    return Processes(workers, host, options.server["port"], work, announce).run()
-
-
-def _check_workers(workers: int, options: Options) -> None:
-    """Raises ConfigError for what one process has to hold."""
-    from agentlightning.store.base import store_url
-    from agentlightning.store.sql.sqlite import locate
-
-    routing = options.routing
-    served = "serve it with vLLM or SGLang, and name that in --routes as a provider with token_ids"
-    is_database = str(store_url(options.store)).startswith(POSTGRES)
-    for what, is_given, otherwise in (
-        (
-            "a store in memory",
-            not is_database and locate(options.store) is None,
-            "give a file or a PostgreSQL database",
-        ),
-        ("--model", options.models, served),
-        ("models of the routes file", routing.models, served),
-        ("--tinker", options.tinker, "start a server of its own for it"),
-        ("a budget", routing.budget, "set it in a server of its own, or leave it out"),
-    ):
-        if is_given:
-            raise ConfigError(
-                f"--workers {workers} cannot share {what}, which one process has to hold: {otherwise}; or leave"
-                " --workers out"
-            )
-    routing.divided(1, workers)
+    return Processes(options.workers, options.host, options.port, work, announce).run()
 
 
 # -- the parts -------------------------------------------------------------------------------------------------------
@@ -329,7 +256,7 @@ async def _open(options: Options, stack: AsyncExitStack, process: ServerProcess 
 
     database = open_store(options.store)
     stack.push_async_callback(database.close)
-    metrics, slow = Metrics(database), SlowLog(options.slow_seconds)
+    metrics, slow = Metrics(database), SlowLog(options.slow_ms / 1000)
     observers: list[Observer] = [metrics, slow, ChangeLog()]
     database.observe = metrics.took
     if options.otlp_export is not None:
@@ -340,25 +267,34 @@ async def _open(options: Options, stack: AsyncExitStack, process: ServerProcess 
     store = instrument(database, observers)
     data = Catalog(store, roots=() if options.runs is None else [options.runs], writable=True)
     stack.push_async_callback(data.close)
+    token, routing = options.token or None, options.routing
+    parts: dict[str, Any] = {"host": options.host, "port": options.port}
     if process is not None:
         await stack.enter_async_context(process.sharing(metrics))
+        routing = routing.divided(process.number, options.workers)
+        parts |= {"listener": process.listener, "shared": process.directory}
     serving = serve(
         store,
-        await open_engines(options.models, options.routing, stack),
-        secret=attempt_secret(options.token),
-        token=options.token,
-        routing=options.routing,
-        require_key=options.token is not None,
+        await open_engines(options.models or (), routing, stack),
+        secret=attempt_secret(token),
+        token=token,
+        routing=routing,
+        require_key=token is not None,
         budget_file=file_beside_store(options.store, ".spent"),
         accepts_runs=process is None,
-        shared=process and process.directory,
         metrics=metrics,
         slow=slow,
-        pages=[*await _tinker_routes(options, stack), *dashboard_routes(data, options.token)],
-        **options.server,
+        pages=[*await _tinker_routes(options, stack), *dashboard_routes(data, token)],
+        allowed_hosts=tuple(options.allow_hosts),
+        allowed_origins=tuple(options.allow_origins),
+        adopt_traces=options.adopt_traces,
+        allow_unattributed=options.allow_unattributed,
+        max_body_bytes=options.max_body_bytes,
+        grace_seconds=options.grace_seconds,
+        **parts,
     )
     server = await stack.enter_async_context(serving)
-    if options.retention is not None:
+    if options.retention is not None and (process is None or process.number == 1):
         await stack.enter_async_context(in_background(prune_regularly(database, options.retention)))
     return server
 
@@ -369,21 +305,10 @@ async def _tinker_routes(options: Options, stack: AsyncExitStack) -> list[BaseRo
         return []
     from agentlightning.util.plugins import load_plugin
 
+    weights = options.tinker_weights or file_beside_store(options.store, ".tinker")
     open_routes = load_plugin("server_routes", "tinker")
-    routes = open_routes(options.tinker, options.tinker_weights, options.token, options.server["max_body_bytes"])
+    routes = open_routes(tuple(options.tinker), weights, options.token or None, options.max_body_bytes)
     return await stack.enter_async_context(routes)
-
-
-def _check_access(host: str, token: str | None, no_token: bool) -> None:
-    from agentlightning.server.app import is_loopback
-
-    if token is not None and (not token.isascii() or not token.isprintable() or " " in token):
-        raise ConfigError("the access token has characters that cannot be sent; use printable ASCII without spaces")
-    if token is None and not no_token and not is_loopback(host):
-        raise ConfigError(
-            f"--host {host} can be reached from other machines, and without a token anybody there could read "
-            "and change everything: set AGL_TOKEN (or --token), or allow that with --no-token"
-        )
 
 
 # -- retention -------------------------------------------------------------------------------------------------------
@@ -406,44 +331,39 @@ async def prune_regularly(
 # -- output ----------------------------------------------------------------------------------------------------------
 
 
-def _announce(url: str, options: Options, output: Output, workers: int = 1) -> None:
-    if output.as_json:
-        store, has_token = database_name(options.store), options.token is not None
-        record = {"url": url, "pid": os.getpid(), "store": store, "token": has_token, "workers": workers}
-        output.show(Result(record, lambda console: None))
-        sys.stdout.flush()
-        return
-    console, token = output.console, " (set AGL_TOKEN there too)" if options.token else ""
+def _announce(url: str, options: Options, output: Output) -> None:
+    store, workers = database_name(options.store), options.workers
+    record = {"url": url, "pid": os.getpid(), "store": store, "token": bool(options.token), "workers": workers}
     dialects = {None: "", "anthropic": ", for /v1/messages", "openai": ", but for /v1/messages"}
-    routed = [
-        f"{rule.model} ({rule.provider}{dialects[rule.dialect]})" for rule in options.routing.routes if rule.provider
-    ]
-    served = [*options.models, *routed]
-    models = ", ".join(served) or "none; add one with --model MODEL or --routes FILE"
-    openai = [("openai", f"OPENAI_BASE_URL={url}/v1")] if served and options.server["allow_unattributed"] else []
-    for name, value in (
-        ("serving", f"{database_name(options.store)} at {url}{f' in {workers} processes' if workers > 1 else ''}"),
-        ("client", f'agentlightning.LightningStoreClient("{url}"){token}'),
-        ("runner", f"agl runner --server {url} --agent module:name{token}"),
-        ("traces", f"OTEL_EXPORTER_OTLP_ENDPOINT={url}"),
-        ("metrics", f"{url}/metrics"),
-        ("dashboard", f"{url}/dashboard"),
-        ("models", models),
-        *openai,
-    ):
-        console.print(f"{name:<9} {value}")
+    rules = [rule for rule in options.routing.routes if rule.provider]
+    routed = [f"{rule.model} ({rule.provider}{dialects[rule.dialect]})" for rule in rules]
+    models = ", ".join([*(options.models or ()), *routed])
+    token = " (set AGL_TOKEN there too)" if options.token else ""
+    lines = {
+        "serving": f"{store} at {url}{f' in {workers} processes' if workers > 1 else ''}",
+        "client": f'agentlightning.LightningStoreClient("{url}"){token}',
+        "runner": f"agl runner --server {url} --agent module:name{token}",
+        "traces": f"OTEL_EXPORTER_OTLP_ENDPOINT={url}",
+        "metrics": f"{url}/metrics",
+        "dashboard": f"{url}/dashboard",
+        "models": models or "none; add one with --model MODEL or --routes FILE",
+    }
+    if models and options.allow_unattributed:
+        lines["openai"] = f"OPENAI_BASE_URL={url}/v1"
+    output.show(Result(record, [f"{name:<9} {value}" for name, value in lines.items()]))
+    sys.stdout.flush()
 
 
 # -- signals ----------------------------------------------------------------------------------------------------------
 
 
 class StopSignals:
-    """The first signal sets `requested`, the second calls the `on_second` handler, the third exits the process."""
+    """The first signal sets `requested`, the next one calls `second`, which exits the process by default, and each
+    further one exits it."""
 
     def __init__(self) -> None:
         self.requested = asyncio.Event()
-        self._count = 0
-        self._second: Callable[[], object] = exit_now
+        self.second: Callable[[], object] = exit_now
 
     def __enter__(self) -> Self:
         """Install the handlers in the running event loop, which must be that of the main thread."""
@@ -457,10 +377,6 @@ class StopSignals:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
-
-    def on_second(self, handler: Callable[[], object]) -> None:
-        """Set what the second signal does; by default it exits the process."""
-        self._second = handler
 
     async def while_running(self, work: Awaitable[Any]) -> bool:
         """Wait until `work` is done or a stop is requested, which cancels `work`. Returns whether a stop was requested.
@@ -477,12 +393,11 @@ class StopSignals:
             await asyncio.gather(working, requested, return_exceptions=True)
 
     def _handle(self) -> None:
-        self._count += 1
-        self.requested.set()
-        if self._count == 2:
-            self._second()
-        elif self._count > 2:
-            exit_now()
+        if not self.requested.is_set():
+            self.requested.set()
+            return
+        second, self.second = self.second, exit_now
+        second()
 
 
 def exit_now() -> NoReturn:
@@ -498,87 +413,59 @@ def exit_now() -> NoReturn:
 POLL_SECONDS = 10.0
 """How long one claim waits: with a thousand idle runners, the server gets a hundred claims a second."""
 
-ServerUrl = Annotated[
-    str | None,
-    typer.Option(
-        "--server",
-        envvar="AGL_SERVER",
-        help="The URL of `agl serve`: http://HOST:PORT (else AGL_SERVER_HOST and AGL_SERVER_PORT).",
-        show_default=False,
-    ),
-]
-Concurrency = Annotated[int, typer.Option(min=1, help="Concurrent attempts.")]
-Hosts = Annotated[int, typer.Option(min=1, help="Processes that run Python agents.")]
-FreshProcess = Annotated[bool, typer.Option("--fresh-process", help="Run every attempt in a new process.")]
-Queues = Annotated[list[str] | None, typer.Option(help="Claim only from this queue; repeatable.")]
-WorkerId = Annotated[str | None, typer.Option(help="Name of the worker in the store (default: host and process).")]
-Lease = Annotated[
-    float, typer.Option(min=1, help="Seconds without a heartbeat after which other runners get the rollouts.")
-]
-MaxRollouts = Annotated[int | None, typer.Option(min=1, help="Exit after this number of rollouts.")]
-Variables = Annotated[
-    list[str] | None,
-    typer.Option("--variable", help="VARIABLE=FIELD: an environment variable with a field of a dict task; repeatable."),
-]
-Hide = Annotated[
-    list[str] | None,
-    typer.Option(help="A field of a dict task that only the reward function receives; repeatable."),
-]
-Cwd = Annotated[Path | None, typer.Option(help="Working directory of the agent.")]
-Log = Annotated[Path | None, typer.Option(help="File for what the agent prints (default: stderr).")]
-Redirect = Annotated[
-    bool | None,
-    typer.Option(
-        help="Redirect the agent's model calls to the server (default: if it has a model; rollouts of a training run "
-        "are redirected to that run)."
-    ),
-]
-JobFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--job",
-        help="Run each attempt in a Kubernetes Job made from this manifest (YAML or JSON); --agent is then the command "
-        "of its container, by default that of the image.",
-        show_default=False,
-    ),
-]
-JobApi = Annotated[
-    str | None,
-    typer.Option(
-        help="The URL of the Kubernetes API server, as that of `kubectl proxy`; by default that of this pod's cluster.",
-        show_default=False,
-    ),
-]
-JobStartSeconds = Annotated[float, typer.Option(min=1, help="Time in which the container of a Job has to start.")]
-DrainAttempts = Annotated[
-    float | None, typer.Option(min=0, help="Time for attempts to finish after SIGTERM (default: unlimited).")
-]
-Patience = Annotated[float, typer.Option(min=0, help="Seconds for which the server may be unreachable.")]
+
+@dataclass(frozen=True)
+class RunnerOptions:
+    """The options of `agl runner` that are those of `Runner`."""
+
+    reward: Reward = None
+    concurrency: int = Option(32, min=1, help="Concurrent attempts.")
+    hosts: int = Option(1, min=1, help="Processes that run Python agents.")
+    fresh_process: bool = Option(False, "--fresh-process", help="Run every attempt in a new process.")
+    queues: list[str] | None = Option(None, "--queue", help="Claim only from this queue; repeatable.")
+    worker_id: str | None = Option(None, help="Name of the worker in the store (default: host and process).")
+    lease_seconds: float = Option(
+        30.0, "--lease", min=1, help="Seconds without a heartbeat after which other runners get the rollouts."
+    )
+    max_rollouts: int | None = Option(None, min=1, help="Exit after this number of rollouts.")
+    hide: list[str] = Option([], help="A field of a dict task that only the reward function receives; repeatable.")
+    cwd: Path | None = Option(None, help="Working directory of the agent.")
+    log: Path | None = Option(None, help="File for what the agent prints (default: stderr).")
+    redirect: bool | None = Option(
+        None,
+        help="Redirect the agent's model calls to the server (default: if it has a model; rollouts of a training run"
+        " are redirected to that run).",
+    )
+    patience: float = Option(600.0, min=0, help="Seconds for which the server may be unreachable.")
 
 
 async def runner(
-    ctx: typer.Context,
-    server: ServerUrl = None,
+    ctx: Context,
+    *,
+    server: str | None = Option(
+        None,
+        envvar="AGL_SERVER",
+        help="The URL of `agl serve`: http://HOST:PORT (else AGL_SERVER_HOST and AGL_SERVER_PORT).",
+    ),
     agent: Agent = None,
-    reward: Reward = None,
-    concurrency: Concurrency = 32,
-    hosts: Hosts = 1,
-    fresh_process: FreshProcess = False,
-    queue: Queues = None,
+    options: RunnerOptions,
     token: Token = None,
-    worker_id: WorkerId = None,
-    lease: Lease = 30.0,
-    max_rollouts: MaxRollouts = None,
-    variables: Variables = None,
-    hide: Hide = None,
-    cwd: Cwd = None,
-    log: Log = None,
-    redirect: Redirect = None,
-    drain_seconds: DrainAttempts = None,
-    patience: Patience = 600.0,
-    job: JobFile = None,
-    job_api: JobApi = None,
-    job_start_seconds: JobStartSeconds = 600.0,
+    variables: list[str] = Option(
+        [], "--variable", help="VARIABLE=FIELD: an environment variable with a field of a dict task; repeatable."
+    ),
+    drain_seconds: float | None = Option(
+        None, min=0, help="Time for attempts to finish after SIGTERM (default: unlimited)."
+    ),
+    job: Path | None = Option(
+        None,
+        help="Run each attempt in a Kubernetes Job made from this manifest (YAML or JSON); --agent is then the command"
+        " of its container, by default that of the image.",
+    ),
+    job_api: str | None = Option(
+        None,
+        help="The URL of the Kubernetes API server, as that of `kubectl proxy`; by default that of this pod's cluster.",
+    ),
+    job_start_seconds: float = Option(600.0, min=1, help="Time in which the container of a Job has to start."),
     log_format: LogFormat = "text",
 ) -> Result:
     """Run an agent on the rollouts of a server, until stopped.
@@ -613,24 +500,22 @@ async def runner(
             secret=attempt_secret(token or None),
             server_url=url,
             poll_seconds=POLL_SECONDS,
-            patience=patience,
-            concurrency=concurrency,
-            hosts=hosts,
-            fresh_process=fresh_process,
-            queues=queue or None,
-            worker_id=worker_id,
-            lease_seconds=lease,
-            max_rollouts=max_rollouts,
-            env=_fields(variables or ()),
-            hide=hide or (),
-            cwd=cwd,
-            log=log,
-            reward=reward,
-            redirect=redirect,
+            env=_fields(variables),
+            **vars(options),
         )
         stack.push_async_callback(made.stop, 0)
-        record = await _run_until_stopped(made, store, drain_seconds, signals, output)
-    return Result(record, lambda console: _print_summary(record, console), [agl("store", "list", server=url)])
+        found: dict[str, int] = {}
+        if not await signals.while_running(_start_runner(made, store)):
+            signals.second = made.stop_at_once
+            output.console.print(f"{made.worker_id} runs {made.pool.agent} for {url}")
+            if await signals.while_running(made.wait()):
+                running = made.statistics.running
+                output.console.print(f"stopping; {running} attempts are running (again to stop and requeue them)")
+            await made.stop(drain_seconds)
+            found = asdict(made.statistics)
+    counts = ", ".join(f"{number} {name}" for name, number in found.items() if number) or "no attempts"
+    text = f"{made.worker_id} has stopped: {counts}"
+    return Result({"worker_id": made.worker_id, **found}, text, [agl("store", "list", server=url)])
 
 
 def _server_url(server: str | None) -> str:
@@ -666,53 +551,24 @@ def _fields(texts: Sequence[str]) -> dict[str, str]:
     return fields
 
 
-async def _run_until_stopped(
-    runner: Runner, store: LightningStoreClient, drain_seconds: float | None, signals: StopSignals, output: Output
-) -> dict[str, Any]:
-    record = {"worker_id": runner.worker_id}
-    if await signals.while_running(_start_runner(runner, store)):
-        return record
-    signals.on_second(runner.stop_at_once)
-    output.console.print(f"{runner.worker_id} runs {runner.pool.agent} for {store.url}")
-    if await signals.while_running(runner.wait()):
-        message = f"stopping; {runner.statistics.running} attempts are running (again to stop and requeue them)"
-        output.console.print(message)
-    await runner.stop(drain_seconds)
-    return {**record, **asdict(runner.statistics)}
-
-
 async def _start_runner(runner: Runner, store: LightningStoreClient) -> None:
-    """Import the agent, and at the same time check that the server is there and accepts the token."""
-    await _set_redirect(runner, store)
+    """Import the agent, and at the same time check that the server is there and accepts the token. Where nothing was
+    said, model calls are redirected to the server if it has a model, else only if the resources of a rollout say so.
+    Raises StoreServerError if no server answers within a minute, so that a wrong URL is noticed soon."""
+
+    async def set_redirect() -> None:
+        if runner.redirect is None:
+            runner.redirect = await has_model(store.url, store.token) or None
+
+    await set_redirect()
     runner.start_hosts()
-    await _check_server(store)
-    await _set_redirect(runner, store)
-    await runner.start()
-
-
-async def _set_redirect(runner: Runner, store: LightningStoreClient) -> None:
-    """Redirect model calls to the server if it has a model, where nothing was said: else only if the resources of a
-    rollout say so."""
-    if runner.redirect is None:
-        runner.redirect = await has_model(store.url, store.token) or None
-
-
-async def _check_server(store: LightningStoreClient) -> None:
-    """Raises StoreServerError if no server answers within a minute, so that a wrong URL is noticed soon."""
-    from agentlightning.store.http.client import LightningStoreClient
-
-    probe = LightningStoreClient(store.url, store.token, patience=1.0)
     try:
-        await probe.query_queues()
+        async with open_named(store.url, store.token) as probe:
+            await probe.query_queues()
     except StoreAuthError:
         raise
     except StoreServerError as error:
         logger.warning("%s; waiting for it", error)
         await store.query_queues()
-    finally:
-        await probe.close()
-
-
-def _print_summary(record: Mapping[str, Any], console: Console) -> None:
-    counts = ", ".join(f"{number} {name}" for name, number in record.items() if name != "worker_id" and number)
-    console.print(f"{record['worker_id']} has stopped: {counts or 'no attempts'}")
+    await set_redirect()
+    await runner.start()

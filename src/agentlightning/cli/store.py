@@ -5,51 +5,43 @@ from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import typer
 from msgspec import structs
-from rich.console import Console
 from rich.filesize import decimal
+from typer import Argument, Context, Option
 
 from agentlightning.cli.options import (
-    POSTGRES,
+    AnyStore,
+    Filter,
     GivenStore,
-    Modes,
     RewardWeights,
     Run,
-    RunStore,
-    Statuses,
-    Store,
-    Token,
-    checked,
-    is_url,
-    open_named,
+    StoreOfRun,
     retention_from,
     run_or_newest,
-    store_to_read,
+    store_file,
     weights_of,
 )
 from agentlightning.cli.output import Output, Result, agl
 from agentlightning.errors import ConfigError
 from agentlightning.models import Precision
-from agentlightning.trajectory import RewardWeights as Weights
 from agentlightning.util.printable import printable
 from agentlightning.util.progress import Progress
 
 if TYPE_CHECKING:
     from agentlightning.dashboard.data.rollouts import RolloutSummary
-    from agentlightning.store.base import LightningStoreBase
     from agentlightning.store.types import Pruned, Queue
 
 
 # -- stats -----------------------------------------------------------------------------------------------------------
 
 
-async def stats(run: RunStore = None, store: Store = None, token: Token = None) -> Result:
+async def stats(store: StoreOfRun) -> Result:
     """Show the contents of a store: rollouts by status, attempts, spans, queues, and its size.
 
     \b
@@ -57,21 +49,16 @@ async def stats(run: RunStore = None, store: Store = None, token: Token = None) 
       agl store stats
       agl store stats --store hub.db --json
     """
-    place = store_to_read(run, store)
-    async with open_named(place, token) as opened:
+    async with store.open() as opened:
         counts = await opened.statistics()
         queues = await opened.query_queues()
     record = {"statistics": counts, "queues": [asdict(queue) for queue in queues]}
-    return Result(record, lambda console: _show_stats(counts, queues, console), [agl("store", "list", store=place)])
+    return Result(record, _counts(counts, queues), [agl("store", "list", store=store.place)])
 
 
 async def show(
-    rollout_id: Annotated[
-        str | None, typer.Argument(help="Its id, or the start of it (default: the newest rollout).", show_default=False)
-    ] = None,
-    run: RunStore = None,
-    store: Store = None,
-    token: Token = None,
+    store: StoreOfRun,
+    rollout_id: str | None = Argument(None, help="Its id, or the start of it (default: the newest rollout)."),
 ) -> Result:
     """Show a rollout: its attempts, model calls, messages and reward.
 
@@ -82,33 +69,33 @@ async def show(
     """
     from agentlightning.dashboard.data.rollouts import rollout_lines
 
-    place = store_to_read(run, store)
-    async with open_named(place, token) as opened:
+    async with store.open() as opened:
         rollouts = await opened.query_rollouts(rollout_id_contains=rollout_id, newest_first=True, limit=100)
         rollout = next((each for each in rollouts if each.rollout_id.startswith(rollout_id or "")), None)
         if rollout is None:
             raise ConfigError(f"the store has no rollout {rollout_id!r}" if rollout_id else "the store is empty")
         attempts = await opened.query_attempts(rollout.rollout_id)
         spans = await opened.query_spans(rollout.rollout_id)
-    text = "\n".join(rollout_lines(rollout, attempts, spans))
     record = {
         "rollout": asdict(rollout) | {"config": rollout.config.model_dump()},
         "attempts": [asdict(attempt) for attempt in attempts],
         "spans": [asdict(span) for span in spans],
     }
-    after = [agl("store", "list", store=place, sort="reward")]
-    return Result(record, lambda console: console.print(text), after)
+    after = [agl("store", "list", store=store.place, sort="reward")]
+    return Result(record, rollout_lines(rollout, attempts, spans), after)
+
+
+Order = Literal["newest", "reward", "seconds"]
+MOST_READ: Final = 5000
+"""Rollouts that are read to sort them by what their spans say, the newest."""
 
 
 async def list_rollouts(
-    run: RunStore = None,
-    statuses: Statuses = None,
-    modes: Modes = None,
-    sort: Annotated[Order, typer.Option(help="newest, reward (lowest first) or seconds (slowest first).")] = "newest",
-    limit: Annotated[int, typer.Option(min=1, help="Rows to show.")] = 20,
+    store: StoreOfRun,
+    chosen: Filter,
+    sort: Order = Option("newest", help="newest, reward (lowest first) or seconds (slowest first)."),
+    limit: int = Option(20, min=1, help="Rows to show."),
     reward_weights: RewardWeights = None,
-    store: Store = None,
-    token: Token = None,
 ) -> Result:
     """List rollouts with their reward, calls and failure.
 
@@ -117,43 +104,63 @@ async def list_rollouts(
       agl store list --run runs/first --status failed
       agl store list --sort reward --limit 5
     """
-    place = store_to_read(run, store)
-    async with open_named(place, token) as opened:
-        table = await rollout_table(opened, statuses, modes, sort, limit, weights_of(reward_weights, place))
-    record = {"rollouts": [asdict(row) for row in table.rows], "read": table.read, "matching": table.matching}
-    after = [agl("store", "show", row.rollout_id, store=place) for row in table.rows[:1]]
-    return Result(record, lambda console: print_rollouts(table, console), after)
+    from agentlightning.dashboard.data.rollouts import Summaries
+
+    query, read = chosen.query(), limit if sort == "newest" else MOST_READ
+    async with store.open() as opened:
+        matching = await opened.count_rollouts(**query)
+        summaries = Summaries(opened, weights_of(reward_weights, store.place))
+        found = await summaries.of(await opened.query_rollouts(**query, newest_first=True, limit=read))
+    if sort == "reward":
+        found.sort(key=lambda row: (row.reward_number is None, row.reward_number or 0.0))
+    elif sort == "seconds":
+        found.sort(key=lambda row: -(row.seconds or 0.0))
+    rows, read = found[:limit], len(found)
+    record = {"rollouts": [asdict(row) for row in rows], "read": read, "matching": matching}
+    after = [agl("store", "show", row.rollout_id, store=store.place) for row in rows[:1]]
+    return Result(record, _table(rows, read, matching), after)
 
 
-def _show_stats(counts: dict[str, int], queues: list[Queue], console: Console) -> None:
+def _table(rows: Sequence[RolloutSummary], read: int, matching: int) -> Iterator[str]:
+    """A line for each rollout, and what they were chosen from."""
+    for row in rows:
+        reward = "-" if row.reward_number is None else f"{row.reward_number:.3f}"
+        if isinstance(row.reward, dict) and row.reward_number is None:
+            reward = " ".join(f"{name}={value:g}" for name, value in row.reward.items())
+        seconds = "" if row.seconds is None else f"{row.seconds:.1f} s"
+        failure = "" if row.failure is None else f"  {row.failure_kind or ''}: {row.failure.strip().splitlines()[-1]}"
+        text = f"{row.rollout_id}  {row.status:<9} {reward:>7}  {row.calls:>2} calls {seconds:>8}  {row.task}{failure}"
+        yield printable(text)[:240]
+    yield f"{len(rows)} of {matching:,} rollouts"
+    if len(rows) < read < matching:
+        yield f"sorted among the newest {read:,} only"
+
+
+def _counts(counts: dict[str, int], queues: list[Queue]) -> Iterator[str]:
     by_status = {name.partition(".")[2]: count for name, count in counts.items() if name.startswith("rollouts.")}
     statuses = "  ".join(f"{count:,} {status}" for status, count in by_status.items() if count)
-    console.print(f"{'rollouts':<12} {sum(by_status.values()):>12,}  {statuses}".rstrip())
+    yield f"{'rollouts':<12} {sum(by_status.values()):>12,}  {statuses}".rstrip()
     for name, count in counts.items():
-        if name in ("rollouts", "bytes") or name.startswith("rollouts."):
-            continue
-        console.print(f"{name:<12} {count:>12,}")
+        if name not in ("rollouts", "bytes") and not name.startswith("rollouts."):
+            yield f"{name:<12} {count:>12,}"
     if "bytes" in counts:
-        console.print(f"{'size':<12} {decimal(counts['bytes']):>12}")
+        yield f"{'size':<12} {decimal(counts['bytes']):>12}"
     for queue in queues:
         limit = "" if queue.limit is None else f" of at most {queue.limit:,}"
-        console.print(f"queue {queue.name}: {queue.waiting:,} waiting, {queue.open:,} open{limit}")
+        yield f"queue {queue.name}: {queue.waiting:,} waiting, {queue.open:,} open{limit}"
 
 
 # -- prune and vacuum ------------------------------------------------------------------------------------------------
 
 
 async def prune(
-    ctx: typer.Context,
-    store: Store = None,
-    token: Token = None,
-    older_than: Annotated[
-        str | None, typer.Option(help="Remove rollouts that finished longer ago: 12h, 30d, 2w.")
-    ] = None,
-    keep: Annotated[int | None, typer.Option(help="Keep this number of finished rollouts, the newest ones.")] = None,
-    max_size: Annotated[str | None, typer.Option(help="Keep the newest rollouts up to this size: 500MB, 10GB.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed, and stop.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    ctx: Context,
+    store: AnyStore,
+    older_than: str | None = Option(None, help="Remove rollouts that finished longer ago: 12h, 30d, 2w."),
+    keep: int | None = Option(None, help="Keep this number of finished rollouts, the newest ones."),
+    max_size: str | None = Option(None, help="Keep the newest rollouts up to this size: 500MB, 10GB."),
+    dry_run: bool = Option(False, "--dry-run", help="Print what would be removed, and stop."),
+    yes: bool = Option(False, "--yes", "-y", help="Do not ask for confirmation."),
 ) -> Result:
     """Remove the oldest finished rollouts until the others fit.
 
@@ -166,32 +173,24 @@ async def prune(
       agl store prune --store hub.db --keep 100000 --yes
     """
 
+    from agentlightning.training.persistence.run_dir import rollouts_in_use
+
     output: Output = ctx.obj
-    retention = replace(retention_from(older_than, keep, max_size), spare=_rollouts_in_use(store))
-    async with open_named(store, token) as opened:
+    path = store_file(store.store)
+    in_use = () if path is None else rollouts_in_use(path.parent)  # where it is the store of a training run
+    retention = replace(retention_from(older_than, keep, max_size), spare=in_use)
+    async with store.open() as opened:
         planned = await opened.prune(retention, dry_run=True)
         if dry_run or not planned.rollouts:
             text = f"would remove {_describe(planned)}" if planned.rollouts else "nothing to remove"
-            return Result({"dry_run": dry_run, **asdict(planned)}, lambda console: console.print(text))
+            return Result({"dry_run": dry_run, **asdict(planned)}, text)
         if not yes:
             _confirm(planned, output)
         with Progress() as progress:
             progress.phase(f"pruning {planned.rollouts:,} rollouts")
             removed = await opened.prune(retention)
     text = f"removed {_describe(removed)}; vacuum returns the space to the file system"
-    after = [agl("store", "vacuum", store=store)]
-    return Result({"dry_run": False, **asdict(removed)}, lambda console: console.print(text), after)
-
-
-def _rollouts_in_use(store: str | None) -> tuple[str, ...]:
-    """Prefixes of the ids of rollouts that a training run still needs, if this is the store of one."""
-    from agentlightning.store.base import store_url
-    from agentlightning.store.sql.sqlite import locate
-    from agentlightning.training.persistence.run_dir import rollouts_in_use
-
-    place = str(store_url(store))
-    path = None if place.startswith(POSTGRES) or is_url(place) else locate(place)
-    return () if path is None else rollouts_in_use(path.parent)
+    return Result({"dry_run": False, **asdict(removed)}, text, [agl("store", "vacuum", store=store.store)])
 
 
 def _confirm(planned: Pruned, output: Output) -> None:
@@ -206,7 +205,7 @@ def _describe(pruned: Pruned) -> str:
     return f"{pruned.rollouts:,} rollouts with {pruned.spans:,} spans, {decimal(pruned.bytes)}"
 
 
-async def vacuum(store: Store = None, token: Token = None) -> Result:
+async def vacuum(store: AnyStore) -> Result:
     """Return free space to the file system.
 
     Also deletes tokens that no span refers to. Needs as much free disk space as the store is large. The store stays
@@ -218,30 +217,24 @@ async def vacuum(store: Store = None, token: Token = None) -> Result:
       agl store vacuum --store runs/first/store.db
     """
     with Progress() as progress:
-        async with open_named(store, token) as opened:
+        async with store.open() as opened:
             before = (await opened.statistics())["bytes"]
             progress.phase("vacuuming")
             await opened.vacuum()
             after = (await opened.statistics())["bytes"]
     text = f"{decimal(before)} before, {decimal(after)} now"
-    record = {"bytes_before": before, "bytes": after}
-    return Result(record, lambda console: console.print(text), [agl("store", "stats", store=store)])
+    return Result({"bytes_before": before, "bytes": after}, text, [agl("store", "stats", store=store.store)])
 
 
 # -- export and import -----------------------------------------------------------------------------------------------
 
 
 async def export_(
-    file: Annotated[Path, typer.Argument(help="Ends in .jsonl, .jsonl.gz or .parquet.")],
-    run: RunStore = None,
-    store: Store = None,
-    token: Token = None,
-    statuses: Statuses = None,
-    modes: Modes = None,
-    queues: Annotated[
-        list[str] | None, typer.Option("--queue", help="Only rollouts of this queue; repeatable.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+    store: StoreOfRun,
+    chosen: Filter,
+    file: Path = Argument(help="Ends in .jsonl, .jsonl.gz or .parquet."),
+    queues: list[str] | None = Option(None, "--queue", help="Only rollouts of this queue; repeatable."),
+    force: bool = Option(False, "--force", help="Overwrite an existing file."),
 ) -> Result:
     """Write resources, rollouts, attempts and spans to a file that `agl store import` reads.
 
@@ -256,14 +249,13 @@ async def export_(
     from agentlightning.store.export import export_store
 
     with Progress() as progress:
-        async with open_named(store_to_read(run, store), token) as opened:
+        async with store.open() as opened:
             progress.phase("exporting rollouts")
             try:
                 exported = await export_store(
                     opened,
                     file,
-                    status_in=checked(statuses, "status"),
-                    mode_in=checked(modes, "mode"),
+                    **chosen.query(),
                     queue_in=queues or None,
                     overwrite=force,
                     report=lambda done, total: progress.update(done),
@@ -273,25 +265,16 @@ async def export_(
                     raise
                 raise ConfigError(f"{file} cannot be written: {error}") from error
     after = [] if file.suffix == ".parquet" else [agl("store", "import", file, store="copy.db")]
-    return Result(
-        {"file": str(file), **asdict(exported)}, lambda console: _show_exported(file, exported, console), after
-    )
-
-
-def _show_exported(file: Path, exported: Any, console: Console) -> None:
-    console.print(
-        f"{exported.rollouts:,} rollouts with {exported.spans:,} spans and {exported.resources:,} resources "
-        f"in {file}, {decimal(exported.bytes)}",
+    text = (
+        f"{exported.rollouts:,} rollouts with {exported.spans:,} spans and {exported.resources:,} resources in {file},"
+        f" {decimal(exported.bytes)}"
     )
     if exported.keys_left_out:
-        console.print(f"the API keys of {exported.keys_left_out} resources were left out")
+        text += f"\nthe API keys of {exported.keys_left_out} resources were left out"
+    return Result({"file": str(file), **asdict(exported)}, text, after)
 
 
-async def import_(
-    file: Annotated[Path, typer.Argument(help="Written by `agl store export`.")],
-    store: Store = None,
-    token: Token = None,
-) -> Result:
+async def import_(store: AnyStore, file: Path = Argument(help="Written by `agl store export`.")) -> Result:
     """Add the contents of a file to a store.
 
     What the store already has stays as it is, so that an import can be repeated. Unfinished rollouts are queued. Of a
@@ -308,13 +291,12 @@ async def import_(
 
     check_source(file)  # before a database is created for it
     with Progress() as progress:
-        async with open_named(store, token, create=True) as opened:
+        async with store.open(create=True) as opened:
             progress.phase("importing rollouts")
             imported = await import_store(opened, file, report=lambda done, total: progress.update(done))
     known = f"; {imported.known:,} were already there" if imported.known else ""
     text = f"{imported.rollouts:,} rollouts and {imported.resources:,} resources imported from {file}{known}"
-    after = [agl("store", "list", store=store)]
-    return Result({"file": str(file), **asdict(imported)}, lambda console: console.print(text), after)
+    return Result({"file": str(file), **asdict(imported)}, text, [agl("store", "list", store=store.store)])
 
 
 VERBS: Final = {
@@ -328,60 +310,6 @@ VERBS: Final = {
 }
 
 
-# -- rollouts as a table ----------------------------------------------------------------------------------------------
-
-
-Order = Literal["newest", "reward", "seconds"]
-MOST_READ: Final = 5000
-"""Rollouts that are read to sort them by what their spans say, the newest."""
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutTable:
-    """Rows, and what they were chosen from."""
-
-    rows: list[RolloutSummary]
-    read: int
-    matching: int
-
-
-async def rollout_table(
-    store: LightningStoreBase,
-    statuses: Sequence[str] | None,
-    modes: Sequence[str] | None,
-    order: Order,
-    limit: int,
-    weights: Weights = None,
-) -> RolloutTable:
-    """The table. To sort by reward or time, the newest `MOST_READ` are read."""
-    from agentlightning.dashboard.data.rollouts import Summaries
-
-    wanted: dict[str, Any] = {"status_in": statuses, "mode_in": modes}
-    matching = await store.count_rollouts(**wanted)
-    read = limit if order == "newest" else MOST_READ
-    found = await Summaries(store, weights).of(await store.query_rollouts(**wanted, newest_first=True, limit=read))
-    if order == "reward":
-        found.sort(key=lambda row: (row.reward_number is None, row.reward_number or 0.0))
-    elif order == "seconds":
-        found.sort(key=lambda row: -(row.seconds or 0.0))
-    return RolloutTable(found[:limit], len(found), matching)
-
-
-def print_rollouts(table: RolloutTable, console: Console) -> None:
-    """Print a line for each, and how many there are besides."""
-    for row in table.rows:
-        reward = "-" if row.reward_number is None else f"{row.reward_number:.3f}"
-        if isinstance(row.reward, dict) and row.reward_number is None:
-            reward = " ".join(f"{name}={value:g}" for name, value in row.reward.items())
-        seconds = "" if row.seconds is None else f"{row.seconds:.1f} s"
-        failure = "" if row.failure is None else f"  {row.failure_kind or ''}: {row.failure.strip().splitlines()[-1]}"
-        text = f"{row.rollout_id}  {row.status:<9} {reward:>7}  {row.calls:>2} calls {seconds:>8}  {row.task}{failure}"
-        console.print(printable(text)[:240])
-    console.print(f"{len(table.rows)} of {table.matching:,} rollouts")
-    if table.read < table.matching and len(table.rows) < table.read:
-        console.print(f"sorted among the newest {table.read:,} only")
-
-
 # -- agl export -------------------------------------------------------------------------------------------------------
 
 
@@ -393,16 +321,14 @@ SUFFIXES: Final = {"hf": "", "gguf-ready": "", "gguf": ".gguf"}
 
 async def export(
     run: Run = None,
-    to: Annotated[
-        Form, typer.Option("--to", help="hf, gguf-ready and gguf: weights; the others: rollouts as lines.")
-    ] = "hf",
-    out: Annotated[Path | None, typer.Option(help="File or directory (default: RUN/export/FORM).")] = None,
-    min_reward: Annotated[float | None, typer.Option(help="Only rollouts with at least this reward.")] = None,
-    target_agent: Annotated[str | None, typer.Option(help="Only calls of agents whose name matches.")] = None,
+    to: Form = Option("hf", help="hf, gguf-ready and gguf: weights; the others: rollouts as lines."),
+    out: Path | None = Option(None, help="File or directory (default: RUN/export/FORM)."),
+    min_reward: float | None = Option(None, help="Only rollouts with at least this reward."),
+    target_agent: str | None = Option(None, help="Only calls of agents whose name matches."),
     store: GivenStore = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of --out, if there is one.")] = False,
+    overwrite: bool = Option(False, "--overwrite", help="Replace the file of --out, if there is one."),
     reward_weights: RewardWeights = None,
-    precision: Annotated[Precision | None, typer.Option(help="Of the matrices of a GGUF file (default: f16).")] = None,
+    precision: Precision | None = Option(None, help="Of the matrices of a GGUF file (default: f16)."),
 ) -> Result:
     """Write the weights of a run for transformers, llama.cpp or Ollama, or its training rollouts as a data set.
 
@@ -439,5 +365,4 @@ async def export(
         found = structs.asdict(rows) | {"path": str(path)}
         learning = {"openai-jsonl": "sft", "dpo-jsonl": "dpo"}.get(to)
         after = agl(learning, model="tiny", data=path) if learning else agl("report", run)
-    lines = "\n".join(printable(f"{key}: {value}") for key, value in found.items())
-    return Result(found, lambda console: console.print(lines), [after])
+    return Result(found, [printable(f"{key}: {value}") for key, value in found.items()], [after])

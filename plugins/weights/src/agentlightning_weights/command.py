@@ -6,9 +6,10 @@ import asyncio
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
+from typer import Argument, Context, Option
 
 from agentlightning.cli.main import Verb
 from agentlightning.cli.output import Output, Result
@@ -16,16 +17,6 @@ from agentlightning.errors import ConfigError, PolicyError
 
 if TYPE_CHECKING:
     from agentlightning_weights.pull import Pulled
-
-Url = Annotated[str, typer.Argument(help="Where the run publishes (policy.weights.url).")]
-Directory = Annotated[Path, typer.Argument(help="The directory for the two newest versions on this host.")]
-Follow = Annotated[bool, typer.Option("--follow", help="Go on with each version that comes, until stopped.")]
-Every = Annotated[float, typer.Option(min=0.1, help="Seconds between two looks for a new version, with --follow.")]
-ModelServer = Annotated[
-    str | None,
-    typer.Option(help="Let the model server at this URL load each version; it sees the directory.", show_default=False),
-]
-Kind = Annotated[Literal["vllm", "sglang"], typer.Option(help="The kind of that server.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -40,13 +31,15 @@ def _group() -> None:
 
 
 def pull(
-    ctx: typer.Context,
-    url: Url,
-    directory: Directory,
-    follow: Follow = False,
-    every: Every = 2.0,
-    model_server: ModelServer = None,
-    engine: Kind = "vllm",
+    ctx: Context,
+    url: str = Argument(help="Where the run publishes (policy.weights.url)."),
+    directory: Path = Argument(help="The directory for the two newest versions on this host."),
+    follow: bool = Option(False, "--follow", help="Go on with each version that comes, until stopped."),
+    every: float = Option(2.0, min=0.1, help="Seconds between two looks for a new version, with --follow."),
+    model_server: str | None = Option(
+        None, help="Let the model server at this URL load each version; it sees the directory."
+    ),
+    engine: Literal["vllm", "sglang"] = Option("vllm", help="The kind of that server."),
 ) -> None:
     """Pull the newest version: what changed since the one that is here, or all of it.
 
@@ -64,7 +57,7 @@ def pull(
         if model_server is not None and pulled.steps:
             asyncio.run(_load(model_server, engine, pulled))
         record = {**asdict(pulled), "directory": str(pulled.directory)}
-        output.show(Result(record, lambda console: console.print(_line(pulled))))
+        output.show(Result(record, _line(pulled)))
 
     while follow:  # A version that cannot be had is named, and the next one tried.
         try:
