@@ -393,13 +393,11 @@ async def _catalog(target: str | None) -> AsyncGenerator[Catalog]:
 def _runs_at(target: str | None) -> Catalog | None:
     """The run in a directory, or those below it; None for a database. Raises ConfigError where there is neither."""
     from agentlightning.dashboard.data.run_data import Catalog
-    from agentlightning.training.persistence.run_dir import holds_run
 
     path = Path(target or "runs")
-    if holds_run(path):
-        return Catalog(directories=[path])
-    if path.is_dir() and any(path.glob("*/state.json")):
-        return Catalog(roots=[path])
+    runs = Catalog(roots=[path])
+    if runs.sources():
+        return runs
     if target is None or not (target.startswith(POSTGRES) or path.exists()):
         raise ConfigError(
             f"there is no run and no database at {str(path)!r}; give the directory of a run, a database or a URL, or"

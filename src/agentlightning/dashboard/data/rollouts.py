@@ -4,6 +4,7 @@ terminal, and what sums up attempts of any length."""
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import time
 from array import array
@@ -11,6 +12,7 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import orjson
@@ -26,7 +28,6 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
 from agentlightning.tracing.rewards import get_reward_value
 from agentlightning.trajectory import Reward, RewardWeights
-from agentlightning.util.common_prefix import common_prefix_length
 from agentlightning.util.json_values import Json, as_text, loads, recorded_objects
 from agentlightning.util.printable import printable
 
@@ -71,10 +72,7 @@ def tells_failure(result: Any) -> bool:
     return isinstance(value, str) and FAILED.match(value) is not None
 
 
-# -- the conversation -------------------------------------------------------------------------------------------------
-#
-# A request repeats the conversation so far. Shown is what it adds to the last call that it continues: one of the same
-# agent whose messages it begins with. A call that continues none starts a new thread, and is shown whole.
+# -- messages ----------------------------------------------------------------------------------------------------------
 
 
 Message = Json
@@ -83,66 +81,14 @@ IMAGE: Final = ("data:image/png;", "data:image/jpeg;", "data:image/gif;", "data:
 MOST_IMAGE: Final = 4_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One model call."""
-
-    span: Span
-    new: tuple[Message, ...]
-    """Messages of the request that no earlier turn shows."""
-    answer: tuple[Message, ...]
-    starts: bool
-    """Whether it starts a thread."""
-    thread: int
-
-
-def turns_of(spans: Iterable[Span]) -> list[Turn]:
-    """The model calls among the spans of an attempt, failed ones included, in order."""
-    found: list[Turn] = []
-    threads: list[list[str]] = []
-    """What each thread has said, a line a message, without ids and times."""
-    for span in sorted((span for span in spans if is_call(span)), key=lambda span: span.sequence_id):
-        request, answer = messages_of(span, names.INPUT_MESSAGES), messages_of(span, names.OUTPUT_MESSAGES)
-        lines = [_line(message) for message in request]
-        thread, known = _continued(threads, lines)
-        if thread is None:
-            thread = len(threads)
-            threads.append([])
-        threads[thread] = [*lines, *map(_line, answer)]
-        found.append(Turn(span, tuple(request[known:]), tuple(answer), known == 0, thread))
-    return found
-
-
-def _continued(threads: Sequence[Sequence[str]], lines: Sequence[str]) -> tuple[int | None, int]:
-    """The thread that a request continues, and how many of its messages are known."""
-    best, known = None, 0
-    for index, said in enumerate(threads):
-        same = common_prefix_length(lines, said)
-        if same > known and same >= len(said) - 1:  # an answer may come back in another form
-            best, known = index, same
-    if best is not None and known < len(threads[best]) and known < len(lines):
-        known += _is_assistant(lines[known])
-    return best, known
-
-
-def _is_assistant(line: str) -> int:
-    return line.startswith("assistant\0")
-
-
-def _line(message: Message) -> str:
-    parts = [{k: v for k, v in part.items() if k != "id"} for part in parts_of(message)]
-    return f"{message.get('role')}\0{orjson.dumps(parts, default=repr, option=orjson.OPT_SORT_KEYS).decode()}"
-
-
 def messages_of(span: Span, attribute: str) -> list[Message]:
     """The messages in an attribute; those that cannot be read are left out."""
     return recorded_objects(span.attributes.get(attribute))
 
 
 def parts_of(message: Message) -> list[Json]:
-    parts = message.get("parts")
-    if isinstance(parts, list):
-        return [cast(Json, each) for each in cast("list[Any]", parts) if isinstance(each, dict)]
+    if isinstance(parts := message.get("parts"), list):
+        return recorded_objects(cast("object", parts))
     content = message.get("content")
     return [] if content is None else [{"type": "text", "content": content}]
 
@@ -155,9 +101,6 @@ def tool_results(messages: Iterable[Message]) -> list[Any]:
         for part in parts_of(message)
         if part.get("type") == "tool_call_response"
     ]
-
-
-# -- as JSON -----------------------------------------------------------------------------------------------------------
 
 
 def message_json(message: Message) -> Json:
@@ -300,7 +243,7 @@ def summarize(
         queue=rollout.queue,
         group=group_of(rollout),
         task=shortened(rollout.input),
-        task_key=_digest(rollout.input),
+        task_key=digest_of(rollout.input),
         start_time=rollout.start_time,
         end_time=rollout.end_time,
         seconds=None if attempt is None or attempt.end_time is None else attempt.end_time - attempt.start_time,
@@ -311,17 +254,21 @@ def summarize(
         reward_number=number_of(reward, weights),
         spans_read=spans_read,
         calls=len(answered),
-        prompt_tokens=sum(token_count(span, names.INPUT_TOKENS, names.PROMPT_TOKEN_IDS) for span in answered),
-        sampled_tokens=sum(token_count(span, names.OUTPUT_TOKENS, names.RESPONSE_TOKEN_IDS) for span in answered),
-        agents=tuple(dict.fromkeys(str(a) for span in answered if (a := span.attributes.get(names.AGENT_NAME)))),
-        versions=tuple(dict.fromkeys(v for span in answered if isinstance(v := version_of(span), int))),
+        prompt_tokens=sum(map(prompt_tokens, answered)),
+        sampled_tokens=sum(map(sampled_tokens, answered)),
+        agents=_texts(answered, names.AGENT_NAME),
+        versions=tuple(dict.fromkeys(v for span in answered if (v := version_of(span)) is not None)),
         tool_calls=tools,
         tool_errors=failed,
         failure=message,
         failure_kind=kind,
-        labels=tuple(dict.fromkeys(str(x) for span in spans if (x := span.attributes.get(names.FEEDBACK_LABEL)))),
+        labels=_texts(spans, names.FEEDBACK_LABEL),
         resources_id=rollout.resources_id,
     )
+
+
+def _texts(spans: Iterable[Span], attribute: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(str(value) for span in spans if (value := span.attributes.get(attribute))))
 
 
 def group_of(rollout: Rollout) -> str:
@@ -348,6 +295,15 @@ def number_of(reward: Reward | None, weights: RewardWeights) -> float | None:
         return None
 
 
+def _token_count(ids: str, usage: str, span: Span) -> int:
+    known, number = (span.attributes.get(name) for name in (ids, usage))
+    return len(cast("list[int]", known)) if isinstance(known, list) else number if isinstance(number, int) else 0
+
+
+prompt_tokens: Final = partial(_token_count, names.PROMPT_TOKEN_IDS, names.INPUT_TOKENS)
+sampled_tokens: Final = partial(_token_count, names.RESPONSE_TOKEN_IDS, names.OUTPUT_TOKENS)
+
+
 def version_of(span: Span, updates: Updates = int) -> int | None:
     version = span.attributes.get(names.POLICY_VERSION)
     return updates(version) if isinstance(version, int) else None
@@ -362,25 +318,18 @@ def call_facts(span: Span, updates: Updates) -> Json:
         "model": attributes.get(names.RESPONSE_MODEL) or attributes.get(names.REQUEST_MODEL),
         "version": version_of(span, updates),
         "seconds": None if span.end_time is None else span.end_time - span.start_time,
-        "prompt_tokens": token_count(span, names.INPUT_TOKENS, names.PROMPT_TOKEN_IDS),
-        "sampled_tokens": token_count(span, names.OUTPUT_TOKENS, names.RESPONSE_TOKEN_IDS),
+        "prompt_tokens": prompt_tokens(span),
+        "sampled_tokens": sampled_tokens(span),
         "failed": has_failed(span),
     }
 
 
-def _digest(task: Any) -> str:
+def digest_of(task: Any) -> str:
+    """The key of a task; empty where it has none."""
     try:
         return task_key(task)
     except TypeError:
         return ""
-
-
-def token_count(span: Span, usage: str, ids: str) -> int:
-    known = span.attributes.get(ids)
-    if isinstance(known, list):
-        return len(cast("list[int]", known))
-    number = span.attributes.get(usage)
-    return number if isinstance(number, int) else 0
 
 
 def _tools(spans: Sequence[Span], answered: Sequence[Span]) -> tuple[int, int]:
@@ -454,7 +403,7 @@ def _call(span: Span, number: str) -> Iterator[str]:
     cost = f", ${dollars:.4f}" if isinstance(dollars, int | float) else ""
     tokens = f"{values.get(names.INPUT_TOKENS) or 0} tokens in, {values.get(names.OUTPUT_TOKENS) or 0} out"
     yield f"{number} {span.name}{agent}: {tokens}{cost}"
-    inputs, outputs = (recorded_objects(values.get(name)) for name in (names.INPUT_MESSAGES, names.OUTPUT_MESSAGES))
+    inputs, outputs = (messages_of(span, name) for name in (names.INPUT_MESSAGES, names.OUTPUT_MESSAGES))
     yield from (f"        {line}" for message in (*inputs[-1:], *outputs) for line in _message(message))
     if span.status_code == "ERROR":
         yield f"        failed: {shortened(span.status_message or values.get(names.ERROR_TYPE))}"
@@ -527,24 +476,24 @@ class AttemptIndex:
     calls: list[int] = field(default_factory=list[int])
     """Places of the model calls among them, failed ones included."""
     kinds: Counter[str] = field(default_factory=Counter[str])
-    start: float | None = None
-    end: float | None = None
+    start: float = math.inf
+    end: float = -math.inf
+    """Infinite without spans, which is null in JSON."""
     starts: array[float] = field(default_factory=lambda: array("d"))
     kept: list[Span] = field(default_factory=list[Span])
     """The spans that a summary is made of: calls without their messages, tools, rewards, feedback."""
-    _totals: tuple[Any, RolloutSummary, list[int]] | None = None
+    _totals: tuple[Any, int, RolloutSummary, list[int]] | None = None
     """What was computed of them last, after what it depends on."""
     _totals_until: float = 0.0
     _longest: tuple[int, int] = -1, -1
     """The call with the longest request, which keeps its messages: its place in `kept`, its length."""
 
-    def add(self, spans: Sequence[Span]) -> None:
-        """Add the spans that follow."""
+    def add(self, spans: Sequence[Span]) -> AttemptIndex:
+        """Add the spans that follow; returns itself."""
         for span in spans:
             self.kinds[kind_of(span)] += 1
-            end = span.start_time if span.end_time is None else span.end_time
-            self.start = span.start_time if self.start is None else min(self.start, span.start_time)
-            self.end = end if self.end is None else max(self.end, end)
+            self.start = min(self.start, span.start_time)
+            self.end = max(self.end, span.start_time if span.end_time is None else span.end_time)
             if is_call(span):
                 self.calls.append(len(self.ids))
                 self._keep_call(span)
@@ -552,6 +501,7 @@ class AttemptIndex:
                 self.kept.append(span)
             self.ids.append(span.span_id)
             self.starts.append(span.start_time)
+        return self
 
     def _keep_call(self, span: Span) -> None:
         request = span.attributes.get(names.INPUT_MESSAGES)
@@ -561,9 +511,9 @@ class AttemptIndex:
             if place >= 0:
                 self.kept[place] = _without_messages(self.kept[place])
             self._longest = len(self.kept), size
-            self.kept.append(span)
         else:
-            self.kept.append(_without_messages(span))
+            span = _without_messages(span)
+        self.kept.append(span)
 
     async def totals(
         self, rollout: Rollout, attempt: Attempt | None, weights: RewardWeights
@@ -571,23 +521,18 @@ class AttemptIndex:
         """The summary of the attempt, how many of its spans start in each of BUCKETS equal parts of its time, and
         whether both are up to date: while spans are added, they take at most a share of the time."""
         state = rollout.status, rollout.end_time, attempt and (attempt.status, attempt.end_time)
-        known, began = self._totals, time.monotonic()
-        if known is not None and known[0] == (state, len(self.ids)):
-            return known[1], known[2], True
-        if known is not None and known[0][0] == state and began < self._totals_until:
-            return known[1], known[2], False
-        count = len(self.ids)
-        summary, density = await asyncio.to_thread(
-            lambda: (summarize(rollout, attempt, list(self.kept), weights), self._density())
-        )
-        self._totals = (state, count), summary, density
-        self._totals_until = time.monotonic() + REST * (time.monotonic() - began)
-        return summary, density, True
+        known, count, began = self._totals, len(self.ids), time.monotonic()
+        if known is None or known[0] != state or (known[1] != count and began >= self._totals_until):
+            found = await asyncio.to_thread(
+                lambda: (summarize(rollout, attempt, list(self.kept), weights), self._density())
+            )
+            known = self._totals = state, count, *found
+            self._totals_until = time.monotonic() + REST * (time.monotonic() - began)
+        return known[2], known[3], known[1] == count
 
     def _density(self) -> list[int]:
-        low, high = self.start or 0.0, self.end or 0.0
-        scale = (BUCKETS - 1e-9) / (high - low) if high > low else 0.0
-        found = Counter(int((each - low) * scale) for each in tuple(self.starts))
+        scale = (BUCKETS - 1e-9) / (self.end - self.start) if self.end > self.start else 0.0
+        found = Counter(int((each - self.start) * scale) for each in tuple(self.starts))
         return [found[bucket] for bucket in range(BUCKETS)]
 
     def calls_before(self, place: int) -> int:
@@ -633,46 +578,35 @@ class AttemptIndexes:
             self._known.move_to_end(key)
             return known
         earlier = self._tasks.get(key)
-        task = earlier or asyncio.create_task(self._read(key, count))
-        if earlier is None:
-            self._tasks[key] = task
-            task.add_done_callback(lambda done: self._end(key, done))
-        done, _ = await asyncio.wait({task}, timeout=seconds)
-        if not done:
+        task = self._tasks[key] = earlier or asyncio.create_task(self._read(key, count))
+        if not (await asyncio.wait({task}, timeout=seconds))[0]:
             return None
         index = task.result()
         if earlier is not None and len(index.ids) < count:  # it began before the last spans were stored
             return await self.of(key, count, seconds)
         return index
 
-    def _end(self, key: Key, task: asyncio.Task[AttemptIndex]) -> None:
-        self._tasks.pop(key, None)
-        if task.cancelled() or task.exception() is not None:
-            return  # whoever waits for it has the error
-        self._known[key] = task.result()
-        while len(self._known) > REMEMBERED or (len(self._known) > 1 and self._size() > MOST_REMEMBERED):
-            self._known.popitem(last=False)
-
-    def _size(self) -> int:
-        return sum(len(each.ids) for each in self._known.values())
-
     async def _read(self, key: Key, count: int) -> AttemptIndex:
-        index = self._known.get(key)
-        if index is not None and index.ids and len(index.ids) < count:
-            await self._extend(index, key)
-            if len(index.ids) >= count:
-                return index
-        index = AttemptIndex()  # the first time, or where a span was stored between others
-        await self._extend(index, key)
+        """All the first time, and where a span was stored between others; else what was added."""
+        try:
+            index = self._known.get(key)
+            if index is None or len(index.ids) > count or len((await self._extend(index, key)).ids) < count:
+                index = await self._extend(AttemptIndex(), key)
+        finally:
+            del self._tasks[key]
+        known = self._known
+        known[key] = index
+        while len(known) > REMEMBERED or (len(known) > 1 and sum(len(e.ids) for e in known.values()) > MOST_REMEMBERED):
+            known.popitem(last=False)
         return index
 
-    async def _extend(self, index: AttemptIndex, key: Key) -> None:
+    async def _extend(self, index: AttemptIndex, key: Key) -> AttemptIndex:
         while True:
             after = index.ids[-1] if index.ids else None
             spans = await self._store.query_spans(*key, after=after, limit=CHUNK, tokens=False)
             await asyncio.to_thread(index.add, spans)  # the gateway of the same server is not to wait
             if len(spans) < CHUNK:
-                return
+                return index
 
     async def close(self) -> None:
         """Stop reading."""

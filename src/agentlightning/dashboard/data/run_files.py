@@ -167,9 +167,10 @@ class RunFiles:
         """The updates, the last one first."""
         return (each for each in reversed(self.audit()) if each.action == "learned")
 
-    def signature(self) -> str:
-        """Changes whenever the metrics, the state or the report do."""
-        return repr([self._signature(name) for name in ("metrics.jsonl", "state.json", "report.json")])
+    def changed(self) -> float:
+        """When the state last did, in seconds since 1970."""
+        signature = self._signature("state.json")
+        return 0.0 if signature is None else signature[0] / 1e9
 
     def _config(self) -> tuple[TrainConfig | None, str]:
         return self._read("config", "config.toml", self._load_config)

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from agentlightning.algorithms.apo.text import PARENT
 from agentlightning.dashboard.data.rollouts import RolloutSummary, Updates
-from agentlightning.dashboard.data.run_data import Catalog
+from agentlightning.dashboard.data.run_data import RunData
 from agentlightning.dashboard.data.run_files import RunFiles
 from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views.runs import measured
@@ -24,9 +24,8 @@ PAGE: Final = 50
 MOST_LINES: Final = 2000
 
 
-async def list_resources(data: Catalog, query: Query) -> Json:
+async def list_resources(run: RunData, query: Query) -> Json:
     """Versions of the resources, the newest first, each with what it changed against the one published before it."""
-    run = await data.run(query.part("run"))
     limit, offset = query.integer("limit", PAGE, 1, 200), query.integer("after", 0)
     contains = query.text("id") or run.in_ids
     newest = await run.store.query_resources(
@@ -77,10 +76,9 @@ def diff_of(before: PromptTemplate, after: PromptTemplate) -> list[dict[str, str
     return [{"kind": kinds[line[0]], "text": line[2:]} for line in lines if line[0] in kinds][:MOST_LINES]
 
 
-async def list_weights(data: Catalog, query: Query) -> Json:
+async def list_weights(run: RunData, query: Query) -> Json:
     """Versions of the weights by the audit log, the newest first: from which rollouts, with which scores, what the gate
     decided, and which checkpoints hold them."""
-    run = await data.run(query.part("run"))
     files = run.run()
     return await asyncio.to_thread(_weights, files, query.integer("limit", 200, 1, 2000), query.integer("after", 0))
 
@@ -156,9 +154,8 @@ class Candidate:
         }
 
 
-async def show_search(data: Catalog, query: Query) -> Json:
+async def show_search(run: RunData, query: Query) -> Json:
     """The candidates of a search, as far as the store has their rollouts."""
-    run = await data.run(query.part("run"))
     trials = f"{run.run_id}-trial-"
     updates = await run.store.query_resources(resources_id_contains=trials)
     prompts = {each.resources_id: prompts_in(each.resources) for each in updates}

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, cast, get_args
 
 from agentlightning.dashboard.data.rollouts import RolloutSummary, as_text, group_of, limited
-from agentlightning.dashboard.data.run_data import Catalog, RunData
+from agentlightning.dashboard.data.run_data import RunData
 from agentlightning.dashboard.query import Query, mark_of
 from agentlightning.dashboard.views.runs import measured, warnings_of
 from agentlightning.errors import ConfigError, NotFoundError
@@ -284,9 +284,8 @@ MOST_OF_TASK: Final = 20_000
 PAGE_OF_TASK: Final = 1000
 
 
-async def list_rollouts(data: Catalog, query: Query) -> Json:
+async def list_rollouts(run: RunData, query: Query) -> Json:
     """A page of the rollouts that match the filters."""
-    run = await data.run(query.part("run"))
     page = await select(
         run,
         Filters.of(query),
@@ -296,20 +295,19 @@ async def list_rollouts(data: Catalog, query: Query) -> Json:
         limit=query.integer("limit", 50, 1, MOST_ROWS),
     )
     return {
-        "rows": [asdict(row) for row in page.rows],
+        "rows": page.rows,
         "next": page.next,
         "scanned": page.scanned,
         "total": page.total,
         "sorts": [*BY_STORE, *BY_SUMMARY] if page.whole else BY_STORE,
-        "writable": data.writable,
+        "writable": run.writable,
     }
 
 
-async def show_changes(data: Catalog, query: Query) -> Json:
+async def show_changes(run: RunData, query: Query) -> Json:
     """What is different for a table of rollouts: its `rows` as they are now, without the spans of those that run; and
     with `count`, how many that match its filters are newer than its first one, `newest`. With the `mark` of an earlier
     answer, whether anything in the store is different now."""
-    run = await data.run(query.part("run"))
     statistics = await run.store.statistics()
     mark = mark_of(sorted(statistics.items()))
     if query.text("mark") == mark:
@@ -317,13 +315,12 @@ async def show_changes(data: Catalog, query: Query) -> Json:
     rows = await run.summaries.of(await run.by_ids(query.names("rows")[:MOST_ROWS]), open_spans=False)
     counted = query.text("count") is not None
     newer, more = await newer_than(run, Filters.of(query), query.text("newest")) if counted else (0, False)
-    return {"mark": mark, "rows": [asdict(row) for row in rows], "newer": newer, "more": more}
+    return {"mark": mark, "rows": rows, "newer": newer, "more": more}
 
 
-async def show_step(data: Catalog, query: Query) -> Json:
+async def show_step(run: RunData, query: Query) -> Json:
     """A step: its metrics, the warnings of it, and its groups, those with the largest spread of rewards first."""
-    run = await data.run(query.part("run"))
-    step = _step(query)
+    step = query.integer("step", 0)
     files = run.run()
     metrics = files.metrics()
     line = next((row for row in metrics if row.get("step") == step), None)
@@ -344,13 +341,6 @@ async def show_step(data: Catalog, query: Query) -> Json:
         "learned": None if learned is None else len(learned),
         "versions": sorted({version for row in rows for version in row.versions}),
     }
-
-
-def _step(query: Query) -> int:
-    text = query.part("step")
-    if not text.isdecimal():
-        raise NotFoundError(f"step {text!r} is no number")
-    return int(text)
 
 
 def _holds(sign: Mapping[str, Any], step: int) -> bool:
@@ -390,10 +380,9 @@ def _number(row: RolloutSummary) -> float:
     return row.reward_number or 0.0
 
 
-async def show_task(data: Catalog, query: Query) -> Json:
+async def show_task(run: RunData, query: Query) -> Json:
     """One task across the versions of the weights: the reward of its rollouts by version, each with its interval."""
-    run = await data.run(query.part("run"))
-    key = query.part("task")
+    key = query["task"]
     rollouts, scanned, complete = await _of_task(run, key)
     if not rollouts:
         raise NotFoundError(f"no rollout of task {key} among the {scanned} newest of {run.name}")
@@ -404,7 +393,7 @@ async def show_task(data: Catalog, query: Query) -> Json:
         "scanned": scanned,
         "complete": complete,
         "versions": by_version(rows),
-        "rollouts": [asdict(row) for row in rows],
+        "rollouts": rows,
     }
 
 
@@ -450,15 +439,13 @@ MOST_FAILED: Final = 1000
 """Failed rollouts that are read, the newest."""
 
 
-async def show_server(data: Catalog, query: Query) -> Json:
+async def show_server(run: RunData, query: Query) -> Json:
     """Counts of the store, what is running, queues, workers, and the calls that ended last."""
-    run = await data.run(query.part("run"))
     return await run.live.shown(run.in_ids)
 
 
-async def list_failures(data: Catalog, query: Query) -> Json:
+async def list_failures(run: RunData, query: Query) -> Json:
     """The causes, the most frequent first: how often, a message, the newest rollout, the agents."""
-    run = await data.run(query.part("run"))
     failed = await run.store.query_rollouts(
         status_in=["failed"], rollout_id_contains=run.in_ids, newest_first=True, limit=MOST_FAILED
     )

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final, TypeVar
 
 from agentlightning.dashboard.data.rollouts import shortened
-from agentlightning.dashboard.data.run_data import Catalog, files_of_run
+from agentlightning.dashboard.data.run_data import Catalog, RunData, files_of_run
 from agentlightning.dashboard.data.run_files import (
     RunFiles,
     bounds_of,
@@ -176,26 +176,24 @@ WINDOW: Final = 5
 
 async def list_runs(data: Catalog, query: Query) -> Json:
     """Every run and store, and which runs are seeds of one configuration."""
-    sources = data.sources()
+    known = data.sources().items()
+    sources = dict(sorted(known, key=lambda each: 0.0 if each[1] is None else -each[1].changed()))
     found = [await asyncio.to_thread(summary, name, files) for name, files in sources.items()]
-    runs = {name: files for name, files in sources.items() if files is not None}
-    joined = await asyncio.to_thread(joined_runs, runs)
+    joined = await asyncio.to_thread(joined_runs, {name: files for name, files in sources.items() if files is not None})
     return {"runs": found, "joined": joined, "writable": data.writable}
 
 
-async def show_status(data: Catalog, query: Query) -> Json:
+async def show_status(run: RunData, query: Query) -> Json:
     """One run as `agl status` prints it."""
-    run = await data.run(query.part("run"))
     record, rewards = await asyncio.to_thread(status_record, run.run())
     return {"status": record, "rewards": rewards}
 
 
-async def show_run(data: Catalog, query: Query) -> Json:
+async def show_run(run: RunData, query: Query) -> Json:
     """One run: its curves, warnings, result, settings and checkpoints."""
-    run = await data.run(query.part("run"))
     if run.files is None:
-        return {"summary": summary(run.name, None), "store": await run.store.statistics(), "writable": data.writable}
-    return await asyncio.to_thread(_show, run.name, run.files) | {"writable": data.writable}
+        return {"summary": summary(run.name, None), "store": await run.store.statistics(), "writable": run.writable}
+    return await asyncio.to_thread(_show, run.name, run.files) | {"writable": run.writable}
 
 
 def _show(name: str, files: RunFiles) -> Json:
@@ -249,7 +247,7 @@ def _summary(name: str, files: RunFiles) -> Json:
         "warnings": len(state.warnings),
         "warning_names": sorted(state.warnings),
         "held_out": held_out(files, state),
-        "changed": (files.path / "state.json").stat().st_mtime,
+        "changed": files.changed(),
     }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from agentlightning.dashboard.data.rollouts import RolloutSummary
-from agentlightning.dashboard.data.run_data import Catalog, RunData
+from agentlightning.dashboard.data.run_data import RunData
 from agentlightning.dashboard.data.run_files import RunFiles
 from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views.runs import held_out_modes, measured
@@ -30,10 +30,9 @@ Names = Mapping[str, str]
 what rewards mean have other names."""
 
 
-async def list_tasks(data: Catalog, query: Query) -> Json:
+async def list_tasks(run: RunData, query: Query) -> Json:
     """The validations by mode and step, each with the 95% interval of its mean over tasks; with `set` and `mode`
     instead one set of tasks through its measurements."""
-    run = await data.run(query.part("run"))
     files = run.run()
     steps = _steps(files)
     chosen = query.choice("set", SETS)
