@@ -39,16 +39,16 @@ class Query(dict[str, str]):
             pass
         raise ConfigError(f"{name}={text!r} is not {kind}")
 
-    def choice(self, name: str, choices: Sequence[str], default: str | None = None) -> str | None:
-        """Raises ConfigError for anything else."""
-        text = self.text(name)
-        if text is not None and text not in choices:
-            raise ConfigError(f"{name}={text!r} is none of: {', '.join(choices)}")
-        return default if text is None else text
+    def names(self, name: str, choices: Sequence[str] = ()) -> list[str]:
+        """Several values, separated by commas. Raises ConfigError for one that is none of the choices."""
+        found = [each for each in (self.text(name) or "").split(",") if each]
+        if choices and (unknown := [each for each in found if each not in choices]):
+            raise ConfigError(f"{name}={unknown[0]!r} is none of: {', '.join(choices)}")
+        return found
 
-    def names(self, name: str) -> list[str]:
-        """Several values, separated by commas."""
-        return [each for each in (self.text(name) or "").split(",") if each]
+    def choice(self, name: str, choices: Sequence[str], default: str | None = None) -> str | None:
+        """One value. Raises as `names`."""
+        return next(iter(self.names(name, choices)), default)
 
 
 def mark_of(*shown: object) -> str:

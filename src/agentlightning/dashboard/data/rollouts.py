@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeAlias, cast
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
 
 import orjson
 from msgspec import structs
@@ -31,6 +31,7 @@ from agentlightning.trajectory import Reward, RewardWeights
 from agentlightning.util.json_values import Json, as_text, loads, recorded_objects
 from agentlightning.util.printable import printable
 
+K = TypeVar("K")
 SHORT: Final = 240
 """Characters of a value in a table."""
 LONG: Final = 100_000
@@ -269,6 +270,14 @@ def summarize(
 
 def _texts(spans: Iterable[Span], attribute: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(value) for span in spans if (value := span.attributes.get(attribute))))
+
+
+def grouped(rows: Iterable[RolloutSummary], key: Callable[[RolloutSummary], K]) -> dict[K, list[RolloutSummary]]:
+    """The rows by key, in the order of the first of each."""
+    found: dict[K, list[RolloutSummary]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
 
 
 def group_of(rollout: Rollout) -> str:

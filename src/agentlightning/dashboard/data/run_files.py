@@ -197,17 +197,14 @@ class RunFiles:
         self._cache[key] = (signature, value)
         return value
 
-    def _read_lines(self, key: str, name: str, decode: Callable[[int, bytes], list[T]]) -> list[T]:
-        """What the lines of a file hold, by their number and text. A last one without an end is being written."""
-        return self._read(key, name, lambda: self._read_on(key, name, decode).values)
-
-    def _read_on(self, key: str, name: str, decode: Callable[[int, bytes], list[Any]]) -> _Lines:
-        """Read what was appended since the last time; all of a file that was replaced, or cut."""
+    def _read_lines(self, key: str, name: str, decode: Callable[[int, bytes], list[Any]]) -> list[Any]:
+        """What the lines of a file hold, by their number and text. A last one without an end is being written. Read is
+        what was appended since the last time; all of a file that was replaced, or cut."""
         known = self._lines.get(key, _Lines())
         try:
             file = (self.path / name).open("rb")
         except FileNotFoundError:
-            return _Lines()
+            return []
         with file:
             number = os.fstat(file.fileno()).st_ino
             file.seek(known.end - len(known.last))
@@ -215,16 +212,13 @@ class RunFiles:
                 known = _Lines(number)
                 file.seek(0)
             whole, end, _ = file.read().rpartition(b"\n")
-        lines = whole.split(b"\n") if end else []
-        values = [value for place, line in enumerate(lines, known.number + 1) for value in decode(place, line)]
-        found = self._lines[key] = _Lines(
-            number,
-            known.end + len(whole + end),
-            lines[-1] + end if lines else known.last,
-            known.number + len(lines),
-            known.values + values,
-        )
-        return found
+        if end:
+            lines = whole.split(b"\n")
+            values = [value for place, line in enumerate(lines, known.number + 1) for value in decode(place, line)]
+            count, last = known.number + len(lines), lines[-1] + end
+            known = _Lines(number, known.end + len(whole) + 1, last, count, known.values + values)
+        self._lines[key] = known
+        return known.values
 
 
 def open_run(path: Path) -> RunFiles:
@@ -340,13 +334,11 @@ def configurations(runs: Iterable[RunFiles]) -> list[Configuration]:
             raise ConfigError(run.config_error())
         settings = leaves(config.model_dump(mode="json"))
         key = repr({name: each for name, each in settings if not name.startswith(NO_SETTINGS)})
-        own = Configuration(config, key, {name: each["sha256"] for name, each in run.state().extensions.items()})
-        for each in found:
-            if (each.key, each.extensions) == (own.key, own.extensions) and config.run.seed not in each.runs:
-                own = each
-                break
-        else:
-            found.append(own)
+        extensions = {name: each["sha256"] for name, each in run.state().extensions.items()}
+        same = (each for each in found if (each.key, each.extensions) == (key, extensions))
+        own = next((each for each in same if config.run.seed not in each.runs), None)
+        if own is None:
+            found.append(own := Configuration(config, key, extensions))
         own.runs[config.run.seed] = run
     return found
 

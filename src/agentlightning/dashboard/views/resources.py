@@ -44,20 +44,16 @@ def _version(update: ResourcesUpdate, before: ResourcesUpdate | None, updates: U
     for each in resources.values():
         if (version := each.get("policy_version")) is not None:
             each["policy_version"] = updates(version)
+        if each.get("api_key"):
+            each["api_key"] = "(hidden)"
     return {
         "resources_id": update.resources_id,
         "version": update.version,
         "create_time": update.create_time,
-        "resources": {name: _without_key(each) for name, each in resources.items()},
-        "changed": []
-        if before is None
-        else changed_prompts(prompts_in(before.resources), prompts_in(update.resources)),
-        "before": None if before is None else before.resources_id,
+        "resources": resources,
+        "changed": changed_prompts(prompts_in(before.resources if before else {}), prompts_in(update.resources)),
+        "before": before and before.resources_id,
     }
-
-
-def _without_key(resource: Mapping[str, Any]) -> Json:
-    return {name: "(hidden)" if name == "api_key" and value else value for name, value in resource.items()}
 
 
 def changed_prompts(old: Mapping[str, PromptTemplate], new: Mapping[str, PromptTemplate]) -> list[Json]:

@@ -6,9 +6,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter, itemgetter
 from typing import Any, Final, cast, get_args
 
-from agentlightning.dashboard.data.rollouts import RolloutSummary, as_text, group_of, limited
+from agentlightning.dashboard.data.rollouts import RolloutSummary, as_text, group_of, grouped, limited
 from agentlightning.dashboard.data.run_data import RunData
 from agentlightning.dashboard.query import Query, mark_of
 from agentlightning.dashboard.views.runs import measured, warnings_of
@@ -66,12 +67,15 @@ class Filters:
     @classmethod
     def of(cls, query: Query) -> Filters:
         """Raises ConfigError for values that cannot be."""
-        states, modes = tuple(query.names("state")), tuple(query.names("mode"))
-        for name, given, known in (("state", states, get_args(RolloutStatus)), ("mode", modes, get_args(RolloutMode))):
-            if unknown := [each for each in given if each not in known]:
-                raise ConfigError(f"{name}={unknown[0]!r} is none of: {', '.join(known)}")
-        named, step, task = query.text("group"), query.integer("step", None), query.text("task")
-        return cls(states, modes, query.text("id"), named, step, task, tuple(_by_spans(query)))
+        return cls(
+            tuple(query.names("state", get_args(RolloutStatus))),
+            tuple(query.names("mode", get_args(RolloutMode))),
+            query.text("id"),
+            query.text("group"),
+            query.integer("step", None),
+            query.text("task"),
+            tuple(_by_spans(query)),
+        )
 
     @property
     def by_store(self) -> bool:
@@ -88,9 +92,10 @@ class Filters:
             and (self.task is None or self.task.lower() in as_text(rollout.input).lower())
         )
 
-    def admit(self, found: RolloutSummary) -> bool:
-        """By what its spans say."""
-        return all(admits(found) for admits in self.by_spans)
+    async def admitted(self, run: RunData, rollouts: Iterable[Rollout]) -> list[RolloutSummary]:
+        """Those that match, by their spans, too."""
+        rows = await run.summaries.of([each for each in rollouts if self.admit_rollout(each)])
+        return [row for row in rows if all(admits(row) for admits in self.by_spans)]
 
 
 def _by_spans(query: Query) -> Iterator[Callable[[RolloutSummary], bool]]:
@@ -145,8 +150,7 @@ async def select(
             f"sort={sort!r} sorts the rollouts of one step= or group=; a whole store: {', '.join(BY_STORE)}"
         )
     if filters.id is not None and cursor is None and (whole := await run.by_ids([filters.id])):
-        rows = [each for each in await run.summaries.of(whole) if filters.admit(each)]
-        return Page(rows if filters.admit_rollout(whole[0]) else [], None, 1, None)
+        return Page(await filters.admitted(run, whole), None, 1)
     return await _scan(run, filters, None if sort == CREATED else sort, descending, cursor, limit)
 
 
@@ -167,28 +171,23 @@ async def _scan(
     scanned, wanted = 0, _wanted(run, filters)
     total = await _total(run, filters, wanted) if cursor is None and filters.by_store else None
     size = limit if filters.by_store else CHUNK
+    offset = 0 if sort is None else _offset(cursor)
     while True:
-        offset = 0 if sort is None else _offset(cursor)
         order: dict[str, Any] = (
             {"newest_first": descending, "after": cursor}
             if sort is None
             else {"sort_by": sort, "sort_order": "desc" if descending else "asc", "offset": offset}
         )
         chunk = await run.store.query_rollouts(**wanted, **order, limit=size)
-        usable = [each for each in chunk if filters.admit_rollout(each)]
-        found = {each.rollout_id: each for each in await run.summaries.of(usable)}
+        found = {each.rollout_id: each for each in await filters.admitted(run, chunk)}
         for place, rollout in enumerate(chunk, 1):
-            scanned, cursor = scanned + 1, rollout.rollout_id if sort is None else str(offset + place)
-            summary = found.get(rollout.rollout_id)
-            if summary is not None and filters.admit(summary):
-                rows.append(summary)
+            scanned, offset = scanned + 1, offset + 1
+            cursor = rollout.rollout_id if sort is None else str(offset)
+            rows += [found[rollout.rollout_id]] if rollout.rollout_id in found else []
             if len(rows) == limit:
-                more = place < len(chunk) or len(chunk) == size
-                return Page(rows, cursor if more else None, scanned, total)
-        if len(chunk) < size:
-            return Page(rows, None, scanned, total)
-        if scanned >= MOST_SCANNED:
-            return Page(rows, cursor, scanned, total)
+                return Page(rows, cursor if place < len(chunk) or len(chunk) == size else None, scanned, total)
+        if len(chunk) < size or scanned >= MOST_SCANNED:
+            return Page(rows, cursor if len(chunk) == size else None, scanned, total)
 
 
 async def newer_than(run: RunData, filters: Filters, newest: str | None) -> tuple[int, bool]:
@@ -199,10 +198,8 @@ async def newer_than(run: RunData, filters: Filters, newest: str | None) -> tupl
     order: dict[str, Any] = {"newest_first": True} if newest is None else {"after": newest}
     found = await run.store.query_rollouts(**_wanted(run, filters), **order, limit=MOST_NEWER + 1)
     usable = [each for each in found[:MOST_NEWER] if filters.admit_rollout(each)]
-    if not filters.by_store:
-        by_id = {each.rollout_id: each for each in await run.summaries.of(usable)}
-        usable = [each for each in usable if filters.admit(by_id[each.rollout_id])]
-    return len(usable), len(found) > MOST_NEWER
+    newer = await filters.admitted(run, usable) if filters.by_spans else usable
+    return len(newer), len(found) > MOST_NEWER
 
 
 def _wanted(run: RunData, filters: Filters) -> dict[str, Any]:
@@ -230,17 +227,14 @@ async def _from_set(
         rollouts = await rollouts_of_step(run, filters.step)
     else:
         rollouts = await run.store.query_rollouts(rollout_id_contains=_stem(str(filters.group)), limit=20_000)
-    rows = await run.summaries.of([each for each in rollouts if filters.admit_rollout(each)])
-    rows = [each for each in rows if filters.admit(each)]
+    rows = await filters.admitted(run, rollouts)
     if sort is not None:
-        field = "start_time" if sort == CREATED else sort
-        known = [each for each in rows if getattr(each, field) is not None]
-        unknown = [each for each in rows if getattr(each, field) is None]
-        rows = [*sorted(known, key=lambda each: getattr(each, field), reverse=descending), *unknown]
+        value = attrgetter("start_time" if sort == CREATED else sort)
+        known = [each for each in rows if value(each) is not None]
+        rows = [*sorted(known, key=value, reverse=descending), *(each for each in rows if value(each) is None)]
     offset = _offset(cursor)
-    page = rows[offset : offset + limit]
-    more = offset + limit < len(rows)
-    return Page(page, str(offset + limit) if more else None, len(rollouts), len(rows), whole=True)
+    end = offset + limit
+    return Page(rows[offset:end], str(end) if end < len(rows) else None, len(rollouts), len(rows), whole=True)
 
 
 def _stem(group: str) -> str:
@@ -350,34 +344,29 @@ def _holds(sign: Mapping[str, Any], step: int) -> bool:
 
 def groups_of(rows: Sequence[RolloutSummary]) -> list[Json]:
     """The groups among rollouts, those with the largest spread of rewards first."""
-    groups: dict[str, list[RolloutSummary]] = {}
-    for row in rows:
-        groups.setdefault(row.group or row.task_key or row.rollout_id, []).append(row)
+    groups = grouped(rows, lambda row: row.group or row.task_key or row.rollout_id)
     found = [_group(name, members) for name, members in groups.items()]
     return sorted(found, key=lambda each: (-(each["spread"] or 0.0), each["group"]))
 
 
 def _group(name: str, members: Sequence[RolloutSummary]) -> Json:
-    known = sorted((each for each in members if each.reward_number is not None), key=_number)
     rewards = [each.reward_number for each in members]
+    known = [(reward, each.rollout_id) for each in members if (reward := each.reward_number) is not None]
+    known.sort(key=itemgetter(0))
     return {
         "group": name,
         "task": members[0].task,
         "rollouts": len(members),
         "rewards": rewards,
         "reward": measured(rewards),
-        "spread": statistics.pstdev(map(_number, known)) if len(known) > 1 else None,
-        "best": known[-1].rollout_id if known else None,
+        "spread": statistics.pstdev(reward for reward, _ in known) if len(known) > 1 else None,
+        "best": known[-1][1] if known else None,
         "first": members[0].rollout_id,
-        "worst": known[0].rollout_id if known else members[0].rollout_id,
+        "worst": known[0][1] if known else members[0].rollout_id,
         "failed": sum(each.status == "failed" for each in members),
         "tool_errors": sum(each.tool_errors for each in members),
         "versions": sorted({version for each in members for version in each.versions}),
     }
-
-
-def _number(row: RolloutSummary) -> float:
-    return row.reward_number or 0.0
 
 
 async def show_task(run: RunData, query: Query) -> Json:
@@ -399,10 +388,7 @@ async def show_task(run: RunData, query: Query) -> Json:
 
 def by_version(rows: Iterable[RolloutSummary]) -> list[Json]:
     """The rollouts by (version of the weights, mode), with the interval of their mean reward."""
-    found: dict[tuple[int, str], list[RolloutSummary]] = {}
-    for row in rows:
-        version = max(row.versions, default=-1)
-        found.setdefault((version, row.mode or ""), []).append(row)
+    found = grouped(rows, lambda row: (max(row.versions, default=-1), row.mode or ""))
     return [
         {
             "version": None if version < 0 else version,
@@ -449,24 +435,19 @@ async def list_failures(run: RunData, query: Query) -> Json:
     failed = await run.store.query_rollouts(
         status_in=["failed"], rollout_id_contains=run.in_ids, newest_first=True, limit=MOST_FAILED
     )
-    causes: dict[str, list[RolloutSummary]] = {}
-    for row in await run.summaries.of(failed):
-        causes.setdefault(row.failure_kind or "", []).append(row)
-    rows = [_cause(kind, own) for kind, own in causes.items()]
-    rows.sort(key=lambda each: -each["count"])
+    causes = grouped(await run.summaries.of(failed), lambda row: row.failure_kind or "").items()
+    rows = [
+        {
+            "cause": kind or None,
+            "count": len(own),
+            "message": own[0].failure,
+            "messages": len({row.failure for row in own}),
+            "newest": own[0].rollout_id,
+            "newest_time": own[0].end_time,
+            "oldest_time": own[-1].end_time,
+            "modes": sorted({row.mode for row in own if row.mode}),
+            "agents": sorted({agent for row in own for agent in row.agents}),
+        }
+        for kind, own in sorted(causes, key=lambda each: -len(each[1]))
+    ]
     return {"causes": rows, "read": len(failed), "all": len(failed) < MOST_FAILED}
-
-
-def _cause(kind: str, own: Sequence[RolloutSummary]) -> Json:
-    newest = own[0]
-    return {
-        "cause": kind or None,
-        "count": len(own),
-        "message": newest.failure,
-        "messages": len({row.failure for row in own}),
-        "newest": newest.rollout_id,
-        "newest_time": newest.end_time,
-        "oldest_time": own[-1].end_time,
-        "modes": sorted({row.mode for row in own if row.mode}),
-        "agents": sorted({agent for row in own for agent in row.agents}),
-    }

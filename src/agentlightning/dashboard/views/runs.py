@@ -6,8 +6,9 @@ import asyncio
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any, Final, TypeVar
 
 from agentlightning.dashboard.data.rollouts import shortened
@@ -25,7 +26,7 @@ from agentlightning.errors import AgentLightningError, ConfigError, RewardError
 from agentlightning.evaluation.intervals import compare_tasks, mean_interval, mean_of_seeds
 from agentlightning.task import task_key
 from agentlightning.training.persistence.run_dir import RunState
-from agentlightning.training.report.result import cost_of_steps
+from agentlightning.training.report.result import cost_of_steps, won_and_lost
 from agentlightning.util.json_values import Json
 
 # -- curves -----------------------------------------------------------------------------------------------------------
@@ -47,13 +48,13 @@ class Chart:
     others: str = ""
     """All metrics whose whole names match this pattern belong to it, too; the group is the label."""
     unit: str = ""
-    band: tuple[str, str] | None = None
-    """(metric, its spread): a band of metric - spread to metric + spread."""
+    spread: str = ""
+    """The metric by which a band lies on both sides of the first one."""
     log: bool = False
 
 
 CHARTS: Final = (
-    Chart("reward", "Reward of the step", {"reward": "mean"}, band=("reward", "reward_std")),
+    Chart("reward", "Reward of the step", {"reward": "mean"}, spread="reward_std"),
     Chart("validation", "Validation reward", {}, others="validation_(.+)"),
     Chart("dimensions", "Reward by dimension", {}, others="(?:reward_of|air)_(.+)"),
     Chart("entropy", "Entropy", {"entropy": "of the trained tokens", "sampling_entropy": "as sampled"}, unit="nats"),
@@ -104,14 +105,16 @@ def charts_of(metrics: Sequence[Mapping[str, Any]]) -> Json:
     used: set[str] = set(HIDDEN)
     found: list[Json] = []
     for chart in CHARTS:
-        series = [_series(rows, name, label) for name, label in _metrics_of(chart, names).items()]
+        labels = {name: label for name, label in chart.metrics.items() if name in names}
+        matches = [match for name in names if (match := re.fullmatch(chart.others, name))]
+        labels |= {match[0]: match[1].replace("_", " ") for match in matches}
+        series = [_series(rows, name, label) for name, label in labels.items()]
         known = [[value for value in each["values"] if value is not None] for each in series]
         if any(known):
-            used.update(each["metric"] for each in series)
-            if chart.band is not None:
-                used.add(chart.band[1])
+            used |= {*labels, chart.spread}
             constant = any(len(own) > 1 for own in known) and all(len(set(own)) < 2 for own in known)
-            found.append({**_chart(chart, series, rows), "constant": constant})
+            band = _band(series[0]["values"], _series(rows, chart.spread, "")["values"])
+            found.append({**asdict(chart), "series": series, "band": band, "constant": constant})
     others = [name for name in names if name not in used]
     return {
         "steps": [row.get("step") for row in rows],
@@ -121,38 +124,16 @@ def charts_of(metrics: Sequence[Mapping[str, Any]]) -> Json:
     }
 
 
-def _chart(chart: Chart, series: list[Json], rows: Sequence[Mapping[str, Any]]) -> Json:
-    band = None
-    if chart.band is not None:
-        metric, spread = chart.band
-        pairs = [(number_of(row.get(metric)), number_of(row.get(spread))) for row in rows]
-        if any(width is not None for _, width in pairs):
-            band = {
-                "metric": metric,
-                "label": "± standard deviation within a group",
-                "low": [None if m is None or w is None else m - w for m, w in pairs],
-                "high": [None if m is None or w is None else m + w for m, w in pairs],
-            }
-    return {
-        "name": chart.name,
-        "title": chart.title,
-        "unit": chart.unit,
-        "log": chart.log,
-        "series": series,
-        "band": band,
-    }
-
-
-def _metrics_of(chart: Chart, names: Iterable[str]) -> dict[str, str]:
-    found = {name: label for name, label in chart.metrics.items() if name in names}
-    for name in names:
-        if (matched := re.fullmatch(chart.others, name)) is not None:
-            found[name] = matched[1].replace("_", " ")
-    return found
-
-
 def _series(rows: Sequence[Mapping[str, Any]], name: str, label: str) -> Json:
     return {"metric": name, "label": label, "values": [number_of(row.get(name)) for row in rows]}
+
+
+def _band(values: Sequence[float | None], widths: Sequence[float | None]) -> Json | None:
+    if not any(width is not None for width in widths):
+        return None
+    pairs = [(None, None) if m is None or w is None else (m - w, m + w) for m, w in zip(values, widths, strict=True)]
+    label = "± standard deviation within a group"
+    return {"label": label, "low": [low for low, _ in pairs], "high": [high for _, high in pairs]}
 
 
 def number_of(value: Any) -> float | None:
@@ -224,8 +205,8 @@ def summary(name: str, files: RunFiles | None) -> Json:
 def _summary(name: str, files: RunFiles) -> Json:
     state, config, metrics, status = files.state(), files.config(), files.metrics(), files.status()
     algorithm = state.algorithm or (None if config is None else config.algorithm.type)
-    rewards = [float(r) for row in metrics if isinstance(r := row.get("reward"), int | float) and math.isfinite(r)]
-    speeds = [float(s) for row in metrics[-WINDOW:] if isinstance(s := row.get("tokens_per_second"), int | float)]
+    rewards = [r for row in metrics if (r := number_of(row.get("reward"))) is not None]
+    speeds = [s for row in metrics[-WINDOW:] if (s := number_of(row.get("tokens_per_second"))) is not None]
     return {
         "name": name,
         "kind": "run",
@@ -314,15 +295,10 @@ def warnings_of(files: RunFiles, state: RunState) -> list[Json]:
     seen = {each["name"] for each in found}
     for kind, text in state.warnings.items():
         if kind not in seen:
-            found.append({"name": kind, "what": text, "advice": "", "since": _step_of(text), "until": None, "count": 1})
+            began = re.match(r"step (\d+):", text)
+            since = began and int(began[1])
+            found.append({"name": kind, "what": text, "advice": "", "since": since, "until": None, "count": 1})
     return found
-
-
-def _step_of(text: str) -> int | None:
-    """The step that a warning begins with: `step 3: ...`."""
-    head, _, _ = text.partition(":")
-    number = head.removeprefix("step ")
-    return int(number) if head.startswith("step ") and number.isdecimal() else None
 
 
 def _report(files: RunFiles, state: RunState) -> Json | None:
@@ -335,22 +311,17 @@ def _report(files: RunFiles, state: RunState) -> Json | None:
 
 
 def _checkpoints(files: RunFiles, state: RunState) -> list[Json]:
-    roles: dict[str, list[str]] = {}
-    for role, directory in (
-        ("current", state.checkpoint),
-        ("best", state.best_checkpoint),
-        *((role, each["directory"]) for role, each in state.kept.items() if role != "candidate"),
-    ):
-        if directory:
-            roles.setdefault(directory, []).append(role)
-    found: list[Json] = []
-    for path in sorted((files.path / "checkpoints").glob("step-*")):
-        name = f"checkpoints/{path.name}"
-        step = path.name.removeprefix("step-")
-        size = sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
-        number = int(step) if step.isdecimal() else None
-        found.append({"directory": name, "step": number, "bytes": size, "roles": roles.get(name, [])})
-    return found
+    roles = [("current", state.checkpoint), ("best", state.best_checkpoint)]
+    roles += [(role, each["directory"]) for role, each in state.kept.items() if role != "candidate"]
+    return [
+        {
+            "directory": f"checkpoints/{path.name}",
+            "step": int(step) if (step := path.name.removeprefix("step-")).isdecimal() else None,
+            "bytes": sum(each.stat().st_size for each in path.rglob("*") if each.is_file()),
+            "roles": [role for role, directory in roles if directory == f"checkpoints/{path.name}"],
+        }
+        for path in sorted((files.path / "checkpoints").glob("step-*"))
+    ]
 
 
 # -- several runs -----------------------------------------------------------------------------------------------------
@@ -433,12 +404,12 @@ def _curves(metric: str, groups: Groups, files: Mapping[str, RunFiles]) -> list[
 def _different_settings(names: Sequence[str], files: Sequence[RunFiles]) -> list[Json]:
     """Settings whose values differ, by name."""
     settings = [each.settings() for each in files]
-    found: list[Json] = []
-    for setting in sorted({name for each in settings for name in each}):
-        values = [each.get(setting) for each in settings]
-        if any(value != values[0] for value in values):
-            found.append({"setting": setting, "values": dict(zip(names, values, strict=True))})
-    return found
+    values = {name: [each.get(name) for each in settings] for name in sorted({*chain(*settings)})}
+    return [
+        {"setting": name, "values": dict(zip(names, own, strict=True))}
+        for name, own in values.items()
+        if any(value != own[0] for value in own)
+    ]
 
 
 def _tasks(first: str, files: RunFiles, second: str, others: RunFiles) -> Json:
@@ -468,16 +439,11 @@ def _mode(rows: Sequence[tuple[float | None, float | None, Any]]) -> Json:
         result = asdict(compare_tasks([[a] for a, _, _ in rows], [[b] for _, b, _ in rows]))
     except RewardError as error:
         return {"error": str(error), "won": [], "lost": [], "tasks": len(rows)}
-    known = [(b - a, a, b, task) for a, b, task in rows if a is not None and b is not None]
-    won = sorted((each for each in known if each[0] > 0), key=lambda each: -each[0])
-    lost = sorted((each for each in known if each[0] < 0), key=lambda each: each[0])
-    return {
-        "result": result,
-        "won": [_task(*each) for each in won[:MOST_TASKS]],
-        "lost": [_task(*each) for each in lost[:MOST_TASKS]],
-        "tasks": len(rows),
-    }
-
-
-def _task(difference: float, first: float, second: float, task: Any) -> Json:
-    return {"task": shortened(task), "first": first, "second": second, "difference": difference}
+    won, lost = (
+        [
+            {"task": shortened(each.task), "first": each.before, "second": each.after, "difference": each.gain}
+            for each in changed[:MOST_TASKS]
+        ]
+        for changed in won_and_lost((task, a, b) for a, b, task in rows)
+    )
+    return {"result": result, "won": won, "lost": lost, "tasks": len(rows)}

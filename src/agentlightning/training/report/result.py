@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
@@ -288,17 +288,25 @@ MOST_SHOWN = 1500
 """Characters of an output or a message that are shown."""
 
 
-class Change(FrozenStruct, frozen=True):
-    """A held-out task with a reward before and after."""
+class Change(NamedTuple):
+    """A task with a reward before and after."""
 
-    index: int
-    title: str
+    place: int
+    task: Any
     before: float
     after: float
 
     @property
     def gain(self) -> float:
         return self.after - self.before
+
+
+def won_and_lost(rows: Iterable[tuple[Any, float | None, float | None]]) -> tuple[list[Change], list[Change]]:
+    """The tasks whose reward rose, and those whose reward fell, the largest change first, of (task, reward before,
+    reward after)."""
+    found = [Change(i, task, b, a) for i, (task, b, a) in enumerate(rows) if b is not None and a is not None]
+    found.sort(key=lambda each: -abs(each.gain))
+    return [each for each in found if each.gain > 0], [each for each in found if each.gain < 0]
 
 
 async def markdown_report(run_dir: Path, examples: int, store: LightningStoreBase | None = None) -> str:
@@ -314,10 +322,9 @@ async def markdown_report(run_dir: Path, examples: int, store: LightningStoreBas
     for mode in report["held_out"]:
         rewards = [state.evaluations.get(f"{when}-{mode}", []) for when in ("before", "after")]
         rows = list(zip(titles, *rewards, strict=False))
-        tasks = [Change(i, title, b, a) for i, (title, b, a) in enumerate(rows) if b is not None and a is not None]
-        won = sorted((each for each in tasks if each.gain > 0), key=lambda each: -each.gain)
-        lost = sorted((each for each in tasks if each.gain < 0), key=lambda each: each.gain)
-        changes.append((mode, won, lost, len(tasks) - len(won) - len(lost), len(rows) - len(tasks)))
+        won, lost = won_and_lost(rows)
+        missing = sum(None in rewards for _, *rewards in rows)
+        changes.append((mode, won, lost, len(rows) - missing - len(won) - len(lost), missing))
         if len(changes) == 1 and (chosen := [*won[:examples], *lost[:examples]]):
             shown = await _examples(run_dir, state, mode, chosen, store)
     return fill_report(run_dir.name, report, changes, shown)
@@ -356,9 +363,9 @@ async def _examples(
         for each in chosen:
             rollouts: list[Any] = []
             for when, label in labels.items():
-                rollout_id = f"{state.run_id}-{label}-{mode}{state.suffix}-{each.index:05d}"
+                rollout_id = f"{state.run_id}-{label}-{mode}{state.suffix}-{each.place:05d}"
                 rollouts.append((when, getattr(each, when), rollout_id, await _transcript(store, rollout_id)))
-            found.append((each.title, rollouts))
+            found.append((each.task, rollouts))
     finally:
         if given is None:
             await store.close()
