@@ -358,7 +358,7 @@ async def _show_pages(target: str | None, demo: bool, host: str, port: int, brow
     with listener:
         async with _routes(target, demo, token, output) as routes:
             _show_link(f"{url_of(host, listener.getsockname()[1])}{PATH}", token, browser, output)
-            await serve_dashboard(dashboard_app(routes, host, has_token=True), listener)
+            await serve_dashboard(dashboard_app(routes, host), listener)
 
 
 @asynccontextmanager

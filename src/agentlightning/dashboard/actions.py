@@ -18,7 +18,7 @@ import orjson
 
 from agentlightning.dashboard.data.run_data import RunData
 from agentlightning.dashboard.query import Query
-from agentlightning.dashboard.views.rollouts import Filters, select
+from agentlightning.dashboard.views.rollouts import MOST_ROWS, Table, select
 from agentlightning.errors import AgentLightningError, ConfigError, DatasetError
 from agentlightning.recording.feedback import Feedback, add_feedback
 from agentlightning.rollouts import Rollout
@@ -115,7 +115,6 @@ SKIPPED_HEADER: Final = "x-agl-skipped"
 """JSON: how many gave no record, by reason."""
 MOST_EXPORTED: Final = 20_000
 """Rollouts that filters may select."""
-PAGE: Final = 500
 CHUNK: Final = 50
 
 
@@ -142,18 +141,18 @@ async def _matching(run: RunData, given: Any) -> list[Rollout]:
     """All rollouts that match the filters of a table, oldest first."""
     if not isinstance(given, dict) or not all(isinstance(each, str) for each in cast("dict[str, Any]", given).values()):
         raise ConfigError('filters is no object of texts; send {"filters": {"state": "succeeded"}}')
-    filters = Filters.of(Query(cast("dict[str, str]", given)))
-    found, cursor = list[str](), None
+    query = {**cast("dict[str, str]", given), "sort": "", "order": "asc", "after": "", "limit": str(MOST_ROWS)}
+    rollouts = list[Rollout]()
     while True:
-        page = await select(run, filters, sort=None, descending=False, cursor=cursor, limit=PAGE)
-        found += [row.rollout_id for row in page.rows]
-        if len(found) > MOST_EXPORTED:
+        page = await select(run, Table.of(Query(query)))
+        rollouts += await run.by_ids([row.rollout_id for row in page.rows])
+        if len(rollouts) > MOST_EXPORTED:
             raise ConfigError(
                 f"the filters select more than {MOST_EXPORTED:,} rollouts; narrow them, or use agl export"
             )
         if page.next is None:
-            return await run.by_ids(found)
-        cursor = page.next
+            return rollouts
+        query["after"] = page.next
 
 
 async def _lines(records: Sequence[Mapping[str, Any]]) -> AsyncIterator[bytes]:

@@ -39,10 +39,10 @@ class Query(dict[str, str]):
             pass
         raise ConfigError(f"{name}={text!r} is not {kind}")
 
-    def names(self, name: str, choices: Sequence[str] = ()) -> list[str]:
+    def names(self, name: str, choices: Sequence[str] | None = None) -> list[str]:
         """Several values, separated by commas. Raises ConfigError for one that is none of the choices."""
         found = [each for each in (self.text(name) or "").split(",") if each]
-        if choices and (unknown := [each for each in found if each not in choices]):
+        if choices is not None and (unknown := [each for each in found if each not in choices]):
             raise ConfigError(f"{name}={unknown[0]!r} is none of: {', '.join(choices)}")
         return found
 

@@ -24,11 +24,11 @@ from agentlightning.store.export.copy import import_store
 from agentlightning.store.sql.store import SqlStore
 
 
-def dashboard_app(routes: Sequence[BaseRoute], host: str, *, has_token: bool) -> RequestTracker:
+def dashboard_app(routes: Sequence[BaseRoute], host: str) -> RequestTracker:
     """The ASGI application, which rejects pages of other sites as the server does."""
     app = Starlette(routes=[*routes, Route("/", _to_page)])
     app.router.redirect_slashes = False
-    return RequestTracker(app, guard=OriginGuard((host,), any_host=has_token))
+    return RequestTracker(app, guard=OriginGuard((host,), any_host=True))
 
 
 async def _to_page(request: Request) -> Response:

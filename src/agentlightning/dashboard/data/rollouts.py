@@ -367,7 +367,7 @@ def _failure(attempt: Attempt | None) -> tuple[str | None, str | None]:
 
 def rollout_lines(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> Iterator[str]:
     """The rollout, then each attempt with its spans in order. Control characters in the text of agents are escaped."""
-    yield from map(printable, _lines(rollout, attempts, spans))
+    return map(printable, _lines(rollout, attempts, spans))
 
 
 def _lines(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> Iterator[str]:
@@ -377,17 +377,14 @@ def _lines(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span])
     if command := rollout.metadata.get("command"):
         yield f"  command  {shortened(command)}"
     for attempt in attempts:
-        yield f"attempt {attempt.sequence_id} {attempt.attempt_id} {attempt.status}{_attempt_duration(attempt)}"
-        error = attempt.metadata.get("error")
+        took = "" if attempt.end_time is None else f" in {attempt.end_time - attempt.start_time:.1f} s"
+        yield f"attempt {attempt.sequence_id} {attempt.attempt_id} {attempt.status}{took}"
+        error: Any = attempt.metadata.get("error")
         if isinstance(error, dict):
-            yield f"  error    {shortened(cast('dict[str, Any]', error).get('message'))}"
+            yield f"  error    {shortened(error.get('message'))}"
         for span in spans:
             if span.attempt_id == attempt.attempt_id:
                 yield from _span(span)
-
-
-def _attempt_duration(attempt: Attempt) -> str:
-    return "" if attempt.end_time is None else f" in {attempt.end_time - attempt.start_time:.1f} s"
 
 
 def _span(span: Span) -> Iterator[str]:
@@ -406,29 +403,21 @@ def _span(span: Span) -> Iterator[str]:
 
 
 def _call(span: Span, number: str) -> Iterator[str]:
-    values = span.attributes
-    agent = f", {values[names.AGENT_NAME]}" if names.AGENT_NAME in values else ""
-    dollars = values.get(names.COST)
+    facts, dollars = call_facts(span, int), span.attributes.get(names.COST)
+    agent = f", {facts['agent']}" if facts["agent"] is not None else ""
     cost = f", ${dollars:.4f}" if isinstance(dollars, int | float) else ""
-    tokens = f"{values.get(names.INPUT_TOKENS) or 0} tokens in, {values.get(names.OUTPUT_TOKENS) or 0} out"
-    yield f"{number} {span.name}{agent}: {tokens}{cost}"
+    yield f"{number} {span.name}{agent}: {facts['prompt_tokens']} tokens in, {facts['sampled_tokens']} out{cost}"
     inputs, outputs = (messages_of(span, name) for name in (names.INPUT_MESSAGES, names.OUTPUT_MESSAGES))
-    yield from (f"        {line}" for message in (*inputs[-1:], *outputs) for line in _message(message))
+    yield from (f"        {line}" for message in (*inputs[-1:], *outputs) for line in _message(message_json(message)))
     if span.status_code == "ERROR":
-        yield f"        failed: {shortened(span.status_message or values.get(names.ERROR_TYPE))}"
+        yield f"        failed: {shortened(span.status_message or span.attributes.get(names.ERROR_TYPE))}"
 
 
-def _message(message: dict[str, Any]) -> Iterator[str]:
-    role = str(message.get("role", "?"))
-    for part in message.get("parts") or ():
-        kind = part.get("type")
-        if kind == "tool_call":
-            yield f"{role:<10} {part.get('name')}({shortened(part.get('arguments'))})"
-        elif kind == "tool_call_response":
-            yield f"{role:<10} {shortened(part.get('response'))}"
-        else:
-            note = " (thinks)" if kind == "reasoning" else ""
-            yield f"{role:<10}{note} {shortened(part.get('content', kind))}"
+def _message(message: Json) -> Iterator[str]:
+    for part in message["parts"]:
+        note, text = " (thinks)" if part["kind"] == "reasoning" else "", shortened(part["text"])
+        said = f"{part['name']}({text})" if part["kind"] == "tool_call" else text or part["kind"]
+        yield f"{message['role']:<10}{note} {said}"
 
 
 # -- what an attempt holds --------------------------------------------------------------------------------------------

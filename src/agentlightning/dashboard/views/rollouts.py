@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from operator import attrgetter, itemgetter
-from typing import Any, Final, cast, get_args
+from typing import Any, Final, get_args
 
 from agentlightning.dashboard.data.rollouts import RolloutSummary, as_text, group_of, grouped, limited
 from agentlightning.dashboard.data.run_data import RunData
@@ -33,6 +33,7 @@ MOST_COUNTED: Final = 100_000
 """Rollouts of a store that are counted one by one where the store does not keep their number."""
 MOST_NEWER: Final = 100
 """Newer rollouts that are counted."""
+MOST_ROWS: Final = 500
 CREATED: Final = "created"
 BY_STORE: Final = (CREATED, "status", "rollout_id")
 BY_SUMMARY: Final = (
@@ -50,39 +51,60 @@ BY_SUMMARY: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Filters:
-    """What a rollout must be like."""
+class Table:
+    """What a table shows: what its rollouts must be like, their order, and where its page begins."""
 
-    states: tuple[str, ...] = ()
-    modes: tuple[str, ...] = ()
-    id: str | None = None
+    states: Sequence[str]
+    modes: Sequence[str]
+    id: str | None
     """Part of its id."""
-    group: str | None = None
-    step: int | None = None
-    task: str | None = None
+    group: str | None
+    step: int | None
+    task: str | None
     """Part of the text of its task, in any case."""
-    by_spans: tuple[Callable[[RolloutSummary], bool], ...] = ()
+    by_spans: Sequence[Callable[[RolloutSummary], bool]]
     """What its spans must say."""
+    sort: str | None
+    descending: bool
+    after: str | None
+    """The `next` of the page before; None: this is the first one."""
+    limit: int
 
     @classmethod
-    def of(cls, query: Query) -> Filters:
+    def of(cls, query: Query) -> Table:
         """Raises ConfigError for values that cannot be."""
         return cls(
-            tuple(query.names("state", get_args(RolloutStatus))),
-            tuple(query.names("mode", get_args(RolloutMode))),
+            query.names("state", get_args(RolloutStatus)),
+            query.names("mode", get_args(RolloutMode)),
             query.text("id"),
             query.text("group"),
             query.integer("step", None),
             query.text("task"),
-            tuple(_by_spans(query)),
+            [*_by_spans(query)],
+            query.choice("sort", (*BY_STORE, *BY_SUMMARY)),
+            query.choice("order", ("asc", "desc"), "desc") == "desc",
+            query.text("after"),
+            query.integer("limit", 50, 1, MOST_ROWS),
         )
 
     @property
     def by_store(self) -> bool:
         """Whether the store alone can tell which rollouts match."""
-        return self == Filters(states=self.states, modes=self.modes, id=self.id)
+        return not self.by_spans and (self.group, self.step, self.task) == (None, None, None)
 
-    def admit_rollout(self, rollout: Rollout) -> bool:
+    @property
+    def offset(self) -> int:
+        """Where its page begins in a sorted list. Raises ConfigError."""
+        if self.after is not None and not self.after.isdecimal():
+            raise ConfigError(f"after={self.after!r} is no place in a sorted list; use the `next` of the page before")
+        return int(self.after or 0)
+
+    def wanted(self, run: RunData) -> dict[str, Any]:
+        """The filters of the store."""
+        contains = self.id or run.in_ids
+        return {"status_in": self.states or None, "mode_in": self.modes or None, "rollout_id_contains": contains}
+
+    def admits(self, rollout: Rollout) -> bool:
         """By what the rollout itself says."""
         return (
             (not self.states or rollout.status in self.states)
@@ -94,7 +116,7 @@ class Filters:
 
     async def admitted(self, run: RunData, rollouts: Iterable[Rollout]) -> list[RolloutSummary]:
         """Those that match, by their spans, too."""
-        rows = await run.summaries.of([each for each in rollouts if self.admit_rollout(each)])
+        rows = await run.summaries.of([each for each in rollouts if self.admits(each)])
         return [row for row in rows if all(admits(row) for admits in self.by_spans)]
 
 
@@ -139,19 +161,17 @@ class Page:
     """Whether all that match were read, so that they can be sorted by anything."""
 
 
-async def select(
-    run: RunData, filters: Filters, *, sort: str | None, descending: bool, cursor: str | None, limit: int
-) -> Page:
+async def select(run: RunData, table: Table) -> Page:
     """One page. Raises ConfigError for an order or a cursor that cannot be."""
-    if filters.step is not None or (filters.group is not None and await _in_ids(run, filters.group)):
-        return await _from_set(run, filters, sort, descending, cursor, limit)
-    if sort in BY_SUMMARY:
+    if table.step is not None or (table.group is not None and await _in_ids(run, table.group)):
+        return await _from_set(run, table)
+    if table.sort in BY_SUMMARY:
         raise ConfigError(
-            f"sort={sort!r} sorts the rollouts of one step= or group=; a whole store: {', '.join(BY_STORE)}"
+            f"sort={table.sort!r} sorts the rollouts of one step= or group=; a whole store: {', '.join(BY_STORE)}"
         )
-    if filters.id is not None and cursor is None and (whole := await run.by_ids([filters.id])):
-        return Page(await filters.admitted(run, whole), None, 1)
-    return await _scan(run, filters, None if sort == CREATED else sort, descending, cursor, limit)
+    if table.id is not None and table.after is None and (whole := await run.by_ids([table.id])):
+        return Page(await table.admitted(run, whole), None, 1)
+    return await _scan(run, table)
 
 
 async def _in_ids(run: RunData, group: str) -> bool:
@@ -164,90 +184,69 @@ async def _in_ids(run: RunData, group: str) -> bool:
     return bool(found) and found[0].rollout_id.startswith(_stem(group_of(found[0])) or "-")
 
 
-async def _scan(
-    run: RunData, filters: Filters, sort: str | None, descending: bool, cursor: str | None, limit: int
-) -> Page:
+async def _scan(run: RunData, table: Table) -> Page:
     rows: list[RolloutSummary] = []
-    scanned, wanted = 0, _wanted(run, filters)
-    total = await _total(run, filters, wanted) if cursor is None and filters.by_store else None
-    size = limit if filters.by_store else CHUNK
-    offset = 0 if sort is None else _offset(cursor)
+    scanned, cursor, wanted = 0, table.after, table.wanted(run)
+    total = await _total(run, table, wanted) if cursor is None and table.by_store else None
+    size = table.limit if table.by_store else CHUNK
+    by_creation = table.sort in (None, CREATED)
+    offset = 0 if by_creation else table.offset
     while True:
         order: dict[str, Any] = (
-            {"newest_first": descending, "after": cursor}
-            if sort is None
-            else {"sort_by": sort, "sort_order": "desc" if descending else "asc", "offset": offset}
+            {"newest_first": table.descending, "after": cursor}
+            if by_creation
+            else {"sort_by": table.sort, "sort_order": "desc" if table.descending else "asc", "offset": offset}
         )
         chunk = await run.store.query_rollouts(**wanted, **order, limit=size)
-        found = {each.rollout_id: each for each in await filters.admitted(run, chunk)}
+        found = {each.rollout_id: each for each in await table.admitted(run, chunk)}
         for place, rollout in enumerate(chunk, 1):
             scanned, offset = scanned + 1, offset + 1
-            cursor = rollout.rollout_id if sort is None else str(offset)
+            cursor = rollout.rollout_id if by_creation else str(offset)
             rows += [found[rollout.rollout_id]] if rollout.rollout_id in found else []
-            if len(rows) == limit:
+            if len(rows) == table.limit:
                 return Page(rows, cursor if place < len(chunk) or len(chunk) == size else None, scanned, total)
         if len(chunk) < size or scanned >= MOST_SCANNED:
             return Page(rows, cursor if len(chunk) == size else None, scanned, total)
 
 
-async def newer_than(run: RunData, filters: Filters, newest: str | None) -> tuple[int, bool]:
+async def newer_than(run: RunData, table: Table, newest: str | None) -> tuple[int, bool]:
     """How many rollouts that match were created after `newest` (None: at all), and whether there may be more. Looks at
     the first MOST_NEWER of them, or the last ones of all."""
-    if filters.step is not None:
+    if table.step is not None:
         return 0, False  # the rollouts of a step are those it was given
     order: dict[str, Any] = {"newest_first": True} if newest is None else {"after": newest}
-    found = await run.store.query_rollouts(**_wanted(run, filters), **order, limit=MOST_NEWER + 1)
-    usable = [each for each in found[:MOST_NEWER] if filters.admit_rollout(each)]
-    newer = await filters.admitted(run, usable) if filters.by_spans else usable
+    found = await run.store.query_rollouts(**table.wanted(run), **order, limit=MOST_NEWER + 1)
+    usable = [each for each in found[:MOST_NEWER] if table.admits(each)]
+    newer = await table.admitted(run, usable) if table.by_spans else usable
     return len(newer), len(found) > MOST_NEWER
 
 
-def _wanted(run: RunData, filters: Filters) -> dict[str, Any]:
-    """The filters of the store."""
-    return {
-        "status_in": cast("Sequence[RolloutStatus]", filters.states) or None,
-        "mode_in": cast("Sequence[RolloutMode]", filters.modes) or None,
-        "rollout_id_contains": filters.id or run.in_ids,
-    }
-
-
-async def _total(run: RunData, filters: Filters, wanted: Mapping[str, Any]) -> int | None:
+async def _total(run: RunData, table: Table, wanted: Mapping[str, Any]) -> int | None:
     """How many match. None: the store would have to count them one by one, and is too large for that."""
-    kept = not filters.modes and wanted["rollout_id_contains"] is None
+    kept = not table.modes and wanted["rollout_id_contains"] is None
     if not kept and await run.store.count_rollouts() > MOST_COUNTED:
         return None
     return await run.store.count_rollouts(**wanted)
 
 
-async def _from_set(
-    run: RunData, filters: Filters, sort: str | None, descending: bool, cursor: str | None, limit: int
-) -> Page:
+async def _from_set(run: RunData, table: Table) -> Page:
     """The rollouts of a step or a group: few enough to read all of them."""
-    if filters.step is not None:
-        rollouts = await rollouts_of_step(run, filters.step)
+    if table.step is not None:
+        rollouts = await rollouts_of_step(run, table.step)
     else:
-        rollouts = await run.store.query_rollouts(rollout_id_contains=_stem(str(filters.group)), limit=20_000)
-    rows = await filters.admitted(run, rollouts)
-    if sort is not None:
-        value = attrgetter("start_time" if sort == CREATED else sort)
-        known = [each for each in rows if value(each) is not None]
-        rows = [*sorted(known, key=value, reverse=descending), *(each for each in rows if value(each) is None)]
-    offset = _offset(cursor)
-    end = offset + limit
-    return Page(rows[offset:end], str(end) if end < len(rows) else None, len(rollouts), len(rows), whole=True)
+        rollouts = await run.store.query_rollouts(rollout_id_contains=_stem(str(table.group)), limit=20_000)
+    rows = await table.admitted(run, rollouts)
+    if table.sort is not None:
+        value = attrgetter("start_time" if table.sort == CREATED else table.sort)
+        known = sorted((each for each in rows if value(each) is not None), key=value, reverse=table.descending)
+        rows = [*known, *(each for each in rows if value(each) is None)]
+    end = table.offset + table.limit
+    return Page(rows[table.offset : end], str(end) if end < len(rows) else None, len(rollouts), len(rows), whole=True)
 
 
 def _stem(group: str) -> str:
     """What the ids of a group's rollouts contain: the group without its number, which ids write with zeros."""
     return group.rstrip("0123456789")
-
-
-def _offset(cursor: str | None) -> int:
-    if cursor is None:
-        return 0
-    if not cursor.isdecimal():
-        raise ConfigError(f"after={cursor!r} is no position in a sorted list; use the `next` of the page before")
-    return int(cursor)
 
 
 async def rollouts_of_step(run: RunData, step: int) -> list[Rollout]:
@@ -272,7 +271,6 @@ async def rollouts_of_step(run: RunData, step: int) -> list[Rollout]:
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-MOST_ROWS: Final = 500
 MOST_OF_TASK: Final = 20_000
 """Rollouts that are looked through for those of one task, the newest."""
 PAGE_OF_TASK: Final = 1000
@@ -280,14 +278,7 @@ PAGE_OF_TASK: Final = 1000
 
 async def list_rollouts(run: RunData, query: Query) -> Json:
     """A page of the rollouts that match the filters."""
-    page = await select(
-        run,
-        Filters.of(query),
-        sort=query.choice("sort", (*BY_STORE, *BY_SUMMARY)),
-        descending=query.choice("order", ("asc", "desc"), "desc") == "desc",
-        cursor=query.text("after"),
-        limit=query.integer("limit", 50, 1, MOST_ROWS),
-    )
+    page = await select(run, Table.of(query))
     return {
         "rows": page.rows,
         "next": page.next,
@@ -308,7 +299,7 @@ async def show_changes(run: RunData, query: Query) -> Json:
         return {"mark": mark, "unchanged": True}
     rows = await run.summaries.of(await run.by_ids(query.names("rows")[:MOST_ROWS]), open_spans=False)
     counted = query.text("count") is not None
-    newer, more = await newer_than(run, Filters.of(query), query.text("newest")) if counted else (0, False)
+    newer, more = await newer_than(run, Table.of(query), query.text("newest")) if counted else (0, False)
     return {"mark": mark, "rows": rows, "newer": newer, "more": more}
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from itertools import chain
+from typing import Final
 
-from agentlightning.dashboard.data.rollouts import RolloutSummary
+from agentlightning.dashboard.data.rollouts import RolloutSummary, grouped
 from agentlightning.dashboard.data.run_data import RunData
 from agentlightning.dashboard.data.run_files import RunFiles
 from agentlightning.dashboard.query import Query
@@ -39,12 +40,10 @@ async def list_tasks(run: RunData, query: Query) -> Json:
     if chosen is None:
         return {"modes": {mode: found for mode, own in steps.items() if (found := await _means(run, own))}}
     names = [*dict.fromkeys([*held_out_modes(files.state()), *steps])]
-    mode = query.choice("mode", names, names[0] if names else None)
-    points: Points = {}
-    if mode is not None:
-        wanted = _held_out(files, mode) if chosen == "held_out" else _thinned(steps.get(mode, {}))
-        points = await _points(run, wanted)
-    return {"set": chosen, "mode": mode, "names": names, **_by_task(points)}
+    mode = query.choice("mode", names, next(iter(names), None))
+    held_out = {} if mode is None else _held_out(files, mode)
+    wanted = held_out if chosen == "held_out" else _thinned(steps.get(str(mode), {}))
+    return {"set": chosen, "mode": mode, "names": names, **_by_task(await _points(run, wanted))}
 
 
 async def _means(run: RunData, steps: Names) -> list[Json]:
@@ -97,46 +96,38 @@ def _mean(rows: Sequence[RolloutSummary]) -> Json | None:
 
 
 def _by_task(points: Points) -> Json:
-    """Each task through the measurements, and the last compared with the first."""
-    labels = list(points)
-    tasks: dict[str, dict[str, list[RolloutSummary]]] = {}
-    for label, rows in points.items():
-        for row in rows:
-            tasks.setdefault(row.task_key or row.task, {}).setdefault(label, []).append(row)
-    found = [_task(key, labels, own) for key, own in tasks.items()]
-    nothing = {"result": None, "error": "fewer than two measurements are in the store: nothing can be compared"}
-    compared = nothing if len(labels) < 2 else _compared(found)
+    """Each task through the measurements, and the last compared with the first, as the gain of a run's result is
+    computed, with the tasks won and lost."""
+    by_key = [grouped(rows, lambda row: row.task_key or row.task) for rows in points.values()]
+    found = [_task(key, [own.get(key, []) for own in by_key]) for key in dict.fromkeys(chain(*by_key))]
+    result, error = None, "fewer than two measurements are in the store: nothing can be compared"
+    if len(points) > 1:
+        try:
+            first, last = ([each["cells"][place]["mean"] for each in found] for place in (0, -1))
+            gain, error = paired_gain(first, last), ""
+            changes = [each["change"] for each in found if each["change"] is not None]
+            better, worse = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
+            counts = {"tasks": len(changes), "better": better, "worse": worse, "left_out": len(found) - len(changes)}
+            result = {"gain": gain.gain, "interval": gain.interval, **counts}
+        except RewardError as problem:
+            error = str(problem)
     found.sort(key=lambda each: (each["change"] is None, -abs(each["change"] or 0.0), each["change"] or 0.0))
     return {
-        "measurements": [{"label": label, "reward": _mean(points[label])} for label in labels],
+        "measurements": [{"label": label, "reward": _mean(rows)} for label, rows in points.items()],
         "tasks": found[:MOST_TASKS],
         "all_tasks": len(found),
-        **compared,
+        "result": result,
+        "error": error,
     }
 
 
-def _task(key: str, labels: Sequence[str], own: Mapping[str, Sequence[RolloutSummary]]) -> Json:
-    text = next(rows[0].task for rows in own.values())
-    cells = [_cell(own.get(label, ())) for label in labels]
+def _task(key: str, measurements: Sequence[Sequence[RolloutSummary]]) -> Json:
+    cells: list[Json] = []
+    for rows in measurements:
+        known = [row.reward_number for row in rows if row.reward_number is not None]
+        ids = [row.rollout_id for row in rows]
+        mean = statistics.fmean(known) if known else None
+        cells.append({"mean": mean, "missing": len(rows) - len(known), "rollouts": ids})
     first, last = cells[0]["mean"], cells[-1]["mean"]
     change = None if first is None or last is None else last - first
-    return {"task_key": key, "task": text, "cells": cells, "change": change}
-
-
-def _cell(rows: Sequence[RolloutSummary]) -> Json:
-    known = [row.reward_number for row in rows if row.reward_number is not None]
-    ids = [row.rollout_id for row in rows]
-    return {"mean": statistics.fmean(known) if known else None, "missing": len(rows) - len(known), "rollouts": ids}
-
-
-def _compared(found: Sequence[Mapping[str, Any]]) -> Json:
-    """The paired gain, computed as that of a run's result is, and the tasks won and lost."""
-    first, last = ([each["cells"][place]["mean"] for each in found] for place in (0, -1))
-    try:
-        gain = paired_gain(first, last)
-    except RewardError as error:
-        return {"result": None, "error": str(error)}
-    changes = [each["change"] for each in found if each["change"] is not None]
-    better, worse = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
-    counts = {"tasks": len(changes), "better": better, "worse": worse, "left_out": len(found) - len(changes)}
-    return {"result": {"gain": gain.gain, "interval": gain.interval, **counts}, "error": ""}
+    return {"task_key": key, "task": next(chain(*measurements)).task, "cells": cells, "change": change}
