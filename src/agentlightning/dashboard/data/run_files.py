@@ -248,31 +248,28 @@ def status_record(files: RunFiles) -> tuple[Json, list[float | None]]:
     """The state of a run as JSON values, and its rewards by step. Raises ResumeError for a state that cannot be
     read."""
     state, status, records = files.state(), files.status(), files.records()
-    validated = next((each for each in reversed(records) if each.validation), None)
+    validated = next((each for each in reversed(records) if each.validation), StepRecord())
     left = None if status == "finished" else files.seconds_left()
     rewards = [each.reward for each in records]
-    known = [each for each in rewards if each is not None] or [None]
-    start = {
-        name.removeprefix("before-"): (measured, len(each))
-        for name, each in state.evaluations.items()
-        if name.startswith("before-") and (measured := [value for value in each if value is not None])
-    }
+    known = [each for each in rewards if each is not None]
+    measured = [(name.partition("before-")[2], each) for name, each in state.evaluations.items()]
+    start = {mode: [value for value in each if value is not None] for mode, each in measured if mode}
     record = {
         "run_dir": str(files.path),
         "status": status,
         "step": state.step,
         "steps": files.steps(),
         "seconds": round(state.seconds, 1),
-        "seconds_left": None if left is None else round(left, 1),
-        "reward": known[-1],
-        "first_reward": known[0],
-        "best_reward": max(known, key=lambda each: each or 0.0),
-        "start": {mode: sum(measured) / len(measured) for mode, (measured, _) in start.items()},
-        "start_tasks": {mode: (len(measured), tasks) for mode, (measured, tasks) in start.items()},
-        "validation": dict(validated.validation) if validated else {},
-        "validated_at": validated.step if validated else None,
+        "seconds_left": left and round(left, 1),
+        "reward": known[-1] if known else None,
+        "first_reward": known[0] if known else None,
+        "best_reward": max(known, default=None),
+        "start": {mode: sum(each) / len(each) for mode, each in start.items() if each},
+        "start_tasks": {mode: (len(start[mode]), len(each)) for mode, each in measured if start.get(mode)},
+        "validation": dict(validated.validation),
+        "validated_at": validated.step or None,
         "tokens_per_second": records[-1].tokens_per_second if records else None,
-        "sessions": None if state.recorded is None else state.recorded.sessions,
+        "sessions": state.recorded and state.recorded.sessions,
         "rollouts": state.rollouts,
         "failed_rollouts": state.failed_rollouts,
         "rejected_rollouts": dict(state.rejected),

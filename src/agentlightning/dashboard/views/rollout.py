@@ -65,6 +65,7 @@ NO_RATIOS: Final = (
     "no update has recorded the ratios of this rollout: a run records them with run.token_ratios=true,"
     " and only of tokens that it learns from"
 )
+SIDES: Final = (("left", 0), ("right", -1))
 IN_GROUP: Final = 64
 """Rollouts of a group that are listed."""
 
@@ -75,7 +76,7 @@ async def show_rollout(run: RunData, query: Query) -> Json:
     rollout = await run.rollout(query["rollout"])
     attempts = await run.store.query_attempts(rollout.rollout_id)
     wanted, by_id = query.text("attempt"), {each.attempt_id: each for each in attempts}
-    own = _chosen(by_id, wanted, -1) if wanted or by_id else None
+    own = _chosen(by_id, wanted, -1, f"attempt of {rollout.rollout_id!r}") if wanted or by_id else None
     count = 0 if own is None else await run.store.count_spans(rollout.rollout_id, own.attempt_id)
     states = [(each.attempt_id, each.status, each.end_time) for each in attempts]
     mark = mark_of(rollout.status, rollout.end_time, states, own and own.attempt_id, count)
@@ -167,7 +168,7 @@ async def show_group(run: RunData, query: Query) -> Json:
     members = {each.rollout_id: each for each in await run.group(rollout)}
     rows = sorted(await run.summaries.of([*members.values()]), key=_by_reward)
     ranked = {row.rollout_id: members[row.rollout_id] for row in rows}
-    left, right = _chosen(ranked, query.text("left"), 0), _chosen(ranked, query.text("right"), -1)
+    left, right = (_chosen(ranked, query.text(name), at, "rollout of this group") for name, at in SIDES)
     credit, step = await run.credit(rollout)
     ratios = await run.ratios(step, [left.rollout_id, right.rollout_id])
     sides = [await _calls(run, each, credit, ratios, 0) for each in (left, right)]
@@ -195,10 +196,10 @@ def _by_reward(row: RolloutSummary) -> tuple[bool, float, str]:
     return number is None, -(number or 0.0), row.rollout_id
 
 
-def _chosen(known: Mapping[str, T], name: str | None, default: int) -> T:
+def _chosen(known: Mapping[str, T], name: str | None, default: int, kind: str) -> T:
     """That of the name; without a name, that at a place. Raises NotFoundError."""
     if name is not None and name not in known:
-        raise NotFoundError(f"{name!r} is none of the {len(known)} here; one is {next(iter(known), None)!r}")
+        raise NotFoundError(f"{name!r} is no {kind}")
     return [*known.values()][default] if name is None else known[name]
 
 

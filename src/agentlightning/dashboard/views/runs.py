@@ -352,10 +352,7 @@ async def compare(data: Catalog, query: Query) -> Json:
     names = list(dict.fromkeys(query.names("runs")))
     if not 2 <= len(names) <= MOST_RUNS:
         raise ConfigError(f"runs={','.join(names)!r} names {len(names)} runs; name 2 to {MOST_RUNS}, as runs=A,B")
-    runs = {name: files_of_run(name, data.source(name)) for name in names}
-    return await asyncio.to_thread(_compare, runs) | {
-        "summaries": [await asyncio.to_thread(summary, name, files) for name, files in runs.items()]
-    }
+    return await asyncio.to_thread(_compare, {name: files_of_run(name, data.source(name)) for name in names})
 
 
 def _compare(files: Mapping[str, RunFiles]) -> Json:
@@ -369,15 +366,15 @@ def _compare(files: Mapping[str, RunFiles]) -> Json:
         rows = compared_configurations(found)
     except AgentLightningError as error:
         ungrouped = str(error)
-    heads = [group[0] for group in groups]
-    first = heads[0]
+    heads = {group[0]: files[group[0]] for group in groups}
     return {
         "groups": groups,
         "configurations": rows,
         "ungrouped": ungrouped,
         "curves": [{"metric": each, "series": _curves(each, groups, files)} for each in METRICS],
-        "settings": _different_settings(heads, [files[name] for name in heads]),
-        "tasks": [_tasks(first, files[first], name, files[name]) for name in heads[1:]],
+        "settings": _different_settings(heads),
+        "tasks": [_tasks(groups[0][0], name, heads) for name in [*heads][1:]],
+        "summaries": [summary(name, each) for name, each in files.items()],
     }
 
 
@@ -385,50 +382,39 @@ def _curves(metric: str, groups: Groups, files: Mapping[str, RunFiles]) -> list[
     """A metric by step: of each configuration the mean over its runs, as far as all of them are, with its interval."""
     found: list[Json] = []
     for group in groups:
-        lines = [{row["step"]: number_of(row.get(metric)) for row in files[name].metrics()} for name in group]
-        known = [{step: value for step, value in line.items() if value is not None} for line in lines]
+        lines = [[(row["step"], number_of(row.get(metric))) for row in files[name].metrics()] for name in group]
+        known = [{step: value for step, value in line if value is not None} for line in lines]
         steps = thinned(sorted(set.intersection(*map(set, known))))
-        means = [mean_of_seeds({seed: line[step] for seed, line in enumerate(known)}) for step in steps]
-        edges = [each.interval or (None, None) for each in means]
-        found.append(
-            {
-                "steps": steps,
-                "values": [each.mean for each in means],
-                "low": [low for low, _ in edges],
-                "high": [high for _, high in edges],
-            }
-        )
+        means = [mean_of_seeds(dict(enumerate(line[step] for line in known))) for step in steps]
+        low, high = ([each.interval and each.interval[side] for each in means] for side in (0, 1))
+        found.append({"steps": steps, "values": [each.mean for each in means], "low": low, "high": high})
     return found
 
 
-def _different_settings(names: Sequence[str], files: Sequence[RunFiles]) -> list[Json]:
+def _different_settings(files: Mapping[str, RunFiles]) -> list[Json]:
     """Settings whose values differ, by name."""
-    settings = [each.settings() for each in files]
-    values = {name: [each.get(name) for each in settings] for name in sorted({*chain(*settings)})}
-    return [
-        {"setting": name, "values": dict(zip(names, own, strict=True))}
-        for name, own in values.items()
-        if any(value != own[0] for value in own)
+    settings = {name: each.settings() for name, each in files.items()}
+    found = [
+        {"setting": setting, "values": {name: own.get(setting) for name, own in settings.items()}}
+        for setting in sorted({*chain(*settings.values())})
     ]
+    return [each for each in found if len({*map(repr, each["values"].values())}) > 1]
 
 
-def _tasks(first: str, files: RunFiles, second: str, others: RunFiles) -> Json:
+def _tasks(first: str, second: str, files: Mapping[str, RunFiles]) -> Json:
     """The held-out tasks that two runs share, by their content: reward after training, with the paired difference."""
     found: Json = {"first": first, "second": second, "modes": {}, "error": ""}
+    runs = files[first], files[second]
     try:
-        mine, theirs = files.state(), others.state()
-        own, other = files.tasks("held_out"), others.tasks("held_out")
+        mine, theirs = (each.state().evaluations for each in runs)
+        own, others = ([(task_key(task), task) for task in each.tasks("held_out")] for each in runs)
     except AgentLightningError as error:
         return found | {"error": str(error)}
-    places = {task_key(task): place for place, task in enumerate(other)}
-    pairs = [(i, places[key], task) for i, task in enumerate(own) if (key := task_key(task)) in places]
-    for name in mine.evaluations:
-        mode = name.removeprefix("after-")
-        if mode == name or name not in theirs.evaluations:
-            continue
-        before, after = mine.evaluations[name], theirs.evaluations[name]
-        rows = [(before[i], after[j], task) for i, j, task in pairs if i < len(before) and j < len(after)]
-        found["modes"][mode] = _mode(rows)
+    for name in mine:
+        if name.startswith("after-") and name in theirs:
+            known = {key: reward for (key, _), reward in zip(others, theirs[name], strict=False)}
+            rows = [(a, known[key], task) for (key, task), a in zip(own, mine[name], strict=False) if key in known]
+            found["modes"][name.removeprefix("after-")] = _mode(rows)
     if not found["modes"]:
         found["error"] = "these runs have no held-out tasks in common that both have measured"
     return found

@@ -62,12 +62,11 @@ def cost_of_steps(lines: Sequence[Mapping[str, Any]]) -> Cost:
     sampled = sum(int(line.get("sampled_tokens") or 0) for line in lines)
     searches: dict[int, Mapping[str, Any]] = {line.get("stage", 0): line for line in lines if "apo_tokens" in line}
     ends = searches.values()
-    money = sum(float(line["apo_money"]) for line in ends)
     return Cost(
         sampled,
         sum(int(line["apo_model_calls"]) for line in ends),
         sum(int(line["apo_tokens"]) for line in ends),
-        money or None,
+        sum(float(line["apo_money"]) for line in ends) or None,
     )
 
 
@@ -295,16 +294,13 @@ class Change(NamedTuple):
     task: Any
     before: float
     after: float
-
-    @property
-    def gain(self) -> float:
-        return self.after - self.before
+    gain: float
 
 
 def won_and_lost(rows: Iterable[tuple[Any, float | None, float | None]]) -> tuple[list[Change], list[Change]]:
     """The tasks whose reward rose, and those whose reward fell, the largest change first, of (task, reward before,
     reward after)."""
-    found = [Change(i, task, b, a) for i, (task, b, a) in enumerate(rows) if b is not None and a is not None]
+    found = [Change(i, task, b, a, a - b) for i, (task, b, a) in enumerate(rows) if b is not None and a is not None]
     found.sort(key=lambda each: -abs(each.gain))
     return [each for each in found if each.gain > 0], [each for each in found if each.gain < 0]
 
@@ -315,15 +311,15 @@ async def markdown_report(run_dir: Path, examples: int, store: LightningStoreBas
     if not path.exists():
         raise ConfigError(f"{run_dir} has no report.json: {unfinished(run_dir)}")
     report, state = loads(path.read_bytes()), read_state(run_dir)
-    lines = (run_dir / "data" / "held_out.jsonl").read_bytes().splitlines()
-    titles = [_inline(as_text(loads(line)))[:120] for line in lines]
-    changes: list[tuple[Any, ...]] = []
-    shown: list[Any] | None = None
+    tasks = run_dir / "data" / "held_out.jsonl"
+    titles = [_inline(as_text(loads(line)))[:120] for line in tasks.read_bytes().splitlines()]
+    changes: list[Any] = []
+    shown = None
     for mode in report["held_out"]:
-        rewards = [state.evaluations.get(f"{when}-{mode}", []) for when in ("before", "after")]
-        rows = list(zip(titles, *rewards, strict=False))
+        rewards = (state.evaluations.get(f"{when}-{mode}", ()) for when in ("before", "after"))
+        rows = [*zip(titles, *rewards, strict=False)]
         won, lost = won_and_lost(rows)
-        missing = sum(None in rewards for _, *rewards in rows)
+        missing = sum(None in row for row in rows)
         changes.append((mode, won, lost, len(rows) - missing - len(won) - len(lost), missing))
         if len(changes) == 1 and (chosen := [*won[:examples], *lost[:examples]]):
             shown = await _examples(run_dir, state, mode, chosen, store)
@@ -333,7 +329,7 @@ async def markdown_report(run_dir: Path, examples: int, store: LightningStoreBas
 def fill_report(
     name: str,
     report: Mapping[str, Any],
-    changes: Sequence[tuple[Any, ...]] = (),
+    changes: Sequence[Any] = (),
     examples: Sequence[Any] | None = None,
 ) -> str:
     """The report of the run `name`, from its `report.json`; `changes` and `examples` as the template names them."""
@@ -378,11 +374,9 @@ async def _transcript(store: LightningStoreBase, rollout_id: str) -> str:
         return "(this rollout is no longer in the store)"
     spans = await store.query_spans(rollout_id, attempt.attempt_id)
     messages = [(each.get("role", "?"), said(each, "\n")) for each in transcript_of(spans)]
-    lines = [f"{role}: {_shortened(text)}" for role, text in messages]
-    output = attempt.metadata.get("output")
-    return (
-        "\n".join([*lines, *([f"result: {_shortened(as_text(output))}"] if output is not None else [])]) or "(nothing)"
-    )
+    if (output := attempt.metadata.get("output")) is not None:
+        messages.append(("result", as_text(output)))
+    return "\n".join(f"{role}: {_shortened(text)}" for role, text in messages) or "(nothing)"
 
 
 def _shortened(text: str) -> str:
