@@ -24,9 +24,9 @@ from agentlightning.attempt_address import attempt_key, attempt_path, attempt_se
 from agentlightning.config import CurriculumConfig, EvaluationConfig, GateConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.dashboard.data.run_data import catalog_of_run
 from agentlightning.dashboard.query import Query
-from agentlightning.dashboard.views.resources import list_resources, list_weights
 from agentlightning.dashboard.views.rollout import show_tokens
 from agentlightning.dashboard.views.rollouts import list_rollouts
+from agentlightning.dashboard.views.runs import list_resources, list_weights
 from agentlightning.errors import TrainingStopped
 from agentlightning.policy import open as opening
 from agentlightning.policy.base import UPDATE, UpdateOptions

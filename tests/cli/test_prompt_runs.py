@@ -17,8 +17,7 @@ import agentlightning as agl
 from agentlightning.dashboard.data.run_data import Catalog
 from agentlightning.dashboard.data.run_files import RunFiles
 from agentlightning.dashboard.query import Query
-from agentlightning.dashboard.views.resources import show_search
-from agentlightning.dashboard.views.runs import cost_of, summary
+from agentlightning.dashboard.views.runs import cost_of, show_search, summary
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("prompt runs")]
 

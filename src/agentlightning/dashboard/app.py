@@ -25,7 +25,7 @@ from starlette.staticfiles import StaticFiles
 from agentlightning.dashboard.actions import act, export
 from agentlightning.dashboard.data.run_data import Catalog, RunData
 from agentlightning.dashboard.query import Query
-from agentlightning.dashboard.views import resources, rollout, rollouts, runs, tasks
+from agentlightning.dashboard.views import rollout, rollouts, runs
 from agentlightning.errors import AgentLightningError, NotFoundError
 from agentlightning.store.http.encoding import RequestError, encode, error_response, status_of
 from agentlightning.store.http.endpoint import authorize, read_body
@@ -48,19 +48,19 @@ VIEWS: Final[Mapping[str, Callable[[Any, Query], Awaitable[Json]]]] = {
     "/compare": runs.compare,
     "/runs/{run}": runs.show_run,
     "/runs/{run}/status": runs.show_status,
-    "/runs/{run}/search": resources.show_search,
+    "/runs/{run}/search": runs.show_search,
     "/runs/{run}/steps/{step}": rollouts.show_step,
     "/runs/{run}/rollouts": rollouts.list_rollouts,
     "/runs/{run}/changes": rollouts.show_changes,
     "/runs/{run}/rollouts/{rollout}": rollout.show_rollout,
     "/runs/{run}/rollouts/{rollout}/tokens": rollout.show_tokens,
     "/runs/{run}/rollouts/{rollout}/group": rollout.show_group,
-    "/runs/{run}/tasks": tasks.list_tasks,
+    "/runs/{run}/tasks": runs.list_tasks,
     "/runs/{run}/tasks/{task}": rollouts.show_task,
     "/runs/{run}/server": rollouts.show_server,
     "/runs/{run}/failures": rollouts.list_failures,
-    "/runs/{run}/resources": resources.list_resources,
-    "/runs/{run}/weights": resources.list_weights,
+    "/runs/{run}/resources": runs.list_resources,
+    "/runs/{run}/weights": runs.list_weights,
 }
 """The JSON of each view, by its path below /dashboard/api: a function of the run that the path names, or else of the
 catalog, and of the query. The page of a view has the same path below /dashboard."""

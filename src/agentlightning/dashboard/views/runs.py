@@ -1,17 +1,20 @@
-"""The list of runs; the page of one: curves, state, result, warnings, settings, checkpoints; several side by side."""
+"""The list of runs; the pages of one: curves, state, result, warnings, settings, checkpoints, its tasks, its prompts
+and weights, its prompt search; several side by side."""
 
 from __future__ import annotations
 
 import asyncio
+import difflib
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any, Final, TypeVar
 
-from agentlightning.dashboard.data.rollouts import shortened
+from agentlightning.algorithms.apo.text import PARENT
+from agentlightning.dashboard.data.rollouts import RolloutSummary, Updates, grouped, shortened
 from agentlightning.dashboard.data.run_data import Catalog, RunData, files_of_run
 from agentlightning.dashboard.data.run_files import (
     RunFiles,
@@ -23,8 +26,11 @@ from agentlightning.dashboard.data.run_files import (
 )
 from agentlightning.dashboard.query import Query
 from agentlightning.errors import AgentLightningError, ConfigError, RewardError
-from agentlightning.evaluation.intervals import compare_tasks, mean_interval, mean_of_seeds
+from agentlightning.evaluation.intervals import compare_tasks, mean_interval, mean_of_seeds, paired_gain
+from agentlightning.policy.learner import Resumes, updates_of
+from agentlightning.resources import PromptTemplate, ResourcesUpdate, named_resources, prompts_in
 from agentlightning.task import task_key
+from agentlightning.training.governance import AuditRecord
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.report.result import cost_of_steps, won_and_lost
 from agentlightning.util.json_values import Json
@@ -373,7 +379,7 @@ def _compare(files: Mapping[str, RunFiles]) -> Json:
         "ungrouped": ungrouped,
         "curves": [{"metric": each, "series": _curves(each, groups, files)} for each in METRICS],
         "settings": _different_settings(heads),
-        "tasks": [_tasks(groups[0][0], name, heads) for name in [*heads][1:]],
+        "tasks": [_shared_tasks(groups[0][0], name, heads) for name in [*heads][1:]],
         "summaries": [summary(name, each) for name, each in files.items()],
     }
 
@@ -401,7 +407,7 @@ def _different_settings(files: Mapping[str, RunFiles]) -> list[Json]:
     return [each for each in found if len({*map(repr, each["values"].values())}) > 1]
 
 
-def _tasks(first: str, second: str, files: Mapping[str, RunFiles]) -> Json:
+def _shared_tasks(first: str, second: str, files: Mapping[str, RunFiles]) -> Json:
     """The held-out tasks that two runs share, by their content: reward after training, with the paired difference."""
     found: Json = {"first": first, "second": second, "modes": {}, "error": ""}
     runs = files[first], files[second]
@@ -433,3 +439,285 @@ def _mode(rows: Sequence[tuple[float | None, float | None, Any]]) -> Json:
         for changed in won_and_lost((task, a, b) for a, b, task in rows)
     )
     return {"result": result, "won": won, "lost": lost, "tasks": len(rows)}
+
+
+# -- the tasks that measure a run -------------------------------------------------------------------------------------
+#
+# Held out or of validation: which were won and lost, and by which rollouts. All is read from the rewards of the
+# measuring rollouts, as far as the store still has them.
+
+
+SETS: Final = ("held_out", "validation")
+MOST_MEASUREMENTS: Final = 12
+"""Measurements in the table of tasks; of more, the first, the last and some between."""
+MOST_OF_SET: Final = 500
+"""Tasks in the table, those that changed most first."""
+Points = Mapping[str, Sequence[RolloutSummary]]
+"""Label of a measurement -> its rollouts."""
+Names = Mapping[str, str]
+"""Label of a measurement -> what the ids of its rollouts begin with, after that of the run. Those of before a change of
+what rewards mean have other names."""
+
+
+async def list_tasks(run: RunData, query: Query) -> Json:
+    """The validations by mode and step, each with the 95% interval of its mean over tasks; with `set` and `mode`
+    instead one set of tasks through its measurements."""
+    files = run.run()
+    steps = _steps(files)
+    chosen = query.choice("set", SETS)
+    if chosen is None:
+        return {"modes": {mode: found for mode, own in steps.items() if (found := await _means(run, own))}}
+    names = [*dict.fromkeys([*held_out_modes(files.state()), *steps])]
+    mode = query.choice("mode", names, next(iter(names), None))
+    held_out = {} if mode is None else _held_out(files, mode)
+    wanted = held_out if chosen == "held_out" else _thinned(steps.get(str(mode), {}))
+    return {"set": chosen, "mode": mode, "names": names, **_by_task(await _points(run, wanted))}
+
+
+async def _means(run: RunData, steps: Names) -> list[Json]:
+    points = await _points(run, steps)
+    return [{"step": int(label), **found} for label, rows in points.items() if (found := _mean(rows)) is not None]
+
+
+def _steps(files: RunFiles) -> dict[str, dict[str, str]]:
+    """The validations by mode and step."""
+    found: dict[str, dict[str, str]] = {}
+    for line in files.metrics():
+        for name in line:
+            if name.startswith("validation_"):
+                mode, step, revision = name.removeprefix("validation_"), int(line["step"]), line.get("revision")
+                suffix = f"-changed{revision}" if revision else ""
+                found.setdefault(mode, {})[str(step)] = f"validation-{step:06d}-{mode}{suffix}"
+    return found
+
+
+def _held_out(files: RunFiles, mode: str) -> dict[str, str]:
+    """Before training, after each stage of a sequential run, and under the weights that the result names."""
+    state = files.state()
+    step = state.measured_step if state.measured_step is not None else state.best_step or state.step
+    stages = {f"after stage {place + 1}": f"stage-{place:02d}" for place in range(len(state.stages) - 1)}
+    purposes = {"before": "before", **stages, "after": f"after-{step:06d}"}
+    return {label: f"{purpose}-{mode}{state.suffix}" for label, purpose in purposes.items()}
+
+
+async def _points(run: RunData, wanted: Names) -> dict[str, list[RolloutSummary]]:
+    """The rollouts of measurements, as far as the store has them."""
+    found: dict[str, list[RolloutSummary]] = {}
+    for label, own_name in wanted.items():
+        name = f"{run.run_id}-{own_name}-"
+        rollouts = await run.store.query_rollouts(rollout_id_contains=name)
+        own = [each for each in rollouts if each.rollout_id.partition(name)[2][:1].isdecimal()]
+        if own:
+            found[label] = await run.summaries.of(own)
+    return found
+
+
+def _thinned(steps: Names) -> Names:
+    if len(steps) <= MOST_MEASUREMENTS:
+        return steps
+    kept = {round(place * (len(steps) - 1) / (MOST_MEASUREMENTS - 1)) for place in range(MOST_MEASUREMENTS)}
+    return {step: name for place, (step, name) in enumerate(steps.items()) if place in kept}
+
+
+def _mean(rows: Sequence[RolloutSummary]) -> Json | None:
+    return measured([row.reward_number for row in rows])
+
+
+def _by_task(points: Points) -> Json:
+    """Each task through the measurements, and the last compared with the first, as the gain of a run's result is
+    computed, with the tasks won and lost."""
+    by_key = [grouped(rows, lambda row: row.task_key or row.task) for rows in points.values()]
+    found = [_task(key, [own.get(key, []) for own in by_key]) for key in dict.fromkeys(chain(*by_key))]
+    result, error = None, "fewer than two measurements are in the store: nothing can be compared"
+    if len(points) > 1:
+        try:
+            first, last = ([each["cells"][place]["mean"] for each in found] for place in (0, -1))
+            gain, error = paired_gain(first, last), ""
+            changes = [each["change"] for each in found if each["change"] is not None]
+            better, worse = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
+            counts = {"tasks": len(changes), "better": better, "worse": worse, "left_out": len(found) - len(changes)}
+            result = {"gain": gain.gain, "interval": gain.interval, **counts}
+        except RewardError as problem:
+            error = str(problem)
+    found.sort(key=lambda each: (each["change"] is None, -abs(each["change"] or 0.0), each["change"] or 0.0))
+    return {
+        "measurements": [{"label": label, "reward": _mean(rows)} for label, rows in points.items()],
+        "tasks": found[:MOST_OF_SET],
+        "all_tasks": len(found),
+        "result": result,
+        "error": error,
+    }
+
+
+def _task(key: str, measurements: Sequence[Sequence[RolloutSummary]]) -> Json:
+    cells: list[Json] = []
+    for rows in measurements:
+        known = [row.reward_number for row in rows if row.reward_number is not None]
+        ids = [row.rollout_id for row in rows]
+        mean = statistics.fmean(known) if known else None
+        cells.append({"mean": mean, "missing": len(rows) - len(known), "rollouts": ids})
+    first, last = cells[0]["mean"], cells[-1]["mean"]
+    change = None if first is None or last is None else last - first
+    return {"task_key": key, "task": next(chain(*measurements)).task, "cells": cells, "change": change}
+
+
+# -- prompts and weights ----------------------------------------------------------------------------------------------
+
+
+PAGE: Final = 50
+MOST_LINES: Final = 2000
+
+
+async def list_resources(run: RunData, query: Query) -> Json:
+    """Versions of the resources, the newest first, each with what it changed against the one published before it."""
+    limit, offset = query.integer("limit", PAGE, 1, 200), query.integer("after", 0)
+    contains = query.text("id") or run.in_ids
+    newest = await run.store.query_resources(
+        resources_id_contains=contains, sort_by="version", sort_order="desc", limit=limit + 1, offset=offset
+    )
+    shown = newest[:limit]
+    before = [*newest[1:], None][: len(shown)]
+    return {
+        "versions": [_version(*each, run.summaries.updates) for each in zip(shown, before, strict=True)],
+        "next": str(offset + limit) if len(newest) > limit else None,
+    }
+
+
+def _version(update: ResourcesUpdate, before: ResourcesUpdate | None, updates: Updates) -> Json:
+    resources = named_resources.dump_python(update.resources, mode="json")
+    for each in resources.values():
+        if (version := each.get("policy_version")) is not None:
+            each["policy_version"] = updates(version)
+        if each.get("api_key"):
+            each["api_key"] = "(hidden)"
+    return {
+        "resources_id": update.resources_id,
+        "version": update.version,
+        "create_time": update.create_time,
+        "resources": resources,
+        "changed": changed_prompts(prompts_in(before.resources if before else {}), prompts_in(update.resources)),
+        "before": before and before.resources_id,
+    }
+
+
+def changed_prompts(old: Mapping[str, PromptTemplate], new: Mapping[str, PromptTemplate]) -> list[Json]:
+    """The prompt templates that differ, line by line. One without a counterpart is left out: it is new."""
+    return [
+        {"name": name, "lines": diff_of(old[name], each)}
+        for name, each in new.items()
+        if name in old and old[name] != each
+    ]
+
+
+def diff_of(before: PromptTemplate, after: PromptTemplate) -> list[dict[str, str]]:
+    """The lines of two templates: kind `same`, `added` or `removed`."""
+    kinds = {" ": "same", "+": "added", "-": "removed"}
+    lines = difflib.ndiff(before.template.splitlines(), after.template.splitlines())
+    return [{"kind": kinds[line[0]], "text": line[2:]} for line in lines if line[0] in kinds][:MOST_LINES]
+
+
+async def list_weights(run: RunData, query: Query) -> Json:
+    """Versions of the weights by the audit log, the newest first: from which rollouts, with which scores, what the gate
+    decided, and which checkpoints hold them."""
+    files = run.run()
+    return await asyncio.to_thread(_weights, files, query.integer("limit", 200, 1, 2000), query.integer("after", 0))
+
+
+def _weights(files: RunFiles, limit: int, offset: int) -> Json:
+    records, state = files.audit(), files.state()
+    newest = records[::-1]
+    kept = {path.name for path in (files.path / "checkpoints").glob("step-*")}
+    return {
+        "records": [_record(each, kept, state.resumes) for each in newest[offset : offset + limit]],
+        "next": str(offset + limit) if offset + limit < len(newest) else None,
+        "best_step": state.best_step,
+        "has_audit": bool(records),
+    }
+
+
+def _record(record: AuditRecord, kept: set[str], resumes: Resumes) -> Json:
+    version = None if record.version is None else updates_of(record.version, resumes)
+    return {
+        "action": record.action,
+        "step": record.step,
+        "version": version,
+        "parent": version - 1 if version else None,
+        "time": record.time,
+        "rollouts": len(record.rollouts),
+        "scores": record.scores,
+        "reason": record.reason,
+        "returned_to": record.returned_to,
+        "has_checkpoint": f"step-{record.step:06d}" in kept,
+    }
+
+
+# -- a prompt search --------------------------------------------------------------------------------------------------
+
+
+TRIAL: Final = re.compile(r"-([0-9a-f]{16})-(train|validation)\d{5}-\d+(-again|$)")
+"""In the id of a rollout: a digest of the candidate's texts, and the tasks that it was tried on."""
+
+
+@dataclass(slots=True)
+class Candidate:
+    """The texts of a candidate, and its rollouts."""
+
+    number: int
+    at: int
+    """The evaluation of the search that was its first."""
+    prompts: dict[str, PromptTemplate]
+    rows: dict[str, list[RolloutSummary]]
+    parent: Candidate | None
+    """The one that it was made from. None: the first of a search, or not known."""
+    led: bool = False
+    """Whether it is the result, or came before it."""
+
+    @property
+    def texts(self) -> dict[str, str]:
+        return {name: each.template for name, each in self.prompts.items()}
+
+    def as_json(self, result: Mapping[str, str]) -> Json:
+        found = {split: measured([row.reward_number for row in rows]) for split, rows in self.rows.items()}
+        tokens = sum(row.prompt_tokens + row.sampled_tokens for rows in self.rows.values() for row in rows)
+        changed = [] if self.parent is None else changed_prompts(self.parent.prompts, self.prompts)
+        parent = self.parent and self.parent.number
+        return {
+            "number": self.number,
+            "at": self.at,
+            "parent": parent,
+            "led": self.led,
+            "texts": self.texts,
+            **found,
+            "tokens": tokens,
+            "changed": changed,
+            "result": self.texts == result,
+        }
+
+
+async def show_search(run: RunData, query: Query) -> Json:
+    """The candidates of a search, as far as the store has their rollouts."""
+    trials = f"{run.run_id}-trial-"
+    updates = await run.store.query_resources(resources_id_contains=trials)
+    prompts = {each.resources_id: prompts_in(each.resources) for each in updates}
+    rollouts = await run.store.query_rollouts(rollout_id_contains=trials)
+    parents = [each.metadata.get(PARENT) for each in rollouts]
+    rows = zip(await run.summaries.of(rollouts), parents, strict=True)
+    return {"candidates": await asyncio.to_thread(_candidates, rows, prompts, run.run().prompts()["prompts"])}
+
+
+def _candidates(
+    rows: Iterable[tuple[RolloutSummary, Any]],
+    prompts: Mapping[str, dict[str, PromptTemplate]],
+    result: Mapping[str, str],
+) -> list[Json]:
+    found: dict[str, Candidate] = {}
+    for at, (row, parent) in enumerate(rows, 1):
+        named, own = TRIAL.search(row.rollout_id), prompts.get(row.resources_id or "")
+        if named is not None and own is not None:
+            new = Candidate(len(found), at, own, {"train": [], "validation": []}, found.get(parent))
+            found.setdefault(named[1], new).rows[named[2]].append(row)
+    every = list(found.values())
+    best = next((each for each in every if each.texts == result), None)
+    while best is not None:
+        best.led, best = True, best.parent
+    return [each.as_json(result) for each in every]
