@@ -280,7 +280,6 @@ class RunData:
     live: Live = field(init=False)
     attempts: AttemptIndexes = field(init=False)
     _texts: TokenTexts | None = None
-    _texts_read: bool = False
     _credits: dict[Any, BatchCredit] = field(default_factory=dict[Any, BatchCredit])
 
     def __post_init__(self) -> None:
@@ -304,12 +303,12 @@ class RunData:
 
     @property
     def config(self) -> TrainConfig | None:
-        return None if self.files is None else self.files.config()
+        return self.files and self.files.config()
 
     @property
     def weights(self) -> dict[str, float] | None:
         """Those that a run gives the dimensions of a reward."""
-        return None if self.config is None else getattr(self.config.algorithm, "reward_weights", None)
+        return getattr(self.config and self.config.algorithm, "reward_weights", None)
 
     def _updates(self, version: int) -> int:
         """By the resumes of a run as they are now; the version itself where there is no run."""
@@ -318,10 +317,8 @@ class RunData:
     @property
     def texts(self) -> TokenTexts | None:
         """The text of tokens; None: there is no tokenizer that can be read."""
-        if not self._texts_read and self.files is not None:
-            model = None if self.config is None else self.config.policy.model
-            self._texts = find_texts(self.files.path, model)
-            self._texts_read = self._texts is not None  # one that is still to be written is looked for again
+        if self._texts is None and self.files is not None:  # one that is still to be written is looked for again
+            self._texts = find_texts(self.files.path, self.config and self.config.policy.model)
         return self._texts
 
     async def rollout(self, rollout_id: str) -> Rollout:

@@ -78,12 +78,7 @@ class RunFiles:
 
     def records(self) -> list[StepRecord]:
         """The steps, as far as their metrics can be read."""
-
-        def read(_: int, line: bytes) -> list[StepRecord]:
-            record = read_record(line)
-            return [] if record is None else [record]
-
-        return self._read_lines("records", "metrics.jsonl", read)
+        return self._read_lines("records", "metrics.jsonl", lambda _, line: [*filter(None, [read_record(line)])])
 
     def signs(self) -> list[SignHistory]:
         """The signs of trouble since which step. Takes seconds for a run of thousands of steps, the first time: call it
@@ -102,11 +97,11 @@ class RunFiles:
 
     def config(self) -> TrainConfig | None:
         """The settings; None where there are none, or this version cannot read them (`config_error`)."""
-        return self._config()[0]
+        return self._read("config", "config.toml", self._load_config)[0]
 
     def config_error(self) -> str:
         """Why there are no settings."""
-        return self._config()[1]
+        return self._read("config", "config.toml", self._load_config)[1]
 
     def settings(self) -> Json:
         """The settings by their full names in order, without secrets."""
@@ -115,11 +110,9 @@ class RunFiles:
 
     def audit(self) -> list[AuditRecord]:
         """Raises ConfigError where it cannot be read."""
-
-        def read(number: int, line: bytes) -> list[AuditRecord]:
-            return [audit_record(self.path / AUDIT_FILE, number, line)]
-
-        return last_times(self._read_lines("audit", AUDIT_FILE, read))
+        path = self.path / AUDIT_FILE
+        lines = self._read_lines("audit", AUDIT_FILE, lambda number, line: [audit_record(path, number, line)])
+        return last_times(lines)
 
     def changes(self) -> list[Json]:
         """What resumes have changed."""
@@ -171,9 +164,6 @@ class RunFiles:
         """When the state last did, in seconds since 1970."""
         signature = self._signature("state.json")
         return 0.0 if signature is None else signature[0] / 1e9
-
-    def _config(self) -> tuple[TrainConfig | None, str]:
-        return self._read("config", "config.toml", self._load_config)
 
     def _load_config(self) -> tuple[TrainConfig | None, str]:
         try:

@@ -12,7 +12,7 @@ from typing import Any, Final, get_args
 from agentlightning.dashboard.data.rollouts import RolloutSummary, as_text, group_of, grouped, limited
 from agentlightning.dashboard.data.run_data import RunData
 from agentlightning.dashboard.query import Query, mark_of
-from agentlightning.dashboard.views.runs import measured, warnings_of
+from agentlightning.dashboard.views.runs import mean_of, warnings_of
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.rollouts import Rollout, RolloutMode, RolloutStatus
 from agentlightning.task import task_key
@@ -349,7 +349,7 @@ def _group(name: str, members: Sequence[RolloutSummary]) -> Json:
         "task": members[0].task,
         "rollouts": len(members),
         "rewards": rewards,
-        "reward": measured(rewards),
+        "reward": mean_of(members),
         "spread": statistics.pstdev(reward for reward, _ in known) if len(known) > 1 else None,
         "best": known[-1][1] if known else None,
         "first": members[0].rollout_id,
@@ -384,7 +384,7 @@ def by_version(rows: Iterable[RolloutSummary]) -> list[Json]:
         {
             "version": None if version < 0 else version,
             "mode": mode or None,
-            "reward": measured([each.reward_number for each in own]),
+            "reward": mean_of(own),
             "rewards": [each.reward_number for each in own],
             "rollouts": [each.rollout_id for each in own],
         }

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any, Final, TypeVar
 
+from msgspec import structs
+
 from agentlightning.algorithms.apo.text import PARENT
 from agentlightning.dashboard.data.rollouts import RolloutSummary, Updates, grouped, shortened
 from agentlightning.dashboard.data.run_data import Catalog, RunData, files_of_run
@@ -283,21 +285,20 @@ def measured(rewards: Sequence[float | None] | None) -> Json | None:
     if rewards is None or not known:
         return None
     low, high = mean_interval(rewards)
-    return {
-        "mean": statistics.fmean(known),
-        "low": low,
-        "high": high,
-        "tasks": len(rewards),
-        "missing": len(rewards) - len(known),
-    }
+    missing = len(rewards) - len(known)
+    return {"mean": statistics.fmean(known), "low": low, "high": high, "tasks": len(rewards), "missing": missing}
+
+
+def mean_of(rows: Iterable[RolloutSummary]) -> Json | None:
+    """As `measured`, of the rewards of rollouts."""
+    return measured([row.reward_number for row in rows])
 
 
 def warnings_of(files: RunFiles, state: RunState) -> list[Json]:
     """What the doctor finds, since which step, in the words of the last such step, and what the run itself has
     warned of besides."""
-    found = [
-        {**asdict(each.sign), "since": each.since, "until": each.until, "count": each.count} for each in files.signs()
-    ]
+    signs = files.signs()
+    found = [{**asdict(each.sign), "since": each.since, "until": each.until, "count": each.count} for each in signs]
     seen = {each["name"] for each in found}
     for kind, text in state.warnings.items():
         if kind not in seen:
@@ -476,7 +477,7 @@ async def list_tasks(run: RunData, query: Query) -> Json:
 
 async def _means(run: RunData, steps: Names) -> list[Json]:
     points = await _points(run, steps)
-    return [{"step": int(label), **found} for label, rows in points.items() if (found := _mean(rows)) is not None]
+    return [{"step": int(label), **found} for label, rows in points.items() if (found := mean_of(rows)) is not None]
 
 
 def _steps(files: RunFiles) -> dict[str, dict[str, str]]:
@@ -519,10 +520,6 @@ def _thinned(steps: Names) -> Names:
     return {step: name for place, (step, name) in enumerate(steps.items()) if place in kept}
 
 
-def _mean(rows: Sequence[RolloutSummary]) -> Json | None:
-    return measured([row.reward_number for row in rows])
-
-
 def _by_task(points: Points) -> Json:
     """Each task through the measurements, and the last compared with the first, as the gain of a run's result is
     computed, with the tasks won and lost."""
@@ -541,7 +538,7 @@ def _by_task(points: Points) -> Json:
             error = str(problem)
     found.sort(key=lambda each: (each["change"] is None, -abs(each["change"] or 0.0), each["change"] or 0.0))
     return {
-        "measurements": [{"label": label, "reward": _mean(rows)} for label, rows in points.items()],
+        "measurements": [{"label": label, "reward": mean_of(rows)} for label, rows in points.items()],
         "tasks": found[:MOST_OF_SET],
         "all_tasks": len(found),
         "result": result,
@@ -550,15 +547,11 @@ def _by_task(points: Points) -> Json:
 
 
 def _task(key: str, measurements: Sequence[Sequence[RolloutSummary]]) -> Json:
-    cells: list[Json] = []
-    for rows in measurements:
-        known = [row.reward_number for row in rows if row.reward_number is not None]
-        ids = [row.rollout_id for row in rows]
-        mean = statistics.fmean(known) if known else None
-        cells.append({"mean": mean, "missing": len(rows) - len(known), "rollouts": ids})
-    first, last = cells[0]["mean"], cells[-1]["mean"]
+    cells = [(mean_of(rows), [row.rollout_id for row in rows]) for rows in measurements]
+    found = [{"mean": mean and mean["mean"], "rollouts": ids} for mean, ids in cells]
+    first, last = found[0]["mean"], found[-1]["mean"]
     change = None if first is None or last is None else last - first
-    return {"task_key": key, "task": next(chain(*measurements)).task, "cells": cells, "change": change}
+    return {"task_key": key, "task": next(chain(*measurements)).task, "cells": found, "change": change}
 
 
 # -- prompts and weights ----------------------------------------------------------------------------------------------
@@ -637,16 +630,13 @@ def _weights(files: RunFiles, limit: int, offset: int) -> Json:
 
 def _record(record: AuditRecord, kept: set[str], resumes: Resumes) -> Json:
     version = None if record.version is None else updates_of(record.version, resumes)
+    fields = structs.asdict(record)
+    del fields["resources"]
     return {
-        "action": record.action,
-        "step": record.step,
+        **fields,
         "version": version,
         "parent": version - 1 if version else None,
-        "time": record.time,
         "rollouts": len(record.rollouts),
-        "scores": record.scores,
-        "reason": record.reason,
-        "returned_to": record.returned_to,
         "has_checkpoint": f"step-{record.step:06d}" in kept,
     }
 
@@ -677,7 +667,7 @@ class Candidate:
         return {name: each.template for name, each in self.prompts.items()}
 
     def as_json(self, result: Mapping[str, str]) -> Json:
-        found = {split: measured([row.reward_number for row in rows]) for split, rows in self.rows.items()}
+        found = {split: mean_of(rows) for split, rows in self.rows.items()}
         tokens = sum(row.prompt_tokens + row.sampled_tokens for rows in self.rows.values() for row in rows)
         changed = [] if self.parent is None else changed_prompts(self.parent.prompts, self.prompts)
         parent = self.parent and self.parent.number
