@@ -120,7 +120,7 @@ async def list_rollouts(
     place = store_to_read(run, store)
     async with open_named(place, token) as opened:
         table = await rollout_table(opened, statuses, modes, sort, limit, weights_of(reward_weights, place))
-    record = {"rollouts": [asdict(row) for row in table.rows], "read": table.read, "matching": table.matching}
+    record = {"rollouts": [vars(row) for row in table.rows], "read": table.read, "matching": table.matching}
     after = [agl("store", "show", row.rollout_id, store=place) for row in table.rows[:1]]
     return Result(record, lambda console: print_rollouts(table, console), after)
 

@@ -144,7 +144,7 @@ async def _matching(run: RunData, given: Any) -> list[Rollout]:
     query = {**cast("dict[str, str]", given), "sort": "", "order": "asc", "after": "", "limit": str(MOST_ROWS)}
     rollouts = list[Rollout]()
     while True:
-        page = await select(run, Table.of(Query(query)))
+        page = await select(run, Table(Query(query)))
         rollouts += await run.by_ids([row.rollout_id for row in page.rows])
         if len(rollouts) > MOST_EXPORTED:
             raise ConfigError(

@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import orjson
 from starlette.requests import Request
@@ -23,6 +23,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from agentlightning.dashboard.actions import act, export
+from agentlightning.dashboard.data.rollouts import RolloutSummary
 from agentlightning.dashboard.data.run_data import Catalog, RunData
 from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views import rollout, rollouts, runs
@@ -110,7 +111,7 @@ def _json(request: Request, content: Any) -> Response:
 
 
 def _plain(value: Any) -> Any:
-    return list(cast("set[Any]", value)) if isinstance(value, set | frozenset) else str(value)
+    return vars(value) if isinstance(value, RolloutSummary) else str(value)
 
 
 async def _view(view: Callable[[Any, Query], Awaitable[Json]], of: Any, request: Request) -> Response:

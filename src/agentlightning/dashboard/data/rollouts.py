@@ -11,7 +11,7 @@ from array import array
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -50,16 +50,6 @@ def limited(text: str, limit: int = LONG) -> str:
     return text if len(text) <= limit else f"{text[:limit]}\n[… {len(text) - limit} more characters]"
 
 
-def json_of(text: Any) -> Any:
-    """The value in a JSON text; anything else as it is."""
-    if not isinstance(text, str):
-        return text
-    try:
-        return loads(text)
-    except orjson.JSONDecodeError:
-        return text
-
-
 def tells_failure(result: Any) -> bool:
     """Whether the result of a tool says that the tool has failed: it begins with "error", "exception", "traceback" or
     "failed", or is an object with a field `error` that is not empty.
@@ -67,7 +57,10 @@ def tells_failure(result: Any) -> bool:
     >>> tells_failure("error: division by zero"), tells_failure('{"error": null, "rows": 3}'), tells_failure("42")
     (True, False, False)
     """
-    value = json_of(result)
+    try:
+        value = loads(result) if isinstance(result, str) else result
+    except orjson.JSONDecodeError:
+        value = result
     if isinstance(value, dict) and "error" in value:
         return bool(value["error"])
     return isinstance(value, str) and FAILED.match(value) is not None
@@ -151,46 +144,57 @@ Updates: TypeAlias = Callable[[int], int]
 """The number of updates behind weights of a version. Pages show it: loading a checkpoint raises the version too."""
 
 
-@dataclass(frozen=True, slots=True)
 class RolloutSummary:
-    """A line of the table of rollouts."""
+    """A line of the table of rollouts: a rollout, from the spans of its latest attempt. None: they were not read."""
 
-    rollout_id: str
-    status: str
-    mode: str | None
-    queue: str
-    group: str
-    task: str
-    """Its beginning."""
-    task_key: str
-    start_time: float
-    end_time: float | None
-    seconds: float | None
-    """Of the latest attempt."""
-    attempts: int
-    attempt_start: float | None
-    """Of the latest attempt."""
-    worker: str | None
-    reward: Reward | None
-    reward_number: float | None
-    """The reward as one number; None: missing, or named dimensions without weights."""
-    spans_read: bool
-    """False: what follows is not known, but for failures and resources_id."""
-    calls: int
-    prompt_tokens: int
-    sampled_tokens: int
-    agents: tuple[str, ...]
-    versions: tuple[int, ...]
-    """Of the weights that answered, in order."""
-    tool_calls: int
-    tool_errors: int
-    failure: str | None
-    """Why it failed, or why it has no reward."""
-    failure_kind: str | None
-    """The type of the error, or how the attempt ended."""
-    labels: tuple[str, ...]
-    """What people have said of it."""
-    resources_id: str | None
+    def __init__(
+        self, rollout: Rollout, attempt: Attempt | None, spans: Sequence[Span] | None, weights: RewardWeights = None
+    ) -> None:
+        self.spans_read = attempt is None or spans is not None
+        """False: what they say is not known."""
+        spans = spans or ()
+        answered = calls(spans)
+        self.rollout_id = rollout.rollout_id
+        self.status = rollout.status
+        self.mode = rollout.mode
+        self.queue = rollout.queue
+        self.group = group_of(rollout)
+        self.resources_id = rollout.resources_id
+        self.task = shortened(rollout.input)
+        """Its beginning."""
+        self.task_key = digest_of(rollout.input)
+        self.start_time = rollout.start_time
+        self.end_time = rollout.end_time
+        self.attempts = 0 if attempt is None else attempt.sequence_id
+        self.attempt_start = attempt and attempt.start_time
+        self.worker = attempt and attempt.worker_id
+        self.seconds = attempt and attempt.end_time and attempt.end_time - attempt.start_time
+        """Of the latest attempt."""
+        self.reward: Reward | None = None
+        self.failure_kind, self.failure = _failure(attempt)
+        """The type of the error, or how the attempt ended; and why it failed, or why it has no reward."""
+        try:
+            self.reward = link_rewards(spans).final
+        except RewardError as error:
+            if rollout.status != "failed":
+                self.failure_kind, self.failure = None, str(error)
+        self.reward_number = number_of(self.reward, weights)
+        """The reward as one number; None: missing, or named dimensions without weights."""
+        self.calls = len(answered)
+        self.prompt_tokens = sum(map(prompt_tokens, answered))
+        self.sampled_tokens = sum(map(sampled_tokens, answered))
+        self.agents = _texts(answered, names.AGENT_NAME)
+        self.versions = tuple(dict.fromkeys(v for span in answered if (v := version_of(span)) is not None))
+        """Of the weights that answered, in order."""
+        self.tool_calls, self.tool_errors = _tools(spans, answered)
+        self.labels = _texts(spans, names.FEEDBACK_LABEL)
+        """What people have said of it."""
+
+    def counted(self, updates: Updates) -> RolloutSummary:
+        """With updates in place of versions."""
+        found = copy(self)
+        found.versions = tuple(map(updates, self.versions))
+        return found
 
 
 class Summaries:
@@ -208,64 +212,20 @@ class Summaries:
         missing = {each.rollout_id: each for each in rollouts if fresh or _key(each) not in self._known}
         latest = await self._store.get_latest_attempts([*missing]) if missing else []
         attempts = {each.rollout_id: each for each in latest}
-        found = {name: summarize(each, attempts.get(name), None) for name, each in missing.items()}
+        found = {name: RolloutSummary(each, attempts.get(name), None) for name, each in missing.items()}
         wanted = [name for name, each in missing.items() if name in attempts and (open_spans or each.finished)]
         if wanted:
             async for name, spans in self._store.iter_spans(wanted, tokens=False):
-                found[name] = summarize(missing[name], attempts[name], spans, self._weights)
+                found[name] = RolloutSummary(missing[name], attempts[name], spans, self._weights)
         self._known |= {_key(each): found[name] for name, each in missing.items() if each.finished}
         result = [found.get(each.rollout_id) or self._known[_key(each)] for each in rollouts]
         while len(self._known) > SUMMARIES:
             self._known.popitem(last=False)
-        return [self.counted(each) for each in result]
-
-    def counted(self, summary: RolloutSummary) -> RolloutSummary:
-        """With updates in place of versions."""
-        return replace(summary, versions=tuple(map(self.updates, summary.versions)))
+        return [each.counted(self.updates) for each in result]
 
 
 def _key(rollout: Rollout) -> tuple[str, float | None, str]:
     return rollout.rollout_id, rollout.end_time, rollout.status
-
-
-def summarize(
-    rollout: Rollout, attempt: Attempt | None, spans: Sequence[Span] | None, weights: RewardWeights = None
-) -> RolloutSummary:
-    """The summary of a rollout, from the spans of its latest attempt. None: they were not read."""
-    spans_read, spans = attempt is None or spans is not None, spans or ()
-    answered = calls(spans)
-    reward, problem = reward_of(spans)
-    kind, message = _failure(attempt) if rollout.status == "failed" or problem is None else (None, problem)
-    tools, failed = _tools(spans, answered)
-    return RolloutSummary(
-        rollout_id=rollout.rollout_id,
-        status=rollout.status,
-        mode=rollout.mode,
-        queue=rollout.queue,
-        group=group_of(rollout),
-        task=shortened(rollout.input),
-        task_key=digest_of(rollout.input),
-        start_time=rollout.start_time,
-        end_time=rollout.end_time,
-        seconds=None if attempt is None or attempt.end_time is None else attempt.end_time - attempt.start_time,
-        attempts=0 if attempt is None else attempt.sequence_id,
-        attempt_start=None if attempt is None else attempt.start_time,
-        worker=None if attempt is None else attempt.worker_id,
-        reward=reward,
-        reward_number=number_of(reward, weights),
-        spans_read=spans_read,
-        calls=len(answered),
-        prompt_tokens=sum(map(prompt_tokens, answered)),
-        sampled_tokens=sum(map(sampled_tokens, answered)),
-        agents=_texts(answered, names.AGENT_NAME),
-        versions=tuple(dict.fromkeys(v for span in answered if (v := version_of(span)) is not None)),
-        tool_calls=tools,
-        tool_errors=failed,
-        failure=message,
-        failure_kind=kind,
-        labels=_texts(spans, names.FEEDBACK_LABEL),
-        resources_id=rollout.resources_id,
-    )
 
 
 def _texts(spans: Iterable[Span], attribute: str) -> tuple[str, ...]:
@@ -284,14 +244,6 @@ def group_of(rollout: Rollout) -> str:
     """The group that a rollout says it belongs to; empty where it says none."""
     group = rollout.metadata.get("group")
     return group if isinstance(group, str) else ""
-
-
-def reward_of(spans: Iterable[Span]) -> tuple[Reward | None, str | None]:
-    """The final reward of an attempt, and what is wrong with its rewards."""
-    try:
-        return link_rewards(spans).final, None
-    except RewardError as error:
-        return None, str(error)
 
 
 def number_of(reward: Reward | None, weights: RewardWeights) -> float | None:
@@ -465,38 +417,38 @@ class Start(NamedTuple):
     """Spans from there to the first one of the page."""
 
 
-@dataclass(slots=True)
 class AttemptIndex:
     """The index of one attempt."""
 
-    ids: list[str] = field(default_factory=list[str])
-    """Of its spans, in order."""
-    calls: list[int] = field(default_factory=list[int])
-    """Places of the model calls among them, failed ones included."""
-    kinds: Counter[str] = field(default_factory=Counter[str])
-    start: float = math.inf
-    end: float = -math.inf
-    """Infinite without spans, which is null in JSON."""
-    starts: array[float] = field(default_factory=lambda: array("d"))
-    kept: list[Span] = field(default_factory=list[Span])
-    """The spans that a summary is made of: calls without their messages, tools, rewards, feedback."""
-    _totals: tuple[Any, int, RolloutSummary, list[int]] | None = None
-    """What was computed of them last, after what it depends on."""
-    _totals_until: float = 0.0
-    _longest: tuple[int, int] = -1, -1
-    """The call with the longest request, which keeps its messages: its place in `kept`, its length."""
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+        """Of its spans, in order."""
+        self.calls: list[int] = []
+        """Places of the model calls among them, failed ones included."""
+        self.kinds = Counter[str]()
+        self.start, self.end = math.inf, -math.inf
+        """Infinite without spans, which is null in JSON."""
+        self.starts = array("d")
+        self.kept: list[Span] = []
+        """The spans that a summary is made of: all but operations, calls without their messages."""
+        self._totals: tuple[Any, int, RolloutSummary, list[int]] | None = None
+        """What was computed of them last, after what it depends on."""
+        self._totals_until = 0.0
+        self._longest = -1, -1
+        """The call with the longest request, which keeps its messages: its place in `kept`, its length."""
 
     def add(self, spans: Sequence[Span]) -> AttemptIndex:
         """Add the spans that follow; returns itself."""
         for span in spans:
-            self.kinds[kind_of(span)] += 1
+            kind = kind_of(span)
+            self.kinds[kind] += 1
             self.start = min(self.start, span.start_time)
             self.end = max(self.end, span.start_time if span.end_time is None else span.end_time)
             if is_call(span):
                 self.calls.append(len(self.ids))
                 self._keep_call(span)
-            elif _counts_in_summary(span):
-                self.kept.append(span)
+            elif kind != "operation" or names.FEEDBACK_LABEL in span.attributes:
+                self.kept.append(_without_messages(span))
             self.ids.append(span.span_id)
             self.starts.append(span.start_time)
         return self
@@ -522,7 +474,7 @@ class AttemptIndex:
         known, count, began = self._totals, len(self.ids), time.monotonic()
         if known is None or known[0] != state or (known[1] != count and began >= self._totals_until):
             found = await asyncio.to_thread(
-                lambda: (summarize(rollout, attempt, list(self.kept), weights), self._density())
+                lambda: (RolloutSummary(rollout, attempt, list(self.kept), weights), self._density())
             )
             known = self._totals = state, count, *found
             self._totals_until = time.monotonic() + REST * (time.monotonic() - began)
@@ -545,19 +497,9 @@ class AttemptIndex:
         return Start(self.ids[first - 1] if first else None, place - first)
 
 
-def _counts_in_summary(span: Span) -> bool:
-    attributes = span.attributes
-    return (
-        span.name == names.REWARD
-        or names.FEEDBACK_LABEL in attributes
-        or attributes.get(names.OPERATION_NAME) == "execute_tool"
-    )
-
-
 def _without_messages(span: Span) -> Span:
-    return structs.replace(
-        span, attributes={name: value for name, value in span.attributes.items() if name not in LARGE}
-    )
+    kept = {name: value for name, value in span.attributes.items() if name not in LARGE}
+    return structs.replace(span, attributes=kept)
 
 
 class AttemptIndexes:

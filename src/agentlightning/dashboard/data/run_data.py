@@ -264,28 +264,20 @@ def files_of_run(name: str, files: RunFiles | None) -> RunFiles:
     return files
 
 
-@dataclass(slots=True)
 class RunData:
-    """One run or store."""
+    """One run, or a store by itself, which has no files. `shares_store`: the store also has rollouts of others.
+    `writable`: requests with the token may change the store."""
 
-    name: str
-    files: RunFiles | None
-    """None: it is a store by itself."""
-    store: LightningStoreBase
-    shares_store: bool = False
-    """Whether the store also has rollouts of others."""
-    writable: bool = False
-    """Whether requests with the token may change the store."""
-    summaries: Summaries = field(init=False)
-    live: Live = field(init=False)
-    attempts: AttemptIndexes = field(init=False)
-    _texts: TokenTexts | None = None
-    _credits: dict[Any, BatchCredit] = field(default_factory=dict[Any, BatchCredit])
-
-    def __post_init__(self) -> None:
-        self.summaries = Summaries(self.store, self.weights, self._updates)
-        self.live = Live(self.store, self.summaries)
-        self.attempts = AttemptIndexes(self.store)
+    def __init__(
+        self, name: str, files: RunFiles | None, store: LightningStoreBase, shares_store: bool, writable: bool
+    ) -> None:
+        self.name, self.files, self.store = name, files, store
+        self.shares_store, self.writable = shares_store, writable
+        self.summaries = Summaries(store, self.weights, self._updates)
+        self.live = Live(store, self.summaries)
+        self.attempts = AttemptIndexes(store)
+        self._texts: TokenTexts | None = None
+        self._credits: dict[Any, BatchCredit] = {}
 
     def run(self) -> RunFiles:
         """Raises as `files_of_run`."""

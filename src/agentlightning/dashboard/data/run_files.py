@@ -54,15 +54,15 @@ class _Lines:
     """What they hold."""
 
 
-@dataclass(slots=True)
 class RunFiles:
     """The files of one run directory."""
 
-    path: Path
-    _cache: dict[str, tuple[Signature, Any]] = field(default_factory=dict[str, tuple[Signature, Any]])
-    _lines: dict[str, _Lines] = field(default_factory=dict[str, _Lines])
-    _history: tuple[list[StepRecord], list[SignHistory]] = field(default_factory=lambda: ([], []))
-    """Steps, and the signs of trouble in them."""
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._cache: dict[str, tuple[Signature, Any]] = {}
+        self._lines: dict[str, _Lines] = {}
+        self._history: tuple[list[StepRecord], list[SignHistory]] = [], []
+        """Steps, and the signs of trouble in them."""
 
     def state(self) -> RunState:
         """Raises ResumeError where it cannot be read."""
@@ -373,11 +373,6 @@ def short_names(paths: Iterable[Path]) -> dict[Path, str]:
     return {path: "/".join(parts[-length:]) for path, parts in found.items()}
 
 
-def differing(first: TrainConfig, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """The settings in which two configurations differ."""
-    return {name: values for name, values in changed_settings(first, other).items() if not name.startswith(NO_SETTINGS)}
-
-
 def compared_configurations(found: Sequence[Configuration]) -> list[Json]:
     """What the finished runs of each measured, with intervals over seeds, and its difference from the first one, as
     JSON values. Raises ConfigError for a run that is there twice, for runs with different versions of a class of one's
@@ -392,7 +387,8 @@ def compared_configurations(found: Sequence[Configuration]) -> list[Json]:
         label = names[next(iter(each.runs.values())).path]
         label += f" and {len(each.runs) - 1} more" if len(each.runs) > 1 else ""
         row: Json = {"label": label, "runs": [str(run.path) for run in each.runs.values()], "seeds": [*each.runs]}
-        row["settings"] = _changes(shown(differing(first.settings, each.settings)))
+        changes = changed_settings(first.settings, each.settings).items()
+        row["settings"] = _changes(shown({k: values for k, values in changes if not k.startswith(NO_SETTINGS)}))
         row["after"], row["gain"] = _means(each, "after", modes, means), _means(each, "gain", modes, differences)
         if each is not first:
             _check_tasks(first, each)

@@ -25,7 +25,6 @@ from agentlightning.dashboard.data.rollouts import (
     message_json,
     messages_of,
     parts_of,
-    summarize,
     tells_failure,
     tool_results,
     version_of,
@@ -145,9 +144,9 @@ async def _totals(
     """Those of an attempt, and whether they are up to date; where its spans are still being read, without what they
     say."""
     if index is None:
-        return summarize(rollout, attempt, None), None, False
+        return RolloutSummary(rollout, attempt, None), None, False
     summary, density, is_current = await index.totals(rollout, attempt, run.weights)
-    return run.summaries.counted(summary), density, is_current
+    return summary.counted(run.summaries.updates), density, is_current
 
 
 async def show_tokens(run: RunData, query: Query) -> Json:
@@ -277,15 +276,13 @@ def attempt_json(attempt: Attempt) -> Json:
     return {**found, "error": error if isinstance(error, dict) else None, "output": output}
 
 
+PLAIN: Final = ("span_id", "parent_id", "sequence_id", "name", "start_time", "end_time")
+
+
 def span_json(span: Span) -> Json:
     """A span without token ids and log-probabilities, which the token view has."""
     return {
-        "span_id": span.span_id,
-        "parent_id": span.parent_id,
-        "sequence_id": span.sequence_id,
-        "name": span.name,
-        "start_time": span.start_time,
-        "end_time": span.end_time,
+        **{name: getattr(span, name) for name in PLAIN},
         "status": span.status_code,
         "message": span.status_message,
         "kind": kind_of(span),

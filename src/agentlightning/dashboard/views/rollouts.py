@@ -50,42 +50,25 @@ BY_SUMMARY: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
 class Table:
-    """What a table shows: what its rollouts must be like, their order, and where its page begins."""
+    """What a table shows: what its rollouts must be like, their order, and where its page begins. Raises ConfigError
+    for values that cannot be."""
 
-    states: Sequence[str]
-    modes: Sequence[str]
-    id: str | None
-    """Part of its id."""
-    group: str | None
-    step: int | None
-    task: str | None
-    """Part of the text of its task, in any case."""
-    by_spans: Sequence[Callable[[RolloutSummary], bool]]
-    """What its spans must say."""
-    sort: str | None
-    descending: bool
-    after: str | None
-    """The `next` of the page before; None: this is the first one."""
-    limit: int
-
-    @classmethod
-    def of(cls, query: Query) -> Table:
-        """Raises ConfigError for values that cannot be."""
-        return cls(
-            query.names("state", get_args(RolloutStatus)),
-            query.names("mode", get_args(RolloutMode)),
-            query.text("id"),
-            query.text("group"),
-            query.integer("step", None),
-            query.text("task"),
-            [*_by_spans(query)],
-            query.choice("sort", (*BY_STORE, *BY_SUMMARY)),
-            query.choice("order", ("asc", "desc"), "desc") == "desc",
-            query.text("after"),
-            query.integer("limit", 50, 1, MOST_ROWS),
-        )
+    def __init__(self, query: Query) -> None:
+        self.states = query.names("state", get_args(RolloutStatus))
+        self.modes = query.names("mode", get_args(RolloutMode))
+        self.id = query.text("id")
+        """Part of its id."""
+        self.group, self.step = query.text("group"), query.integer("step", None)
+        self.task = query.text("task")
+        """Part of the text of its task, in any case."""
+        self.by_spans = [*_by_spans(query)]
+        """What its spans must say."""
+        self.sort = query.choice("sort", (*BY_STORE, *BY_SUMMARY))
+        self.descending = query.choice("order", ("asc", "desc"), "desc") == "desc"
+        self.after = query.text("after")
+        """The `next` of the page before; None: this is the first one."""
+        self.limit = query.integer("limit", 50, 1, MOST_ROWS)
 
     @property
     def by_store(self) -> bool:
@@ -278,7 +261,7 @@ PAGE_OF_TASK: Final = 1000
 
 async def list_rollouts(run: RunData, query: Query) -> Json:
     """A page of the rollouts that match the filters."""
-    page = await select(run, Table.of(query))
+    page = await select(run, Table(query))
     return {
         "rows": page.rows,
         "next": page.next,
@@ -299,7 +282,7 @@ async def show_changes(run: RunData, query: Query) -> Json:
         return {"mark": mark, "unchanged": True}
     rows = await run.summaries.of(await run.by_ids(query.names("rows")[:MOST_ROWS]), open_spans=False)
     counted = query.text("count") is not None
-    newer, more = await newer_than(run, Table.of(query), query.text("newest")) if counted else (0, False)
+    newer, more = await newer_than(run, Table(query), query.text("newest")) if counted else (0, False)
     return {"mark": mark, "rows": rows, "newer": newer, "more": more}
 
 

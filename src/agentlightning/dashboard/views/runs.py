@@ -401,7 +401,7 @@ def _curves(metric: str, groups: Groups, files: Mapping[str, RunFiles]) -> list[
 def _different_settings(files: Mapping[str, RunFiles]) -> list[Json]:
     """Settings whose values differ, by name."""
     settings = {name: each.settings() for name, each in files.items()}
-    found = [
+    found: list[Json] = [
         {"setting": setting, "values": {name: own.get(setting) for name, own in settings.items()}}
         for setting in sorted({*chain(*settings.values())})
     ]
@@ -547,11 +547,11 @@ def _by_task(points: Points) -> Json:
 
 
 def _task(key: str, measurements: Sequence[Sequence[RolloutSummary]]) -> Json:
-    cells = [(mean_of(rows), [row.rollout_id for row in rows]) for rows in measurements]
-    found = [{"mean": mean and mean["mean"], "rollouts": ids} for mean, ids in cells]
-    first, last = found[0]["mean"], found[-1]["mean"]
-    change = None if first is None or last is None else last - first
-    return {"task_key": key, "task": next(chain(*measurements)).task, "cells": found, "change": change}
+    means: list[Any] = [found and found["mean"] for found in map(mean_of, measurements)]
+    columns = zip(means, measurements, strict=True)
+    cells = [{"mean": mean, "rollouts": [row.rollout_id for row in rows]} for mean, rows in columns]
+    change = None if means[0] is None or means[-1] is None else means[-1] - means[0]
+    return {"task_key": key, "task": next(chain(*measurements)).task, "cells": cells, "change": change}
 
 
 # -- prompts and weights ----------------------------------------------------------------------------------------------
