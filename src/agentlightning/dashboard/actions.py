@@ -145,14 +145,14 @@ async def _matching(run: RunData, given: Any) -> list[Rollout]:
     rollouts = list[Rollout]()
     while True:
         page = await select(run, Table(Query(query)))
-        rollouts += await run.by_ids([row.rollout_id for row in page.rows])
+        rollouts += await run.by_ids([row.rollout_id for row in page["rows"]])
         if len(rollouts) > MOST_EXPORTED:
             raise ConfigError(
                 f"the filters select more than {MOST_EXPORTED:,} rollouts; narrow them, or use agl export"
             )
-        if page.next is None:
+        if page["next"] is None:
             return rollouts
-        query["after"] = page.next
+        query["after"] = page["next"]
 
 
 async def _lines(records: Sequence[Mapping[str, Any]]) -> AsyncIterator[bytes]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from operator import attrgetter, itemgetter
 from typing import Any, Final, get_args
 
@@ -48,6 +48,7 @@ BY_SUMMARY: Final = (
     "mode",
     "queue",
 )
+SORTS: Final = (*BY_STORE, *BY_SUMMARY)
 
 
 class Table:
@@ -64,7 +65,7 @@ class Table:
         """Part of the text of its task, in any case."""
         self.by_spans = [*_by_spans(query)]
         """What its spans must say."""
-        self.sort = query.choice("sort", (*BY_STORE, *BY_SUMMARY))
+        self.sort = query.choice("sort", SORTS)
         self.descending = query.choice("order", ("asc", "desc"), "desc") == "desc"
         self.after = query.text("after")
         """The `next` of the page before; None: this is the first one."""
@@ -129,22 +130,19 @@ def _has_failure(row: RolloutSummary, wanted: str) -> bool:
     return bool(failure) if wanted == "any" else wanted in failure
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """A page of a table."""
-
-    rows: list[RolloutSummary]
-    next: str | None
-    """Where the next page begins; None: this is the last one."""
-    scanned: int
-    """Rollouts that were read for it."""
-    total: int | None = None
-    """The number of all that match, where the store can count them."""
-    whole: bool = False
-    """Whether all that match were read, so that they can be sorted by anything."""
+def _page(
+    rows: Sequence[RolloutSummary],
+    after: str | None,
+    scanned: int,
+    total: int | None = None,
+    sorts: Sequence[str] = BY_STORE,
+) -> Json:
+    """A page of a table: where the next one begins (None: this is the last one), how many rollouts were read for it,
+    how many match, where the store can count them, and by what it may be sorted."""
+    return {"rows": rows, "next": after, "scanned": scanned, "total": total, "sorts": sorts}
 
 
-async def select(run: RunData, table: Table) -> Page:
+async def select(run: RunData, table: Table) -> Json:
     """One page. Raises ConfigError for an order or a cursor that cannot be."""
     if table.step is not None or (table.group is not None and await _in_ids(run, table.group)):
         return await _from_set(run, table)
@@ -153,7 +151,7 @@ async def select(run: RunData, table: Table) -> Page:
             f"sort={table.sort!r} sorts the rollouts of one step= or group=; a whole store: {', '.join(BY_STORE)}"
         )
     if table.id is not None and table.after is None and (whole := await run.by_ids([table.id])):
-        return Page(await table.admitted(run, whole), None, 1)
+        return _page(await table.admitted(run, whole), None, 1)
     return await _scan(run, table)
 
 
@@ -167,7 +165,7 @@ async def _in_ids(run: RunData, group: str) -> bool:
     return bool(found) and found[0].rollout_id.startswith(_stem(group_of(found[0])) or "-")
 
 
-async def _scan(run: RunData, table: Table) -> Page:
+async def _scan(run: RunData, table: Table) -> Json:
     rows: list[RolloutSummary] = []
     scanned, cursor, wanted = 0, table.after, table.wanted(run)
     total = await _total(run, table, wanted) if cursor is None and table.by_store else None
@@ -187,9 +185,9 @@ async def _scan(run: RunData, table: Table) -> Page:
             cursor = rollout.rollout_id if by_creation else str(offset)
             rows += [found[rollout.rollout_id]] if rollout.rollout_id in found else []
             if len(rows) == table.limit:
-                return Page(rows, cursor if place < len(chunk) or len(chunk) == size else None, scanned, total)
+                return _page(rows, cursor if place < len(chunk) or len(chunk) == size else None, scanned, total)
         if len(chunk) < size or scanned >= MOST_SCANNED:
-            return Page(rows, cursor if len(chunk) == size else None, scanned, total)
+            return _page(rows, cursor if len(chunk) == size else None, scanned, total)
 
 
 async def newer_than(run: RunData, table: Table, newest: str | None) -> tuple[int, bool]:
@@ -212,7 +210,7 @@ async def _total(run: RunData, table: Table, wanted: Mapping[str, Any]) -> int |
     return await run.store.count_rollouts(**wanted)
 
 
-async def _from_set(run: RunData, table: Table) -> Page:
+async def _from_set(run: RunData, table: Table) -> Json:
     """The rollouts of a step or a group: few enough to read all of them."""
     if table.step is not None:
         rollouts = await rollouts_of_step(run, table.step)
@@ -224,7 +222,7 @@ async def _from_set(run: RunData, table: Table) -> Page:
         known = sorted((each for each in rows if value(each) is not None), key=value, reverse=table.descending)
         rows = [*known, *(each for each in rows if value(each) is None)]
     end = table.offset + table.limit
-    return Page(rows[table.offset : end], str(end) if end < len(rows) else None, len(rollouts), len(rows), whole=True)
+    return _page(rows[table.offset : end], str(end) if end < len(rows) else None, len(rollouts), len(rows), SORTS)
 
 
 def _stem(group: str) -> str:
@@ -261,15 +259,7 @@ PAGE_OF_TASK: Final = 1000
 
 async def list_rollouts(run: RunData, query: Query) -> Json:
     """A page of the rollouts that match the filters."""
-    page = await select(run, Table(query))
-    return {
-        "rows": page.rows,
-        "next": page.next,
-        "scanned": page.scanned,
-        "total": page.total,
-        "sorts": [*BY_STORE, *BY_SUMMARY] if page.whole else BY_STORE,
-        "writable": run.writable,
-    }
+    return await select(run, Table(query)) | {"writable": run.writable}
 
 
 async def show_changes(run: RunData, query: Query) -> Json:
@@ -345,14 +335,21 @@ def _group(name: str, members: Sequence[RolloutSummary]) -> Json:
 
 async def show_task(run: RunData, query: Query) -> Json:
     """One task across the versions of the weights: the reward of its rollouts by version, each with its interval."""
-    key = query["task"]
-    rollouts, scanned, complete = await _of_task(run, key)
-    if not rollouts:
+    key, found, after = query["task"], list[Rollout](), None
+    scanned, complete = 0, False
+    while scanned < MOST_OF_TASK and not complete:
+        chunk = await run.store.query_rollouts(
+            rollout_id_contains=run.in_ids, newest_first=True, after=after, limit=PAGE_OF_TASK
+        )
+        found += [each for each in chunk if task_key(each.input) == key]
+        scanned, complete = scanned + len(chunk), len(chunk) < PAGE_OF_TASK
+        after = None if complete else chunk[-1].rollout_id
+    if not found:
         raise NotFoundError(f"no rollout of task {key} among the {scanned} newest of {run.name}")
-    rows = await run.summaries.of(rollouts)
+    rows = await run.summaries.of(found[::-1])
     return {
         "task_key": key,
-        "task": limited(as_text(rollouts[0].input)),
+        "task": limited(as_text(found[-1].input)),
         "scanned": scanned,
         "complete": complete,
         "versions": by_version(rows),
@@ -373,23 +370,6 @@ def by_version(rows: Iterable[RolloutSummary]) -> list[Json]:
         }
         for (version, mode), own in sorted(found.items())
     ]
-
-
-async def _of_task(run: RunData, key: str) -> tuple[list[Any], int, bool]:
-    """The rollouts of a task among the newest, oldest first; how many were read, and whether those are all."""
-    found: list[Any] = []
-    after: str | None = None
-    scanned = 0
-    while scanned < MOST_OF_TASK:
-        chunk = await run.store.query_rollouts(
-            rollout_id_contains=run.in_ids, newest_first=True, after=after, limit=PAGE_OF_TASK
-        )
-        found += [each for each in chunk if task_key(each.input) == key]
-        scanned += len(chunk)
-        if len(chunk) < PAGE_OF_TASK:
-            return found[::-1], scanned, True
-        after = chunk[-1].rollout_id
-    return found[::-1], scanned, False
 
 
 # -- the server -------------------------------------------------------------------------------------------------------
