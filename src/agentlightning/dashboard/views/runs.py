@@ -648,38 +648,29 @@ TRIAL: Final = re.compile(r"-([0-9a-f]{16})-(train|validation)\d{5}-\d+(-again|$
 """In the id of a rollout: a digest of the candidate's texts, and the tasks that it was tried on."""
 
 
-@dataclass(slots=True)
 class Candidate:
     """The texts of a candidate, and its rollouts."""
 
-    number: int
-    at: int
-    """The evaluation of the search that was its first."""
-    prompts: dict[str, PromptTemplate]
-    rows: dict[str, list[RolloutSummary]]
-    parent: Candidate | None
-    """The one that it was made from. None: the first of a search, or not known."""
-    led: bool = False
-    """Whether it is the result, or came before it."""
-
-    @property
-    def texts(self) -> dict[str, str]:
-        return {name: each.template for name, each in self.prompts.items()}
+    def __init__(self, number: int, at: int, prompts: Mapping[str, PromptTemplate], parent: Candidate | None) -> None:
+        self.number, self.at, self.prompts = number, at, prompts
+        """`at`: the evaluation of the search that was its first."""
+        self.texts = {name: each.template for name, each in prompts.items()}
+        self.rows: dict[str, list[RolloutSummary]] = {"train": [], "validation": []}
+        self.parent = parent
+        """The one that it was made from. None: the first of a search, or not known."""
+        self.led = False
+        """Whether it is the result, or came before it."""
 
     def as_json(self, result: Mapping[str, str]) -> Json:
-        found = {split: mean_of(rows) for split, rows in self.rows.items()}
-        tokens = sum(row.prompt_tokens + row.sampled_tokens for rows in self.rows.values() for row in rows)
-        changed = [] if self.parent is None else changed_prompts(self.parent.prompts, self.prompts)
-        parent = self.parent and self.parent.number
         return {
             "number": self.number,
             "at": self.at,
-            "parent": parent,
+            "parent": self.parent and self.parent.number,
             "led": self.led,
             "texts": self.texts,
-            **found,
-            "tokens": tokens,
-            "changed": changed,
+            **{split: mean_of(rows) for split, rows in self.rows.items()},
+            "tokens": sum(row.prompt_tokens + row.sampled_tokens for row in chain(*self.rows.values())),
+            "changed": changed_prompts(self.parent.prompts if self.parent else {}, self.prompts),
             "result": self.texts == result,
         }
 
@@ -704,7 +695,7 @@ def _candidates(
     for at, (row, parent) in enumerate(rows, 1):
         named, own = TRIAL.search(row.rollout_id), prompts.get(row.resources_id or "")
         if named is not None and own is not None:
-            new = Candidate(len(found), at, own, {"train": [], "validation": []}, found.get(parent))
+            new = Candidate(len(found), at, own, found.get(parent))
             found.setdefault(named[1], new).rows[named[2]].append(row)
     every = list(found.values())
     best = next((each for each in every if each.texts == result), None)

@@ -311,7 +311,7 @@ async def markdown_report(run_dir: Path, examples: int, store: LightningStoreBas
     if not path.exists():
         raise ConfigError(f"{run_dir} has no report.json: {unfinished(run_dir)}")
     report, state = loads(path.read_bytes()), read_state(run_dir)
-    tasks = run_dir / "data" / "held_out.jsonl"
+    tasks = run_dir / "data/held_out.jsonl"
     titles = [_inline(as_text(loads(line)))[:120] for line in tasks.read_bytes().splitlines()]
     changes: list[Any] = []
     shown = None
