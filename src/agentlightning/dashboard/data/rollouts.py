@@ -82,7 +82,7 @@ def messages_of(span: Span, attribute: str) -> list[Message]:
 
 def parts_of(message: Message) -> list[Json]:
     if isinstance(parts := message.get("parts"), list):
-        return recorded_objects(cast("object", parts))
+        return [each for each in cast("list[Any]", parts) if isinstance(each, dict)]
     content = message.get("content")
     return [] if content is None else [{"type": "text", "content": content}]
 
@@ -448,7 +448,7 @@ class AttemptIndex:
                 self.calls.append(len(self.ids))
                 self._keep_call(span)
             elif kind != "operation" or names.FEEDBACK_LABEL in span.attributes:
-                self.kept.append(_without_messages(span))
+                self.kept.append(_without_messages(span) if kind == "model" else span)
             self.ids.append(span.span_id)
             self.starts.append(span.start_time)
         return self

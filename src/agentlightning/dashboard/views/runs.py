@@ -63,8 +63,8 @@ class Chart:
 
 CHARTS: Final = (
     Chart("reward", "Reward of the step", {"reward": "mean"}, spread="reward_std"),
-    Chart("validation", "Validation reward", {}, others="validation_(.+)"),
-    Chart("dimensions", "Reward by dimension", {}, others="(?:reward_of|air)_(.+)"),
+    Chart("validation", "Validation reward", others="validation_(.+)"),
+    Chart("dimensions", "Reward by dimension", others="(?:reward_of|air)_(.+)"),
     Chart("entropy", "Entropy", {"entropy": "of the trained tokens", "sampling_entropy": "as sampled"}, unit="nats"),
     Chart(
         "kl",
@@ -97,11 +97,11 @@ CHARTS: Final = (
         others="rejected_(.+)",
         unit="rollouts",
     ),
-    Chart("seconds", "Seconds by phase", {}, others="(.+)_seconds", unit="s"),
+    Chart("seconds", "Seconds by phase", others="(.+)_seconds", unit="s"),
     Chart("speed", "Sampling speed", {"tokens_per_second": "tokens a second"}, unit="tokens/s"),
     Chart("loss", "Loss", {"loss": "loss"}),
     Chart("lr", "Learning rate", {"lr": "learning rate"}),
-    Chart("guard", "Reward guard", {}, others="guard_(.+)"),
+    Chart("guard", "Reward guard", others="guard_(.+)"),
 )
 HIDDEN: Final = frozenset({"step", "revision"})
 
