@@ -183,6 +183,19 @@ def _by_call(samples: Iterable[TrainingSample]) -> dict[CallId, CallCredit]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class TokenFacts:
+    """What is known of the tokens of some rollouts beside what their spans say."""
+
+    updates: Updates
+    credit: BatchCredit = BatchCredit()
+    step: int | None = None
+    """The one that learned from them."""
+    ratios: CallRatios = field(default_factory=CallRatios)
+    """The log-ratios of new to old; empty where the run records none."""
+    texts: TokenTexts | None = None
+
+
 # -- what happens now -------------------------------------------------------------------------------------------------
 #
 # The model calls are those among the spans that were stored last, so that what they cost does not grow with the
@@ -343,12 +356,13 @@ class RunData:
         own = [each for each in found if key[-1] and _group_key(each) == key]
         return own if any(each.rollout_id == rollout.rollout_id for each in own) else [*own, rollout]
 
-    async def ratios(self, step: int | None, rollout_ids: Sequence[str]) -> CallRatios:
-        """The log-ratios of new to old of the tokens of some rollouts that a step has learned from; empty where the run
-        records none."""
-        if self.files is None or step is None:
-            return {}
-        return await asyncio.to_thread(read_ratios, self.files.path, step, rollout_ids)
+    async def facts(self, rollout: Rollout, rollout_ids: Sequence[str]) -> TokenFacts:
+        """Of some rollouts of the same group."""
+        credit, step = await self.credit(rollout)
+        files, ratios = self.files, CallRatios()
+        if files is not None and step is not None:
+            ratios = await asyncio.to_thread(read_ratios, files.path, step, rollout_ids)
+        return TokenFacts(self.summaries.updates, credit, step, ratios, self.texts)
 
     async def step_of(self, rollout: Rollout) -> int | None:
         """The step that learned from a rollout; None: none did, or the audit log does not say."""

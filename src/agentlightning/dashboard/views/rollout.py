@@ -29,7 +29,7 @@ from agentlightning.dashboard.data.rollouts import (
     tool_results,
     version_of,
 )
-from agentlightning.dashboard.data.run_data import BatchCredit, RunData, TokenTexts
+from agentlightning.dashboard.data.run_data import RunData, TokenFacts, TokenTexts
 from agentlightning.dashboard.query import Query, mark_of
 from agentlightning.dashboard.views.rollouts import by_version
 from agentlightning.engine.likeliest_tokens import likeliest_from_text
@@ -39,7 +39,6 @@ from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span, counts
 from agentlightning.store.export.jsonl import fields_of
 from agentlightning.tracing.rewards import get_reward_value
-from agentlightning.training.persistence.token_ratios import CallRatios
 from agentlightning.trajectory import Step
 from agentlightning.util.common_prefix import common_prefix_length
 from agentlightning.util.json_values import Json
@@ -120,7 +119,7 @@ async def _spans(
         begin = index.start_of(min(start, len(index.ids)), CONTEXT)
     key, limit = (attempt.rollout_id, attempt.attempt_id), begin.context + limit
     found = await run.store.query_spans(*key, after=begin.after, limit=limit, tokens=False)
-    calls = stream_of(found, BatchCredit(), None, {}, run.summaries.updates)
+    calls = stream_of(found, TokenFacts(run.summaries.updates))
     if begin.after is not None:
         for call in calls:  # whether it begins a thread is not known from here
             call["starts"] = False
@@ -153,12 +152,10 @@ async def show_tokens(run: RunData, query: Query) -> Json:
     """The tokens of some calls of a rollout, with log-probability, advantage, weight and version of each: from the call
     `from` on (default: the page that has `call`)."""
     rollout = await run.rollout(query["rollout"])
-    credit, step = await run.credit(rollout)
-    ratios = await run.ratios(step, [rollout.rollout_id])
+    facts = await run.facts(rollout, [rollout.rollout_id])
     call = query.integer("call", 0)
     first = query.integer("from", call - call % PAGE_OF_CALLS)
-    calls = await _calls(run, rollout, credit, ratios, first)
-    return {**calls, "first_call": first, "step": step, **_learning_json(run, credit, ratios)}
+    return {**await _calls(run, rollout, facts, first), "first_call": first, **_facts_json(run, facts)}
 
 
 async def show_group(run: RunData, query: Query) -> Json:
@@ -168,15 +165,13 @@ async def show_group(run: RunData, query: Query) -> Json:
     rows = sorted(await run.summaries.of([*members.values()]), key=_by_reward)
     ranked = {row.rollout_id: members[row.rollout_id] for row in rows}
     left, right = (_chosen(ranked, query.text(name), at, "rollout of this group") for name, at in SIDES)
-    credit, step = await run.credit(rollout)
-    ratios = await run.ratios(step, [left.rollout_id, right.rollout_id])
-    sides = [await _calls(run, each, credit, ratios, 0) for each in (left, right)]
+    facts = await run.facts(rollout, [left.rollout_id, right.rollout_id])
+    sides = [await _calls(run, each, facts, 0) for each in (left, right)]
     streams = [each["stream"] for each in sides]
     return {
         "group": group_of(rollout),
         "task": limited(as_text(rollout.input)),
         "task_key": rows[0].task_key,
-        "step": step,
         "rollouts": rows[:IN_GROUP],
         "left_out": max(0, len(rows) - IN_GROUP),
         "left": left.rollout_id,
@@ -185,7 +180,7 @@ async def show_group(run: RunData, query: Query) -> Json:
         "more_calls": [each["next"] is not None for each in sides],
         "difference": first_difference(*streams) if left is not right else None,
         "versions": by_version(rows),
-        **_learning_json(run, credit, ratios),
+        **_facts_json(run, facts),
     }
 
 
@@ -202,7 +197,7 @@ def _chosen(known: Mapping[str, T], name: str | None, default: int, kind: str) -
     return [*known.values()][default] if name is None else known[name]
 
 
-async def _calls(run: RunData, rollout: Rollout, credit: BatchCredit, ratios: CallRatios, first: int) -> Json:
+async def _calls(run: RunData, rollout: Rollout, facts: TokenFacts, first: int) -> Json:
     """Some calls of the latest attempt of a rollout, with their tokens; where those after them begin, if there are any;
     and how many there are, unless they are still being counted."""
     attempt = await run.store.get_latest_attempt(rollout.rollout_id)
@@ -217,7 +212,7 @@ async def _calls(run: RunData, rollout: Rollout, credit: BatchCredit, ratios: Ca
         skip, more = index.calls_before(place) - index.calls_before(place - begin.context), end < count
         limit = begin.context + end - place
         spans = await run.store.query_spans(*key, after=begin.after, limit=limit) if limit else []
-    stream = stream_of(spans, credit, run.texts, ratios, run.summaries.updates)[skip:]
+    stream = stream_of(spans, facts)[skip:]
     summary, _, _ = await _totals(run, rollout, attempt, index)
     total, after = index and len(index.calls), first + len(stream) if more else None
     return {"summary": summary, "stream": stream, "next": after, "calls_total": total}
@@ -240,15 +235,17 @@ async def _until_call(run: RunData, key: Key, calls: int) -> tuple[list[Span], b
     return found, True
 
 
-def _learning_json(run: RunData, credit: BatchCredit, ratios: CallRatios) -> Json:
+def _facts_json(run: RunData, facts: TokenFacts) -> Json:
     """What tokens may be coloured by: the credit; whether there are ratios, why not, and beyond which of them the run's
     loss clips; whether their texts are known."""
     losses = getattr(run.config and run.config.algorithm, "losses", ())
     clips = next(((each.clip_low, each.clip_high) for each in losses if isinstance(each, PPOLoss)), None)
+    credit, known = facts.credit, bool(facts.ratios)
     return {
+        "step": facts.step,
         "credit": {"rule": credit.rule, "notes": credit.notes, "known": bool(credit.calls)},
-        "ratios": {"known": bool(ratios), "note": "" if ratios else NO_RATIOS, "clip": clips},
-        "has_texts": run.texts is not None,
+        "ratios": {"known": known, "note": "" if known else NO_RATIOS, "clip": clips},
+        "has_texts": facts.texts is not None,
     }
 
 
@@ -320,11 +317,8 @@ MOST_SAMPLED: Final = 40_000
 Tokens = list[int]
 
 
-def stream_of(
-    spans: Sequence[Span], credit: BatchCredit, texts: TokenTexts | None, ratios: CallRatios, updates: Updates
-) -> list[Json]:
-    """The model calls of one attempt in order, failed ones included, for the page. `spans` are those of the attempt,
-    `ratios` of its rollout, and `updates` counts those behind a version of the weights.
+def stream_of(spans: Sequence[Span], facts: TokenFacts) -> list[Json]:
+    """The model calls of one attempt, whose `spans` these are, in order, failed ones included, for the page.
 
     A request repeats the conversation so far. Shown is what it adds to the last call that it continues: one whose
     messages it begins with. A call that continues none starts a thread, and is shown whole. The results of a call's
@@ -357,7 +351,7 @@ def stream_of(
         failed = span.status_code == "ERROR" or names.ERROR_TYPE in attributes
         error = span.status_message or attributes.get(names.ERROR_TYPE) or "error"
         call = {
-            **call_facts(span, updates),
+            **call_facts(span, facts.updates),
             "name": span.name,
             "finish": as_text(reasons[0]) if isinstance(reasons, list) and reasons else None,
             "error": limited(as_text(error)) if failed else None,
@@ -369,8 +363,8 @@ def stream_of(
             "counts": span.span_id in counted,
             "reward": rewards.get(span.span_id),
             "known_tokens": known,
-            "prompt": _prompt(prompt[known:], texts) if shown and prompt else None,
-            "tokens": _sampled(span, sampled, credit, texts, ratios, updates) if shown and sampled else None,
+            "prompt": _prompt(prompt[known:], facts.texts) if shown and prompt else None,
+            "tokens": _sampled(span, sampled, facts) if shown and sampled else None,
             "left_out": not shown,
         }
         found.append(call)
@@ -431,23 +425,21 @@ def _prompt(tokens: Tokens, texts: TokenTexts | None) -> Json:
     }
 
 
-def _sampled(
-    span: Span, sampled: Tokens, credit: BatchCredit, texts: TokenTexts | None, ratios: CallRatios, updates: Updates
-) -> Json:
+def _sampled(span: Span, sampled: Tokens, facts: TokenFacts) -> Json:
     def fitting(values: Any) -> list[float] | None:
         return values if isinstance(values, list) and len(cast("list[Any]", values)) == len(sampled) else None
 
     key = span.rollout_id, span.span_id
-    advantages, weights = map(fitting, credit.calls.get(key, (None, None)))
+    advantages, weights = map(fitting, facts.credit.calls.get(key, (None, None)))
     return {
         "ids": sampled,
-        "texts": texts and texts.of(sampled),
+        "texts": facts.texts and facts.texts.of(sampled),
         "logprobs": fitting(span.attributes.get(names.LOGPROBS)),
         "advantages": advantages,
         "weights": weights,
-        "log_ratios": fitting(ratios.get(key)),
-        "versions": _versions(span, len(sampled), updates),
-        "alternatives": _alternatives(span, len(sampled), texts),
+        "log_ratios": fitting(facts.ratios.get(key)),
+        "versions": _versions(span, len(sampled), facts.updates),
+        "alternatives": _alternatives(span, len(sampled), facts.texts),
     }
 
 

@@ -568,10 +568,9 @@ async def list_resources(run: RunData, query: Query) -> Json:
     newest = await run.store.query_resources(
         resources_id_contains=contains, sort_by="version", sort_order="desc", limit=limit + 1, offset=offset
     )
-    shown = newest[:limit]
-    before = [*newest[1:], None][: len(shown)]
+    pairs = zip(newest[:limit], [*newest[1:], None], strict=False)
     return {
-        "versions": [_version(*each, run.summaries.updates) for each in zip(shown, before, strict=True)],
+        "versions": [_version(*each, run.summaries.updates) for each in pairs],
         "next": str(offset + limit) if len(newest) > limit else None,
     }
 
@@ -617,14 +616,13 @@ async def list_weights(run: RunData, query: Query) -> Json:
 
 
 def _weights(files: RunFiles, limit: int, offset: int) -> Json:
-    records, state = files.audit(), files.state()
-    newest = records[::-1]
+    newest, state = files.audit()[::-1], files.state()
     kept = {path.name for path in (files.path / "checkpoints").glob("step-*")}
     return {
         "records": [_record(each, kept, state.resumes) for each in newest[offset : offset + limit]],
         "next": str(offset + limit) if offset + limit < len(newest) else None,
         "best_step": state.best_step,
-        "has_audit": bool(records),
+        "has_audit": bool(newest),
     }
 
 
