@@ -485,13 +485,9 @@ class AttemptIndex:
         found = Counter(int((each - self.start) * scale) for each in tuple(self.starts))
         return [found[bucket] for bucket in range(BUCKETS)]
 
-    def calls_before(self, place: int) -> int:
-        """The number of calls before a place."""
-        return bisect_left(self.calls, place)
-
     def start_of(self, place: int, context: int) -> Start:
         """Where to read a page from that begins at a place, with up to `context` calls before it."""
-        number = self.calls_before(place)
+        number = bisect_left(self.calls, place)
         first = self.calls[max(0, number - context)] if number else place
         first = max(first, place - CONTEXT_SPANS)
         return Start(self.ids[first - 1] if first else None, place - first)

@@ -123,11 +123,10 @@ async def _spans(
     if begin.after is not None:
         for call in calls:  # whether it begins a thread is not known from here
             call["starts"] = False
-    own = found[begin.context :]
-    shown = {span.span_id for span in own}
-    earlier = [call for call in calls if call["span_id"] not in shown]
+    before = sum(map(is_call, found[: begin.context]))
     changing = ("span_id", "counts", "reward", "error", "tool_results")
-    return own, calls[len(earlier) :], [{name: call[name] for name in changing} for call in earlier]
+    context = [{name: call[name] for name in changing} for call in calls[:before]]
+    return found[begin.context :], calls[before:], context
 
 
 async def _index(run: RunData, attempt: Attempt | None, count: int, seconds: float | None) -> AttemptIndex | None:
@@ -209,9 +208,9 @@ async def _calls(run: RunData, rollout: Rollout, facts: TokenFacts, first: int) 
     else:
         place, end = (index.calls[n] if n < len(index.calls) else count for n in (first, first + PAGE_OF_CALLS))
         begin = index.start_of(place, 1)
-        skip, more = index.calls_before(place) - index.calls_before(place - begin.context), end < count
-        limit = begin.context + end - place
+        limit, more = begin.context + end - place, end < count
         spans = await run.store.query_spans(*key, after=begin.after, limit=limit) if limit else []
+        skip = sum(map(is_call, spans[: begin.context]))
     stream = stream_of(spans, facts)[skip:]
     summary, _, _ = await _totals(run, rollout, attempt, index)
     total, after = index and len(index.calls), first + len(stream) if more else None
