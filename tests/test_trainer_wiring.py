@@ -24,9 +24,9 @@ from agentlightning.attempt_address import attempt_key, attempt_path, attempt_se
 from agentlightning.config import CurriculumConfig, EvaluationConfig, GateConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.dashboard.data.run_data import catalog_of_run
 from agentlightning.dashboard.query import Query
-from agentlightning.dashboard.views.resources import list_resources, list_weights
 from agentlightning.dashboard.views.rollout import show_tokens
 from agentlightning.dashboard.views.rollouts import list_rollouts
+from agentlightning.dashboard.views.runs import list_resources, list_weights
 from agentlightning.errors import TrainingStopped
 from agentlightning.policy import open as opening
 from agentlightning.policy.base import UPDATE, UpdateOptions
@@ -222,13 +222,14 @@ async def test_the_best_checkpoint_by_validation_is_measured_and_kept(run: Run) 
     assert result.held_out["greedy"].after == pytest.approx(0.905), "the best weights are loaded to be measured"
     assert result.held_out["greedy"].before == pytest.approx(0.105)
     data = catalog_of_run(result.run_dir, run.store)
-    shown = await list_rollouts(data, Query({"run": "run"}, {"limit": "500", "id": "-after-"}))
-    assert {row["versions"] for row in shown["rows"]} == {(2,)}, "by the dashboard, two updates: loading is none"
-    tokens = await show_tokens(data, Query({"run": "run", "rollout": shown["rows"][0]["rollout_id"]}))
+    own = await data.run("run")
+    shown = await list_rollouts(own, Query({"limit": "500", "id": "-after-"}))
+    assert {row.versions for row in shown["rows"]} == {(2,)}, "by the dashboard, two updates: loading is none"
+    tokens = await show_tokens(own, Query({"rollout": shown["rows"][0].rollout_id}))
     assert [call["version"] for call in tokens["stream"]] == [2]
-    weights = await list_weights(data, Query({"run": "run"}))
+    weights = await list_weights(own, Query())
     assert {each["version"] for each in weights["records"]} <= {0, 1, 2, 3}, "three steps have no fourth version"
-    resources = await list_resources(data, Query({"run": "run"}))
+    resources = await list_resources(own, Query())
     models = [each["resources"]["llm"] for each in resources["versions"]]
     assert {model["policy_version"] for model in models} == {0, 1, 2, 3}
     await data.close()

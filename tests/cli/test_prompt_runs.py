@@ -17,8 +17,7 @@ import agentlightning as agl
 from agentlightning.dashboard.data.run_data import Catalog
 from agentlightning.dashboard.data.run_files import RunFiles
 from agentlightning.dashboard.query import Query
-from agentlightning.dashboard.views.resources import show_search
-from agentlightning.dashboard.views.runs import cost_of, summary
+from agentlightning.dashboard.views.runs import cost_of, show_search, summary
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("prompt runs")]
 
@@ -118,7 +117,7 @@ async def test_no_token_and_no_dollar_is_counted_twice(run: Path) -> None:
 
 
 async def test_the_list_names_no_model_for_a_run_that_trains_none(run: Path) -> None:
-    (listed,) = Catalog(directories=[run]).sources().items()
+    (listed,) = Catalog(roots=[run]).sources().items()
     assert summary(*listed)["model"] is None
 
 
@@ -167,8 +166,8 @@ def test_the_page_names_no_model_of_a_run_that_trains_none(run: Path) -> None:
 
 
 async def test_the_page_shows_every_candidate_that_was_tried_what_it_changed_and_what_came_of_it(run: Path) -> None:
-    data = Catalog(directories=[run])
-    found = (await show_search(data, Query({"run": "run"})))["candidates"]
+    data = Catalog(roots=[run])
+    found = (await show_search(await data.run("run"), Query()))["candidates"]
     await data.close()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     report = json.loads((run / "report.json").read_text())

@@ -38,7 +38,7 @@ class Served:
 
     async def _serve(self) -> None:
         data = Catalog(**self._catalog, writable=True)
-        app = dashboard_app(dashboard_routes(data, TOKEN), "127.0.0.1", has_token=True)
+        app = dashboard_app(dashboard_routes(data, TOKEN), "127.0.0.1")
         config = uvicorn.Config(
             app, lifespan="off", ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=1
         )

@@ -483,7 +483,7 @@ async def test_a_view_that_has_not_changed_is_not_sent_again(client):
 async def test_a_run_of_an_earlier_version_is_shown(tmp_path: Path, client_of):
     with tarfile.open(Path(__file__).parents[1] / "compat/fixtures/run.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
-    data = Catalog(directories=[tmp_path / "run"])
+    data = Catalog(roots=[tmp_path / "run"])
     async with client_of(data) as client:
         assert (await get(client, "/runs/run"))["summary"]["state"] == "finished"
         row = (await get(client, "/runs/run/rollouts?step=2&limit=1"))["rows"][0]

@@ -62,7 +62,7 @@ def doctor(job: Job) -> str:
 
 async def warnings_of_page(job: Job) -> dict[str, str]:
     """By name, what the page of the run warns of, with what to try."""
-    data = Catalog(directories=[job.directory / "run"])
+    data = Catalog(roots=[job.directory / "run"])
     transport = httpx.ASGITransport(Starlette(routes=list(dashboard_routes(data, None))))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         found = (await client.get("/dashboard/api/runs/run")).json()

@@ -68,7 +68,7 @@ async def test_spans_and_the_token_view_have_the_likeliest_tokens_of_the_model(e
         assert [token for token, _ in row] == tokens
         assert [value for _, value in row] == pytest.approx(values, abs=NEAR)
     data = Catalog(store)
-    shown = await show_tokens(data, Query({"run": "store", "rollout": span.rollout_id}))
+    shown = await show_tokens(await data.run("store"), Query({"rollout": span.rollout_id}))
     alternatives = shown["stream"][0]["tokens"]["alternatives"]
     assert [[token for token, _, _ in row] for row in alternatives] == best.indices.tolist()
     await data.close()

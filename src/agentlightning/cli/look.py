@@ -323,20 +323,18 @@ async def _show_pages(target: str | None, demo: bool, host: str, port: int, brow
         catalog = _runs_at(target) or Catalog(await stack.enter_async_context(open_named(target)))
         stack.push_async_callback(catalog.close)
         _show_link(f"{url_of(host, listener.getsockname()[1])}{PATH}", token, browser, output)
-        app = dashboard_app(dashboard_routes(catalog, token), host, has_token=True)
+        app = dashboard_app(dashboard_routes(catalog, token), host)
         await serve_dashboard(app, listener)
 
 
 def _runs_at(target: str | None) -> Catalog | None:
     """The run in a directory, or those below it; None for a database. Raises ConfigError where there is neither."""
     from agentlightning.dashboard.data.run_data import Catalog
-    from agentlightning.training.persistence.run_dir import holds_run
 
     path = Path(target or "runs")
-    if holds_run(path):
-        return Catalog(directories=[path])
-    if path.is_dir() and any(path.glob("*/state.json")):
-        return Catalog(roots=[path])
+    runs = Catalog(roots=[path])
+    if runs.sources():
+        return runs
     if target is None or not (target.startswith(DATABASES) or path.exists()):
         raise ConfigError(
             f"there is no run and no database at {str(path)!r}; give the directory of a run, a database or a URL, or"

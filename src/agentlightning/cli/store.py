@@ -116,7 +116,7 @@ async def list_rollouts(
     elif sort == "seconds":
         found.sort(key=lambda row: -(row.seconds or 0.0))
     rows, read = found[:limit], len(found)
-    record = {"rollouts": [asdict(row) for row in rows], "read": read, "matching": matching}
+    record = {"rollouts": [vars(row) for row in rows], "read": read, "matching": matching}
     after = [agl("store", "show", row.rollout_id, store=store.place) for row in rows[:1]]
     return Result(record, _table(rows, read, matching), after)
 

@@ -16,9 +16,9 @@ from typing import Any, Final, cast
 
 import orjson
 
-from agentlightning.dashboard.data.run_data import Catalog, RunData
+from agentlightning.dashboard.data.run_data import RunData
 from agentlightning.dashboard.query import Query
-from agentlightning.dashboard.views.rollouts import Filters, select
+from agentlightning.dashboard.views.rollouts import MOST_ROWS, Table, select
 from agentlightning.errors import AgentLightningError, ConfigError, DatasetError
 from agentlightning.recording.feedback import Feedback, add_feedback
 from agentlightning.rollouts import Rollout
@@ -35,14 +35,13 @@ ONLY_READS: Final = "this dashboard only reads; open that of the server, with it
 Action = Callable[[RunData, str, Mapping[str, Any]], Awaitable[Json]]
 
 
-async def act(data: Catalog, name: str, action: str, body: Any) -> Json:
+async def act(run: RunData, action: str, body: Any) -> Json:
     """Do something to each rollout of `body["rollout_ids"]`. Raises ConfigError for a request that cannot be."""
-    if not data.writable:
+    if not run.writable:
         raise ConfigError(ONLY_READS)
     if action not in ACTIONS:
         raise ConfigError(f"action {action!r} is none of: {', '.join(ACTIONS)}")
     ids = ids_in(body)
-    run = await data.run(name)
     results: Json = {}
     for rollout_id in ids:
         try:
@@ -116,17 +115,15 @@ SKIPPED_HEADER: Final = "x-agl-skipped"
 """JSON: how many gave no record, by reason."""
 MOST_EXPORTED: Final = 20_000
 """Rollouts that filters may select."""
-PAGE: Final = 500
 CHUNK: Final = 50
 
 
-async def export(data: Catalog, name: str, body: Any) -> tuple[AsyncIterator[bytes], dict[str, str]]:
+async def export(run: RunData, body: Any) -> tuple[AsyncIterator[bytes], dict[str, str]]:
     """The lines, and headers that say how many records there are and what gave none. Raises ConfigError."""
     fields: Mapping[str, Any] = cast("dict[str, Any]", body) if isinstance(body, dict) else {}
     form = fields.get("form", ROLLOUTS)
     if form != ROLLOUTS and form not in DATASETS:
         raise ConfigError(f"form={form!r:.80} is none of: {', '.join((ROLLOUTS, *DATASETS))}")
-    run = await data.run(name)
     filters = fields.get("filters")
     rollouts = await run.by_ids(ids_in(body)) if filters is None else await _matching(run, filters)
     if form == ROLLOUTS:
@@ -144,18 +141,18 @@ async def _matching(run: RunData, given: Any) -> list[Rollout]:
     """All rollouts that match the filters of a table, oldest first."""
     if not isinstance(given, dict) or not all(isinstance(each, str) for each in cast("dict[str, Any]", given).values()):
         raise ConfigError('filters is no object of texts; send {"filters": {"state": "succeeded"}}')
-    filters = Filters.of(Query({}, cast("dict[str, str]", given)))
-    found, cursor = list[str](), None
+    query = {**cast("dict[str, str]", given), "sort": "", "order": "asc", "after": "", "limit": str(MOST_ROWS)}
+    rollouts = list[Rollout]()
     while True:
-        page = await select(run, filters, sort=None, descending=False, cursor=cursor, limit=PAGE)
-        found += [row.rollout_id for row in page.rows]
-        if len(found) > MOST_EXPORTED:
+        page = await select(run, Table(Query(query)))
+        rollouts += await run.by_ids([row.rollout_id for row in page["rows"]])
+        if len(rollouts) > MOST_EXPORTED:
             raise ConfigError(
                 f"the filters select more than {MOST_EXPORTED:,} rollouts; narrow them, or use agl export"
             )
-        if page.next is None:
-            return await run.by_ids(found)
-        cursor = page.next
+        if page["next"] is None:
+            return rollouts
+        query["after"] = page["next"]
 
 
 async def _lines(records: Sequence[Mapping[str, Any]]) -> AsyncIterator[bytes]:

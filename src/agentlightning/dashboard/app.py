@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,18 +23,14 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from agentlightning.dashboard.actions import act, export
-from agentlightning.dashboard.data.run_data import Catalog
+from agentlightning.dashboard.data.rollouts import RolloutSummary
+from agentlightning.dashboard.data.run_data import Catalog, RunData
 from agentlightning.dashboard.query import Query
-from agentlightning.dashboard.views import (
-    resources,
-    rollout,
-    rollouts,
-    runs,
-    tasks,
-)
+from agentlightning.dashboard.views import rollout, rollouts, runs
 from agentlightning.errors import AgentLightningError, NotFoundError
 from agentlightning.store.http.encoding import RequestError, encode, error_response, status_of
 from agentlightning.store.http.endpoint import authorize, read_body
+from agentlightning.util.json_values import Json
 
 PATH: Final = "/dashboard"
 MAX_BODY: Final = 256 * 1024
@@ -47,47 +44,51 @@ HEADERS: Final = {
     "cache-control": "no-cache",
 }
 STATIC: Final = Path(__file__).parent / "static"
-Handler = Callable[[Request], Awaitable[Response]]
-View = Callable[[Catalog, Query], Awaitable[dict[str, Any]]]
-VIEWS: Final[Mapping[str, View]] = {
+VIEWS: Final[Mapping[str, Callable[[Any, Query], Awaitable[Json]]]] = {
     "/runs": runs.list_runs,
     "/compare": runs.compare,
     "/runs/{run}": runs.show_run,
     "/runs/{run}/status": runs.show_status,
-    "/runs/{run}/search": resources.show_search,
+    "/runs/{run}/search": runs.show_search,
     "/runs/{run}/steps/{step}": rollouts.show_step,
     "/runs/{run}/rollouts": rollouts.list_rollouts,
     "/runs/{run}/changes": rollouts.show_changes,
     "/runs/{run}/rollouts/{rollout}": rollout.show_rollout,
     "/runs/{run}/rollouts/{rollout}/tokens": rollout.show_tokens,
     "/runs/{run}/rollouts/{rollout}/group": rollout.show_group,
-    "/runs/{run}/tasks": tasks.list_tasks,
+    "/runs/{run}/tasks": runs.list_tasks,
     "/runs/{run}/tasks/{task}": rollouts.show_task,
     "/runs/{run}/server": rollouts.show_server,
     "/runs/{run}/failures": rollouts.list_failures,
-    "/runs/{run}/resources": resources.list_resources,
-    "/runs/{run}/weights": resources.list_weights,
+    "/runs/{run}/resources": runs.list_resources,
+    "/runs/{run}/weights": runs.list_weights,
 }
-"""The JSON of each view, by its path below /dashboard/api. The page of a view has the same path below /dashboard."""
-
-EXPORT: Final = "/runs/{run}/export"
+"""The JSON of each view, by its path below /dashboard/api: a function of the run that the path names, or else of the
+catalog, and of the query. The page of a view has the same path below /dashboard."""
 
 
 def dashboard_routes(data: Catalog, token: str | None) -> list[BaseRoute]:
     """Routes for a Starlette application. With a `token`, all data requires it."""
     api = f"{PATH}/api"
-    return [
-        *(Route(f"{api}{path}", authorized(token, _view(data, view)), methods=["GET"]) for path, view in VIEWS.items()),
-        Route(f"{api}/runs/{{run}}/actions/{{action}}", authorized(token, _action(data)), methods=["POST"]),
-        Route(f"{api}{EXPORT}", authorized(token, _export(data)), methods=["POST"]),
-        Route(f"{api}/{{path:path}}", authorized(token, unknown), methods=["GET", "POST"]),
-        *page_routes(),
-    ]
+    posts = {"/runs/{run}/actions/{action}": _action, "/runs/{run}/export": _export}
 
+    def route(path: str, answer: Callable[[Any, Request], Awaitable[Response]], method: str) -> Route:
+        async def respond(request: Request) -> Response:
+            try:
+                authorize(dict(request.headers), token)
+                run = request.path_params.get("run")
+                return await answer(data if run is None else await data.run(run), request)
+            except AgentLightningError as error:
+                headers = {**HEADERS, "cache-control": "no-store"}
+                content = encode(error_response(error))
+                return Response(content, status_of(error), headers, media_type="application/json")
 
-def page_routes() -> list[BaseRoute]:
-    """The page and its files, which hold no data."""
+        return Route(f"{api}{path}", respond, methods=[method])
+
     return [
+        *(route(path, partial(_view, view), "GET") for path, view in VIEWS.items()),
+        *(route(path, answer, "POST") for path, answer in posts.items()),
+        *(route("/{path:path}", _unknown, method) for method in ("GET", "POST")),
         Mount(f"{PATH}/static", _Static(directory=STATIC)),
         Route(PATH, _page, methods=["GET"]),
         Route(f"{PATH}/{{path:path}}", _page, methods=["GET"]),
@@ -97,69 +98,36 @@ def page_routes() -> list[BaseRoute]:
 # -- the JSON ----------------------------------------------------------------------------------------------------------
 
 
-def json_response(request: Request, content: Any) -> Response:
+def _json(request: Request, content: Any) -> Response:
     """A JSON response; that of a view with an ETag, so that a page that asks again is sent what has changed."""
     body = orjson.dumps(content, default=_plain, option=orjson.OPT_NON_STR_KEYS)
-    if request.method != "GET":
-        return Response(body, 200, {**HEADERS, "cache-control": "no-store"}, media_type="application/json")
-    tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
-    headers = {**HEADERS, "cache-control": "private, no-cache", "etag": tag}
-    if request.headers.get("if-none-match") == tag:
-        return Response(status_code=304, headers=headers)
-    return Response(body, headers=headers, media_type="application/json")
+    headers, status = {**HEADERS, "cache-control": "no-store"}, 200
+    if request.method == "GET":
+        tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
+        headers |= {"cache-control": "private, no-cache", "etag": tag}
+        if request.headers.get("if-none-match") == tag:
+            body, status = b"", 304
+    return Response(body, status, headers, media_type="application/json")
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, set | frozenset | tuple):
-        return list(value)  # pyright: ignore[reportUnknownArgumentType]
-    return str(value)
+    return vars(value) if isinstance(value, RolloutSummary) else str(value)
 
 
-def error_json(error: AgentLightningError, status: int | None = None) -> Response:
-    """An error as a response, with the status of its kind unless another is given."""
-    headers = {**HEADERS, "cache-control": "no-store"}
-    return Response(encode(error_response(error)), status or status_of(error), headers, media_type="application/json")
+async def _view(view: Callable[[Any, Query], Awaitable[Json]], of: Any, request: Request) -> Response:
+    return _json(request, await view(of, Query({**request.query_params, **request.path_params})))
 
 
-def authorized(token: str | None, handler: Handler) -> Handler:
-    """A handler for those with the token, whose errors are JSON."""
-
-    async def respond(request: Request) -> Response:
-        try:
-            authorize(dict(request.headers), token)
-            return await handler(request)
-        except AgentLightningError as error:
-            return error_json(error)
-
-    return respond
+async def _action(run: RunData, request: Request) -> Response:
+    return _json(request, await act(run, request.path_params["action"], await _body(request)))
 
 
-def _view(data: Catalog, view: View) -> Handler:
-    async def respond(request: Request) -> Response:
-        query = Query(dict(request.path_params), dict(request.query_params))
-        return json_response(request, await view(data, query))
-
-    return respond
+async def _export(run: RunData, request: Request) -> Response:
+    lines, counts = await export(run, await _body(request))
+    return StreamingResponse(lines, headers={**HEADERS, **counts}, media_type="application/x-ndjson")
 
 
-def _action(data: Catalog) -> Handler:
-    async def respond(request: Request) -> Response:
-        parts = request.path_params
-        return json_response(request, await act(data, parts["run"], parts["action"], await _body(request)))
-
-    return respond
-
-
-def _export(data: Catalog) -> Handler:
-    async def respond(request: Request) -> Response:
-        lines, counts = await export(data, request.path_params["run"], await _body(request))
-        return StreamingResponse(lines, headers={**HEADERS, **counts}, media_type="application/x-ndjson")
-
-    return respond
-
-
-async def unknown(request: Request) -> Response:
-    """Answers what is no view."""
+async def _unknown(of: Any, request: Request) -> Response:
     raise NotFoundError(f"there is no view at {request.url.path!r}; the views are: {', '.join(VIEWS)}")
 
 

@@ -3,66 +3,52 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import TypeVar
 
 from agentlightning.errors import ConfigError
 
 D = TypeVar("D", int, None)
+N = TypeVar("N", int, float)
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
+class Query(dict[str, str]):
     """The parameters of a view: those of its path and of its query string. An empty one is none."""
 
-    path: Mapping[str, str] = field(default_factory=dict[str, str])
-    values: Mapping[str, str] = field(default_factory=dict[str, str])
-
-    def part(self, name: str) -> str:
-        """A part of the path."""
-        return self.path[name]
-
     def text(self, name: str) -> str | None:
-        return self.values.get(name) or None
+        return self.get(name) or None
 
     def number(self, name: str) -> float | None:
         """Raises ConfigError for what is no finite number."""
-        text = self.text(name)
-        if text is None:
-            return None
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
-        if not math.isfinite(number):
-            raise ConfigError(f"{name}={text!r} is not a number")
-        return number
+        return self._read(name, float, math.isfinite, "a number")
 
     def integer(self, name: str, default: D, least: int = 0, most: int = 2**53) -> int | D:
         """Raises ConfigError for what is no whole number within the bounds."""
-        text = self.text(name)
-        if text is None:
-            return default
+        kind = f"a whole number from {least} to {most}"
+        found = self._read(name, int, lambda number: least <= number <= most, kind)
+        return default if found is None else found
+
+    def _read(self, name: str, convert: Callable[[str], N], admits: Callable[[N], bool], kind: str) -> N | None:
+        if (text := self.text(name)) is None:
+            return None
         try:
-            number = int(text)
+            if admits(number := convert(text)):
+                return number
         except ValueError:
-            number = least - 1
-        if not least <= number <= most:
-            raise ConfigError(f"{name}={text!r} is not a whole number from {least} to {most}")
-        return number
+            pass
+        raise ConfigError(f"{name}={text!r} is not {kind}")
+
+    def names(self, name: str, choices: Sequence[str] | None = None) -> list[str]:
+        """Several values, separated by commas. Raises ConfigError for one that is none of the choices."""
+        found = [each for each in (self.text(name) or "").split(",") if each]
+        if choices is not None and (unknown := [each for each in found if each not in choices]):
+            raise ConfigError(f"{name}={unknown[0]!r} is none of: {', '.join(choices)}")
+        return found
 
     def choice(self, name: str, choices: Sequence[str], default: str | None = None) -> str | None:
-        """Raises ConfigError for anything else."""
-        text = self.text(name)
-        if text is not None and text not in choices:
-            raise ConfigError(f"{name}={text!r} is none of: {', '.join(choices)}")
-        return default if text is None else text
-
-    def names(self, name: str) -> list[str]:
-        """Several values, separated by commas."""
-        return [each for each in (self.text(name) or "").split(",") if each]
+        """One value. Raises as `names`."""
+        return next(iter(self.names(name, choices)), default)
 
 
 def mark_of(*shown: object) -> str:

@@ -15,7 +15,7 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.report.result import as_html, markdown_report
 from agentlightning.util.json_values import Json
 
-WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM = 420, 190, 52, 412, 168
+AXES: Final = {"width": 420, "height": 190, "left": 52, "right": 412, "bottom": 168}
 """Of a drawing, and of its axes."""
 COLORS: Final = ("#1d4ed8", "#c2410c", "#0f766e", "#7e22ce", "#a16207", "#be185d", "#475569", "#15803d")
 STYLE: Final = (
@@ -40,11 +40,7 @@ async def report_page(run_dir: Path, examples: int, store: LightningStoreBase | 
         held_out=held_out(files, state),
         warnings=warnings_of(files, state),
         charts=[_drawing(chart, lines) for chart in charts_of(lines)["charts"] if not chart["constant"]],
-        width=WIDTH,
-        height=HEIGHT,
-        left=LEFT,
-        right=RIGHT,
-        bottom=BOTTOM,
+        **AXES,
     )
     return text.replace("</style>", f"{STYLE}</style>", 1).replace("</body>", f"{content}</body>", 1)
 
@@ -58,11 +54,11 @@ def _drawing(chart: Json, lines: Sequence[Json]) -> Json:
     first, width, low, height = steps[0], steps[-1] - steps[0] or 1, min(known), max(known) - min(known) or 1
 
     def y_of(value: float) -> str:
-        return f"{8 + (BOTTOM - 8) * (low + height - value) / height:.1f}"
+        return f"{8 + (AXES['bottom'] - 8) * (low + height - value) / height:.1f}"
 
     def points(values: Sequence[float | None]) -> list[str]:
-        pairs = zip(steps, values, strict=False)
-        return [f"{LEFT + (RIGHT - LEFT) * (x - first) / width:.1f},{y_of(y)}" for x, y in pairs if y is not None]
+        pairs, left, right = zip(steps, values, strict=False), AXES["left"], AXES["right"]
+        return [f"{left + (right - left) * (x - first) / width:.1f},{y_of(y)}" for x, y in pairs if y is not None]
 
     return {
         "title": f"{chart['title']} ({chart['unit']})" if chart["unit"] else chart["title"],

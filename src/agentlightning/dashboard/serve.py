@@ -13,8 +13,7 @@ from typing import Final
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import RedirectResponse
 from starlette.routing import BaseRoute, Route
 
 from agentlightning.dashboard.app import PATH
@@ -24,15 +23,11 @@ from agentlightning.store.export.copy import import_store
 from agentlightning.store.sql.store import SqlStore
 
 
-def dashboard_app(routes: Sequence[BaseRoute], host: str, *, has_token: bool) -> RequestTracker:
+def dashboard_app(routes: Sequence[BaseRoute], host: str) -> RequestTracker:
     """The ASGI application, which rejects pages of other sites as the server does."""
-    app = Starlette(routes=[*routes, Route("/", _to_page)])
+    app = Starlette(routes=[*routes, Route("/", RedirectResponse(PATH))])
     app.router.redirect_slashes = False
-    return RequestTracker(app, guard=OriginGuard((host,), any_host=has_token))
-
-
-async def _to_page(request: Request) -> Response:
-    return RedirectResponse(PATH)
+    return RequestTracker(app, guard=OriginGuard((host,), any_host=True))
 
 
 async def serve_dashboard(app: RequestTracker, listener: socket.socket) -> None:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Final, Self
 
 from rich.console import Console, RenderableType
@@ -84,15 +83,9 @@ class _Phase:
 
     def line(self, now: float) -> str:
         count = f"{self.done or ''}" if self.total is None else f"{self.done}/{self.total}"
-        parts = [
-            *([count] if count else []),
-            *map(str, _format_all(self.metrics)),
-            f"{duration(now - self.started)} elapsed",
-        ]
-        left = self.left(now)
-        if left is not None and self.done != self.total:
-            parts.append(f"{duration(left)} left")
-        return f"{self.name}: {'  '.join(parts)}"
+        left = None if self.done == self.total else self.left(now)
+        times = [f"{duration(now - self.started)} elapsed", "" if left is None else f"{duration(left)} left"]
+        return f"{self.name}: {'  '.join(filter(None, [count, *_format_all(self.metrics), *times]))}"
 
 
 class Bars(RichProgress):
@@ -136,7 +129,8 @@ class Progress:
         self, console: Console | None = None, enabled: bool = True, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._console = console or Console(stderr=True, highlight=False)
-        self._enabled = enabled
+        self.enabled = enabled
+        """Whether anything is shown."""
         self._clock = clock
         self._lock = threading.RLock()
         self._depth = 0
@@ -152,19 +146,15 @@ class Progress:
     def __enter__(self) -> Self:
         with self._lock:
             self._depth += 1
-            if self._depth == 1 and self._enabled and self._console.is_interactive:
+            if self._depth == 1 and self.enabled and self._console.is_interactive:
                 self._bars = Bars(self._console, self)
                 self._bars.start()
-            elif self._depth == 1 and self._enabled:
+            elif self._depth == 1 and self.enabled:
                 self._ended = threading.Event()
-                threading.Thread(
-                    target=self._print_periodically, args=(self._ended,), name="progress", daemon=True
-                ).start()
+                threading.Thread(target=self._print_periodically, args=[self._ended], daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
             self._depth -= 1
             if self._depth == 0:
@@ -181,14 +171,14 @@ class Progress:
             now = self._clock()
             if self._bars is not None:
                 self._bar = self._bars.add_task(escape(name), total=total, completed=done, metrics="")
-            elif self._enabled:
+            elif self.enabled:
                 self._print(f"{name} ..." if total is None else f"{name}: {total} to do")
             self._phase = _Phase(name, total, now, first=done, done=done, shown_at=now, shown_done=-1)
 
     def update(self, done: int, **metrics: Metric) -> None:
         """Report how many items are done, and the current metrics: `reward=0.3`, `tokens_per_second=3570`."""
         phase = self._phase
-        if phase is None or not self._enabled:
+        if phase is None or not self.enabled:
             return
         with self._lock:
             phase.done = done
@@ -202,17 +192,12 @@ class Progress:
         if phase is not None and self._bars is not None and self._bar is not None:
             self._bars.update(self._bar, completed=phase.done, metrics=escape("  ".join(_format_all(phase.metrics))))
 
-    @property
-    def enabled(self) -> bool:
-        """Whether anything is shown."""
-        return self._enabled
-
     def below(self) -> Iterable[RenderableType]:
         """What a display shows below the phases. A note holds the lock while it waits for the display, which calls
         this: it is called without."""
         for name, value in [each for each in self._lines.items() if each[1]]:
             line = Text(f"{name:<11} ", style="dim", no_wrap=True, overflow="ellipsis")
-            yield line.append(printable(value), style="none" if name != "warnings" else "yellow")
+            yield line.append(printable(value), style="yellow" if name == "warnings" else "none")
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Show the rewards up to a finished step, and the last validation, on a terminal."""
@@ -233,7 +218,7 @@ class Progress:
         if text.startswith("warning: "):
             self._warnings += 1
             self._lines["warnings"] = f"{self._warnings}, the last: {text.removeprefix('warning: ')}"
-        if self._enabled:
+        if self.enabled:
             with self._lock:
                 self._print(text)
 
@@ -255,7 +240,7 @@ class Progress:
     def _finish_phase(self) -> None:
         self.redraw()
         phase, self._phase = self._phase, None
-        if phase is None or not self._enabled:
+        if phase is None or not self.enabled:
             return
         if self._bars is not None and self._bar is not None:
             self._bars.stop_task(self._bar)
@@ -284,8 +269,7 @@ def _format(name: str, value: Metric) -> str:
 
 def duration(seconds: float) -> str:
     """7 s, 2:05, 1:02:05."""
-    whole = max(0, round(seconds))
-    minutes, rest = divmod(whole, 60)
+    minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours}:{minutes:02}:{rest:02}"

@@ -4,14 +4,16 @@ terminal, and what sums up attempts of any length."""
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import time
 from array import array
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple, TypeAlias, cast
+from copy import copy
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
 
 import orjson
 from msgspec import structs
@@ -26,10 +28,10 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
 from agentlightning.tracing.rewards import get_reward_value
 from agentlightning.trajectory import Reward, RewardWeights
-from agentlightning.util.common_prefix import common_prefix_length
 from agentlightning.util.json_values import Json, as_text, loads, recorded_objects
 from agentlightning.util.printable import printable
 
+K = TypeVar("K")
 SHORT: Final = 240
 """Characters of a value in a table."""
 LONG: Final = 100_000
@@ -48,16 +50,6 @@ def limited(text: str, limit: int = LONG) -> str:
     return text if len(text) <= limit else f"{text[:limit]}\n[… {len(text) - limit} more characters]"
 
 
-def json_of(text: Any) -> Any:
-    """The value in a JSON text; anything else as it is."""
-    if not isinstance(text, str):
-        return text
-    try:
-        return loads(text)
-    except orjson.JSONDecodeError:
-        return text
-
-
 def tells_failure(result: Any) -> bool:
     """Whether the result of a tool says that the tool has failed: it begins with "error", "exception", "traceback" or
     "failed", or is an object with a field `error` that is not empty.
@@ -65,16 +57,16 @@ def tells_failure(result: Any) -> bool:
     >>> tells_failure("error: division by zero"), tells_failure('{"error": null, "rows": 3}'), tells_failure("42")
     (True, False, False)
     """
-    value = json_of(result)
+    try:
+        value = loads(result) if isinstance(result, str) else result
+    except orjson.JSONDecodeError:
+        value = result
     if isinstance(value, dict) and "error" in value:
         return bool(value["error"])
     return isinstance(value, str) and FAILED.match(value) is not None
 
 
-# -- the conversation -------------------------------------------------------------------------------------------------
-#
-# A request repeats the conversation so far. Shown is what it adds to the last call that it continues: one of the same
-# agent whose messages it begins with. A call that continues none starts a new thread, and is shown whole.
+# -- messages ----------------------------------------------------------------------------------------------------------
 
 
 Message = Json
@@ -83,66 +75,14 @@ IMAGE: Final = ("data:image/png;", "data:image/jpeg;", "data:image/gif;", "data:
 MOST_IMAGE: Final = 4_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One model call."""
-
-    span: Span
-    new: tuple[Message, ...]
-    """Messages of the request that no earlier turn shows."""
-    answer: tuple[Message, ...]
-    starts: bool
-    """Whether it starts a thread."""
-    thread: int
-
-
-def turns_of(spans: Iterable[Span]) -> list[Turn]:
-    """The model calls among the spans of an attempt, failed ones included, in order."""
-    found: list[Turn] = []
-    threads: list[list[str]] = []
-    """What each thread has said, a line a message, without ids and times."""
-    for span in sorted((span for span in spans if is_call(span)), key=lambda span: span.sequence_id):
-        request, answer = messages_of(span, names.INPUT_MESSAGES), messages_of(span, names.OUTPUT_MESSAGES)
-        lines = [_line(message) for message in request]
-        thread, known = _continued(threads, lines)
-        if thread is None:
-            thread = len(threads)
-            threads.append([])
-        threads[thread] = [*lines, *map(_line, answer)]
-        found.append(Turn(span, tuple(request[known:]), tuple(answer), known == 0, thread))
-    return found
-
-
-def _continued(threads: Sequence[Sequence[str]], lines: Sequence[str]) -> tuple[int | None, int]:
-    """The thread that a request continues, and how many of its messages are known."""
-    best, known = None, 0
-    for index, said in enumerate(threads):
-        same = common_prefix_length(lines, said)
-        if same > known and same >= len(said) - 1:  # an answer may come back in another form
-            best, known = index, same
-    if best is not None and known < len(threads[best]) and known < len(lines):
-        known += _is_assistant(lines[known])
-    return best, known
-
-
-def _is_assistant(line: str) -> int:
-    return line.startswith("assistant\0")
-
-
-def _line(message: Message) -> str:
-    parts = [{k: v for k, v in part.items() if k != "id"} for part in parts_of(message)]
-    return f"{message.get('role')}\0{orjson.dumps(parts, default=repr, option=orjson.OPT_SORT_KEYS).decode()}"
-
-
 def messages_of(span: Span, attribute: str) -> list[Message]:
     """The messages in an attribute; those that cannot be read are left out."""
     return recorded_objects(span.attributes.get(attribute))
 
 
 def parts_of(message: Message) -> list[Json]:
-    parts = message.get("parts")
-    if isinstance(parts, list):
-        return [cast(Json, each) for each in cast("list[Any]", parts) if isinstance(each, dict)]
+    if isinstance(parts := message.get("parts"), list):
+        return [each for each in cast("list[Any]", parts) if isinstance(each, dict)]
     content = message.get("content")
     return [] if content is None else [{"type": "text", "content": content}]
 
@@ -155,9 +95,6 @@ def tool_results(messages: Iterable[Message]) -> list[Any]:
         for part in parts_of(message)
         if part.get("type") == "tool_call_response"
     ]
-
-
-# -- as JSON -----------------------------------------------------------------------------------------------------------
 
 
 def message_json(message: Message) -> Json:
@@ -207,46 +144,57 @@ Updates: TypeAlias = Callable[[int], int]
 """The number of updates behind weights of a version. Pages show it: loading a checkpoint raises the version too."""
 
 
-@dataclass(frozen=True, slots=True)
 class RolloutSummary:
-    """A line of the table of rollouts."""
+    """A line of the table of rollouts: a rollout, from the spans of its latest attempt. None: they were not read."""
 
-    rollout_id: str
-    status: str
-    mode: str | None
-    queue: str
-    group: str
-    task: str
-    """Its beginning."""
-    task_key: str
-    start_time: float
-    end_time: float | None
-    seconds: float | None
-    """Of the latest attempt."""
-    attempts: int
-    attempt_start: float | None
-    """Of the latest attempt."""
-    worker: str | None
-    reward: Reward | None
-    reward_number: float | None
-    """The reward as one number; None: missing, or named dimensions without weights."""
-    spans_read: bool
-    """False: what follows is not known, but for failures and resources_id."""
-    calls: int
-    prompt_tokens: int
-    sampled_tokens: int
-    agents: tuple[str, ...]
-    versions: tuple[int, ...]
-    """Of the weights that answered, in order."""
-    tool_calls: int
-    tool_errors: int
-    failure: str | None
-    """Why it failed, or why it has no reward."""
-    failure_kind: str | None
-    """The type of the error, or how the attempt ended."""
-    labels: tuple[str, ...]
-    """What people have said of it."""
-    resources_id: str | None
+    def __init__(
+        self, rollout: Rollout, attempt: Attempt | None, spans: Sequence[Span] | None, weights: RewardWeights = None
+    ) -> None:
+        self.spans_read = attempt is None or spans is not None
+        """False: what they say is not known."""
+        spans = spans or ()
+        answered = calls(spans)
+        self.rollout_id = rollout.rollout_id
+        self.status = rollout.status
+        self.mode = rollout.mode
+        self.queue = rollout.queue
+        self.group = group_of(rollout)
+        self.resources_id = rollout.resources_id
+        self.task = shortened(rollout.input)
+        """Its beginning."""
+        self.task_key = digest_of(rollout.input)
+        self.start_time = rollout.start_time
+        self.end_time = rollout.end_time
+        self.attempts = 0 if attempt is None else attempt.sequence_id
+        self.attempt_start = attempt and attempt.start_time
+        self.worker = attempt and attempt.worker_id
+        self.seconds = attempt and attempt.end_time and attempt.end_time - attempt.start_time
+        """Of the latest attempt."""
+        self.reward: Reward | None = None
+        self.failure_kind, self.failure = _failure(attempt)
+        """The type of the error, or how the attempt ended; and why it failed, or why it has no reward."""
+        try:
+            self.reward = link_rewards(spans).final
+        except RewardError as error:
+            if rollout.status != "failed":
+                self.failure_kind, self.failure = None, str(error)
+        self.reward_number = number_of(self.reward, weights)
+        """The reward as one number; None: missing, or named dimensions without weights."""
+        self.calls = len(answered)
+        self.prompt_tokens = sum(map(prompt_tokens, answered))
+        self.sampled_tokens = sum(map(sampled_tokens, answered))
+        self.agents = _texts(answered, names.AGENT_NAME)
+        self.versions = tuple(dict.fromkeys(v for span in answered if (v := version_of(span)) is not None))
+        """Of the weights that answered, in order."""
+        self.tool_calls, self.tool_errors = _tools(spans, answered)
+        self.labels = _texts(spans, names.FEEDBACK_LABEL)
+        """What people have said of it."""
+
+    def counted(self, updates: Updates) -> RolloutSummary:
+        """With updates in place of versions."""
+        found = copy(self)
+        found.versions = tuple(map(updates, self.versions))
+        return found
 
 
 class Summaries:
@@ -264,78 +212,38 @@ class Summaries:
         missing = {each.rollout_id: each for each in rollouts if fresh or _key(each) not in self._known}
         latest = await self._store.get_latest_attempts([*missing]) if missing else []
         attempts = {each.rollout_id: each for each in latest}
-        found = {name: summarize(each, attempts.get(name), None) for name, each in missing.items()}
+        found = {name: RolloutSummary(each, attempts.get(name), None) for name, each in missing.items()}
         wanted = [name for name, each in missing.items() if name in attempts and (open_spans or each.finished)]
         if wanted:
             async for name, spans in self._store.iter_spans(wanted, tokens=False):
-                found[name] = summarize(missing[name], attempts[name], spans, self._weights)
+                found[name] = RolloutSummary(missing[name], attempts[name], spans, self._weights)
         self._known |= {_key(each): found[name] for name, each in missing.items() if each.finished}
         result = [found.get(each.rollout_id) or self._known[_key(each)] for each in rollouts]
         while len(self._known) > SUMMARIES:
             self._known.popitem(last=False)
-        return [self.counted(each) for each in result]
-
-    def counted(self, summary: RolloutSummary) -> RolloutSummary:
-        """With updates in place of versions."""
-        return replace(summary, versions=tuple(map(self.updates, summary.versions)))
+        return [each.counted(self.updates) for each in result]
 
 
 def _key(rollout: Rollout) -> tuple[str, float | None, str]:
     return rollout.rollout_id, rollout.end_time, rollout.status
 
 
-def summarize(
-    rollout: Rollout, attempt: Attempt | None, spans: Sequence[Span] | None, weights: RewardWeights = None
-) -> RolloutSummary:
-    """The summary of a rollout, from the spans of its latest attempt. None: they were not read."""
-    spans_read, spans = attempt is None or spans is not None, spans or ()
-    answered = calls(spans)
-    reward, problem = reward_of(spans)
-    kind, message = _failure(attempt) if rollout.status == "failed" or problem is None else (None, problem)
-    tools, failed = _tools(spans, answered)
-    return RolloutSummary(
-        rollout_id=rollout.rollout_id,
-        status=rollout.status,
-        mode=rollout.mode,
-        queue=rollout.queue,
-        group=group_of(rollout),
-        task=shortened(rollout.input),
-        task_key=_digest(rollout.input),
-        start_time=rollout.start_time,
-        end_time=rollout.end_time,
-        seconds=None if attempt is None or attempt.end_time is None else attempt.end_time - attempt.start_time,
-        attempts=0 if attempt is None else attempt.sequence_id,
-        attempt_start=None if attempt is None else attempt.start_time,
-        worker=None if attempt is None else attempt.worker_id,
-        reward=reward,
-        reward_number=number_of(reward, weights),
-        spans_read=spans_read,
-        calls=len(answered),
-        prompt_tokens=sum(token_count(span, names.INPUT_TOKENS, names.PROMPT_TOKEN_IDS) for span in answered),
-        sampled_tokens=sum(token_count(span, names.OUTPUT_TOKENS, names.RESPONSE_TOKEN_IDS) for span in answered),
-        agents=tuple(dict.fromkeys(str(a) for span in answered if (a := span.attributes.get(names.AGENT_NAME)))),
-        versions=tuple(dict.fromkeys(v for span in answered if isinstance(v := version_of(span), int))),
-        tool_calls=tools,
-        tool_errors=failed,
-        failure=message,
-        failure_kind=kind,
-        labels=tuple(dict.fromkeys(str(x) for span in spans if (x := span.attributes.get(names.FEEDBACK_LABEL)))),
-        resources_id=rollout.resources_id,
-    )
+def _texts(spans: Iterable[Span], attribute: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(str(value) for span in spans if (value := span.attributes.get(attribute))))
+
+
+def grouped(rows: Iterable[RolloutSummary], key: Callable[[RolloutSummary], K]) -> dict[K, list[RolloutSummary]]:
+    """The rows by key, in the order of the first of each."""
+    found: dict[K, list[RolloutSummary]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
 
 
 def group_of(rollout: Rollout) -> str:
     """The group that a rollout says it belongs to; empty where it says none."""
     group = rollout.metadata.get("group")
     return group if isinstance(group, str) else ""
-
-
-def reward_of(spans: Iterable[Span]) -> tuple[Reward | None, str | None]:
-    """The final reward of an attempt, and what is wrong with its rewards."""
-    try:
-        return link_rewards(spans).final, None
-    except RewardError as error:
-        return None, str(error)
 
 
 def number_of(reward: Reward | None, weights: RewardWeights) -> float | None:
@@ -346,6 +254,15 @@ def number_of(reward: Reward | None, weights: RewardWeights) -> float | None:
         return scalar_reward(reward, weights)
     except RewardError:
         return None
+
+
+def _token_count(ids: str, usage: str, span: Span) -> int:
+    known, number = (span.attributes.get(name) for name in (ids, usage))
+    return len(cast("list[int]", known)) if isinstance(known, list) else number if isinstance(number, int) else 0
+
+
+prompt_tokens: Final = partial(_token_count, names.PROMPT_TOKEN_IDS, names.INPUT_TOKENS)
+sampled_tokens: Final = partial(_token_count, names.RESPONSE_TOKEN_IDS, names.OUTPUT_TOKENS)
 
 
 def version_of(span: Span, updates: Updates = int) -> int | None:
@@ -362,25 +279,18 @@ def call_facts(span: Span, updates: Updates) -> Json:
         "model": attributes.get(names.RESPONSE_MODEL) or attributes.get(names.REQUEST_MODEL),
         "version": version_of(span, updates),
         "seconds": None if span.end_time is None else span.end_time - span.start_time,
-        "prompt_tokens": token_count(span, names.INPUT_TOKENS, names.PROMPT_TOKEN_IDS),
-        "sampled_tokens": token_count(span, names.OUTPUT_TOKENS, names.RESPONSE_TOKEN_IDS),
+        "prompt_tokens": prompt_tokens(span),
+        "sampled_tokens": sampled_tokens(span),
         "failed": has_failed(span),
     }
 
 
-def _digest(task: Any) -> str:
+def digest_of(task: Any) -> str:
+    """The key of a task; empty where it has none."""
     try:
         return task_key(task)
     except TypeError:
         return ""
-
-
-def token_count(span: Span, usage: str, ids: str) -> int:
-    known = span.attributes.get(ids)
-    if isinstance(known, list):
-        return len(cast("list[int]", known))
-    number = span.attributes.get(usage)
-    return number if isinstance(number, int) else 0
 
 
 def _tools(spans: Sequence[Span], answered: Sequence[Span]) -> tuple[int, int]:
@@ -409,7 +319,7 @@ def _failure(attempt: Attempt | None) -> tuple[str | None, str | None]:
 
 def rollout_lines(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> Iterator[str]:
     """The rollout, then each attempt with its spans in order. Control characters in the text of agents are escaped."""
-    yield from map(printable, _lines(rollout, attempts, spans))
+    return map(printable, _lines(rollout, attempts, spans))
 
 
 def _lines(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> Iterator[str]:
@@ -419,17 +329,14 @@ def _lines(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span])
     if command := rollout.metadata.get("command"):
         yield f"  command  {shortened(command)}"
     for attempt in attempts:
-        yield f"attempt {attempt.sequence_id} {attempt.attempt_id} {attempt.status}{_attempt_duration(attempt)}"
-        error = attempt.metadata.get("error")
+        took = "" if attempt.end_time is None else f" in {attempt.end_time - attempt.start_time:.1f} s"
+        yield f"attempt {attempt.sequence_id} {attempt.attempt_id} {attempt.status}{took}"
+        error: Any = attempt.metadata.get("error")
         if isinstance(error, dict):
-            yield f"  error    {shortened(cast('dict[str, Any]', error).get('message'))}"
+            yield f"  error    {shortened(error.get('message'))}"
         for span in spans:
             if span.attempt_id == attempt.attempt_id:
                 yield from _span(span)
-
-
-def _attempt_duration(attempt: Attempt) -> str:
-    return "" if attempt.end_time is None else f" in {attempt.end_time - attempt.start_time:.1f} s"
 
 
 def _span(span: Span) -> Iterator[str]:
@@ -448,29 +355,21 @@ def _span(span: Span) -> Iterator[str]:
 
 
 def _call(span: Span, number: str) -> Iterator[str]:
-    values = span.attributes
-    agent = f", {values[names.AGENT_NAME]}" if names.AGENT_NAME in values else ""
-    dollars = values.get(names.COST)
+    facts, dollars = call_facts(span, int), span.attributes.get(names.COST)
+    agent = f", {facts['agent']}" if facts["agent"] is not None else ""
     cost = f", ${dollars:.4f}" if isinstance(dollars, int | float) else ""
-    tokens = f"{values.get(names.INPUT_TOKENS) or 0} tokens in, {values.get(names.OUTPUT_TOKENS) or 0} out"
-    yield f"{number} {span.name}{agent}: {tokens}{cost}"
-    inputs, outputs = (recorded_objects(values.get(name)) for name in (names.INPUT_MESSAGES, names.OUTPUT_MESSAGES))
-    yield from (f"        {line}" for message in (*inputs[-1:], *outputs) for line in _message(message))
+    yield f"{number} {span.name}{agent}: {facts['prompt_tokens']} tokens in, {facts['sampled_tokens']} out{cost}"
+    inputs, outputs = (messages_of(span, name) for name in (names.INPUT_MESSAGES, names.OUTPUT_MESSAGES))
+    yield from (f"        {line}" for message in (*inputs[-1:], *outputs) for line in _message(message_json(message)))
     if span.status_code == "ERROR":
-        yield f"        failed: {shortened(span.status_message or values.get(names.ERROR_TYPE))}"
+        yield f"        failed: {shortened(span.status_message or span.attributes.get(names.ERROR_TYPE))}"
 
 
-def _message(message: dict[str, Any]) -> Iterator[str]:
-    role = str(message.get("role", "?"))
-    for part in message.get("parts") or ():
-        kind = part.get("type")
-        if kind == "tool_call":
-            yield f"{role:<10} {part.get('name')}({shortened(part.get('arguments'))})"
-        elif kind == "tool_call_response":
-            yield f"{role:<10} {shortened(part.get('response'))}"
-        else:
-            note = " (thinks)" if kind == "reasoning" else ""
-            yield f"{role:<10}{note} {shortened(part.get('content', kind))}"
+def _message(message: Json) -> Iterator[str]:
+    for part in message["parts"]:
+        note, text = " (thinks)" if part["kind"] == "reasoning" else "", shortened(part["text"])
+        said = f"{part['name']}({text})" if part["kind"] == "tool_call" else text or part["kind"]
+        yield f"{message['role']:<10}{note} {said}"
 
 
 # -- what an attempt holds --------------------------------------------------------------------------------------------
@@ -518,40 +417,41 @@ class Start(NamedTuple):
     """Spans from there to the first one of the page."""
 
 
-@dataclass(slots=True)
 class AttemptIndex:
     """The index of one attempt."""
 
-    ids: list[str] = field(default_factory=list[str])
-    """Of its spans, in order."""
-    calls: list[int] = field(default_factory=list[int])
-    """Places of the model calls among them, failed ones included."""
-    kinds: Counter[str] = field(default_factory=Counter[str])
-    start: float | None = None
-    end: float | None = None
-    starts: array[float] = field(default_factory=lambda: array("d"))
-    kept: list[Span] = field(default_factory=list[Span])
-    """The spans that a summary is made of: calls without their messages, tools, rewards, feedback."""
-    _totals: tuple[Any, RolloutSummary, list[int]] | None = None
-    """What was computed of them last, after what it depends on."""
-    _totals_until: float = 0.0
-    _longest: tuple[int, int] = -1, -1
-    """The call with the longest request, which keeps its messages: its place in `kept`, its length."""
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+        """Of its spans, in order."""
+        self.calls: list[int] = []
+        """Places of the model calls among them, failed ones included."""
+        self.kinds = Counter[str]()
+        self.start, self.end = math.inf, -math.inf
+        """Infinite without spans, which is null in JSON."""
+        self.starts = array("d")
+        self.kept: list[Span] = []
+        """The spans that a summary is made of: all but operations, calls without their messages."""
+        self._totals: tuple[Any, int, RolloutSummary, list[int]] | None = None
+        """What was computed of them last, after what it depends on."""
+        self._totals_until = 0.0
+        self._longest = -1, -1
+        """The call with the longest request, which keeps its messages: its place in `kept`, its length."""
 
-    def add(self, spans: Sequence[Span]) -> None:
-        """Add the spans that follow."""
+    def add(self, spans: Sequence[Span]) -> AttemptIndex:
+        """Add the spans that follow; returns itself."""
         for span in spans:
-            self.kinds[kind_of(span)] += 1
-            end = span.start_time if span.end_time is None else span.end_time
-            self.start = span.start_time if self.start is None else min(self.start, span.start_time)
-            self.end = end if self.end is None else max(self.end, end)
+            kind = kind_of(span)
+            self.kinds[kind] += 1
+            self.start = min(self.start, span.start_time)
+            self.end = max(self.end, span.start_time if span.end_time is None else span.end_time)
             if is_call(span):
                 self.calls.append(len(self.ids))
                 self._keep_call(span)
-            elif _counts_in_summary(span):
-                self.kept.append(span)
+            elif kind != "operation" or names.FEEDBACK_LABEL in span.attributes:
+                self.kept.append(_without_messages(span) if kind == "model" else span)
             self.ids.append(span.span_id)
             self.starts.append(span.start_time)
+        return self
 
     def _keep_call(self, span: Span) -> None:
         request = span.attributes.get(names.INPUT_MESSAGES)
@@ -561,9 +461,9 @@ class AttemptIndex:
             if place >= 0:
                 self.kept[place] = _without_messages(self.kept[place])
             self._longest = len(self.kept), size
-            self.kept.append(span)
         else:
-            self.kept.append(_without_messages(span))
+            span = _without_messages(span)
+        self.kept.append(span)
 
     async def totals(
         self, rollout: Rollout, attempt: Attempt | None, weights: RewardWeights
@@ -571,50 +471,31 @@ class AttemptIndex:
         """The summary of the attempt, how many of its spans start in each of BUCKETS equal parts of its time, and
         whether both are up to date: while spans are added, they take at most a share of the time."""
         state = rollout.status, rollout.end_time, attempt and (attempt.status, attempt.end_time)
-        known, began = self._totals, time.monotonic()
-        if known is not None and known[0] == (state, len(self.ids)):
-            return known[1], known[2], True
-        if known is not None and known[0][0] == state and began < self._totals_until:
-            return known[1], known[2], False
-        count = len(self.ids)
-        summary, density = await asyncio.to_thread(
-            lambda: (summarize(rollout, attempt, list(self.kept), weights), self._density())
-        )
-        self._totals = (state, count), summary, density
-        self._totals_until = time.monotonic() + REST * (time.monotonic() - began)
-        return summary, density, True
+        known, count, began = self._totals, len(self.ids), time.monotonic()
+        if known is None or known[0] != state or (known[1] != count and began >= self._totals_until):
+            found = await asyncio.to_thread(
+                lambda: (RolloutSummary(rollout, attempt, list(self.kept), weights), self._density())
+            )
+            known = self._totals = state, count, *found
+            self._totals_until = time.monotonic() + REST * (time.monotonic() - began)
+        return known[2], known[3], known[1] == count
 
     def _density(self) -> list[int]:
-        low, high = self.start or 0.0, self.end or 0.0
-        scale = (BUCKETS - 1e-9) / (high - low) if high > low else 0.0
-        found = Counter(int((each - low) * scale) for each in tuple(self.starts))
+        scale = (BUCKETS - 1e-9) / (self.end - self.start) if self.end > self.start else 0.0
+        found = Counter(int((each - self.start) * scale) for each in tuple(self.starts))
         return [found[bucket] for bucket in range(BUCKETS)]
-
-    def calls_before(self, place: int) -> int:
-        """The number of calls before a place."""
-        return bisect_left(self.calls, place)
 
     def start_of(self, place: int, context: int) -> Start:
         """Where to read a page from that begins at a place, with up to `context` calls before it."""
-        number = self.calls_before(place)
+        number = bisect_left(self.calls, place)
         first = self.calls[max(0, number - context)] if number else place
         first = max(first, place - CONTEXT_SPANS)
         return Start(self.ids[first - 1] if first else None, place - first)
 
 
-def _counts_in_summary(span: Span) -> bool:
-    attributes = span.attributes
-    return (
-        span.name == names.REWARD
-        or names.FEEDBACK_LABEL in attributes
-        or attributes.get(names.OPERATION_NAME) == "execute_tool"
-    )
-
-
 def _without_messages(span: Span) -> Span:
-    return structs.replace(
-        span, attributes={name: value for name, value in span.attributes.items() if name not in LARGE}
-    )
+    kept = {name: value for name, value in span.attributes.items() if name not in LARGE}
+    return structs.replace(span, attributes=kept)
 
 
 class AttemptIndexes:
@@ -633,46 +514,35 @@ class AttemptIndexes:
             self._known.move_to_end(key)
             return known
         earlier = self._tasks.get(key)
-        task = earlier or asyncio.create_task(self._read(key, count))
-        if earlier is None:
-            self._tasks[key] = task
-            task.add_done_callback(lambda done: self._end(key, done))
-        done, _ = await asyncio.wait({task}, timeout=seconds)
-        if not done:
+        task = self._tasks[key] = earlier or asyncio.create_task(self._read(key, count))
+        if not (await asyncio.wait({task}, timeout=seconds))[0]:
             return None
         index = task.result()
         if earlier is not None and len(index.ids) < count:  # it began before the last spans were stored
             return await self.of(key, count, seconds)
         return index
 
-    def _end(self, key: Key, task: asyncio.Task[AttemptIndex]) -> None:
-        self._tasks.pop(key, None)
-        if task.cancelled() or task.exception() is not None:
-            return  # whoever waits for it has the error
-        self._known[key] = task.result()
-        while len(self._known) > REMEMBERED or (len(self._known) > 1 and self._size() > MOST_REMEMBERED):
-            self._known.popitem(last=False)
-
-    def _size(self) -> int:
-        return sum(len(each.ids) for each in self._known.values())
-
     async def _read(self, key: Key, count: int) -> AttemptIndex:
-        index = self._known.get(key)
-        if index is not None and index.ids and len(index.ids) < count:
-            await self._extend(index, key)
-            if len(index.ids) >= count:
-                return index
-        index = AttemptIndex()  # the first time, or where a span was stored between others
-        await self._extend(index, key)
+        """All the first time, and where a span was stored between others; else what was added."""
+        try:
+            index = self._known.get(key)
+            if index is None or len(index.ids) > count or len((await self._extend(index, key)).ids) < count:
+                index = await self._extend(AttemptIndex(), key)
+        finally:
+            del self._tasks[key]
+        known = self._known
+        known[key] = index
+        while len(known) > REMEMBERED or (len(known) > 1 and sum(len(e.ids) for e in known.values()) > MOST_REMEMBERED):
+            known.popitem(last=False)
         return index
 
-    async def _extend(self, index: AttemptIndex, key: Key) -> None:
+    async def _extend(self, index: AttemptIndex, key: Key) -> AttemptIndex:
         while True:
             after = index.ids[-1] if index.ids else None
             spans = await self._store.query_spans(*key, after=after, limit=CHUNK, tokens=False)
             await asyncio.to_thread(index.add, spans)  # the gateway of the same server is not to wait
             if len(spans) < CHUNK:
-                return
+                return index
 
     async def close(self) -> None:
         """Stop reading."""

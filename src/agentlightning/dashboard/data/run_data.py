@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,11 +15,7 @@ import orjson
 from agentlightning import span as names
 from agentlightning.algorithms.agents import AgentRoles
 from agentlightning.algorithms.lightning_rl import LightningRLConfig, assignment_of, shape_rewards
-from agentlightning.algorithms.step import (
-    most_uncertain,
-    truncated_rollouts,
-    without_weight,
-)
+from agentlightning.algorithms.step import most_uncertain, truncated_rollouts, without_weight
 from agentlightning.assemble.model_calls import is_call
 from agentlightning.config import TrainConfig
 from agentlightning.credit import Assignment, group_trajectories, training_samples
@@ -29,6 +24,7 @@ from agentlightning.dashboard.data.rollouts import (
     Summaries,
     Updates,
     call_facts,
+    digest_of,
     group_of,
     message_json,
     messages_of,
@@ -42,7 +38,6 @@ from agentlightning.span import Span
 from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
-from agentlightning.training.persistence.run_dir import holds_run
 from agentlightning.training.persistence.token_ratios import CallRatios, read_ratios
 from agentlightning.training.sources.collector import TrajectoryReader
 from agentlightning.training.watch import running_rollouts
@@ -60,42 +55,34 @@ PLACES: Final = ("start", "checkpoint", ".")
 """Where a run directory may have the file, beside its checkpoints."""
 
 
+@dataclass(frozen=True, slots=True)
 class TokenTexts:
     """The text of each token."""
 
-    def __init__(self, pieces: dict[int, str], special: frozenset[int], byte_level: bool) -> None:
-        self._pieces = pieces
-        self.special = special
-        self._byte_level = byte_level
+    pieces: Mapping[int, str]
+    special: Collection[int]
+    byte_level: bool
 
     @classmethod
     def read(cls, path: Path) -> TokenTexts:
-        """Raises OSError or ValueError for a file that is no tokenizer."""
+        """Raises OSError, ValueError, LookupError or TypeError for a file that is no tokenizer."""
         document: Any = orjson.loads(path.read_bytes())
         vocabulary = document["model"]["vocab"]
-        entries: Iterable[tuple[str, int]] = (
-            vocabulary.items()
-            if isinstance(vocabulary, dict)
-            else ((piece, index) for index, (piece, _) in enumerate(vocabulary))
-        )
+        entries = vocabulary.items() if isinstance(vocabulary, dict) else ((v[0], i) for i, v in enumerate(vocabulary))
         pieces = {int(number): str(piece) for piece, number in entries}
         added = {int(each["id"]): str(each["content"]) for each in document.get("added_tokens") or ()}
-        return cls({**pieces, **added}, frozenset(added), b'"ByteLevel"' in orjson.dumps(document.get("decoder")))
+        return cls(pieces | added, added, b'"ByteLevel"' in orjson.dumps(document.get("decoder")))
 
     def of(self, token_ids: Iterable[int]) -> list[str]:
         return [self._text(each) for each in token_ids]
 
     def _text(self, token_id: int) -> str:
-        piece = self._pieces.get(token_id)
-        if piece is None:
-            return f"<{token_id}>"
-        if token_id in self.special:
+        piece = self.pieces.get(token_id, f"<{token_id}>")
+        if token_id in self.special or token_id not in self.pieces:
             return piece
-        if self._byte_level:
-            table = _byte_letters()
-            if all(letter in table for letter in piece):
-                return bytes(table[letter] for letter in piece).decode(errors="replace")
-            return piece
+        if self.byte_level:
+            known = all(letter in BYTES for letter in piece)
+            return bytes(BYTES[letter] for letter in piece).decode(errors="replace") if known else piece
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes([int(piece[3:5], 16)]).decode(errors="replace")
         return piece.replace("\u2581", " ")
@@ -103,7 +90,8 @@ class TokenTexts:
 
 def find_texts(run: Path, model: str | None) -> TokenTexts | None:
     """Those of a run, by the files of its weights, else of the model it started from. None: none can be read."""
-    for folder in _folders(run, model):
+    saved = sorted((run / "checkpoints").glob("step-*"), reverse=True)
+    for folder in (*(run / place for place in PLACES), *saved, *([run / model] if model else ())):
         try:
             return TokenTexts.read(folder / "tokenizer.json")
         except (OSError, ValueError, LookupError, TypeError):
@@ -111,20 +99,10 @@ def find_texts(run: Path, model: str | None) -> TokenTexts | None:
     return None
 
 
-def _folders(run: Path, model: str | None) -> Iterator[Path]:
-    yield from (run / place for place in PLACES)
-    yield from sorted((run / "checkpoints").glob("step-*"), reverse=True)
-    if model is not None and (run / model).is_dir():
-        yield run / model
-
-
-@cache
-def _byte_letters() -> dict[str, int]:
-    """The letter that byte-level BPE writes for each byte: itself where it can be seen, else the next from U+0100."""
-    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    table = {chr(byte): byte for byte in shown}
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return table | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+_SHOWN: Final = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_HIDDEN: Final = [byte for byte in range(256) if byte not in _SHOWN]
+BYTES: Final = {chr(byte): byte for byte in _SHOWN} | {chr(256 + place): byte for place, byte in enumerate(_HIDDEN)}
+"""By the letter that byte-level BPE writes for it: itself where it can be seen, else the next from U+0100."""
 
 
 # -- credit -----------------------------------------------------------------------------------------------------------
@@ -138,13 +116,8 @@ REMEMBERING: Final = frozenset({"state_value", "hierarchical"})
 """Rules that also use what they remember of earlier steps."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallCredit:
-    """The credit of one call: a number for each of its sampled tokens."""
-
-    advantages: tuple[float, ...]
-    weights: tuple[float, ...]
-    """The factor of each token's loss: 0 carries none."""
+CallCredit = tuple[list[float], list[float]]
+"""Of each sampled token of a call: the advantage, and the factor of its loss, of which 0 carries none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,22 +133,20 @@ class BatchCredit:
 
 def credit_of(trajectories: Sequence[Trajectory], config: LightningRLConfig) -> BatchCredit:
     """The credit of the rollouts of a step."""
+    rule = None
     try:
         assignment = assignment_of(config)
-    except AgentLightningError as error:
-        return BatchCredit(notes=(f"the credit rule cannot be made from the settings: {error}",))
-    rule = assignment.rule
-    if rule.needs:
-        needed = ", ".join(sorted(rule.needs))
-        note = f'credit rule "{rule.type}" reads {needed} of the policy, which are not kept: no advantages are shown'
-        return BatchCredit(rule.type, notes=(note,))
-    try:
-        samples = _samples(trajectories, config, assignment)
+        rule = assignment.rule.type
+        if not (needs := assignment.rule.needs):
+            samples = _samples(trajectories, config, assignment)
+            return BatchCredit(rule, _by_call(samples), tuple(_notes(config, rule)))
+        needed = ", ".join(sorted(needs))
+        note = f'credit rule "{rule}" reads {needed} of the policy, which are not kept: no advantages are shown'
     except ModuleNotFoundError as error:
-        return BatchCredit(rule.type, notes=(f"{error.name} is not installed: pip install 'agentlightning[train]'",))
+        note = f"{error.name} is not installed: pip install 'agentlightning[train]'"
     except AgentLightningError as error:
-        return BatchCredit(rule.type, notes=(f"the credit of this step cannot be computed: {error}",))
-    return BatchCredit(rule.type, _by_call(samples), tuple(_notes(config, rule.type)))
+        note = f"the credit of this step cannot be computed: {error}"
+    return BatchCredit(rule, notes=(note,))
 
 
 def _samples(
@@ -189,30 +160,40 @@ def _samples(
     return without_weight(samples, truncated_rollouts(trajectories, target)) if config.mask_truncated else samples
 
 
-def _notes(config: LightningRLConfig, rule: str) -> list[str]:
-    found: list[str] = []
+def _notes(config: LightningRLConfig, rule: str) -> Iterator[str]:
     if rule in REMEMBERING:
-        found.append(f'credit rule "{rule}" also uses what it remembers of earlier steps; this is of the step alone')
+        yield f'credit rule "{rule}" also uses what it remembers of earlier steps; this is of the step alone'
     if config.kl_in_reward:
-        found.append("kl_in_reward takes a divergence from the reference off the rewards, which is not kept")
+        yield "kl_in_reward takes a divergence from the reference off the rewards, which is not kept"
     if config.replay is not None:
-        found.append("replay adds rollouts of earlier steps to groups; they are left out here")
+        yield "replay adds rollouts of earlier steps to groups; they are left out here"
     if any(loss.type in ("sdpo", "distill") for loss in config.losses):
-        found.append('losses "sdpo" and "distill" also learn from the distribution of a teacher, which is not kept')
-    return found
+        yield 'losses "sdpo" and "distill" also learn from the distribution of a teacher, which is not kept'
 
 
-def _by_call(samples: Sequence[TrainingSample]) -> dict[CallId, CallCredit]:
-    advantages: dict[CallId, list[float]] = {}
-    weights: dict[CallId, list[float]] = {}
+def _by_call(samples: Iterable[TrainingSample]) -> dict[CallId, CallCredit]:
+    found: dict[CallId, CallCredit] = {}
     for sample in samples:
         columns: Any = zip(sample.tree.nodes, sample.advantages, sample.weights, strict=True)
         for node, own, factor in columns:
             if node.sampled and node.call is not None and node.rollout_id is not None:
-                key = (node.rollout_id, node.call)
-                advantages.setdefault(key, []).extend(own.tolist())
-                weights.setdefault(key, []).extend(factor.tolist())
-    return {key: CallCredit(tuple(own), tuple(weights[key])) for key, own in advantages.items()}
+                advantages, weights = found.setdefault((node.rollout_id, node.call), ([], []))
+                advantages += own.tolist()
+                weights += factor.tolist()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFacts:
+    """What is known of the tokens of some rollouts beside what their spans say."""
+
+    updates: Updates
+    credit: BatchCredit = BatchCredit()
+    step: int | None = None
+    """The one that learned from them."""
+    ratios: CallRatios = field(default_factory=CallRatios)
+    """The log-ratios of new to old; empty where the run records none."""
+    texts: TokenTexts | None = None
 
 
 # -- what happens now -------------------------------------------------------------------------------------------------
@@ -233,45 +214,38 @@ SPANS_OF_SHARED: Final = 1000
 
 
 class Live:
-    """What happens now. `run_id`: only in rollouts whose ids contain it."""
+    """What happens now."""
 
     def __init__(self, store: LightningStoreBase, summaries: Summaries) -> None:
         self._store, self._summaries = store, summaries
         self._lock = asyncio.Lock()
         self._read_at = -SECONDS
         self._shown: Json = {}
-        self._statistics: Mapping[str, int] = {}
-        self._calls: list[Json] = []
 
     async def shown(self, run_id: str | None) -> Json:
+        """`run_id`: only in rollouts whose ids contain it."""
         async with self._lock:
             if time.monotonic() >= self._read_at + SECONDS:
-                self._shown = await self._read(run_id)
+                statistics = await self._store.statistics()
+                running = await running_rollouts(self._store, rollout_id_contains=run_id, most=NEWEST)
+                is_known = statistics == self._shown.get("statistics")
+                self._shown = {
+                    "now": time.time(),
+                    "statistics": statistics,
+                    "calls": self._shown["calls"] if is_known else await self._newest_calls(run_id),
+                    "running": await self._summaries.of(running, open_spans=False),
+                    "queues": await self._store.query_queues(),
+                    "workers": await self._store.query_workers(limit=MOST_WORKERS),
+                }
                 self._read_at = time.monotonic()
             return self._shown
 
-    async def _read(self, run_id: str | None) -> Json:
-        store, summaries = self._store, self._summaries
-        statistics = await store.statistics()
-        running = await running_rollouts(store, rollout_id_contains=run_id, most=NEWEST)
-        return {
-            "now": time.time(),
-            "statistics": statistics,
-            "calls": await self._newest_calls(run_id, statistics),
-            "running": await summaries.of(running, open_spans=False),
-            "queues": await store.query_queues(),
-            "workers": await store.query_workers(limit=MOST_WORKERS),
-        }
-
-    async def _newest_calls(self, run_id: str | None, statistics: Mapping[str, int]) -> list[Json]:
+    async def _newest_calls(self, run_id: str | None) -> list[Json]:
         """The model calls that were stored last, the newest first. A call is stored when it ends."""
-        if statistics != self._statistics:
-            spans = await self._store.newest_spans(SPANS if run_id is None else SPANS_OF_SHARED)
-            found = [span for span in spans if is_call(span) and (run_id is None or run_id in span.rollout_id)]
-            lines = [call_line(span, self._summaries.updates) for span in found[:NEWEST]]
-            self._calls = sorted(lines, key=lambda call: -(call["end_time"] or 0.0))
-            self._statistics = statistics
-        return self._calls
+        spans = await self._store.newest_spans(SPANS if run_id is None else SPANS_OF_SHARED)
+        found = [span for span in spans if is_call(span) and (run_id is None or run_id in span.rollout_id)]
+        lines = [call_line(span, self._summaries.updates) for span in found[:NEWEST]]
+        return sorted(lines, key=lambda call: -(call["end_time"] or 0.0))
 
 
 def call_line(span: Span, updates: Updates) -> Json:
@@ -303,27 +277,20 @@ def files_of_run(name: str, files: RunFiles | None) -> RunFiles:
     return files
 
 
-@dataclass(slots=True)
 class RunData:
-    """One run or store."""
+    """One run, or a store by itself, which has no files. `shares_store`: the store also has rollouts of others.
+    `writable`: requests with the token may change the store."""
 
-    name: str
-    files: RunFiles | None
-    """None: it is a store by itself."""
-    store: LightningStoreBase
-    shares_store: bool = False
-    """Whether the store also has rollouts of others."""
-    summaries: Summaries = field(init=False)
-    live: Live = field(init=False)
-    attempts: AttemptIndexes = field(init=False)
-    _texts: TokenTexts | None = None
-    _texts_read: bool = False
-    _credits: dict[Any, BatchCredit] = field(default_factory=dict[Any, BatchCredit])
-
-    def __post_init__(self) -> None:
-        self.summaries = Summaries(self.store, self.weights, self._updates)
-        self.live = Live(self.store, self.summaries)
-        self.attempts = AttemptIndexes(self.store)
+    def __init__(
+        self, name: str, files: RunFiles | None, store: LightningStoreBase, shares_store: bool, writable: bool
+    ) -> None:
+        self.name, self.files, self.store = name, files, store
+        self.shares_store, self.writable = shares_store, writable
+        self.summaries = Summaries(store, self.weights, self._updates)
+        self.live = Live(store, self.summaries)
+        self.attempts = AttemptIndexes(store)
+        self._texts: TokenTexts | None = None
+        self._credits: dict[Any, BatchCredit] = {}
 
     def run(self) -> RunFiles:
         """Raises as `files_of_run`."""
@@ -341,12 +308,12 @@ class RunData:
 
     @property
     def config(self) -> TrainConfig | None:
-        return None if self.files is None else self.files.config()
+        return self.files and self.files.config()
 
     @property
     def weights(self) -> dict[str, float] | None:
         """Those that a run gives the dimensions of a reward."""
-        return None if self.config is None else getattr(self.config.algorithm, "reward_weights", None)
+        return getattr(self.config and self.config.algorithm, "reward_weights", None)
 
     def _updates(self, version: int) -> int:
         """By the resumes of a run as they are now; the version itself where there is no run."""
@@ -355,10 +322,8 @@ class RunData:
     @property
     def texts(self) -> TokenTexts | None:
         """The text of tokens; None: there is no tokenizer that can be read."""
-        if not self._texts_read and self.files is not None:
-            model = None if self.config is None else self.config.policy.model
-            self._texts = find_texts(self.files.path, model)
-            self._texts_read = self._texts is not None  # one that is still to be written is looked for again
+        if self._texts is None and self.files is not None:  # one that is still to be written is looked for again
+            self._texts = find_texts(self.files.path, self.config and self.config.policy.model)
         return self._texts
 
     async def rollout(self, rollout_id: str) -> Rollout:
@@ -381,30 +346,23 @@ class RunData:
         same task among the newest rollouts."""
         group = group_of(rollout)
         if not group:
-            return await self._of_same_task(rollout)
-        if rollout.rollout_id.startswith(group):
+            found = (await self.store.query_rollouts(newest_first=True, limit=2000))[::-1]
+        elif rollout.rollout_id.startswith(group):
             found = await self.store.query_rollouts(rollout_id_contains=group)
-        else:
-            stem = rollout.rollout_id[: _common(rollout)]
+        else:  # ids of a group have the same beginning
+            stem = rollout.rollout_id.rstrip("0123456789") or rollout.rollout_id[:1]
             found = await self.store.query_rollouts(rollout_id_contains=stem, limit=5000)
-        own = [each for each in found if group_of(each) == group]
+        key = _group_key(rollout)
+        own = [each for each in found if key[-1] and _group_key(each) == key]
         return own if any(each.rollout_id == rollout.rollout_id for each in own) else [*own, rollout]
 
-    async def _of_same_task(self, rollout: Rollout) -> list[Rollout]:
-        try:
-            key = task_key(rollout.input)
-        except TypeError:
-            return [rollout]
-        newest = await self.store.query_rollouts(newest_first=True, limit=2000)
-        own = [each for each in reversed(newest) if not group_of(each) and task_key(each.input) == key]
-        return own if any(each.rollout_id == rollout.rollout_id for each in own) else [*own, rollout]
-
-    async def ratios(self, step: int | None, rollout_ids: Sequence[str]) -> CallRatios:
-        """The log-ratios of new to old of the tokens of some rollouts that a step has learned from; empty where the run
-        records none."""
-        if self.files is None or step is None:
-            return {}
-        return await asyncio.to_thread(read_ratios, self.files.path, step, rollout_ids)
+    async def facts(self, rollout: Rollout, rollout_ids: Sequence[str]) -> TokenFacts:
+        """Of some rollouts of the same group."""
+        credit, step = await self.credit(rollout)
+        files, ratios = self.files, CallRatios()
+        if files is not None and step is not None:
+            ratios = await asyncio.to_thread(read_ratios, files.path, step, rollout_ids)
+        return TokenFacts(self.summaries.updates, credit, step, ratios, self.texts)
 
     async def step_of(self, rollout: Rollout) -> int | None:
         """The step that learned from a rollout; None: none did, or the audit log does not say."""
@@ -417,46 +375,42 @@ class RunData:
     async def credit(self, rollout: Rollout) -> tuple[BatchCredit, int | None]:
         """The credit of the step that learned from a rollout, and that step. The rollouts of validation and evaluation
         have none."""
-        config = self.config
-        if self.files is None or config is None:
+        run = self.config
+        if self.files is None or run is None:
             return BatchCredit(notes=("only rollouts of a run have advantages: a store has no credit rule",)), None
-        if not isinstance(config.algorithm, LightningRLConfig):
-            return BatchCredit(notes=(f'algorithm "{config.algorithm.type}" learns from text, not from tokens',)), None
+        if not isinstance(run.algorithm, LightningRLConfig):
+            return BatchCredit(notes=(f'algorithm "{run.algorithm.type}" learns from text, not from tokens',)), None
         if rollout.mode != "train":
             return BatchCredit(notes=("this rollout measures the policy: nothing is learned from it",)), None
-        step = await asyncio.to_thread(self.files.learned_at, rollout.rollout_id)
+        step = await self.step_of(rollout)
         batch = None if step is None else self.files.learned_by(step)
         if batch is not None and len(batch) <= MOST_IN_BATCH:
-            return await self._credit_of(("step", step), batch, config.algorithm), step
+            return await self._credit_of(("step", step), batch, run, run.algorithm), step
         members = [each.rollout_id for each in await self.group(rollout) if each.status == "succeeded"]
-        found = await self._credit_of(("group", *members), members, config.algorithm)
+        found = await self._credit_of(("group", *members), members, run, run.algorithm)
         why = _why_alone(step, bool(self.files.audit()), rollout)
-        return BatchCredit(found.rule, found.calls, (*found.notes, why)), step
+        return replace(found, notes=(*found.notes, why)), step
 
-    async def _credit_of(self, key: Any, ids: Iterable[str], config: LightningRLConfig) -> BatchCredit:
+    async def _credit_of(
+        self, key: Any, ids: Sequence[str], run: TrainConfig, config: LightningRLConfig
+    ) -> BatchCredit:
         if (known := self._credits.pop(key, None)) is None:
-            rollouts = await self.by_ids(list(ids))
-            known = await self._compute(rollouts, config)
+            turns = run.curriculum.turns
+            reader = TrajectoryReader(self.store, run.policy.name, turn_limit_reward=turns and turns.reward)
+            rollouts = {each.rollout_id: each for each in await self.by_ids(ids)}
+            groups = {name: group_of(each) or task_key(each.input) for name, each in rollouts.items()}
+            tasks = {name: each.input for name, each in rollouts.items()}
+            try:
+                trajectories, rejected = await reader.read(groups, tasks=tasks)
+                known = await asyncio.to_thread(credit_of, trajectories, config)
+                if rejected:
+                    known = replace(known, notes=(*known.notes, f"{len(rejected)} rollouts cannot be read"))
+            except AgentLightningError as error:
+                known = BatchCredit(notes=(f"the rollouts of the step cannot be read: {error}",))
         self._credits[key] = known
         if len(self._credits) > MOST_CREDITS:
             self._credits.pop(next(iter(self._credits)))
         return known
-
-    async def _compute(self, rollouts: Sequence[Rollout], config: LightningRLConfig) -> BatchCredit:
-        run = self.config
-        assert run is not None
-        turns = run.curriculum.turns
-        reader = TrajectoryReader(self.store, run.policy.name, turn_limit_reward=turns and turns.reward)
-        groups = {each.rollout_id: group_of(each) or task_key(each.input) for each in rollouts}
-        tasks = {each.rollout_id: each.input for each in rollouts}
-        try:
-            trajectories, rejected = await reader.read(groups, tasks=tasks)
-        except AgentLightningError as error:
-            return BatchCredit(notes=(f"the rollouts of the step cannot be read: {error}",))
-        found = await asyncio.to_thread(credit_of, trajectories, config)
-        if not rejected:
-            return found
-        return BatchCredit(found.rule, found.calls, (*found.notes, f"{len(rejected)} rollouts cannot be read"))
 
 
 def _why_alone(step: int | None, has_audit: bool, rollout: Rollout) -> str:
@@ -469,9 +423,10 @@ def _why_alone(step: int | None, has_audit: bool, rollout: Rollout) -> str:
     return "no step has learned from this rollout (yet); shown is what its group alone would teach"
 
 
-def _common(rollout: Rollout) -> int:
-    """The length of the beginning that its id shares with others of its group."""
-    return max(1, len(rollout.rollout_id.rstrip("0123456789")))
+def _group_key(rollout: Rollout) -> tuple[str, str]:
+    """Equal for those of a group. Without anything in it, it is of no other."""
+    group = group_of(rollout)
+    return group, group or digest_of(rollout.input)
 
 
 # -- the catalog ------------------------------------------------------------------------------------------------------
@@ -484,41 +439,41 @@ MOST_OPEN: Final = 16
 
 
 class Catalog:
-    """Finds runs below `roots`, and those of `directories`. `store` is shown by itself, unless it belongs to the one
-    run of `directories` (`owns_store`): then it is that run's, which this process has open. `writable`: requests with
-    the token may change stores."""
+    """Finds runs: each root, and what is in it. `store` is shown by itself, unless it is that of the run `own`, which
+    this process has open. `writable`: requests with the token may change stores."""
 
     def __init__(
         self,
         store: LightningStoreBase | None = None,
         *,
-        directories: Iterable[Path] = (),
         roots: Iterable[Path] = (),
-        owns_store: bool = False,
+        own: Path | None = None,
         writable: bool = False,
     ) -> None:
-        self._store, self.writable = store, writable
-        self._directories = [path.resolve() for path in directories]
+        self._store, self._own, self.writable = store, own and own.resolve(), writable
         self._roots = [path.resolve() for path in roots]
-        self._owns_store = owns_store
         self._files: dict[Path, RunFiles] = {}
         self._opened: dict[Path, LightningStoreBase] = {}
         self._data: dict[str, RunData] = {}
 
     def sources(self) -> dict[str, RunFiles | None]:
-        """The runs by name, the newest first, and at the end a store by itself, which has no files."""
-        runs = sorted(self._runs().items(), key=lambda each: -_changed(each[1]))
-        found: dict[str, RunFiles | None] = {name: self._files_of(path) for name, path in runs}
-        return found | ({STORE: None} if self._store is not None and not self._owns_store else {})
+        """The runs by name, which is that of the directory, and at the end a store by itself, which has no files."""
+        states = [root.glob(pattern) for root in self._roots for pattern in ("state.json", "*/state.json")]
+        paths = [each.parent for found in states for each in sorted(found)]
+        found: dict[str, RunFiles | None] = {}
+        for path in dict.fromkeys([self._own, *paths] if self._own in paths else paths):
+            name, number = path.name, 2
+            while name in found or name == STORE:
+                name, number = f"{path.name}-{number}", number + 1
+            found[name] = self._files.setdefault(path, RunFiles(path))
+        return found | ({STORE: None} if self._store is not None and self._own is None else {})
 
     def source(self, name: str) -> RunFiles | None:
         """The files of a run; None for a store by itself. Raises NotFoundError."""
-        if name == STORE and self._store is not None and not self._owns_store:
-            return None
-        path = self._runs().get(name)
-        if path is None:
+        known = self.sources()
+        if name not in known:
             raise NotFoundError(f"there is no run {name!r} here; /dashboard/api/runs lists all")
-        return self._files_of(path)
+        return known[name]
 
     async def run(self, name: str) -> RunData:
         """Raises NotFoundError for an unknown name, and ConfigError for a run whose store is not known."""
@@ -526,27 +481,23 @@ class Catalog:
         store, known = await self._store_of(files), self._data.get(name)
         if known is None or known.store is not store or known.files is not files:
             shares = files is not None and not (files.path / "store.db").exists()
-            known = self._data[name] = RunData(name, files, store, shares)
+            known = self._data[name] = RunData(name, files, store, shares, self.writable)
         return known
 
     async def _store_of(self, files: RunFiles | None) -> LightningStoreBase:
-        path = None if files is None else files.path / "store.db"
-        owned = files is not None and self._owns_store and files.path in self._directories
-        if path is not None and not owned and path.exists():
-            return await self._open(path)
+        path = None if files is None or files.path == self._own else files.path / "store.db"
+        if path is not None and path.exists():
+            store = self._opened.pop(path, None) or LightningStore(path)
+            self._opened[path] = store  # the one used last comes last
+            if len(self._opened) > MOST_OPEN:
+                await self._opened.pop(next(iter(self._opened))).close()
+            return store
         if self._store is not None:
             return self._store
         raise ConfigError(
             f"the rollouts of {STORE if files is None else files.path} are in another store, which the run was given;"
             " open that as well: agl dashboard DATABASE"
         )
-
-    async def _open(self, path: Path) -> LightningStoreBase:
-        store = self._opened.pop(path, None) or LightningStore(path)
-        self._opened[path] = store  # the one used last comes last
-        if len(self._opened) > MOST_OPEN:
-            await self._opened.pop(next(iter(self._opened))).close()
-        return store
 
     async def close(self) -> None:
         """Stop reading, and close the stores that were opened here."""
@@ -555,32 +506,7 @@ class Catalog:
         while self._opened:
             await self._opened.popitem()[1].close()
 
-    def _files_of(self, path: Path) -> RunFiles:
-        return self._files.setdefault(path, RunFiles(path))
-
-    def _runs(self) -> dict[str, Path]:
-        """The run directories by name, which is that of the directory."""
-        paths = [*self._directories]
-        for root in self._roots:
-            paths += sorted(each.parent for pattern in ("state.json", "*/state.json") for each in root.glob(pattern))
-        found: dict[str, Path] = {}
-        for path in dict.fromkeys(paths):
-            if holds_run(path):
-                name, number = path.name, 2
-                while name in found or name == STORE:
-                    name, number = f"{path.name}-{number}", number + 1
-                found[name] = path
-        return found
-
-
-def _changed(path: Path) -> float:
-    try:
-        return (path / "state.json").stat().st_mtime
-    except OSError:
-        return 0.0
-
 
 def catalog_of_run(directory: Path, store: LightningStoreBase) -> Catalog:
     """A run in this process, which has its store open, and the runs beside it."""
-    roots = [directory.resolve().parent]
-    return Catalog(store, directories=[directory], roots=roots, owns_store=True, writable=True)
+    return Catalog(store, roots=[directory.resolve().parent], own=directory, writable=True)

@@ -54,15 +54,15 @@ class _Lines:
     """What they hold."""
 
 
-@dataclass(slots=True)
 class RunFiles:
     """The files of one run directory."""
 
-    path: Path
-    _cache: dict[str, tuple[Signature, Any]] = field(default_factory=dict[str, tuple[Signature, Any]])
-    _lines: dict[str, _Lines] = field(default_factory=dict[str, _Lines])
-    _history: tuple[list[StepRecord], list[SignHistory]] = field(default_factory=lambda: ([], []))
-    """Steps, and the signs of trouble in them."""
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._cache: dict[str, tuple[Signature, Any]] = {}
+        self._lines: dict[str, _Lines] = {}
+        self._history: tuple[list[StepRecord], list[SignHistory]] = [], []
+        """Steps, and the signs of trouble in them."""
 
     def state(self) -> RunState:
         """Raises ResumeError where it cannot be read."""
@@ -78,12 +78,7 @@ class RunFiles:
 
     def records(self) -> list[StepRecord]:
         """The steps, as far as their metrics can be read."""
-
-        def read(_: int, line: bytes) -> list[StepRecord]:
-            record = read_record(line)
-            return [] if record is None else [record]
-
-        return self._read_lines("records", "metrics.jsonl", read)
+        return self._read_lines("records", "metrics.jsonl", lambda _, line: [*filter(None, [read_record(line)])])
 
     def signs(self) -> list[SignHistory]:
         """The signs of trouble since which step. Takes seconds for a run of thousands of steps, the first time: call it
@@ -102,11 +97,11 @@ class RunFiles:
 
     def config(self) -> TrainConfig | None:
         """The settings; None where there are none, or this version cannot read them (`config_error`)."""
-        return self._config()[0]
+        return self._read("config", "config.toml", self._load_config)[0]
 
     def config_error(self) -> str:
         """Why there are no settings."""
-        return self._config()[1]
+        return self._read("config", "config.toml", self._load_config)[1]
 
     def settings(self) -> Json:
         """The settings by their full names in order, without secrets."""
@@ -115,11 +110,9 @@ class RunFiles:
 
     def audit(self) -> list[AuditRecord]:
         """Raises ConfigError where it cannot be read."""
-
-        def read(number: int, line: bytes) -> list[AuditRecord]:
-            return [audit_record(self.path / AUDIT_FILE, number, line)]
-
-        return last_times(self._read_lines("audit", AUDIT_FILE, read))
+        path = self.path / AUDIT_FILE
+        lines = self._read_lines("audit", AUDIT_FILE, lambda number, line: [audit_record(path, number, line)])
+        return last_times(lines)
 
     def changes(self) -> list[Json]:
         """What resumes have changed."""
@@ -167,12 +160,10 @@ class RunFiles:
         """The updates, the last one first."""
         return (each for each in reversed(self.audit()) if each.action == "learned")
 
-    def signature(self) -> str:
-        """Changes whenever the metrics, the state or the report do."""
-        return repr([self._signature(name) for name in ("metrics.jsonl", "state.json", "report.json")])
-
-    def _config(self) -> tuple[TrainConfig | None, str]:
-        return self._read("config", "config.toml", self._load_config)
+    def changed(self) -> float:
+        """When the state last did, in seconds since 1970."""
+        signature = self._signature("state.json")
+        return 0.0 if signature is None else signature[0] / 1e9
 
     def _load_config(self) -> tuple[TrainConfig | None, str]:
         try:
@@ -196,17 +187,14 @@ class RunFiles:
         self._cache[key] = (signature, value)
         return value
 
-    def _read_lines(self, key: str, name: str, decode: Callable[[int, bytes], list[T]]) -> list[T]:
-        """What the lines of a file hold, by their number and text. A last one without an end is being written."""
-        return self._read(key, name, lambda: self._read_on(key, name, decode).values)
-
-    def _read_on(self, key: str, name: str, decode: Callable[[int, bytes], list[Any]]) -> _Lines:
-        """Read what was appended since the last time; all of a file that was replaced, or cut."""
+    def _read_lines(self, key: str, name: str, decode: Callable[[int, bytes], list[Any]]) -> list[Any]:
+        """What the lines of a file hold, by their number and text. A last one without an end is being written. Read is
+        what was appended since the last time; all of a file that was replaced, or cut."""
         known = self._lines.get(key, _Lines())
         try:
             file = (self.path / name).open("rb")
         except FileNotFoundError:
-            return _Lines()
+            return []
         with file:
             number = os.fstat(file.fileno()).st_ino
             file.seek(known.end - len(known.last))
@@ -214,16 +202,13 @@ class RunFiles:
                 known = _Lines(number)
                 file.seek(0)
             whole, end, _ = file.read().rpartition(b"\n")
-        lines = whole.split(b"\n") if end else []
-        values = [value for place, line in enumerate(lines, known.number + 1) for value in decode(place, line)]
-        found = self._lines[key] = _Lines(
-            number,
-            known.end + len(whole + end),
-            lines[-1] + end if lines else known.last,
-            known.number + len(lines),
-            known.values + values,
-        )
-        return found
+        if end:
+            lines = whole.split(b"\n")
+            values = [value for place, line in enumerate(lines, known.number + 1) for value in decode(place, line)]
+            count, last = known.number + len(lines), lines[-1] + end
+            known = _Lines(number, known.end + len(whole) + 1, last, count, known.values + values)
+        self._lines[key] = known
+        return known.values
 
 
 def open_run(path: Path) -> RunFiles:
@@ -253,31 +238,28 @@ def status_record(files: RunFiles) -> tuple[Json, list[float | None]]:
     """The state of a run as JSON values, and its rewards by step. Raises ResumeError for a state that cannot be
     read."""
     state, status, records = files.state(), files.status(), files.records()
-    validated = next((each for each in reversed(records) if each.validation), None)
+    validated = next((each for each in reversed(records) if each.validation), StepRecord())
     left = None if status == "finished" else files.seconds_left()
     rewards = [each.reward for each in records]
-    known = [each for each in rewards if each is not None] or [None]
-    start = {
-        name.removeprefix("before-"): (measured, len(each))
-        for name, each in state.evaluations.items()
-        if name.startswith("before-") and (measured := [value for value in each if value is not None])
-    }
+    known = [each for each in rewards if each is not None]
+    measured = [(name.partition("before-")[2], each) for name, each in state.evaluations.items()]
+    start = {mode: [value for value in each if value is not None] for mode, each in measured if mode}
     record = {
         "run_dir": str(files.path),
         "status": status,
         "step": state.step,
         "steps": files.steps(),
         "seconds": round(state.seconds, 1),
-        "seconds_left": None if left is None else round(left, 1),
-        "reward": known[-1],
-        "first_reward": known[0],
-        "best_reward": max(known, key=lambda each: each or 0.0),
-        "start": {mode: sum(measured) / len(measured) for mode, (measured, _) in start.items()},
-        "start_tasks": {mode: (len(measured), tasks) for mode, (measured, tasks) in start.items()},
-        "validation": dict(validated.validation) if validated else {},
-        "validated_at": validated.step if validated else None,
+        "seconds_left": left and round(left, 1),
+        "reward": known[-1] if known else None,
+        "first_reward": known[0] if known else None,
+        "best_reward": max(known, default=None),
+        "start": {mode: sum(each) / len(each) for mode, each in start.items() if each},
+        "start_tasks": {mode: (len(start[mode]), len(each)) for mode, each in measured if start.get(mode)},
+        "validation": dict(validated.validation),
+        "validated_at": validated.step or None,
         "tokens_per_second": records[-1].tokens_per_second if records else None,
-        "sessions": None if state.recorded is None else state.recorded.sessions,
+        "sessions": state.recorded and state.recorded.sessions,
         "rollouts": state.rollouts,
         "failed_rollouts": state.failed_rollouts,
         "rejected_rollouts": dict(state.rejected),
@@ -339,13 +321,11 @@ def configurations(runs: Iterable[RunFiles]) -> list[Configuration]:
             raise ConfigError(run.config_error())
         settings = leaves(config.model_dump(mode="json"))
         key = repr({name: each for name, each in settings if not name.startswith(NO_SETTINGS)})
-        own = Configuration(config, key, {name: each["sha256"] for name, each in run.state().extensions.items()})
-        for each in found:
-            if (each.key, each.extensions) == (own.key, own.extensions) and config.run.seed not in each.runs:
-                own = each
-                break
-        else:
-            found.append(own)
+        extensions = {name: each["sha256"] for name, each in run.state().extensions.items()}
+        same = (each for each in found if (each.key, each.extensions) == (key, extensions))
+        own = next((each for each in same if config.run.seed not in each.runs), None)
+        if own is None:
+            found.append(own := Configuration(config, key, extensions))
         own.runs[config.run.seed] = run
     return found
 
@@ -393,11 +373,6 @@ def short_names(paths: Iterable[Path]) -> dict[Path, str]:
     return {path: "/".join(parts[-length:]) for path, parts in found.items()}
 
 
-def differing(first: TrainConfig, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """The settings in which two configurations differ."""
-    return {name: values for name, values in changed_settings(first, other).items() if not name.startswith(NO_SETTINGS)}
-
-
 def compared_configurations(found: Sequence[Configuration]) -> list[Json]:
     """What the finished runs of each measured, with intervals over seeds, and its difference from the first one, as
     JSON values. Raises ConfigError for a run that is there twice, for runs with different versions of a class of one's
@@ -412,7 +387,8 @@ def compared_configurations(found: Sequence[Configuration]) -> list[Json]:
         label = names[next(iter(each.runs.values())).path]
         label += f" and {len(each.runs) - 1} more" if len(each.runs) > 1 else ""
         row: Json = {"label": label, "runs": [str(run.path) for run in each.runs.values()], "seeds": [*each.runs]}
-        row["settings"] = _changes(shown(differing(first.settings, each.settings)))
+        changes = changed_settings(first.settings, each.settings).items()
+        row["settings"] = _changes(shown({k: values for k, values in changes if not k.startswith(NO_SETTINGS)}))
         row["after"], row["gain"] = _means(each, "after", modes, means), _means(each, "gain", modes, differences)
         if each is not first:
             _check_tasks(first, each)

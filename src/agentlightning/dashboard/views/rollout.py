@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Final, cast
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar, cast
+
+import orjson
 
 from agentlightning import span as names
-from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.assemble import calls, link_rewards, steps
 from agentlightning.assemble.model_calls import is_call
 from agentlightning.dashboard.data.rollouts import (
@@ -15,7 +16,6 @@ from agentlightning.dashboard.data.rollouts import (
     Key,
     RolloutSummary,
     Start,
-    Turn,
     Updates,
     as_text,
     call_facts,
@@ -23,13 +23,13 @@ from agentlightning.dashboard.data.rollouts import (
     kind_of,
     limited,
     message_json,
-    summarize,
+    messages_of,
+    parts_of,
     tells_failure,
     tool_results,
-    turns_of,
     version_of,
 )
-from agentlightning.dashboard.data.run_data import BatchCredit, Catalog, RunData, TokenTexts
+from agentlightning.dashboard.data.run_data import RunData, TokenFacts, TokenTexts
 from agentlightning.dashboard.query import Query, mark_of
 from agentlightning.dashboard.views.rollouts import by_version
 from agentlightning.engine.likeliest_tokens import likeliest_from_text
@@ -39,10 +39,11 @@ from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span, counts
 from agentlightning.store.export.jsonl import fields_of
 from agentlightning.tracing.rewards import get_reward_value
-from agentlightning.training.persistence.token_ratios import CallRatios
+from agentlightning.trajectory import Step
 from agentlightning.util.common_prefix import common_prefix_length
 from agentlightning.util.json_values import Json
 
+T = TypeVar("T")
 PAGE_OF_SPANS: Final = 300
 MOST_SPANS: Final = 1000
 """Spans of one page, unless asked for otherwise, and at most."""
@@ -62,87 +63,70 @@ NO_RATIOS: Final = (
     "no update has recorded the ratios of this rollout: a run records them with run.token_ratios=true,"
     " and only of tokens that it learns from"
 )
+SIDES: Final = (("left", 0), ("right", -1))
 IN_GROUP: Final = 64
 """Rollouts of a group that are listed."""
 
 
-async def show_rollout(data: Catalog, query: Query) -> Json:
+async def show_rollout(run: RunData, query: Query) -> Json:
     """A rollout with some spans of one attempt (that of `attempt`, else the latest): `limit` from the place `start` on.
     Totals are those of all its spans. With the `mark` of an earlier answer, whether anything is different now."""
-    run = await data.run(query.part("run"))
-    rollout = await run.rollout(query.part("rollout"))
+    rollout = await run.rollout(query["rollout"])
     attempts = await run.store.query_attempts(rollout.rollout_id)
-    attempt = _chosen(attempts, query.text("attempt"), rollout.rollout_id)
-    count = 0 if attempt is None else await run.store.count_spans(rollout.rollout_id, attempt.attempt_id)
-    mark = _mark(rollout, attempts, attempt, count)
-    if query.text("mark") == mark:
-        return {"mark": mark, "unchanged": True}
-    index = await _index(run, attempt, count, SECONDS)
-    if index is None and query.text("mark") == f"{mark}-counting":
-        return {"mark": f"{mark}-counting", "unchanged": True}
-    summary, density, is_current = await _totals(run, rollout, attempt, index)
+    wanted, by_id = query.text("attempt"), {each.attempt_id: each for each in attempts}
+    own = _chosen(by_id, wanted, -1, f"attempt of {rollout.rollout_id!r}") if wanted or by_id else None
+    count = 0 if own is None else await run.store.count_spans(rollout.rollout_id, own.attempt_id)
+    states = [(each.attempt_id, each.status, each.end_time) for each in attempts]
+    mark = mark_of(rollout.status, rollout.end_time, states, own and own.attempt_id, count)
+    known = query.text("mark")
+    index = None if known == mark else await _index(run, own, count, SECONDS)
+    if index is None and known in (mark, f"{mark}-counting"):
+        return {"mark": known, "unchanged": True}
+    summary, density, is_current = await _totals(run, rollout, own, index)
     start, limit = query.integer("start", 0), query.integer("limit", PAGE_OF_SPANS, 0, MOST_SPANS)
-    page = await _spans(run, attempt, count, start, limit)
-    last = start + len(page.spans)
+    spans, stream, context = await _spans(run, own, count, start, limit)
+    last, seen = start + len(spans), index or AttemptIndex().add(spans)
     return {
         "mark": mark if is_current else f"{mark}-counting",
         "rollout": rollout_json(rollout),
-        "summary": asdict(summary),
+        "summary": summary,
         "attempts": [attempt_json(each) for each in attempts],
-        "attempt": None if attempt is None else attempt.attempt_id,
-        "spans": [span_json(span) for span in page.spans],
+        "attempt": own and own.attempt_id,
+        "spans": [span_json(span) for span in spans],
         "spans_total": count,
         "next": last if last < count else None,
-        "calls_total": None if index is None else len(index.calls),
-        "kinds": None if index is None else index.kinds,
+        "calls_total": index and len(index.calls),
+        "kinds": index and index.kinds,
         "density": density,
-        "time": _time(attempt, page.spans, index),
-        "stream": page.stream,
-        "context": page.context,
+        "time": {"start": seen.start, "end": seen.end},
+        "stream": stream,
+        "context": context,
         "step": await run.step_of(rollout),
-        "writable": data.writable,
+        "writable": run.writable,
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Page:
-    """Some spans of an attempt."""
-
-    spans: list[Span]
-    stream: list[Json]
-    """Their model calls."""
-    context: list[Json]
-    """What may have changed of the calls before them."""
-
-
-async def _spans(run: RunData, attempt: Attempt | None, count: int, start: int, limit: int) -> _Page:
+async def _spans(
+    run: RunData, attempt: Attempt | None, count: int, start: int, limit: int
+) -> tuple[list[Span], list[Json], list[Json]]:
+    """Some spans of an attempt, their model calls, and what may have changed of the calls before them."""
     if attempt is None or (limit == 0 and start >= count):
-        return _Page([], [], [])
-    key = attempt.rollout_id, attempt.attempt_id
+        return [], [], []
     begin = Start(None, 0)
     if start:
         index = await _index(run, attempt, count, None)
         assert index is not None  # it is waited for
         begin = index.start_of(min(start, len(index.ids)), CONTEXT)
-    found = await run.store.query_spans(*key, after=begin.after, limit=begin.context + limit, tokens=False)
-    own = found[begin.context :]
-    calls = _without_tokens(stream_of(found, BatchCredit(), None, updates=run.summaries.updates))
-    shown = {span.span_id for span in own}
+    key, limit = (attempt.rollout_id, attempt.attempt_id), begin.context + limit
+    found = await run.store.query_spans(*key, after=begin.after, limit=limit, tokens=False)
+    calls = stream_of(found, TokenFacts(run.summaries.updates))
     if begin.after is not None:
         for call in calls:  # whether it begins a thread is not known from here
             call["starts"] = False
+    before = sum(map(is_call, found[: begin.context]))
     changing = ("span_id", "counts", "reward", "error", "tool_results")
-    return _Page(
-        own,
-        [call for call in calls if call["span_id"] in shown],
-        [{name: call[name] for name in changing} for call in calls if call["span_id"] not in shown],
-    )
-
-
-def _mark(rollout: Rollout, attempts: Sequence[Attempt], attempt: Attempt | None, count: int) -> str:
-    """A text that changes with all that a page of a rollout shows."""
-    states = [(each.attempt_id, each.status, each.end_time) for each in attempts]
-    return mark_of(rollout.status, rollout.end_time, states, attempt and attempt.attempt_id, count)
+    context = [{name: call[name] for name in changing} for call in calls[:before]]
+    return found[begin.context :], calls[before:], context
 
 
 async def _index(run: RunData, attempt: Attempt | None, count: int, seconds: float | None) -> AttemptIndex | None:
@@ -158,71 +142,44 @@ async def _totals(
     """Those of an attempt, and whether they are up to date; where its spans are still being read, without what they
     say."""
     if index is None:
-        return summarize(rollout, attempt, None), None, False
+        return RolloutSummary(rollout, attempt, None), None, False
     summary, density, is_current = await index.totals(rollout, attempt, run.weights)
-    return run.summaries.counted(summary), density, is_current
+    return summary.counted(run.summaries.updates), density, is_current
 
 
-def _time(attempt: Attempt | None, spans: Sequence[Span], index: AttemptIndex | None) -> dict[str, float | None]:
-    """From when to when the spans of an attempt are, as far as it is known."""
-    if index is not None:
-        return {"start": index.start, "end": index.end}
-    ends = [span.start_time if span.end_time is None else span.end_time for span in spans]
-    latest = attempt.end_time if attempt is not None and attempt.end_time is not None else max(ends, default=None)
-    return {"start": min((span.start_time for span in spans), default=None), "end": latest}
-
-
-async def show_tokens(data: Catalog, query: Query) -> Json:
+async def show_tokens(run: RunData, query: Query) -> Json:
     """The tokens of some calls of a rollout, with log-probability, advantage, weight and version of each: from the call
     `from` on (default: the page that has `call`)."""
-    run = await data.run(query.part("run"))
-    rollout = await run.rollout(query.part("rollout"))
-    credit, step = await run.credit(rollout)
-    ratios = await run.ratios(step, [rollout.rollout_id])
+    rollout = await run.rollout(query["rollout"])
+    facts = await run.facts(rollout, [rollout.rollout_id])
     call = query.integer("call", 0)
     first = query.integer("from", call - call % PAGE_OF_CALLS)
-    calls = await _calls(run, rollout, credit, ratios, first)
-    return {
-        "summary": asdict(calls.summary),
-        "step": step,
-        "credit": _credit_json(credit),
-        "ratios": ratios_json(run, ratios),
-        "has_texts": run.texts is not None,
-        "stream": calls.stream,
-        "first_call": first,
-        "calls_total": calls.total,
-        "next": first + len(calls.stream) if calls.more else None,
-    }
+    return {**await _calls(run, rollout, facts, first), "first_call": first, **_facts_json(run, facts)}
 
 
-async def show_group(data: Catalog, query: Query) -> Json:
+async def show_group(run: RunData, query: Query) -> Json:
     """The group of a rollout, and two of it side by side: `left` (default: the best) and `right` (the worst)."""
-    run = await data.run(query.part("run"))
-    rollout = await run.rollout(query.part("rollout"))
-    members = await run.group(rollout)
-    rows = sorted(await run.summaries.of(members), key=_by_reward)
-    chosen = [_member(rows, query.text("left"), 0), _member(rows, query.text("right"), len(rows) - 1)]
-    credit, step = await run.credit(rollout)
-    by_id = {each.rollout_id: each for each in members}
-    ratios = await run.ratios(step, [each.rollout_id for each in chosen])
-    sides = [await _calls(run, by_id[each.rollout_id], credit, ratios, 0) for each in chosen]
-    streams = [each.stream for each in sides]
+    rollout = await run.rollout(query["rollout"])
+    members = {each.rollout_id: each for each in await run.group(rollout)}
+    rows = sorted(await run.summaries.of([*members.values()]), key=_by_reward)
+    ranked = {row.rollout_id: members[row.rollout_id] for row in rows}
+    left, right = (_chosen(ranked, query.text(name), at, "rollout of this group") for name, at in SIDES)
+    facts = await run.facts(rollout, [left.rollout_id, right.rollout_id])
+    sides = [await _calls(run, each, facts, 0) for each in (left, right)]
+    streams = [each["stream"] for each in sides]
     return {
         "group": group_of(rollout),
         "task": limited(as_text(rollout.input)),
         "task_key": rows[0].task_key,
-        "step": step,
-        "rollouts": [asdict(row) for row in rows[:IN_GROUP]],
+        "rollouts": rows[:IN_GROUP],
         "left_out": max(0, len(rows) - IN_GROUP),
-        "left": chosen[0].rollout_id,
-        "right": chosen[1].rollout_id,
+        "left": left.rollout_id,
+        "right": right.rollout_id,
         "streams": streams,
-        "more_calls": [each.more for each in sides],
-        "difference": first_difference(*streams) if chosen[0] is not chosen[1] else None,
+        "more_calls": [each["next"] is not None for each in sides],
+        "difference": first_difference(*streams) if left is not right else None,
         "versions": by_version(rows),
-        "credit": _credit_json(credit),
-        "ratios": ratios_json(run, ratios),
-        "has_texts": run.texts is not None,
+        **_facts_json(run, facts),
     }
 
 
@@ -232,45 +189,32 @@ def _by_reward(row: RolloutSummary) -> tuple[bool, float, str]:
     return number is None, -(number or 0.0), row.rollout_id
 
 
-def _member(rows: Sequence[RolloutSummary], rollout_id: str | None, default: int) -> RolloutSummary:
-    if rollout_id is None:
-        return rows[default]
-    for row in rows:
-        if row.rollout_id == rollout_id:
-            return row
-    raise NotFoundError(f"rollout {rollout_id!r} is not of this group")
+def _chosen(known: Mapping[str, T], name: str | None, default: int, kind: str) -> T:
+    """That of the name; without a name, that at a place. Raises NotFoundError."""
+    if name is not None and name not in known:
+        raise NotFoundError(f"{name!r} is no {kind}")
+    return [*known.values()][default] if name is None else known[name]
 
 
-@dataclass(frozen=True, slots=True)
-class _Calls:
-    """Some calls of the latest attempt of a rollout, with their tokens."""
-
-    summary: RolloutSummary
-    stream: list[Json]
-    more: bool
-    """Whether it has more calls after these."""
-    total: int | None
-    """All its calls; None: they are still being counted."""
-
-
-async def _calls(run: RunData, rollout: Rollout, credit: BatchCredit, ratios: CallRatios, first: int) -> _Calls:
+async def _calls(run: RunData, rollout: Rollout, facts: TokenFacts, first: int) -> Json:
+    """Some calls of the latest attempt of a rollout, with their tokens; where those after them begin, if there are any;
+    and how many there are, unless they are still being counted."""
     attempt = await run.store.get_latest_attempt(rollout.rollout_id)
-    if attempt is None:
-        return _Calls(summarize(rollout, None, []), [], False, 0)
-    key = rollout.rollout_id, attempt.attempt_id
-    count = await run.store.count_spans(*key)
+    key = rollout.rollout_id, "" if attempt is None else attempt.attempt_id
+    count = 0 if attempt is None else await run.store.count_spans(*key)
     index = await _index(run, attempt, count, SECONDS if not first else None)
     if index is None:
         skip, (spans, more) = 0, await _until_call(run, key, PAGE_OF_CALLS)
     else:
         place, end = (index.calls[n] if n < len(index.calls) else count for n in (first, first + PAGE_OF_CALLS))
         begin = index.start_of(place, 1)
-        skip, more = index.calls_before(place) - index.calls_before(place - begin.context), end < count
-        spans = await run.store.query_spans(*key, after=begin.after, limit=begin.context + end - place)
-    stream = stream_of(spans, credit, run.texts, ratios, run.summaries.updates)[skip:]
-    total = None if index is None else len(index.calls)
+        limit, more = begin.context + end - place, end < count
+        spans = await run.store.query_spans(*key, after=begin.after, limit=limit) if limit else []
+        skip = sum(map(is_call, spans[: begin.context]))
+    stream = stream_of(spans, facts)[skip:]
     summary, _, _ = await _totals(run, rollout, attempt, index)
-    return _Calls(summary, stream, more, total)
+    total, after = index and len(index.calls), first + len(stream) if more else None
+    return {"summary": summary, "stream": stream, "next": after, "calls_total": total}
 
 
 async def _until_call(run: RunData, key: Key, calls: int) -> tuple[list[Span], bool]:
@@ -280,10 +224,9 @@ async def _until_call(run: RunData, key: Key, calls: int) -> tuple[list[Span], b
     while len(found) < MOST_SPANS_OF_CALLS:
         chunk = await run.store.query_spans(*key, after=after, limit=SPANS_OF_CALLS)
         for span in chunk:
-            if is_call(span):
-                if seen == calls:
-                    return found, True
-                seen += 1
+            seen += is_call(span)
+            if seen > calls:
+                return found, True
             found.append(span)
         if len(chunk) < SPANS_OF_CALLS:
             return found, False
@@ -291,32 +234,18 @@ async def _until_call(run: RunData, key: Key, calls: int) -> tuple[list[Span], b
     return found, True
 
 
-def _chosen(attempts: Sequence[Attempt], attempt_id: str | None, rollout_id: str) -> Attempt | None:
-    if attempt_id is None:
-        return attempts[-1] if attempts else None
-    for attempt in attempts:
-        if attempt.attempt_id == attempt_id:
-            return attempt
-    raise NotFoundError(f"rollout {rollout_id!r} has no attempt {attempt_id!r}")
-
-
-def _without_tokens(stream: list[Json]) -> list[Json]:
-    for call in stream:
-        call["tokens"] = call["prompt"] = None
-    return stream
-
-
-def ratios_json(run: RunData, ratios: CallRatios) -> Json:
-    """Whether there are ratios, why not, and beyond which of them the run's loss clips."""
-    config = run.config
-    losses = config.algorithm.losses if config is not None and isinstance(config.algorithm, LightningRLConfig) else ()
+def _facts_json(run: RunData, facts: TokenFacts) -> Json:
+    """What tokens may be coloured by: the credit; whether there are ratios, why not, and beyond which of them the run's
+    loss clips; whether their texts are known."""
+    losses = getattr(run.config and run.config.algorithm, "losses", ())
     clips = next(((each.clip_low, each.clip_high) for each in losses if isinstance(each, PPOLoss)), None)
-    known = bool(ratios)
-    return {"known": known, "note": "" if known else NO_RATIOS, "clip": clips}
-
-
-def _credit_json(credit: BatchCredit) -> Json:
-    return {"rule": credit.rule, "notes": list(credit.notes), "known": bool(credit.calls)}
+    credit, known = facts.credit, bool(facts.ratios)
+    return {
+        "step": facts.step,
+        "credit": {"rule": credit.rule, "notes": credit.notes, "known": bool(credit.calls)},
+        "ratios": {"known": known, "note": "" if known else NO_RATIOS, "clip": clips},
+        "has_texts": facts.texts is not None,
+    }
 
 
 # -- as JSON -----------------------------------------------------------------------------------------------------------
@@ -337,31 +266,26 @@ def attempt_json(attempt: Attempt) -> Json:
     found = fields_of(attempt)
     metadata = cast(Json, found.pop("metadata"))
     error: Any = metadata.get("error")
-    return {
-        **found,
-        "error": {name: limited(as_text(error.get(name) or "")) for name in ("type", "message", "traceback")}
-        if isinstance(error, dict)
-        else None,
-        "output": limited(as_text(metadata["output"])) if "output" in metadata else None,
-    }
+    if isinstance(error, dict):
+        error = {name: limited(as_text(error.get(name) or "")) for name in ("type", "message", "traceback")}
+    output = limited(as_text(metadata["output"])) if "output" in metadata else None
+    return {**found, "error": error if isinstance(error, dict) else None, "output": output}
+
+
+PLAIN: Final = ("span_id", "parent_id", "sequence_id", "name", "start_time", "end_time")
 
 
 def span_json(span: Span) -> Json:
     """A span without token ids and log-probabilities, which the token view has."""
     return {
-        "span_id": span.span_id,
-        "parent_id": span.parent_id,
-        "sequence_id": span.sequence_id,
-        "name": span.name,
-        "start_time": span.start_time,
-        "end_time": span.end_time,
+        **{name: getattr(span, name) for name in PLAIN},
         "status": span.status_code,
         "message": span.status_message,
         "kind": kind_of(span),
         "agent": span.attributes.get(names.AGENT_NAME),
         "reward": get_reward_value(span),
         "counts": counts(span),
-        "attributes": {name: _value(name, value) for name, value in span.attributes.items()},
+        "attributes": _short(span.attributes),
         "events": [{"name": e.name, "timestamp": e.timestamp, "attributes": _short(e.attributes)} for e in span.events],
     }
 
@@ -392,64 +316,95 @@ MOST_SAMPLED: Final = 40_000
 Tokens = list[int]
 
 
-def stream_of(
-    spans: Sequence[Span],
-    credit: BatchCredit,
-    texts: TokenTexts | None,
-    ratios: CallRatios | None = None,
-    updates: Updates = int,
-) -> list[Json]:
-    """The model calls of one attempt, for the page. `spans` are those of the attempt, `ratios` of its rollout, and
-    `updates` counts those behind a version of the weights."""
-    turns = turns_of(spans)
+def stream_of(spans: Sequence[Span], facts: TokenFacts) -> list[Json]:
+    """The model calls of one attempt, whose `spans` these are, in order, failed ones included, for the page.
+
+    A request repeats the conversation so far. Shown is what it adds to the last call that it continues: one whose
+    messages it begins with. A call that continues none starts a thread, and is shown whole. The results of a call's
+    tools are in their spans, else in what the next request of its thread adds."""
     rewards = _rewards(spans)
     counted = {span.span_id for span in calls(spans)}
+    tools = {step.span_id: step for step in steps(spans) if step.kind == "tool"}
     found: list[Json] = []
+    threads: list[_Thread] = []
     before: Tokens = []
     left = MOST_SAMPLED
-    for turn in turns:
-        span = turn.span
+    for span in sorted(spans, key=lambda span: span.sequence_id):
+        if (tool := tools.get(span.span_id)) is not None and found:
+            found[-1]["tool_results"].append(_tool_result(tool.error or tool.result, tool))
+        if not is_call(span):
+            continue
+        request, answer = messages_of(span, names.INPUT_MESSAGES), messages_of(span, names.OUTPUT_MESSAGES)
+        lines = [_line(message) for message in request]
+        thread, said = _continued(threads, lines)
+        if thread is None:
+            threads.append(thread := _Thread())
+        elif not thread.call["tool_results"]:
+            thread.call["tool_results"] = [_tool_result(each) for each in tool_results(request[said:])]
         prompt, sampled = _tokens(span, names.PROMPT_TOKEN_IDS), _tokens(span, names.RESPONSE_TOKEN_IDS)
         shown = len(sampled) <= left
         left -= len(sampled) if shown else 0
         known = common_prefix_length(before, prompt)
-        found.append(
-            {
-                **call_facts(span, updates),
-                **call_json(turn),
-                "counts": span.span_id in counted,
-                "reward": rewards.get(span.span_id),
-                "known_tokens": known,
-                "prompt": _prompt(prompt[known:], texts) if shown else None,
-                "tokens": _sampled(span, sampled, credit, texts, ratios or {}, updates) if shown and sampled else None,
-                "left_out": not shown,
-            }
-        )
+        attributes = span.attributes
+        reasons = attributes.get(names.FINISH_REASONS)
+        failed = span.status_code == "ERROR" or names.ERROR_TYPE in attributes
+        error = span.status_message or attributes.get(names.ERROR_TYPE) or "error"
+        call = {
+            **call_facts(span, facts.updates),
+            "name": span.name,
+            "finish": as_text(reasons[0]) if isinstance(reasons, list) and reasons else None,
+            "error": limited(as_text(error)) if failed else None,
+            "drift": attributes.get(names.DRIFT_REASON) if attributes.get(names.DRIFT) else None,
+            "starts": not said,
+            "messages": [message_json(each) for each in request[said:]],
+            "answer": [message_json(each) for each in answer],
+            "tool_results": [],
+            "counts": span.span_id in counted,
+            "reward": rewards.get(span.span_id),
+            "known_tokens": known,
+            "prompt": _prompt(prompt[known:], facts.texts) if shown and prompt else None,
+            "tokens": _sampled(span, sampled, facts) if shown and sampled else None,
+            "left_out": not shown,
+        }
+        found.append(call)
+        thread.lines, thread.call = [*lines, *map(_line, answer)], call
         before = [*prompt, *sampled] if prompt else before
-    for place, results in _results(turns, spans).items():
-        found[place]["tool_results"] = results
     return found
 
 
-def call_json(turn: Turn) -> Json:
-    """What was said in a model call, and how it ended."""
-    span, attributes = turn.span, turn.span.attributes
-    reasons = attributes.get(names.FINISH_REASONS)
-    failed = span.status_code == "ERROR" or names.ERROR_TYPE in attributes
+@dataclass(slots=True)
+class _Thread:
+    lines: list[str] = field(default_factory=list[str])
+    """What was said, a line a message, without ids and times."""
+    call: Json = field(default_factory=Json)
+    """Its last call."""
+
+
+def _continued(threads: Iterable[_Thread], lines: Sequence[str]) -> tuple[_Thread | None, int]:
+    """The thread that a request continues, and how many of its messages are known."""
+    best, known = None, 0
+    for thread in threads:
+        same = common_prefix_length(lines, thread.lines)
+        if same > known and same >= len(thread.lines) - 1:  # an answer may come back in another form
+            best, known = thread, same
+    if best is not None and known < len(best.lines) and known < len(lines):
+        known += lines[known].startswith("assistant\0")
+    return best, known
+
+
+def _line(message: Json) -> str:
+    parts = [{k: v for k, v in part.items() if k != "id"} for part in parts_of(message)]
+    return f"{message.get('role')}\0{orjson.dumps(parts, default=repr, option=orjson.OPT_SORT_KEYS).decode()}"
+
+
+def _tool_result(result: Any, step: Step | None = None) -> Json:
+    failed = (step is not None and step.error is not None) or tells_failure(result)
     return {
-        "name": span.name,
-        "finish": as_text(reasons[0]) if isinstance(reasons, list) and reasons else None,
-        "error": _error(span) if failed else None,
-        "drift": attributes.get(names.DRIFT_REASON) if attributes.get(names.DRIFT) else None,
-        "starts": turn.starts,
-        "messages": [message_json(each) for each in turn.new],
-        "answer": [message_json(each) for each in turn.answer],
-        "tool_results": [],
+        "name": step and step.name,
+        "text": limited(as_text(result)),
+        "failed": failed,
+        "span_id": step and step.span_id,
     }
-
-
-def _error(span: Span) -> str:
-    return limited(as_text(span.status_message or span.attributes.get(names.ERROR_TYPE) or "error"))
 
 
 def _rewards(spans: Sequence[Span]) -> Json:
@@ -460,55 +415,30 @@ def _rewards(spans: Sequence[Span]) -> Json:
         return {}
 
 
-def _results(turns: Sequence[Turn], spans: Sequence[Span]) -> dict[int, list[Json]]:
-    """By place of a turn, what its tool calls gave: by their spans, else by what the next request of its thread
-    adds."""
-    found: dict[int, list[Json]] = {}
-    tools = [step for step in steps(spans) if step.kind == "tool"]
-    for place, turn in enumerate(turns):
-        own: list[Json] = []
-        following = turns[place + 1].span.sequence_id if place + 1 < len(turns) else 2**62
-        for step in tools:
-            if turn.span.sequence_id < step.sequence_id < following:
-                failed = step.error is not None or tells_failure(step.result)
-                text = limited(as_text(step.error if step.error is not None else step.result))
-                own.append({"name": step.name, "text": text, "failed": failed, "span_id": step.span_id})
-        if not own:
-            after = next((each for each in turns[place + 1 :] if each.thread == turn.thread), None)
-            for result in tool_results(after.new) if after is not None else ():
-                text = limited(as_text(result))
-                own.append({"name": None, "text": text, "failed": tells_failure(result), "span_id": None})
-        if own:
-            found[place] = own
-    return found
-
-
 def _prompt(tokens: Tokens, texts: TokenTexts | None) -> Json:
     shown = tokens[-MOST_PROMPT:]
     return {
         "ids": shown,
-        "texts": None if texts is None else texts.of(shown),
+        "texts": texts and texts.of(shown),
         "left_out": len(tokens) - len(shown),
     }
 
 
-def _sampled(
-    span: Span, sampled: Tokens, credit: BatchCredit, texts: TokenTexts | None, ratios: CallRatios, updates: Updates
-) -> Json:
-    recorded = span.attributes.get(names.LOGPROBS)
-    logprobs = cast("list[float]", recorded) if isinstance(recorded, list) else []
-    own = credit.calls.get((span.rollout_id, span.span_id))
-    fits = own is not None and len(own.advantages) == len(sampled)
-    moved = ratios.get((span.rollout_id, span.span_id), ())
+def _sampled(span: Span, sampled: Tokens, facts: TokenFacts) -> Json:
+    def fitting(values: Any) -> list[float] | None:
+        return values if isinstance(values, list) and len(cast("list[Any]", values)) == len(sampled) else None
+
+    key = span.rollout_id, span.span_id
+    advantages, weights = map(fitting, facts.credit.calls.get(key, (None, None)))
     return {
         "ids": sampled,
-        "texts": None if texts is None else texts.of(sampled),
-        "logprobs": logprobs if len(logprobs) == len(sampled) else None,
-        "advantages": list(own.advantages) if own is not None and fits else None,
-        "weights": list(own.weights) if own is not None and fits else None,
-        "log_ratios": moved if len(moved) == len(sampled) else None,
-        "versions": _versions(span, len(sampled), updates),
-        "alternatives": _alternatives(span, len(sampled), texts),
+        "texts": facts.texts and facts.texts.of(sampled),
+        "logprobs": fitting(span.attributes.get(names.LOGPROBS)),
+        "advantages": advantages,
+        "weights": weights,
+        "log_ratios": fitting(facts.ratios.get(key)),
+        "versions": _versions(span, len(sampled), facts.updates),
+        "alternatives": _alternatives(span, len(sampled), facts.texts),
     }
 
 
@@ -521,7 +451,7 @@ def _alternatives(span: Span, count: int, texts: TokenTexts | None) -> list[list
         rows = likeliest_from_text(recorded, count)
     except ValueError:  # written by something else; the span shows what
         return None
-    shown = {token: None if texts is None else texts.of([token])[0] for row in rows for token, _ in row}
+    shown = {token: texts and texts.of([token])[0] for row in rows for token, _ in row}
     return [[(token, shown[token], value) for token, value in row] for row in rows]
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Final, cast, get_args
+from dataclasses import asdict
+from operator import attrgetter, itemgetter
+from typing import Any, Final, get_args
 
-from agentlightning.dashboard.data.rollouts import RolloutSummary, as_text, group_of, limited
-from agentlightning.dashboard.data.run_data import Catalog, RunData
+from agentlightning.dashboard.data.rollouts import RolloutSummary, as_text, group_of, grouped, limited
+from agentlightning.dashboard.data.run_data import RunData
 from agentlightning.dashboard.query import Query, mark_of
-from agentlightning.dashboard.views.runs import measured, warnings_of
+from agentlightning.dashboard.views.runs import mean_of, warnings_of
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.rollouts import Rollout, RolloutMode, RolloutStatus
 from agentlightning.task import task_key
@@ -32,6 +33,7 @@ MOST_COUNTED: Final = 100_000
 """Rollouts of a store that are counted one by one where the store does not keep their number."""
 MOST_NEWER: Final = 100
 """Newer rollouts that are counted."""
+MOST_ROWS: Final = 500
 CREATED: Final = "created"
 BY_STORE: Final = (CREATED, "status", "rollout_id")
 BY_SUMMARY: Final = (
@@ -46,39 +48,47 @@ BY_SUMMARY: Final = (
     "mode",
     "queue",
 )
+SORTS: Final = (*BY_STORE, *BY_SUMMARY)
 
 
-@dataclass(frozen=True, slots=True)
-class Filters:
-    """What a rollout must be like."""
+class Table:
+    """What a table shows: what its rollouts must be like, their order, and where its page begins. Raises ConfigError
+    for values that cannot be."""
 
-    states: tuple[str, ...] = ()
-    modes: tuple[str, ...] = ()
-    id: str | None = None
-    """Part of its id."""
-    group: str | None = None
-    step: int | None = None
-    task: str | None = None
-    """Part of the text of its task, in any case."""
-    by_spans: tuple[Callable[[RolloutSummary], bool], ...] = ()
-    """What its spans must say."""
-
-    @classmethod
-    def of(cls, query: Query) -> Filters:
-        """Raises ConfigError for values that cannot be."""
-        states, modes = tuple(query.names("state")), tuple(query.names("mode"))
-        for name, given, known in (("state", states, get_args(RolloutStatus)), ("mode", modes, get_args(RolloutMode))):
-            if unknown := [each for each in given if each not in known]:
-                raise ConfigError(f"{name}={unknown[0]!r} is none of: {', '.join(known)}")
-        named, step, task = query.text("group"), query.integer("step", None), query.text("task")
-        return cls(states, modes, query.text("id"), named, step, task, tuple(_by_spans(query)))
+    def __init__(self, query: Query) -> None:
+        self.states = query.names("state", get_args(RolloutStatus))
+        self.modes = query.names("mode", get_args(RolloutMode))
+        self.id = query.text("id")
+        """Part of its id."""
+        self.group, self.step = query.text("group"), query.integer("step", None)
+        self.task = query.text("task")
+        """Part of the text of its task, in any case."""
+        self.by_spans = [*_by_spans(query)]
+        """What its spans must say."""
+        self.sort = query.choice("sort", SORTS)
+        self.descending = query.choice("order", ("asc", "desc"), "desc") == "desc"
+        self.after = query.text("after")
+        """The `next` of the page before; None: this is the first one."""
+        self.limit = query.integer("limit", 50, 1, MOST_ROWS)
 
     @property
     def by_store(self) -> bool:
         """Whether the store alone can tell which rollouts match."""
-        return self == Filters(states=self.states, modes=self.modes, id=self.id)
+        return not self.by_spans and (self.group, self.step, self.task) == (None, None, None)
 
-    def admit_rollout(self, rollout: Rollout) -> bool:
+    @property
+    def offset(self) -> int:
+        """Where its page begins in a sorted list. Raises ConfigError."""
+        if self.after is not None and not self.after.isdecimal():
+            raise ConfigError(f"after={self.after!r} is no place in a sorted list; use the `next` of the page before")
+        return int(self.after or 0)
+
+    def wanted(self, run: RunData) -> dict[str, Any]:
+        """The filters of the store."""
+        contains = self.id or run.in_ids
+        return {"status_in": self.states or None, "mode_in": self.modes or None, "rollout_id_contains": contains}
+
+    def admits(self, rollout: Rollout) -> bool:
         """By what the rollout itself says."""
         return (
             (not self.states or rollout.status in self.states)
@@ -88,9 +98,10 @@ class Filters:
             and (self.task is None or self.task.lower() in as_text(rollout.input).lower())
         )
 
-    def admit(self, found: RolloutSummary) -> bool:
-        """By what its spans say."""
-        return all(admits(found) for admits in self.by_spans)
+    async def admitted(self, run: RunData, rollouts: Iterable[Rollout]) -> list[RolloutSummary]:
+        """Those that match, by their spans, too."""
+        rows = await run.summaries.of([each for each in rollouts if self.admits(each)])
+        return [row for row in rows if all(admits(row) for admits in self.by_spans)]
 
 
 def _by_spans(query: Query) -> Iterator[Callable[[RolloutSummary], bool]]:
@@ -119,35 +130,29 @@ def _has_failure(row: RolloutSummary, wanted: str) -> bool:
     return bool(failure) if wanted == "any" else wanted in failure
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """A page of a table."""
-
-    rows: list[RolloutSummary]
-    next: str | None
-    """Where the next page begins; None: this is the last one."""
-    scanned: int
-    """Rollouts that were read for it."""
-    total: int | None = None
-    """The number of all that match, where the store can count them."""
-    whole: bool = False
-    """Whether all that match were read, so that they can be sorted by anything."""
+def _page(
+    rows: Sequence[RolloutSummary],
+    after: str | None,
+    scanned: int,
+    total: int | None = None,
+    sorts: Sequence[str] = BY_STORE,
+) -> Json:
+    """A page of a table: where the next one begins (None: this is the last one), how many rollouts were read for it,
+    how many match, where the store can count them, and by what it may be sorted."""
+    return {"rows": rows, "next": after, "scanned": scanned, "total": total, "sorts": sorts}
 
 
-async def select(
-    run: RunData, filters: Filters, *, sort: str | None, descending: bool, cursor: str | None, limit: int
-) -> Page:
+async def select(run: RunData, table: Table) -> Json:
     """One page. Raises ConfigError for an order or a cursor that cannot be."""
-    if filters.step is not None or (filters.group is not None and await _in_ids(run, filters.group)):
-        return await _from_set(run, filters, sort, descending, cursor, limit)
-    if sort in BY_SUMMARY:
+    if table.step is not None or (table.group is not None and await _in_ids(run, table.group)):
+        return await _from_set(run, table)
+    if table.sort in BY_SUMMARY:
         raise ConfigError(
-            f"sort={sort!r} sorts the rollouts of one step= or group=; a whole store: {', '.join(BY_STORE)}"
+            f"sort={table.sort!r} sorts the rollouts of one step= or group=; a whole store: {', '.join(BY_STORE)}"
         )
-    if filters.id is not None and cursor is None and (whole := await run.by_ids([filters.id])):
-        rows = [each for each in await run.summaries.of(whole) if filters.admit(each)]
-        return Page(rows if filters.admit_rollout(whole[0]) else [], None, 1, None)
-    return await _scan(run, filters, None if sort == CREATED else sort, descending, cursor, limit)
+    if table.id is not None and table.after is None and (whole := await run.by_ids([table.id])):
+        return _page(await table.admitted(run, whole), None, 1)
+    return await _scan(run, table)
 
 
 async def _in_ids(run: RunData, group: str) -> bool:
@@ -160,100 +165,69 @@ async def _in_ids(run: RunData, group: str) -> bool:
     return bool(found) and found[0].rollout_id.startswith(_stem(group_of(found[0])) or "-")
 
 
-async def _scan(
-    run: RunData, filters: Filters, sort: str | None, descending: bool, cursor: str | None, limit: int
-) -> Page:
+async def _scan(run: RunData, table: Table) -> Json:
     rows: list[RolloutSummary] = []
-    scanned, wanted = 0, _wanted(run, filters)
-    total = await _total(run, filters, wanted) if cursor is None and filters.by_store else None
-    size = limit if filters.by_store else CHUNK
+    scanned, cursor, wanted = 0, table.after, table.wanted(run)
+    total = await _total(run, table, wanted) if cursor is None and table.by_store else None
+    size = table.limit if table.by_store else CHUNK
+    by_creation = table.sort in (None, CREATED)
+    offset = 0 if by_creation else table.offset
     while True:
-        offset = 0 if sort is None else _offset(cursor)
         order: dict[str, Any] = (
-            {"newest_first": descending, "after": cursor}
-            if sort is None
-            else {"sort_by": sort, "sort_order": "desc" if descending else "asc", "offset": offset}
+            {"newest_first": table.descending, "after": cursor}
+            if by_creation
+            else {"sort_by": table.sort, "sort_order": "desc" if table.descending else "asc", "offset": offset}
         )
         chunk = await run.store.query_rollouts(**wanted, **order, limit=size)
-        usable = [each for each in chunk if filters.admit_rollout(each)]
-        found = {each.rollout_id: each for each in await run.summaries.of(usable)}
+        found = {each.rollout_id: each for each in await table.admitted(run, chunk)}
         for place, rollout in enumerate(chunk, 1):
-            scanned, cursor = scanned + 1, rollout.rollout_id if sort is None else str(offset + place)
-            summary = found.get(rollout.rollout_id)
-            if summary is not None and filters.admit(summary):
-                rows.append(summary)
-            if len(rows) == limit:
-                more = place < len(chunk) or len(chunk) == size
-                return Page(rows, cursor if more else None, scanned, total)
-        if len(chunk) < size:
-            return Page(rows, None, scanned, total)
-        if scanned >= MOST_SCANNED:
-            return Page(rows, cursor, scanned, total)
+            scanned, offset = scanned + 1, offset + 1
+            cursor = rollout.rollout_id if by_creation else str(offset)
+            rows += [found[rollout.rollout_id]] if rollout.rollout_id in found else []
+            if len(rows) == table.limit:
+                return _page(rows, cursor if place < len(chunk) or len(chunk) == size else None, scanned, total)
+        if len(chunk) < size or scanned >= MOST_SCANNED:
+            return _page(rows, cursor if len(chunk) == size else None, scanned, total)
 
 
-async def newer_than(run: RunData, filters: Filters, newest: str | None) -> tuple[int, bool]:
+async def newer_than(run: RunData, table: Table, newest: str | None) -> tuple[int, bool]:
     """How many rollouts that match were created after `newest` (None: at all), and whether there may be more. Looks at
     the first MOST_NEWER of them, or the last ones of all."""
-    if filters.step is not None:
+    if table.step is not None:
         return 0, False  # the rollouts of a step are those it was given
     order: dict[str, Any] = {"newest_first": True} if newest is None else {"after": newest}
-    found = await run.store.query_rollouts(**_wanted(run, filters), **order, limit=MOST_NEWER + 1)
-    usable = [each for each in found[:MOST_NEWER] if filters.admit_rollout(each)]
-    if not filters.by_store:
-        by_id = {each.rollout_id: each for each in await run.summaries.of(usable)}
-        usable = [each for each in usable if filters.admit(by_id[each.rollout_id])]
-    return len(usable), len(found) > MOST_NEWER
+    found = await run.store.query_rollouts(**table.wanted(run), **order, limit=MOST_NEWER + 1)
+    usable = [each for each in found[:MOST_NEWER] if table.admits(each)]
+    newer = await table.admitted(run, usable) if table.by_spans else usable
+    return len(newer), len(found) > MOST_NEWER
 
 
-def _wanted(run: RunData, filters: Filters) -> dict[str, Any]:
-    """The filters of the store."""
-    return {
-        "status_in": cast("Sequence[RolloutStatus]", filters.states) or None,
-        "mode_in": cast("Sequence[RolloutMode]", filters.modes) or None,
-        "rollout_id_contains": filters.id or run.in_ids,
-    }
-
-
-async def _total(run: RunData, filters: Filters, wanted: Mapping[str, Any]) -> int | None:
+async def _total(run: RunData, table: Table, wanted: Mapping[str, Any]) -> int | None:
     """How many match. None: the store would have to count them one by one, and is too large for that."""
-    kept = not filters.modes and wanted["rollout_id_contains"] is None
+    kept = not table.modes and wanted["rollout_id_contains"] is None
     if not kept and await run.store.count_rollouts() > MOST_COUNTED:
         return None
     return await run.store.count_rollouts(**wanted)
 
 
-async def _from_set(
-    run: RunData, filters: Filters, sort: str | None, descending: bool, cursor: str | None, limit: int
-) -> Page:
+async def _from_set(run: RunData, table: Table) -> Json:
     """The rollouts of a step or a group: few enough to read all of them."""
-    if filters.step is not None:
-        rollouts = await rollouts_of_step(run, filters.step)
+    if table.step is not None:
+        rollouts = await rollouts_of_step(run, table.step)
     else:
-        rollouts = await run.store.query_rollouts(rollout_id_contains=_stem(str(filters.group)), limit=20_000)
-    rows = await run.summaries.of([each for each in rollouts if filters.admit_rollout(each)])
-    rows = [each for each in rows if filters.admit(each)]
-    if sort is not None:
-        field = "start_time" if sort == CREATED else sort
-        known = [each for each in rows if getattr(each, field) is not None]
-        unknown = [each for each in rows if getattr(each, field) is None]
-        rows = [*sorted(known, key=lambda each: getattr(each, field), reverse=descending), *unknown]
-    offset = _offset(cursor)
-    page = rows[offset : offset + limit]
-    more = offset + limit < len(rows)
-    return Page(page, str(offset + limit) if more else None, len(rollouts), len(rows), whole=True)
+        rollouts = await run.store.query_rollouts(rollout_id_contains=_stem(str(table.group)), limit=20_000)
+    rows = await table.admitted(run, rollouts)
+    if table.sort is not None:
+        value = attrgetter("start_time" if table.sort == CREATED else table.sort)
+        known = sorted((each for each in rows if value(each) is not None), key=value, reverse=table.descending)
+        rows = [*known, *(each for each in rows if value(each) is None)]
+    end = table.offset + table.limit
+    return _page(rows[table.offset : end], str(end) if end < len(rows) else None, len(rollouts), len(rows), SORTS)
 
 
 def _stem(group: str) -> str:
     """What the ids of a group's rollouts contain: the group without its number, which ids write with zeros."""
     return group.rstrip("0123456789")
-
-
-def _offset(cursor: str | None) -> int:
-    if cursor is None:
-        return 0
-    if not cursor.isdecimal():
-        raise ConfigError(f"after={cursor!r} is no position in a sorted list; use the `next` of the page before")
-    return int(cursor)
 
 
 async def rollouts_of_step(run: RunData, step: int) -> list[Rollout]:
@@ -278,52 +252,33 @@ async def rollouts_of_step(run: RunData, step: int) -> list[Rollout]:
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-MOST_ROWS: Final = 500
 MOST_OF_TASK: Final = 20_000
 """Rollouts that are looked through for those of one task, the newest."""
 PAGE_OF_TASK: Final = 1000
 
 
-async def list_rollouts(data: Catalog, query: Query) -> Json:
+async def list_rollouts(run: RunData, query: Query) -> Json:
     """A page of the rollouts that match the filters."""
-    run = await data.run(query.part("run"))
-    page = await select(
-        run,
-        Filters.of(query),
-        sort=query.choice("sort", (*BY_STORE, *BY_SUMMARY)),
-        descending=query.choice("order", ("asc", "desc"), "desc") == "desc",
-        cursor=query.text("after"),
-        limit=query.integer("limit", 50, 1, MOST_ROWS),
-    )
-    return {
-        "rows": [asdict(row) for row in page.rows],
-        "next": page.next,
-        "scanned": page.scanned,
-        "total": page.total,
-        "sorts": [*BY_STORE, *BY_SUMMARY] if page.whole else BY_STORE,
-        "writable": data.writable,
-    }
+    return await select(run, Table(query)) | {"writable": run.writable}
 
 
-async def show_changes(data: Catalog, query: Query) -> Json:
+async def show_changes(run: RunData, query: Query) -> Json:
     """What is different for a table of rollouts: its `rows` as they are now, without the spans of those that run; and
     with `count`, how many that match its filters are newer than its first one, `newest`. With the `mark` of an earlier
     answer, whether anything in the store is different now."""
-    run = await data.run(query.part("run"))
     statistics = await run.store.statistics()
     mark = mark_of(sorted(statistics.items()))
     if query.text("mark") == mark:
         return {"mark": mark, "unchanged": True}
     rows = await run.summaries.of(await run.by_ids(query.names("rows")[:MOST_ROWS]), open_spans=False)
     counted = query.text("count") is not None
-    newer, more = await newer_than(run, Filters.of(query), query.text("newest")) if counted else (0, False)
-    return {"mark": mark, "rows": [asdict(row) for row in rows], "newer": newer, "more": more}
+    newer, more = await newer_than(run, Table(query), query.text("newest")) if counted else (0, False)
+    return {"mark": mark, "rows": rows, "newer": newer, "more": more}
 
 
-async def show_step(data: Catalog, query: Query) -> Json:
+async def show_step(run: RunData, query: Query) -> Json:
     """A step: its metrics, the warnings of it, and its groups, those with the largest spread of rewards first."""
-    run = await data.run(query.part("run"))
-    step = _step(query)
+    step = query.integer("step", 0)
     files = run.run()
     metrics = files.metrics()
     line = next((row for row in metrics if row.get("step") == step), None)
@@ -346,13 +301,6 @@ async def show_step(data: Catalog, query: Query) -> Json:
     }
 
 
-def _step(query: Query) -> int:
-    text = query.part("step")
-    if not text.isdecimal():
-        raise NotFoundError(f"step {text!r} is no number")
-    return int(text)
-
-
 def _holds(sign: Mapping[str, Any], step: int) -> bool:
     since, until = sign["since"], sign["until"]
     return since is not None and since <= step <= (since if until is None else until)
@@ -360,87 +308,68 @@ def _holds(sign: Mapping[str, Any], step: int) -> bool:
 
 def groups_of(rows: Sequence[RolloutSummary]) -> list[Json]:
     """The groups among rollouts, those with the largest spread of rewards first."""
-    groups: dict[str, list[RolloutSummary]] = {}
-    for row in rows:
-        groups.setdefault(row.group or row.task_key or row.rollout_id, []).append(row)
+    groups = grouped(rows, lambda row: row.group or row.task_key or row.rollout_id)
     found = [_group(name, members) for name, members in groups.items()]
     return sorted(found, key=lambda each: (-(each["spread"] or 0.0), each["group"]))
 
 
 def _group(name: str, members: Sequence[RolloutSummary]) -> Json:
-    known = sorted((each for each in members if each.reward_number is not None), key=_number)
     rewards = [each.reward_number for each in members]
+    known = [(reward, each.rollout_id) for each in members if (reward := each.reward_number) is not None]
+    known.sort(key=itemgetter(0))
     return {
         "group": name,
         "task": members[0].task,
         "rollouts": len(members),
         "rewards": rewards,
-        "reward": measured(rewards),
-        "spread": statistics.pstdev(map(_number, known)) if len(known) > 1 else None,
-        "best": known[-1].rollout_id if known else None,
+        "reward": mean_of(members),
+        "spread": statistics.pstdev(reward for reward, _ in known) if len(known) > 1 else None,
+        "best": known[-1][1] if known else None,
         "first": members[0].rollout_id,
-        "worst": known[0].rollout_id if known else members[0].rollout_id,
+        "worst": known[0][1] if known else members[0].rollout_id,
         "failed": sum(each.status == "failed" for each in members),
         "tool_errors": sum(each.tool_errors for each in members),
         "versions": sorted({version for each in members for version in each.versions}),
     }
 
 
-def _number(row: RolloutSummary) -> float:
-    return row.reward_number or 0.0
-
-
-async def show_task(data: Catalog, query: Query) -> Json:
+async def show_task(run: RunData, query: Query) -> Json:
     """One task across the versions of the weights: the reward of its rollouts by version, each with its interval."""
-    run = await data.run(query.part("run"))
-    key = query.part("task")
-    rollouts, scanned, complete = await _of_task(run, key)
-    if not rollouts:
+    key, found, after = query["task"], list[Rollout](), None
+    scanned, complete = 0, False
+    while scanned < MOST_OF_TASK and not complete:
+        chunk = await run.store.query_rollouts(
+            rollout_id_contains=run.in_ids, newest_first=True, after=after, limit=PAGE_OF_TASK
+        )
+        found += [each for each in chunk if task_key(each.input) == key]
+        scanned, complete = scanned + len(chunk), len(chunk) < PAGE_OF_TASK
+        after = None if complete else chunk[-1].rollout_id
+    if not found:
         raise NotFoundError(f"no rollout of task {key} among the {scanned} newest of {run.name}")
-    rows = await run.summaries.of(rollouts)
+    rows = await run.summaries.of(found[::-1])
     return {
         "task_key": key,
-        "task": limited(as_text(rollouts[0].input)),
+        "task": limited(as_text(found[-1].input)),
         "scanned": scanned,
         "complete": complete,
         "versions": by_version(rows),
-        "rollouts": [asdict(row) for row in rows],
+        "rollouts": rows,
     }
 
 
 def by_version(rows: Iterable[RolloutSummary]) -> list[Json]:
     """The rollouts by (version of the weights, mode), with the interval of their mean reward."""
-    found: dict[tuple[int, str], list[RolloutSummary]] = {}
-    for row in rows:
-        version = max(row.versions, default=-1)
-        found.setdefault((version, row.mode or ""), []).append(row)
+    found = grouped(rows, lambda row: (max(row.versions, default=-1), row.mode or ""))
     return [
         {
             "version": None if version < 0 else version,
             "mode": mode or None,
-            "reward": measured([each.reward_number for each in own]),
+            "reward": mean_of(own),
             "rewards": [each.reward_number for each in own],
             "rollouts": [each.rollout_id for each in own],
         }
         for (version, mode), own in sorted(found.items())
     ]
-
-
-async def _of_task(run: RunData, key: str) -> tuple[list[Any], int, bool]:
-    """The rollouts of a task among the newest, oldest first; how many were read, and whether those are all."""
-    found: list[Any] = []
-    after: str | None = None
-    scanned = 0
-    while scanned < MOST_OF_TASK:
-        chunk = await run.store.query_rollouts(
-            rollout_id_contains=run.in_ids, newest_first=True, after=after, limit=PAGE_OF_TASK
-        )
-        found += [each for each in chunk if task_key(each.input) == key]
-        scanned += len(chunk)
-        if len(chunk) < PAGE_OF_TASK:
-            return found[::-1], scanned, True
-        after = chunk[-1].rollout_id
-    return found[::-1], scanned, False
 
 
 # -- the server -------------------------------------------------------------------------------------------------------
@@ -450,36 +379,29 @@ MOST_FAILED: Final = 1000
 """Failed rollouts that are read, the newest."""
 
 
-async def show_server(data: Catalog, query: Query) -> Json:
+async def show_server(run: RunData, query: Query) -> Json:
     """Counts of the store, what is running, queues, workers, and the calls that ended last."""
-    run = await data.run(query.part("run"))
     return await run.live.shown(run.in_ids)
 
 
-async def list_failures(data: Catalog, query: Query) -> Json:
+async def list_failures(run: RunData, query: Query) -> Json:
     """The causes, the most frequent first: how often, a message, the newest rollout, the agents."""
-    run = await data.run(query.part("run"))
     failed = await run.store.query_rollouts(
         status_in=["failed"], rollout_id_contains=run.in_ids, newest_first=True, limit=MOST_FAILED
     )
-    causes: dict[str, list[RolloutSummary]] = {}
-    for row in await run.summaries.of(failed):
-        causes.setdefault(row.failure_kind or "", []).append(row)
-    rows = [_cause(kind, own) for kind, own in causes.items()]
-    rows.sort(key=lambda each: -each["count"])
+    causes = grouped(await run.summaries.of(failed), lambda row: row.failure_kind or "").items()
+    rows = [
+        {
+            "cause": kind or None,
+            "count": len(own),
+            "message": own[0].failure,
+            "messages": len({row.failure for row in own}),
+            "newest": own[0].rollout_id,
+            "newest_time": own[0].end_time,
+            "oldest_time": own[-1].end_time,
+            "modes": sorted({row.mode for row in own if row.mode}),
+            "agents": sorted({agent for row in own for agent in row.agents}),
+        }
+        for kind, own in sorted(causes, key=lambda each: -len(each[1]))
+    ]
     return {"causes": rows, "read": len(failed), "all": len(failed) < MOST_FAILED}
-
-
-def _cause(kind: str, own: Sequence[RolloutSummary]) -> Json:
-    newest = own[0]
-    return {
-        "cause": kind or None,
-        "count": len(own),
-        "message": newest.failure,
-        "messages": len({row.failure for row in own}),
-        "newest": newest.rollout_id,
-        "newest_time": newest.end_time,
-        "oldest_time": own[-1].end_time,
-        "modes": sorted({row.mode for row in own if row.mode}),
-        "agents": sorted({agent for row in own for agent in row.agents}),
-    }

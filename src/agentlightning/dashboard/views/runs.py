@@ -1,17 +1,23 @@
-"""The list of runs; the page of one: curves, state, result, warnings, settings, checkpoints; several side by side."""
+"""The list of runs; the pages of one: curves, state, result, warnings, settings, checkpoints, its tasks, its prompts
+and weights, its prompt search; several side by side."""
 
 from __future__ import annotations
 
 import asyncio
+import difflib
 import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any, Final, TypeVar
 
-from agentlightning.dashboard.data.rollouts import shortened
-from agentlightning.dashboard.data.run_data import Catalog, files_of_run
+from msgspec import structs
+
+from agentlightning.algorithms.apo.text import PARENT
+from agentlightning.dashboard.data.rollouts import RolloutSummary, Updates, grouped, shortened
+from agentlightning.dashboard.data.run_data import Catalog, RunData, files_of_run
 from agentlightning.dashboard.data.run_files import (
     RunFiles,
     bounds_of,
@@ -22,10 +28,13 @@ from agentlightning.dashboard.data.run_files import (
 )
 from agentlightning.dashboard.query import Query
 from agentlightning.errors import AgentLightningError, ConfigError, RewardError
-from agentlightning.evaluation.intervals import compare_tasks, mean_interval, mean_of_seeds
+from agentlightning.evaluation.intervals import compare_tasks, mean_interval, mean_of_seeds, paired_gain
+from agentlightning.policy.learner import Resumes, updates_of
+from agentlightning.resources import PromptTemplate, ResourcesUpdate, named_resources, prompts_in
 from agentlightning.task import task_key
+from agentlightning.training.governance import AuditRecord
 from agentlightning.training.persistence.run_dir import RunState
-from agentlightning.training.report.result import cost_of_steps
+from agentlightning.training.report.result import cost_of_steps, won_and_lost
 from agentlightning.util.json_values import Json
 
 # -- curves -----------------------------------------------------------------------------------------------------------
@@ -47,15 +56,15 @@ class Chart:
     others: str = ""
     """All metrics whose whole names match this pattern belong to it, too; the group is the label."""
     unit: str = ""
-    band: tuple[str, str] | None = None
-    """(metric, its spread): a band of metric - spread to metric + spread."""
+    spread: str = ""
+    """The metric by which a band lies on both sides of the first one."""
     log: bool = False
 
 
 CHARTS: Final = (
-    Chart("reward", "Reward of the step", {"reward": "mean"}, band=("reward", "reward_std")),
-    Chart("validation", "Validation reward", {}, others="validation_(.+)"),
-    Chart("dimensions", "Reward by dimension", {}, others="(?:reward_of|air)_(.+)"),
+    Chart("reward", "Reward of the step", {"reward": "mean"}, spread="reward_std"),
+    Chart("validation", "Validation reward", others="validation_(.+)"),
+    Chart("dimensions", "Reward by dimension", others="(?:reward_of|air)_(.+)"),
     Chart("entropy", "Entropy", {"entropy": "of the trained tokens", "sampling_entropy": "as sampled"}, unit="nats"),
     Chart(
         "kl",
@@ -88,11 +97,11 @@ CHARTS: Final = (
         others="rejected_(.+)",
         unit="rollouts",
     ),
-    Chart("seconds", "Seconds by phase", {}, others="(.+)_seconds", unit="s"),
+    Chart("seconds", "Seconds by phase", others="(.+)_seconds", unit="s"),
     Chart("speed", "Sampling speed", {"tokens_per_second": "tokens a second"}, unit="tokens/s"),
     Chart("loss", "Loss", {"loss": "loss"}),
     Chart("lr", "Learning rate", {"lr": "learning rate"}),
-    Chart("guard", "Reward guard", {}, others="guard_(.+)"),
+    Chart("guard", "Reward guard", others="guard_(.+)"),
 )
 HIDDEN: Final = frozenset({"step", "revision"})
 
@@ -104,14 +113,16 @@ def charts_of(metrics: Sequence[Mapping[str, Any]]) -> Json:
     used: set[str] = set(HIDDEN)
     found: list[Json] = []
     for chart in CHARTS:
-        series = [_series(rows, name, label) for name, label in _metrics_of(chart, names).items()]
+        labels = {name: label for name, label in chart.metrics.items() if name in names}
+        matches = [match for name in names if (match := re.fullmatch(chart.others, name))]
+        labels |= {match[0]: match[1].replace("_", " ") for match in matches}
+        series = [_series(rows, name, label) for name, label in labels.items()]
         known = [[value for value in each["values"] if value is not None] for each in series]
         if any(known):
-            used.update(each["metric"] for each in series)
-            if chart.band is not None:
-                used.add(chart.band[1])
+            used |= {*labels, chart.spread}
             constant = any(len(own) > 1 for own in known) and all(len(set(own)) < 2 for own in known)
-            found.append({**_chart(chart, series, rows), "constant": constant})
+            band = _band(series[0]["values"], _series(rows, chart.spread, "")["values"])
+            found.append({**asdict(chart), "series": series, "band": band, "constant": constant})
     others = [name for name in names if name not in used]
     return {
         "steps": [row.get("step") for row in rows],
@@ -121,38 +132,16 @@ def charts_of(metrics: Sequence[Mapping[str, Any]]) -> Json:
     }
 
 
-def _chart(chart: Chart, series: list[Json], rows: Sequence[Mapping[str, Any]]) -> Json:
-    band = None
-    if chart.band is not None:
-        metric, spread = chart.band
-        pairs = [(number_of(row.get(metric)), number_of(row.get(spread))) for row in rows]
-        if any(width is not None for _, width in pairs):
-            band = {
-                "metric": metric,
-                "label": "± standard deviation within a group",
-                "low": [None if m is None or w is None else m - w for m, w in pairs],
-                "high": [None if m is None or w is None else m + w for m, w in pairs],
-            }
-    return {
-        "name": chart.name,
-        "title": chart.title,
-        "unit": chart.unit,
-        "log": chart.log,
-        "series": series,
-        "band": band,
-    }
-
-
-def _metrics_of(chart: Chart, names: Iterable[str]) -> dict[str, str]:
-    found = {name: label for name, label in chart.metrics.items() if name in names}
-    for name in names:
-        if (matched := re.fullmatch(chart.others, name)) is not None:
-            found[name] = matched[1].replace("_", " ")
-    return found
-
-
 def _series(rows: Sequence[Mapping[str, Any]], name: str, label: str) -> Json:
     return {"metric": name, "label": label, "values": [number_of(row.get(name)) for row in rows]}
+
+
+def _band(values: Sequence[float | None], widths: Sequence[float | None]) -> Json | None:
+    if not any(width is not None for width in widths):
+        return None
+    pairs = [(None, None) if m is None or w is None else (m - w, m + w) for m, w in zip(values, widths, strict=True)]
+    label = "± standard deviation within a group"
+    return {"label": label, "low": [low for low, _ in pairs], "high": [high for _, high in pairs]}
 
 
 def number_of(value: Any) -> float | None:
@@ -176,26 +165,24 @@ WINDOW: Final = 5
 
 async def list_runs(data: Catalog, query: Query) -> Json:
     """Every run and store, and which runs are seeds of one configuration."""
-    sources = data.sources()
+    known = data.sources().items()
+    sources = dict(sorted(known, key=lambda each: 0.0 if each[1] is None else -each[1].changed()))
     found = [await asyncio.to_thread(summary, name, files) for name, files in sources.items()]
-    runs = {name: files for name, files in sources.items() if files is not None}
-    joined = await asyncio.to_thread(joined_runs, runs)
+    joined = await asyncio.to_thread(joined_runs, {name: files for name, files in sources.items() if files is not None})
     return {"runs": found, "joined": joined, "writable": data.writable}
 
 
-async def show_status(data: Catalog, query: Query) -> Json:
+async def show_status(run: RunData, query: Query) -> Json:
     """One run as `agl status` prints it."""
-    run = await data.run(query.part("run"))
     record, rewards = await asyncio.to_thread(status_record, run.run())
     return {"status": record, "rewards": rewards}
 
 
-async def show_run(data: Catalog, query: Query) -> Json:
+async def show_run(run: RunData, query: Query) -> Json:
     """One run: its curves, warnings, result, settings and checkpoints."""
-    run = await data.run(query.part("run"))
     if run.files is None:
-        return {"summary": summary(run.name, None), "store": await run.store.statistics(), "writable": data.writable}
-    return await asyncio.to_thread(_show, run.name, run.files) | {"writable": data.writable}
+        return {"summary": summary(run.name, None), "store": await run.store.statistics(), "writable": run.writable}
+    return await asyncio.to_thread(_show, run.name, run.files) | {"writable": run.writable}
 
 
 def _show(name: str, files: RunFiles) -> Json:
@@ -226,8 +213,8 @@ def summary(name: str, files: RunFiles | None) -> Json:
 def _summary(name: str, files: RunFiles) -> Json:
     state, config, metrics, status = files.state(), files.config(), files.metrics(), files.status()
     algorithm = state.algorithm or (None if config is None else config.algorithm.type)
-    rewards = [float(r) for row in metrics if isinstance(r := row.get("reward"), int | float) and math.isfinite(r)]
-    speeds = [float(s) for row in metrics[-WINDOW:] if isinstance(s := row.get("tokens_per_second"), int | float)]
+    rewards = [r for row in metrics if (r := number_of(row.get("reward"))) is not None]
+    speeds = [s for row in metrics[-WINDOW:] if (s := number_of(row.get("tokens_per_second"))) is not None]
     return {
         "name": name,
         "kind": "run",
@@ -249,7 +236,7 @@ def _summary(name: str, files: RunFiles) -> Json:
         "warnings": len(state.warnings),
         "warning_names": sorted(state.warnings),
         "held_out": held_out(files, state),
-        "changed": (files.path / "state.json").stat().st_mtime,
+        "changed": files.changed(),
     }
 
 
@@ -298,33 +285,27 @@ def measured(rewards: Sequence[float | None] | None) -> Json | None:
     if rewards is None or not known:
         return None
     low, high = mean_interval(rewards)
-    return {
-        "mean": statistics.fmean(known),
-        "low": low,
-        "high": high,
-        "tasks": len(rewards),
-        "missing": len(rewards) - len(known),
-    }
+    missing = len(rewards) - len(known)
+    return {"mean": statistics.fmean(known), "low": low, "high": high, "tasks": len(rewards), "missing": missing}
+
+
+def mean_of(rows: Iterable[RolloutSummary]) -> Json | None:
+    """As `measured`, of the rewards of rollouts."""
+    return measured([row.reward_number for row in rows])
 
 
 def warnings_of(files: RunFiles, state: RunState) -> list[Json]:
     """What the doctor finds, since which step, in the words of the last such step, and what the run itself has
     warned of besides."""
-    found = [
-        {**asdict(each.sign), "since": each.since, "until": each.until, "count": each.count} for each in files.signs()
-    ]
+    signs = files.signs()
+    found = [{**asdict(each.sign), "since": each.since, "until": each.until, "count": each.count} for each in signs]
     seen = {each["name"] for each in found}
     for kind, text in state.warnings.items():
         if kind not in seen:
-            found.append({"name": kind, "what": text, "advice": "", "since": _step_of(text), "until": None, "count": 1})
+            began = re.match(r"step (\d+):", text)
+            since = began and int(began[1])
+            found.append({"name": kind, "what": text, "advice": "", "since": since, "until": None, "count": 1})
     return found
-
-
-def _step_of(text: str) -> int | None:
-    """The step that a warning begins with: `step 3: ...`."""
-    head, _, _ = text.partition(":")
-    number = head.removeprefix("step ")
-    return int(number) if head.startswith("step ") and number.isdecimal() else None
 
 
 def _report(files: RunFiles, state: RunState) -> Json | None:
@@ -337,22 +318,17 @@ def _report(files: RunFiles, state: RunState) -> Json | None:
 
 
 def _checkpoints(files: RunFiles, state: RunState) -> list[Json]:
-    roles: dict[str, list[str]] = {}
-    for role, directory in (
-        ("current", state.checkpoint),
-        ("best", state.best_checkpoint),
-        *((role, each["directory"]) for role, each in state.kept.items() if role != "candidate"),
-    ):
-        if directory:
-            roles.setdefault(directory, []).append(role)
-    found: list[Json] = []
-    for path in sorted((files.path / "checkpoints").glob("step-*")):
-        name = f"checkpoints/{path.name}"
-        step = path.name.removeprefix("step-")
-        size = sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
-        number = int(step) if step.isdecimal() else None
-        found.append({"directory": name, "step": number, "bytes": size, "roles": roles.get(name, [])})
-    return found
+    roles = [("current", state.checkpoint), ("best", state.best_checkpoint)]
+    roles += [(role, each["directory"]) for role, each in state.kept.items() if role != "candidate"]
+    return [
+        {
+            "directory": f"checkpoints/{path.name}",
+            "step": int(step) if (step := path.name.removeprefix("step-")).isdecimal() else None,
+            "bytes": sum(each.stat().st_size for each in path.rglob("*") if each.is_file()),
+            "roles": [role for role, directory in roles if directory == f"checkpoints/{path.name}"],
+        }
+        for path in sorted((files.path / "checkpoints").glob("step-*"))
+    ]
 
 
 # -- several runs -----------------------------------------------------------------------------------------------------
@@ -383,10 +359,7 @@ async def compare(data: Catalog, query: Query) -> Json:
     names = list(dict.fromkeys(query.names("runs")))
     if not 2 <= len(names) <= MOST_RUNS:
         raise ConfigError(f"runs={','.join(names)!r} names {len(names)} runs; name 2 to {MOST_RUNS}, as runs=A,B")
-    runs = {name: files_of_run(name, data.source(name)) for name in names}
-    return await asyncio.to_thread(_compare, runs) | {
-        "summaries": [await asyncio.to_thread(summary, name, files) for name, files in runs.items()]
-    }
+    return await asyncio.to_thread(_compare, {name: files_of_run(name, data.source(name)) for name in names})
 
 
 def _compare(files: Mapping[str, RunFiles]) -> Json:
@@ -400,15 +373,15 @@ def _compare(files: Mapping[str, RunFiles]) -> Json:
         rows = compared_configurations(found)
     except AgentLightningError as error:
         ungrouped = str(error)
-    heads = [group[0] for group in groups]
-    first = heads[0]
+    heads = {group[0]: files[group[0]] for group in groups}
     return {
         "groups": groups,
         "configurations": rows,
         "ungrouped": ungrouped,
         "curves": [{"metric": each, "series": _curves(each, groups, files)} for each in METRICS],
-        "settings": _different_settings(heads, [files[name] for name in heads]),
-        "tasks": [_tasks(first, files[first], name, files[name]) for name in heads[1:]],
+        "settings": _different_settings(heads),
+        "tasks": [_shared_tasks(groups[0][0], name, heads) for name in [*heads][1:]],
+        "summaries": [summary(name, each) for name, each in files.items()],
     }
 
 
@@ -416,50 +389,39 @@ def _curves(metric: str, groups: Groups, files: Mapping[str, RunFiles]) -> list[
     """A metric by step: of each configuration the mean over its runs, as far as all of them are, with its interval."""
     found: list[Json] = []
     for group in groups:
-        lines = [{row["step"]: number_of(row.get(metric)) for row in files[name].metrics()} for name in group]
-        known = [{step: value for step, value in line.items() if value is not None} for line in lines]
+        lines = [[(row["step"], number_of(row.get(metric))) for row in files[name].metrics()] for name in group]
+        known = [{step: value for step, value in line if value is not None} for line in lines]
         steps = thinned(sorted(set.intersection(*map(set, known))))
-        means = [mean_of_seeds({seed: line[step] for seed, line in enumerate(known)}) for step in steps]
-        edges = [each.interval or (None, None) for each in means]
-        found.append(
-            {
-                "steps": steps,
-                "values": [each.mean for each in means],
-                "low": [low for low, _ in edges],
-                "high": [high for _, high in edges],
-            }
-        )
+        means = [mean_of_seeds(dict(enumerate(line[step] for line in known))) for step in steps]
+        low, high = ([each.interval and each.interval[side] for each in means] for side in (0, 1))
+        found.append({"steps": steps, "values": [each.mean for each in means], "low": low, "high": high})
     return found
 
 
-def _different_settings(names: Sequence[str], files: Sequence[RunFiles]) -> list[Json]:
+def _different_settings(files: Mapping[str, RunFiles]) -> list[Json]:
     """Settings whose values differ, by name."""
-    settings = [each.settings() for each in files]
-    found: list[Json] = []
-    for setting in sorted({name for each in settings for name in each}):
-        values = [each.get(setting) for each in settings]
-        if any(value != values[0] for value in values):
-            found.append({"setting": setting, "values": dict(zip(names, values, strict=True))})
-    return found
+    settings = {name: each.settings() for name, each in files.items()}
+    found: list[Json] = [
+        {"setting": setting, "values": {name: own.get(setting) for name, own in settings.items()}}
+        for setting in sorted({*chain(*settings.values())})
+    ]
+    return [each for each in found if len({*map(repr, each["values"].values())}) > 1]
 
 
-def _tasks(first: str, files: RunFiles, second: str, others: RunFiles) -> Json:
+def _shared_tasks(first: str, second: str, files: Mapping[str, RunFiles]) -> Json:
     """The held-out tasks that two runs share, by their content: reward after training, with the paired difference."""
     found: Json = {"first": first, "second": second, "modes": {}, "error": ""}
+    runs = files[first], files[second]
     try:
-        mine, theirs = files.state(), others.state()
-        own, other = files.tasks("held_out"), others.tasks("held_out")
+        mine, theirs = (each.state().evaluations for each in runs)
+        own, others = ([(task_key(task), task) for task in each.tasks("held_out")] for each in runs)
     except AgentLightningError as error:
         return found | {"error": str(error)}
-    places = {task_key(task): place for place, task in enumerate(other)}
-    pairs = [(i, places[key], task) for i, task in enumerate(own) if (key := task_key(task)) in places]
-    for name in mine.evaluations:
-        mode = name.removeprefix("after-")
-        if mode == name or name not in theirs.evaluations:
-            continue
-        before, after = mine.evaluations[name], theirs.evaluations[name]
-        rows = [(before[i], after[j], task) for i, j, task in pairs if i < len(before) and j < len(after)]
-        found["modes"][mode] = _mode(rows)
+    for name in mine:
+        if name.startswith("after-") and name in theirs:
+            known = {key: reward for (key, _), reward in zip(others, theirs[name], strict=False)}
+            rows = [(a, known[key], task) for (key, task), a in zip(own, mine[name], strict=False) if key in known]
+            found["modes"][name.removeprefix("after-")] = _mode(rows)
     if not found["modes"]:
         found["error"] = "these runs have no held-out tasks in common that both have measured"
     return found
@@ -470,16 +432,271 @@ def _mode(rows: Sequence[tuple[float | None, float | None, Any]]) -> Json:
         result = asdict(compare_tasks([[a] for a, _, _ in rows], [[b] for _, b, _ in rows]))
     except RewardError as error:
         return {"error": str(error), "won": [], "lost": [], "tasks": len(rows)}
-    known = [(b - a, a, b, task) for a, b, task in rows if a is not None and b is not None]
-    won = sorted((each for each in known if each[0] > 0), key=lambda each: -each[0])
-    lost = sorted((each for each in known if each[0] < 0), key=lambda each: each[0])
+    won, lost = (
+        [
+            {"task": shortened(each.task), "first": each.before, "second": each.after, "difference": each.gain}
+            for each in changed[:MOST_TASKS]
+        ]
+        for changed in won_and_lost((task, a, b) for a, b, task in rows)
+    )
+    return {"result": result, "won": won, "lost": lost, "tasks": len(rows)}
+
+
+# -- the tasks that measure a run -------------------------------------------------------------------------------------
+#
+# Held out or of validation: which were won and lost, and by which rollouts. All is read from the rewards of the
+# measuring rollouts, as far as the store still has them.
+
+
+SETS: Final = ("held_out", "validation")
+MOST_MEASUREMENTS: Final = 12
+"""Measurements in the table of tasks; of more, the first, the last and some between."""
+MOST_OF_SET: Final = 500
+"""Tasks in the table, those that changed most first."""
+Points = Mapping[str, Sequence[RolloutSummary]]
+"""Label of a measurement -> its rollouts."""
+Names = Mapping[str, str]
+"""Label of a measurement -> what the ids of its rollouts begin with, after that of the run. Those of before a change of
+what rewards mean have other names."""
+
+
+async def list_tasks(run: RunData, query: Query) -> Json:
+    """The validations by mode and step, each with the 95% interval of its mean over tasks; with `set` and `mode`
+    instead one set of tasks through its measurements."""
+    files = run.run()
+    steps = _steps(files)
+    chosen = query.choice("set", SETS)
+    if chosen is None:
+        return {"modes": {mode: found for mode, own in steps.items() if (found := await _means(run, own))}}
+    names = [*dict.fromkeys([*held_out_modes(files.state()), *steps])]
+    mode = query.choice("mode", names, next(iter(names), None))
+    held_out = {} if mode is None else _held_out(files, mode)
+    wanted = held_out if chosen == "held_out" else _thinned(steps.get(str(mode), {}))
+    return {"set": chosen, "mode": mode, "names": names, **_by_task(await _points(run, wanted))}
+
+
+async def _means(run: RunData, steps: Names) -> list[Json]:
+    points = await _points(run, steps)
+    return [{"step": int(label), **found} for label, rows in points.items() if (found := mean_of(rows)) is not None]
+
+
+def _steps(files: RunFiles) -> dict[str, dict[str, str]]:
+    """The validations by mode and step."""
+    found: dict[str, dict[str, str]] = {}
+    for line in files.metrics():
+        for name in line:
+            if name.startswith("validation_"):
+                mode, step, revision = name.removeprefix("validation_"), int(line["step"]), line.get("revision")
+                suffix = f"-changed{revision}" if revision else ""
+                found.setdefault(mode, {})[str(step)] = f"validation-{step:06d}-{mode}{suffix}"
+    return found
+
+
+def _held_out(files: RunFiles, mode: str) -> dict[str, str]:
+    """Before training, after each stage of a sequential run, and under the weights that the result names."""
+    state = files.state()
+    step = state.measured_step if state.measured_step is not None else state.best_step or state.step
+    stages = {f"after stage {place + 1}": f"stage-{place:02d}" for place in range(len(state.stages) - 1)}
+    purposes = {"before": "before", **stages, "after": f"after-{step:06d}"}
+    return {label: f"{purpose}-{mode}{state.suffix}" for label, purpose in purposes.items()}
+
+
+async def _points(run: RunData, wanted: Names) -> dict[str, list[RolloutSummary]]:
+    """The rollouts of measurements, as far as the store has them."""
+    found: dict[str, list[RolloutSummary]] = {}
+    for label, own_name in wanted.items():
+        name = f"{run.run_id}-{own_name}-"
+        rollouts = await run.store.query_rollouts(rollout_id_contains=name)
+        own = [each for each in rollouts if each.rollout_id.partition(name)[2][:1].isdecimal()]
+        if own:
+            found[label] = await run.summaries.of(own)
+    return found
+
+
+def _thinned(steps: Names) -> Names:
+    if len(steps) <= MOST_MEASUREMENTS:
+        return steps
+    kept = {round(place * (len(steps) - 1) / (MOST_MEASUREMENTS - 1)) for place in range(MOST_MEASUREMENTS)}
+    return {step: name for place, (step, name) in enumerate(steps.items()) if place in kept}
+
+
+def _by_task(points: Points) -> Json:
+    """Each task through the measurements, and the last compared with the first, as the gain of a run's result is
+    computed, with the tasks won and lost."""
+    by_key = [grouped(rows, lambda row: row.task_key or row.task) for rows in points.values()]
+    found = [_task(key, [own.get(key, []) for own in by_key]) for key in dict.fromkeys(chain(*by_key))]
+    result, error = None, "fewer than two measurements are in the store: nothing can be compared"
+    if len(points) > 1:
+        try:
+            first, last = ([each["cells"][place]["mean"] for each in found] for place in (0, -1))
+            gain, error = paired_gain(first, last), ""
+            changes = [each["change"] for each in found if each["change"] is not None]
+            better, worse = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
+            counts = {"tasks": len(changes), "better": better, "worse": worse, "left_out": len(found) - len(changes)}
+            result = {"gain": gain.gain, "interval": gain.interval, **counts}
+        except RewardError as problem:
+            error = str(problem)
+    found.sort(key=lambda each: (each["change"] is None, -abs(each["change"] or 0.0), each["change"] or 0.0))
     return {
+        "measurements": [{"label": label, "reward": mean_of(rows)} for label, rows in points.items()],
+        "tasks": found[:MOST_OF_SET],
+        "all_tasks": len(found),
         "result": result,
-        "won": [_task(*each) for each in won[:MOST_TASKS]],
-        "lost": [_task(*each) for each in lost[:MOST_TASKS]],
-        "tasks": len(rows),
+        "error": error,
     }
 
 
-def _task(difference: float, first: float, second: float, task: Any) -> Json:
-    return {"task": shortened(task), "first": first, "second": second, "difference": difference}
+def _task(key: str, measurements: Sequence[Sequence[RolloutSummary]]) -> Json:
+    means: list[Any] = [found and found["mean"] for found in map(mean_of, measurements)]
+    columns = zip(means, measurements, strict=True)
+    cells = [{"mean": mean, "rollouts": [row.rollout_id for row in rows]} for mean, rows in columns]
+    change = None if means[0] is None or means[-1] is None else means[-1] - means[0]
+    return {"task_key": key, "task": next(chain(*measurements)).task, "cells": cells, "change": change}
+
+
+# -- prompts and weights ----------------------------------------------------------------------------------------------
+
+
+PAGE: Final = 50
+MOST_LINES: Final = 2000
+
+
+async def list_resources(run: RunData, query: Query) -> Json:
+    """Versions of the resources, the newest first, each with what it changed against the one published before it."""
+    limit, offset = query.integer("limit", PAGE, 1, 200), query.integer("after", 0)
+    contains = query.text("id") or run.in_ids
+    newest = await run.store.query_resources(
+        resources_id_contains=contains, sort_by="version", sort_order="desc", limit=limit + 1, offset=offset
+    )
+    pairs = zip(newest[:limit], [*newest[1:], None], strict=False)
+    return {
+        "versions": [_version(*each, run.summaries.updates) for each in pairs],
+        "next": str(offset + limit) if len(newest) > limit else None,
+    }
+
+
+def _version(update: ResourcesUpdate, before: ResourcesUpdate | None, updates: Updates) -> Json:
+    resources = named_resources.dump_python(update.resources, mode="json")
+    for each in resources.values():
+        if (version := each.get("policy_version")) is not None:
+            each["policy_version"] = updates(version)
+        if each.get("api_key"):
+            each["api_key"] = "(hidden)"
+    return {
+        "resources_id": update.resources_id,
+        "version": update.version,
+        "create_time": update.create_time,
+        "resources": resources,
+        "changed": changed_prompts(prompts_in(before.resources if before else {}), prompts_in(update.resources)),
+        "before": before and before.resources_id,
+    }
+
+
+def changed_prompts(old: Mapping[str, PromptTemplate], new: Mapping[str, PromptTemplate]) -> list[Json]:
+    """The prompt templates that differ, line by line. One without a counterpart is left out: it is new."""
+    return [
+        {"name": name, "lines": diff_of(old[name], each)}
+        for name, each in new.items()
+        if name in old and old[name] != each
+    ]
+
+
+def diff_of(before: PromptTemplate, after: PromptTemplate) -> list[dict[str, str]]:
+    """The lines of two templates: kind `same`, `added` or `removed`."""
+    kinds = {" ": "same", "+": "added", "-": "removed"}
+    lines = difflib.ndiff(before.template.splitlines(), after.template.splitlines())
+    return [{"kind": kinds[line[0]], "text": line[2:]} for line in lines if line[0] in kinds][:MOST_LINES]
+
+
+async def list_weights(run: RunData, query: Query) -> Json:
+    """Versions of the weights by the audit log, the newest first: from which rollouts, with which scores, what the gate
+    decided, and which checkpoints hold them."""
+    files = run.run()
+    return await asyncio.to_thread(_weights, files, query.integer("limit", 200, 1, 2000), query.integer("after", 0))
+
+
+def _weights(files: RunFiles, limit: int, offset: int) -> Json:
+    newest, state = files.audit()[::-1], files.state()
+    kept = {path.name for path in (files.path / "checkpoints").glob("step-*")}
+    return {
+        "records": [_record(each, kept, state.resumes) for each in newest[offset : offset + limit]],
+        "next": str(offset + limit) if offset + limit < len(newest) else None,
+        "best_step": state.best_step,
+        "has_audit": bool(newest),
+    }
+
+
+def _record(record: AuditRecord, kept: set[str], resumes: Resumes) -> Json:
+    version = None if record.version is None else updates_of(record.version, resumes)
+    fields = structs.asdict(record)
+    del fields["resources"]
+    return {
+        **fields,
+        "version": version,
+        "parent": version - 1 if version else None,
+        "rollouts": len(record.rollouts),
+        "has_checkpoint": f"step-{record.step:06d}" in kept,
+    }
+
+
+# -- a prompt search --------------------------------------------------------------------------------------------------
+
+
+TRIAL: Final = re.compile(r"-([0-9a-f]{16})-(train|validation)\d{5}-\d+(-again|$)")
+"""In the id of a rollout: a digest of the candidate's texts, and the tasks that it was tried on."""
+
+
+class Candidate:
+    """The texts of a candidate, and its rollouts."""
+
+    def __init__(self, number: int, at: int, prompts: Mapping[str, PromptTemplate], parent: Candidate | None) -> None:
+        self.number, self.at, self.prompts = number, at, prompts
+        """`at`: the evaluation of the search that was its first."""
+        self.texts = {name: each.template for name, each in prompts.items()}
+        self.rows: dict[str, list[RolloutSummary]] = {"train": [], "validation": []}
+        self.parent = parent
+        """The one that it was made from. None: the first of a search, or not known."""
+        self.led = False
+        """Whether it is the result, or came before it."""
+
+    def as_json(self, result: Mapping[str, str]) -> Json:
+        return {
+            "number": self.number,
+            "at": self.at,
+            "parent": self.parent and self.parent.number,
+            "led": self.led,
+            "texts": self.texts,
+            **{split: mean_of(rows) for split, rows in self.rows.items()},
+            "tokens": sum(row.prompt_tokens + row.sampled_tokens for row in chain(*self.rows.values())),
+            "changed": changed_prompts(self.parent.prompts if self.parent else {}, self.prompts),
+            "result": self.texts == result,
+        }
+
+
+async def show_search(run: RunData, query: Query) -> Json:
+    """The candidates of a search, as far as the store has their rollouts."""
+    trials = f"{run.run_id}-trial-"
+    updates = await run.store.query_resources(resources_id_contains=trials)
+    prompts = {each.resources_id: prompts_in(each.resources) for each in updates}
+    rollouts = await run.store.query_rollouts(rollout_id_contains=trials)
+    parents = [each.metadata.get(PARENT) for each in rollouts]
+    rows = zip(await run.summaries.of(rollouts), parents, strict=True)
+    return {"candidates": await asyncio.to_thread(_candidates, rows, prompts, run.run().prompts()["prompts"])}
+
+
+def _candidates(
+    rows: Iterable[tuple[RolloutSummary, Any]],
+    prompts: Mapping[str, dict[str, PromptTemplate]],
+    result: Mapping[str, str],
+) -> list[Json]:
+    found: dict[str, Candidate] = {}
+    for at, (row, parent) in enumerate(rows, 1):
+        named, own = TRIAL.search(row.rollout_id), prompts.get(row.resources_id or "")
+        if named is not None and own is not None:
+            new = Candidate(len(found), at, own, found.get(parent))
+            found.setdefault(named[1], new).rows[named[2]].append(row)
+    every = list(found.values())
+    best = next((each for each in every if each.texts == result), None)
+    while best is not None:
+        best.led, best = True, best.parent
+    return [each.as_json(result) for each in every]

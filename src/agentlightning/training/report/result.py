@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
@@ -62,12 +62,11 @@ def cost_of_steps(lines: Sequence[Mapping[str, Any]]) -> Cost:
     sampled = sum(int(line.get("sampled_tokens") or 0) for line in lines)
     searches: dict[int, Mapping[str, Any]] = {line.get("stage", 0): line for line in lines if "apo_tokens" in line}
     ends = searches.values()
-    money = sum(float(line["apo_money"]) for line in ends)
     return Cost(
         sampled,
         sum(int(line["apo_model_calls"]) for line in ends),
         sum(int(line["apo_tokens"]) for line in ends),
-        money or None,
+        sum(float(line["apo_money"]) for line in ends) or None,
     )
 
 
@@ -288,17 +287,22 @@ MOST_SHOWN = 1500
 """Characters of an output or a message that are shown."""
 
 
-class Change(FrozenStruct, frozen=True):
-    """A held-out task with a reward before and after."""
+class Change(NamedTuple):
+    """A task with a reward before and after."""
 
-    index: int
-    title: str
+    place: int
+    task: Any
     before: float
     after: float
+    gain: float
 
-    @property
-    def gain(self) -> float:
-        return self.after - self.before
+
+def won_and_lost(rows: Iterable[tuple[Any, float | None, float | None]]) -> tuple[list[Change], list[Change]]:
+    """The tasks whose reward rose, and those whose reward fell, the largest change first, of (task, reward before,
+    reward after)."""
+    found = [Change(i, task, b, a, a - b) for i, (task, b, a) in enumerate(rows) if b is not None and a is not None]
+    found.sort(key=lambda each: -abs(each.gain))
+    return [each for each in found if each.gain > 0], [each for each in found if each.gain < 0]
 
 
 async def markdown_report(run_dir: Path, examples: int, store: LightningStoreBase | None = None) -> str:
@@ -307,17 +311,16 @@ async def markdown_report(run_dir: Path, examples: int, store: LightningStoreBas
     if not path.exists():
         raise ConfigError(f"{run_dir} has no report.json: {unfinished(run_dir)}")
     report, state = loads(path.read_bytes()), read_state(run_dir)
-    lines = (run_dir / "data" / "held_out.jsonl").read_bytes().splitlines()
-    titles = [_inline(as_text(loads(line)))[:120] for line in lines]
-    changes: list[tuple[Any, ...]] = []
-    shown: list[Any] | None = None
+    tasks = run_dir / "data/held_out.jsonl"
+    titles = [_inline(as_text(loads(line)))[:120] for line in tasks.read_bytes().splitlines()]
+    changes: list[Any] = []
+    shown = None
     for mode in report["held_out"]:
-        rewards = [state.evaluations.get(f"{when}-{mode}", []) for when in ("before", "after")]
-        rows = list(zip(titles, *rewards, strict=False))
-        tasks = [Change(i, title, b, a) for i, (title, b, a) in enumerate(rows) if b is not None and a is not None]
-        won = sorted((each for each in tasks if each.gain > 0), key=lambda each: -each.gain)
-        lost = sorted((each for each in tasks if each.gain < 0), key=lambda each: each.gain)
-        changes.append((mode, won, lost, len(tasks) - len(won) - len(lost), len(rows) - len(tasks)))
+        rewards = (state.evaluations.get(f"{when}-{mode}", ()) for when in ("before", "after"))
+        rows = [*zip(titles, *rewards, strict=False)]
+        won, lost = won_and_lost(rows)
+        missing = sum(None in row for row in rows)
+        changes.append((mode, won, lost, len(rows) - missing - len(won) - len(lost), missing))
         if len(changes) == 1 and (chosen := [*won[:examples], *lost[:examples]]):
             shown = await _examples(run_dir, state, mode, chosen, store)
     return fill_report(run_dir.name, report, changes, shown)
@@ -326,7 +329,7 @@ async def markdown_report(run_dir: Path, examples: int, store: LightningStoreBas
 def fill_report(
     name: str,
     report: Mapping[str, Any],
-    changes: Sequence[tuple[Any, ...]] = (),
+    changes: Sequence[Any] = (),
     examples: Sequence[Any] | None = None,
 ) -> str:
     """The report of the run `name`, from its `report.json`; `changes` and `examples` as the template names them."""
@@ -356,9 +359,9 @@ async def _examples(
         for each in chosen:
             rollouts: list[Any] = []
             for when, label in labels.items():
-                rollout_id = f"{state.run_id}-{label}-{mode}{state.suffix}-{each.index:05d}"
+                rollout_id = f"{state.run_id}-{label}-{mode}{state.suffix}-{each.place:05d}"
                 rollouts.append((when, getattr(each, when), rollout_id, await _transcript(store, rollout_id)))
-            found.append((each.title, rollouts))
+            found.append((each.task, rollouts))
     finally:
         if given is None:
             await store.close()
@@ -371,11 +374,9 @@ async def _transcript(store: LightningStoreBase, rollout_id: str) -> str:
         return "(this rollout is no longer in the store)"
     spans = await store.query_spans(rollout_id, attempt.attempt_id)
     messages = [(each.get("role", "?"), said(each, "\n")) for each in transcript_of(spans)]
-    lines = [f"{role}: {_shortened(text)}" for role, text in messages]
-    output = attempt.metadata.get("output")
-    return (
-        "\n".join([*lines, *([f"result: {_shortened(as_text(output))}"] if output is not None else [])]) or "(nothing)"
-    )
+    if (output := attempt.metadata.get("output")) is not None:
+        messages.append(("result", as_text(output)))
+    return "\n".join(f"{role}: {_shortened(text)}" for role, text in messages) or "(nothing)"
 
 
 def _shortened(text: str) -> str:

@@ -32,9 +32,15 @@ function Filters({ query, apply }) {
     <details open=${MORE.some(([name]) => query[name])}><summary>More filters</summary><div class="fields">${MORE.map(field)}</div></details></form>`;
 }
 
-function Heading({ name, title, query, apply, end, sorts }) {
-  const active = query.sort === name;
+// [what it is sorted by, title, whether it holds numbers]
+const COLUMNS = [
+  ["created", "Rollout"], ["status", "State"], [null, "Task"], ["reward_number", "Reward", true], ["calls", "Calls", true], ["tool_errors", "Tool errors", true],
+  ["sampled_tokens", "Tokens", true], ["seconds", "Time", true], [null, "Agents"], [null, "Weights", true],
+];
+
+function Heading({ name, title, query, apply, end, sorts = [] }) {
   if (!sorts.includes(name)) return html`<th class=${end ? "num" : ""}>${title}</th>`;
+  const active = query.sort === name;
   const flip = () => apply({ ...query, sort: name, order: active && query.order !== "asc" ? "asc" : "desc", after: "" });
   return html`<th class=${end ? "num" : ""} aria-sort=${active ? (query.order === "asc" ? "ascending" : "descending") : undefined}><button type="button" onClick=${flip}>${title}${active ? (query.order === "asc" ? " ▲" : " ▼") : ""}</button></th>`;
 }
@@ -49,7 +55,7 @@ export function Row({ run, row, chosen, toggle }) {
     <td class="num" data-label="Tokens">${known(number(row.sampled_tokens))}</td><td class="num" data-label="Time">${duration(row.seconds)}</td><td data-label="Agents">${row.agents.join(", ") || html`<span class="muted">–</span>`}</td><td class="num" data-label="Weights">${row.versions.join(", ") || "–"}</td></tr>`;
 }
 
-export const RowHead = () => html`<thead><tr><th>Rollout</th><th>State</th><th>Task</th><th class="num">Reward</th><th class="num">Calls</th><th class="num">Tool errors</th><th class="num">Tokens</th><th class="num">Time</th><th>Agents</th><th class="num">Weights</th></tr></thead>`;
+const RowHead = ({ first, ...head }) => html`<thead><tr>${first}${COLUMNS.map(([name, title, end]) => html`<${Heading} key=${title} name=${name} title=${title} end=${end} ...${head} />`)}</tr></thead>`;
 
 const FORMS = [["rollouts", "for agl store import"], ["sft", "conversations for agl sft --data"], ["dpo", "the best and the worst rollout of each task for agl dpo --data"]];
 
@@ -115,9 +121,7 @@ export function RolloutsPage({ parts: [run], query, path }) {
     <${RunTabs} run=${run} here="rollouts" />
     <details class="panel" open=${!matchMedia("(max-width: 760px)").matches || Object.keys(query).length > 0}><summary>Filters</summary><${Filters} key=${address} query=${query} apply=${apply} /></details><${Stale} view=${news.error ? { ...view, error: news.error } : view} />
     ${!data ? html`<${Loading} view=${view} />` : html`<div class="panel tight" ...${scrolls}><${Actions} run=${run} ids=${chosen} query=${query} writable=${data.writable} done=${view.reload} />
-      <table class="stack"><thead><tr><th><input type="checkbox" checked=${every} aria-label="Select all of this page" onChange=${() => setChosen(every ? [] : data.rows.map((row) => row.rollout_id))} /></th>
-        <${Heading} name="created" title="Rollout" ...${head} /><${Heading} name="status" title="State" ...${head} /><th>Task</th><${Heading} name="reward_number" title="Reward" end ...${head} /><${Heading} name="calls" title="Calls" end ...${head} />
-        <${Heading} name="tool_errors" title="Tool errors" end ...${head} /><${Heading} name="sampled_tokens" title="Tokens" end ...${head} /><${Heading} name="seconds" title="Time" end ...${head} /><th>Agents</th><th class="num">Weights</th></tr></thead>
+      <table class="stack"><${RowHead} ...${head} first=${html`<th><input type="checkbox" checked=${every} aria-label="Select all of this page" onChange=${() => setChosen(every ? [] : data.rows.map((row) => row.rollout_id))} /></th>`} />
         <tbody>${data.rows.map((row) => html`<${Row} key=${row.rollout_id} run=${run} row=${news.rows[row.rollout_id] || row} chosen=${chosen.includes(row.rollout_id)} toggle=${() => toggle(row.rollout_id)} />`)}</tbody></table>
       ${!data.rows.length && html`<p class="empty">${data.next ? `None of ${number(data.scanned)} rollouts matches so far.` : "No rollout matches."}</p>`}</div>
     <div class="head">${query.after && html`<button type="button" onClick=${() => history.back()}>← Back</button>`}
