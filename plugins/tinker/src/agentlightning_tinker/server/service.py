@@ -25,7 +25,7 @@ from agentlightning.engine.base import Sample, SamplingParams, room_for_answer
 from agentlightning.errors import ConfigError, NotFoundError, PolicyError
 from agentlightning_tinker.server import messages, wire
 from agentlightning_tinker.server.losses import RL_INPUTS, check_inputs, make_loss, token_weights
-from agentlightning_tinker.server.requests import PROTOBUF, Requests, Result, owner_of
+from agentlightning_tinker.server.requests import PROTOBUF, UNKNOWN_MODEL, Requests, Result, owner_of
 
 if TYPE_CHECKING:
     from agentlightning_tinker.server.host import AdapterHost, Copy, Datum
@@ -41,6 +41,8 @@ SESSION_SECONDS: Final = 900.0
 @dataclass(slots=True)
 class Session:
     heard: float
+    models: dict[str, Model] = field(default_factory=dict[str, "Model"])
+    samplers: dict[str, Sampler] = field(default_factory=dict[str, "Sampler"])
     snapshots: list[Copy] = field(default_factory=list["Copy"])
     """Weights without a name, which end with the session."""
     slots: dict[str, Semaphore] = field(default_factory=dict[str, Semaphore])
@@ -81,8 +83,6 @@ class TinkerService:
         self.hosts = hosts
         self.requests = Requests()
         self.sessions: dict[str, Session] = {}
-        self.models: dict[str, Model] = {}
-        self._samplers: dict[str, Sampler] = {}
         self._copies: dict[Path, str] = {}
         """The name of each saved directory that was sampled from; another save of the same place has another one."""
         self._folder, self._session_seconds = folder.absolute(), session_seconds
@@ -119,10 +119,8 @@ class TinkerService:
         if (session := self.sessions.pop(name, None)) is None:
             return
         self.requests.forget(name)
-        for model in [each for each in self.models if owner_of(each) == name]:
-            await self.hosts[self.models.pop(model).base].remove(model)
-        for sampler in [each for each in self._samplers if owner_of(each) == name]:
-            del self._samplers[sampler]
+        for model, about in session.models.items():
+            await self.hosts[about.base].remove(model)
         for host in self.hosts.values():
             await host.drop_copies([copy[0] for copy in session.snapshots])
         for _, directory, _ in session.snapshots:
@@ -167,19 +165,17 @@ class TinkerService:
                 raise ConfigError("lora_config is missing: this server trains adapters (LoRA), not all weights")
             shape = lora.model_copy(update={"seed": randbits(31) if lora.seed is None else lora.seed})
         await self._host(base).create(name, shape)
-        self.models[name] = Model(base, shape)
+        self.session(owner_of(name)).models[name] = Model(base, shape)
         if isinstance(request, wire.LoadWeights):
             return await self.load_weights(request.model_copy(update={"model_id": name}))
         return {"type": "create_model", "model_id": name}
 
     def model(self, name: str) -> Model:
         """Raises NotFoundError."""
-        if name not in self.models:
-            raise NotFoundError(
-                f"model {name!r} is unknown here: its session has ended, or the server was started again; create a"
-                " training client from a saved state"
-            )
-        return self.models[name]
+        session = self.sessions.get(owner_of(name))
+        if session is None or name not in session.models:
+            raise NotFoundError(UNKNOWN_MODEL.format(name))
+        return session.models[name]
 
     async def forward_backward(self, request: Any) -> Result:
         """A request as `messages.read_request` gives it."""
@@ -306,9 +302,10 @@ class TinkerService:
 
     def sampler(self, name: str) -> Sampler:
         """Raises NotFoundError."""
-        if name not in self._samplers:
+        session = self.sessions.get(owner_of(name))
+        if session is None or name not in session.samplers:
             raise NotFoundError(f"sampler {name!r} is unknown: its session has ended, or the server was started again")
-        return self._samplers[name]
+        return session.samplers[name]
 
     def sampler_info(self, name: str) -> dict[str, Any]:
         found = self.sampler(name)
@@ -330,9 +327,8 @@ class TinkerService:
         return {"request_id": name, "sample_sequence_ids": sequences}
 
     def _add_sampler(self, owner: str, number: int, sampler: Sampler) -> str:
-        self.session(owner)
         name = f"{owner}:sample:{number}"
-        self._samplers[name] = sampler
+        self.session(owner).samplers[name] = sampler
         return name
 
     def _host(self, name: str) -> AdapterHost:

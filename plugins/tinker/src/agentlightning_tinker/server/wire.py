@@ -100,26 +100,28 @@ class AdamParams(WireRequest):
     grad_clip_norm: float = 0.0
 
 
-class OptimStep(ModelId):
+class Queued(ModelId):
+    """The base of requests that have a turn among those of their model."""
+
     seq_id: int
+
+
+class OptimStep(Queued):
     adam_params: AdamParams
 
 
-class SaveWeights(ModelId):
-    seq_id: int
+class SaveWeights(Queued):
     path: str | None = None
     overwrite: bool = False
 
 
-class SaveForSampler(ModelId):
-    seq_id: int
+class SaveForSampler(Queued):
     path: str | None = None
     sampling_session_seq_id: int | None = None
     kind: Literal["snapshot"] = "snapshot"
 
 
-class SaveExternal(ModelId):
-    seq_id: int
+class SaveExternal(Queued):
     path: str
 
 
