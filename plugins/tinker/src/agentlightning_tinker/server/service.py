@@ -234,7 +234,7 @@ class TinkerService:
     async def load_weights(self, request: wire.LoadWeights) -> Mapping[str, Any]:
         """Into a training run."""
         saved, name = await self._saved(request.path), str(request.model_id)
-        await self._host_of(name).load(name, saved.directory, optimizer=request.optimizer)
+        await self._host_of(name).load(name, saved.directory, with_optimizer=request.optimizer)
         return {"type": "load_weights", "path": request.path, "model_id": name}
 
     async def weights_info(self, request: wire.WeightsPath) -> dict[str, Any]:
@@ -251,7 +251,7 @@ class TinkerService:
                 raise ConfigError(f"{path} exists; choose another name, or save with overwrite=True")
             self._copies.pop(directory, None)
         beside = directory.with_name(f".{directory.name}.{token_hex(4)}")
-        await self.hosts[model.base].save(model_id, beside, optimizer=kind == WEIGHTS)
+        await self.hosts[model.base].save(model_id, beside, with_optimizer=kind == WEIGHTS)
         about = {"base": model.base, "shape": model.shape.model_dump(), "saved": time.time()}
 
         def publish() -> None:
