@@ -38,13 +38,11 @@ from agentlightning.policy.losses import ADVANTAGES, SAMPLED_LOGPROBS, WEIGHTS, 
 from agentlightning.policy.model_loading import find_device, load_model, usable_context_length
 from agentlightning.policy.update.forward import Forward
 from agentlightning.trajectory import FloatArray
-from agentlightning_tinker.server.wire import AdamParams, LoraShape
+from agentlightning_tinker.server.wire import AdamParams, LoraShape, Saved
 
 ALPHA: Final = 32.0
 """The numerator of the scale of every adapter."""
 OPTIMIZER: Final = "optimizer.pt"
-Copy = tuple[str, Path, LoraShape]
-"""Fixed weights: their name, which is never given to others, where they were saved, and their shape."""
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -233,13 +231,13 @@ class AdapterHost:
 
     # -- sampling --------------------------------------------------------------------------------------------------
 
-    async def sample(self, copy: Copy | None, prompt: Sequence[int], params: SamplingParams) -> Sample:
+    async def sample(self, copy: Saved | None, prompt: Sequence[int], params: SamplingParams) -> Sample:
         """Sample one answer from the model below the adapters, or from a copy. Raises as `Engine.sample`, and
         PolicyError for a copy that is gone."""
         async with self._held(copy) as name:
             return await self.worker.sample(prompt, params, None, name)
 
-    async def score(self, copy: Copy | None, tokens: Sequence[int]) -> FloatArray:
+    async def score(self, copy: Saved | None, tokens: Sequence[int]) -> FloatArray:
         """log p of each token but the first, at temperature 1 [T - 1]."""
         async with self._held(copy) as name:
             return await self._score(name, tokens)
@@ -262,18 +260,18 @@ class AdapterHost:
             return self._forward.of_targets([tokens[:-1]], [tokens[1:]]).float().cpu().numpy()
 
     @asynccontextmanager
-    async def _held(self, copy: Copy | None) -> AsyncGenerator[str | None]:
+    async def _held(self, copy: Saved | None) -> AsyncGenerator[str | None]:
         """The name of a copy, which is in memory meanwhile."""
         if copy is None:
             yield None
             return
-        name = copy[0]
+        name = copy.name
         async with self._loading:
             if name not in self._copies:
                 idle = [each for each, running in self._copies.items() if not running]
                 for other in idle[: max(0, len(self._copies) + 1 - self._max_copies)]:
                     await self._drop_copy(other)
-                await self._read_copy(*copy)
+                await self._read_copy(copy)
                 self._copies[name] = 0
                 self.copies_read += 1
             self._copies.move_to_end(name)
@@ -290,12 +288,12 @@ class AdapterHost:
         self._batcher.prefix_cache.clear([name])
 
     @in_worker
-    def _read_copy(self, name: str, directory: Path, shape: LoraShape) -> None:
-        adapter = self._add(name, shape)
+    def _read_copy(self, copy: Saved) -> None:
+        adapter = self._add(copy.name, copy.shape)
         try:
-            adapter.load_state_dict(read_weights(directory, adapter))
+            adapter.load_state_dict(read_weights(copy.directory, adapter))
         except BaseException:
-            self._adapters.remove(name)
+            self._adapters.remove(copy.name)
             raise
 
     def _decode(self, token_ids: Sequence[int]) -> str:

@@ -28,7 +28,7 @@ from agentlightning_tinker.server.losses import RL_INPUTS, check_inputs, make_lo
 from agentlightning_tinker.server.requests import PROTOBUF, UNKNOWN_MODEL, Requests, Result, owner_of
 
 if TYPE_CHECKING:
-    from agentlightning_tinker.server.host import AdapterHost, Copy, Datum
+    from agentlightning_tinker.server.host import AdapterHost, Datum
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Session:
     heard: float
     models: dict[str, Model] = field(default_factory=dict[str, "Model"])
     samplers: dict[str, Sampler] = field(default_factory=dict[str, "Sampler"])
-    snapshots: list[Copy] = field(default_factory=list["Copy"])
+    snapshots: list[wire.Saved] = field(default_factory=list[wire.Saved])
     """Weights without a name, which end with the session."""
     slots: dict[str, Semaphore] = field(default_factory=dict[str, Semaphore])
     """By model, for answers at the same time: those of another session do not wait for all that one has asked for."""
@@ -58,18 +58,9 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """Weights on the disk, and what they fit."""
-
-    directory: Path
-    base: str
-    shape: wire.LoraShape
-
-
-@dataclass(frozen=True, slots=True)
 class Sampler:
     base: str
-    copy: Copy | None
+    copy: wire.Saved | None
     """None: the model below the adapters."""
     path: str | None
 
@@ -83,8 +74,6 @@ class TinkerService:
         self.hosts = hosts
         self.requests = Requests()
         self.sessions: dict[str, Session] = {}
-        self._copies: dict[Path, str] = {}
-        """The name of each saved directory that was sampled from; another save of the same place has another one."""
         self._folder, self._session_seconds = folder.absolute(), session_seconds
 
     async def close(self) -> None:
@@ -122,9 +111,9 @@ class TinkerService:
         for model, about in session.models.items():
             await self.hosts[about.base].remove(model)
         for host in self.hosts.values():
-            await host.drop_copies([copy[0] for copy in session.snapshots])
-        for _, directory, _ in session.snapshots:
-            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+            await host.drop_copies([copy.name for copy in session.snapshots])
+        for copy in session.snapshots:
+            await asyncio.to_thread(shutil.rmtree, copy.directory, ignore_errors=True)
 
     async def end_silent_sessions(self) -> None:
         """End the sessions that were not heard of for too long. Never returns."""
@@ -211,10 +200,9 @@ class TinkerService:
             path = await self._save(request.model_id, SAMPLER, request.path)
             return {"type": "save_weights_for_sampler", "path": path}
         owner = owner_of(request.model_id)
-        saved = await self._saved(await self._save(request.model_id, SAMPLER, f".snapshot-{token_hex(4)}"))
-        copy = self._copy(saved)
+        copy = await self._saved(await self._save(request.model_id, SAMPLER, f".snapshot-{token_hex(4)}"))
         self.session(owner).snapshots.append(copy)
-        name = self._add_sampler(owner, request.sampling_session_seq_id, Sampler(saved.base, copy, None))
+        name = self._add_sampler(owner, request.sampling_session_seq_id, Sampler(copy.base, copy, None))
         return {"type": "save_weights_for_sampler", "sampling_session_id": name}
 
     async def save_external(self, request: wire.SaveExternal) -> Mapping[str, Any]:
@@ -246,10 +234,8 @@ class TinkerService:
         model, name = self.model(model_id), given or f"save-{token_hex(4)}"
         path = f"{SCHEME}{quote(model_id, safe=':')}/{kind}/{quote(name, safe='')}"
         directory = self._directory(path)
-        if await asyncio.to_thread(directory.exists):
-            if not overwrite:
-                raise ConfigError(f"{path} exists; choose another name, or save with overwrite=True")
-            self._copies.pop(directory, None)
+        if not overwrite and await asyncio.to_thread(directory.exists):
+            raise ConfigError(f"{path} exists; choose another name, or save with overwrite=True")
         beside = directory.with_name(f".{directory.name}.{token_hex(4)}")
         await self.hosts[model.base].save(model_id, beside, with_optimizer=kind == WEIGHTS)
         about = {"base": model.base, "shape": model.shape.model_dump(), "saved": time.time()}
@@ -273,17 +259,14 @@ class TinkerService:
         model, kind, name = (quote(unquote(part), safe="").replace(".", "%2E") for part in parts)
         return self._folder / model / kind / name
 
-    async def _saved(self, path: str) -> Saved:
+    async def _saved(self, path: str) -> wire.Saved:
         """Raises ConfigError where there are none."""
         directory = self._directory(path)
         try:
             about: dict[str, Any] = orjson.loads(await asyncio.to_thread((directory / ABOUT).read_bytes))
+            return wire.Saved.model_validate({**about, "directory": directory})
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} holds no saved weights here: {error}") from error
-        return Saved(directory, str(about["base"]), wire.LoraShape(**about["shape"]))
-
-    def _copy(self, saved: Saved) -> Copy:
-        return self._copies.setdefault(saved.directory, f"copy-{token_hex(8)}"), saved.directory, saved.shape
 
     # -- sampling --------------------------------------------------------------------------------------------------
 
@@ -291,8 +274,8 @@ class TinkerService:
         self.session(request.session_id)
         base, copy = request.base_model, None
         if request.model_path is not None:
-            saved = await self._saved(request.model_path)
-            base, copy = saved.base, self._copy(saved)
+            copy = await self._saved(request.model_path)
+            base = copy.base
         if base is None:
             raise ConfigError("name what to sample from: base_model, or model_path of saved weights")
         self._host(base)
@@ -376,7 +359,7 @@ def _checked(tokens: Sequence[int], host: AdapterHost) -> Sequence[int]:
 
 async def _sample(
     host: AdapterHost,
-    copy: Copy | None,
+    copy: wire.Saved | None,
     tokens: Sequence[int],
     request: wire.SampleRequest,
     slots: Semaphore,

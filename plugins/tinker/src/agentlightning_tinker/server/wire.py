@@ -6,6 +6,7 @@ that nothing is asked for and silently left out.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final, Literal
 
 from pydantic import (
@@ -66,6 +67,21 @@ class LoraShape(WireRequest):
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
+
+
+class Saved(BaseModel, frozen=True):
+    """Fixed weights on the disk, and what they fit."""
+
+    directory: Path
+    base: str
+    shape: LoraShape
+    saved: float = 0.0
+    """When: what is saved again at the same place are others."""
+
+    @property
+    def name(self) -> str:
+        """Which no others have."""
+        return f"{self.directory}@{self.saved}"
 
 
 class OptimizerKind(WireRequest):
