@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from agentlightning.errors import AgentError
@@ -77,7 +78,7 @@ class Level:
             raise AgentError(f"Level({name!r}): {below!r} has no reset and step; give another Level, or an environment")
         self.name, self.act, self.below, self.steps = name, act, below, steps
         self.observe = observe or _last_observation
-        self.reward = reward or _sum_of_rewards
+        self.reward = reward or attrgetter("reward")
         self.credit = credit
         self._seen: Any = None
         self._plays = False
@@ -123,7 +124,3 @@ async def _result(value: Any) -> Any:
 
 def _last_observation(step: LevelStep) -> Any:
     return step.observations[-1]
-
-
-def _sum_of_rewards(step: LevelStep) -> float:
-    return step.reward

@@ -111,14 +111,15 @@ async def rescore_async(
     """`rescore`, for callers that have an event loop."""
     if concurrency < 1:
         raise ConfigError(f"concurrency={concurrency} runs nothing; use at least 1")
-    function = load_object(function_spec(reward), "reward") if isinstance(reward, str) else reward
-    found = Rescoring(dry_run=dry_run)
-    scorer = _Scorer(store, RewardFunction.of(function), reward if isinstance(reward, str) else None, found)
-    limit, after = asyncio.Semaphore(concurrency), None
+    function = RewardFunction.of(load_object(function_spec(reward), "reward") if isinstance(reward, str) else reward)
+    name = reward if isinstance(reward, str) else function.signature.name
+    found, limit, after = Rescoring(dry_run=dry_run), asyncio.Semaphore(concurrency), None
+    scored = list[tuple[Reward | None, Reward]]()
 
     async def score(rollout: Rollout) -> None:
         async with limit:
-            await scorer.score(rollout)
+            if (rewards := await _score(store, function, name, rollout, found)) is not None:
+                scored.append(rewards)
         found.rollouts += 1
         if on_progress is not None:
             on_progress(found.rollouts)
@@ -138,7 +139,9 @@ async def rescore_async(
         raise RewardError(
             f"the function scored none of {found.rollouts} rollouts. The first, {first}: {found.failed[first]}"
         )
-    found.mean_before, found.mean_after = _mean(scorer.before), _mean(scorer.after)
+    found.mean_before, found.mean_after = (
+        (_mean(rewards) for rewards in zip(*scored, strict=True)) if scored else (None, None)
+    )
     return found
 
 
@@ -150,42 +153,28 @@ def _matches(task: Any, wanted: Any) -> bool:
     return task_key(task) == task_key(wanted)
 
 
-@dataclass(slots=True)
-class _Scorer:
-    """Scores one rollout after the other by one function."""
-
-    store: LightningStoreBase
-    function: RewardFunction
-    reference: str | None
-    """`module:function`, if it was given as text."""
-    found: Rescoring
-    """What it has done."""
-    before: list[Reward | None] = field(default_factory=list[Reward | None])
-    """The final rewards of the scored rollouts, and their new ones."""
-    after: list[Reward] = field(default_factory=list[Reward])
-
-    async def score(self, rollout: Rollout) -> None:
-        found, attempt = self.found, await self.store.get_latest_attempt(rollout.rollout_id)
-        if attempt is None:
-            found.without_attempt += 1
-            return
-        spans = await self.store.query_spans(rollout.rollout_id, attempt.attempt_id)
-        before, name = find_final_reward(spans), self.reference or self.function.signature.name
-        try:
-            value = await apply_reward(self.store, self.function, rollout, attempt, spans)
-        except Exception as error:  # noqa: BLE001  the function is the user's code; the rollout is named and counted
-            found.failed[rollout.rollout_id] = f"{type(error).__name__}: {error}"
-            return
-        self.before.append(before)
-        self.after.append(value)
-        rescored = [span for span in spans if names.RESCORED in span.attributes and counts(span)]
-        newest = rescored[-1].attributes[names.RESCORED] if rescored else None
-        if newest == name and before == value:
-            found.unchanged += 1
-            return
-        found.rescored += 1
-        if found.dry_run:
-            return
+async def _score(
+    store: LightningStoreBase, function: RewardFunction, name: str, rollout: Rollout, found: Rescoring
+) -> tuple[Reward | None, Reward] | None:
+    """Score a rollout by a function of that name, and count it in `found`. Its final reward before, and the new one;
+    None where there is none."""
+    attempt = await store.get_latest_attempt(rollout.rollout_id)
+    if attempt is None:
+        found.without_attempt += 1
+        return None
+    spans = await store.query_spans(rollout.rollout_id, attempt.attempt_id)
+    before = find_final_reward(spans)
+    try:
+        value = await apply_reward(store, function, rollout, attempt, spans)
+    except Exception as error:  # noqa: BLE001  the function is the user's code; the rollout is named and counted
+        found.failed[rollout.rollout_id] = f"{type(error).__name__}: {error}"
+        return None
+    rescored = [span for span in spans if names.RESCORED in span.attributes and counts(span)]
+    if rescored and rescored[-1].attributes[names.RESCORED] == name and before == value:
+        found.unchanged += 1
+        return before, value
+    found.rescored += 1
+    if not found.dry_run:
         content = f"{attempt.attempt_id} rescored {len(rescored)} {name} {value!r}"
         key = names.REWARD_VALUES if isinstance(value, dict) else names.SCORE_VALUE
         span = Span(
@@ -196,7 +185,8 @@ class _Scorer:
             span_id=hashlib.sha256(content.encode()).hexdigest()[:16],
             attributes={names.EVALUATION_NAME: "reward", key: value, names.RESCORED: name, names.JUDGE: True},
         )
-        await self.store.add_span(span)
+        await store.add_span(span)
+    return before, value
 
 
 def _mean(rewards: Sequence[Reward | None]) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,4 +50,21 @@ async def test_what_has_run_is_known_by_one_number_and_refused_once_its_result_i
     for number in (-1, 0, 7, 28):
         with pytest.raises(ConfigError, match="has run, and its result is no longer kept"):
             requests.enqueue("s:train:0", number, says(number, said))
+    await requests.close()
+
+
+async def test_a_request_whose_session_ends_while_its_result_is_awaited_is_cancelled_and_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agentlightning_tinker.server.requests.FETCHED_BYTES", 0)
+    requests, said = Requests(), list[int]()
+    waiting = asyncio.create_task(requests.fetch(requests.start("s", asyncio.Event().wait), 5))  # pyright: ignore
+    await asyncio.sleep(0)
+    requests.forget("s")
+    cancelled = await waiting
+    assert cancelled is not None
+    assert b"was cancelled" in cancelled.body
+    for number in range(2):
+        await requests.fetch(requests.start("t", says(number, said)), 5)
+    assert said == [0, 1]
     await requests.close()

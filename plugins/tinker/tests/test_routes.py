@@ -330,3 +330,34 @@ async def test_an_answer_of_another_session_does_not_wait_for_a_thousand(model: 
         assert await service.requests.fetch(ids[0], 0) is None, "the others came first"
     finally:
         await service.close()
+
+
+async def test_weights_saved_again_are_sampled_by_who_asks_for_them_then(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await client.begin()
+    path, asked, save = "", [], client.host.save
+
+    async def saved() -> str:
+        body = {"model_id": client.model, "seq_id": client.number(), "path": "state", "overwrite": True}
+        return (await client.result((await client.post("/save_weights", **body))["request_id"]))["path"]
+
+    async def answer() -> Any:
+        asked.append(1000 + len(asked))
+        body = {"session_id": client.session, "sampling_session_seq_id": asked[-1], "model_path": path}
+        return await client.sample((await client.post("/create_sampling_session", **body))["sampling_session_id"])
+
+    before: list[Any] = []
+
+    async def save_slowly(*args: Any, **options: Any) -> None:
+        before.append(await answer())
+        await save(*args, **options)
+
+    path = await saved()
+    monkeypatch.setattr(client.host, "save", save_slowly)
+    for _ in range(3):
+        await client.gradient()
+        await client.step(learning_rate=0.3)
+    await saved()
+    monkeypatch.setattr(client.host, "save", save)
+    assert await answer() == await client.sample(await client.sampler()) != before[0]

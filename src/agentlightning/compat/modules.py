@@ -11,20 +11,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 PACKAGE = "agentlightning"
-PATHS = frozenset(
-    {
-        "adapter",
-        "algorithm",
-        "algorithm.apo",
-        "emitter",
-        "litagent",
-        "reward",
-        "tracer",
-        "tracer.agentops",
-        "tracer.otel",
-        "types",
-    }
-)
+PATHS = (
+    "adapter", "algorithm", "algorithm.apo", "emitter", "litagent",
+    "reward", "tracer", "tracer.agentops", "tracer.otel", "types",
+)  # fmt: skip
 GONE = {
     "reward": "a function that scores is an ordinary one here; leave the decorator out",
     "MongoLightningStore": 'agl.LightningStore("postgresql://...") is the store for many machines',

@@ -6,16 +6,14 @@ product of the training tasks occurs in another, so what is measured is reading 
 
 from __future__ import annotations
 
-import functools
 import random
 import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from openai import OpenAI
-
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.config import DataConfig, EvaluationConfig, PolicyConfig, RunConfig, RunnerConfig, TrainConfig
+from agentlightning.demo.agent import client
 from agentlightning.policy.config import OptimizerConfig
 
 SYSTEM: Final = "Read the customer's message. Reply with the order number, nothing else."
@@ -53,11 +51,6 @@ STEPS: Final = 14
 TASKS_PER_STEP: Final = 6
 GROUP_SIZE: Final = 8
 HELD_OUT: Final = 64
-
-
-@functools.cache
-def client() -> OpenAI:
-    return OpenAI(base_url="http://localhost", api_key="unused")
 
 
 def read(message: str, base_url: str, model: str = "policy") -> str:

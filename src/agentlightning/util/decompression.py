@@ -8,11 +8,13 @@ OTLP receiver and the gateway.
 from __future__ import annotations
 
 import asyncio
-import importlib
+import io
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
-from typing import Any, Final
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, Final, TypeAlias
 
 from agentlightning.errors import ConfigError
 
@@ -20,7 +22,9 @@ INLINE_BYTES: Final = 256 * 1024
 """Size of a body that is decompressed on the event loop, which takes well under a millisecond."""
 THREADS: Final = 2
 """Bodies that are decompressed concurrently in threads."""
-_IDENTITY: Final = ("", "identity")
+
+Read: TypeAlias = Callable[[int], bytes]
+"""Up to so many further bytes of a body, fewer only at its end. Raises CodingError for data that is invalid or cut."""
 
 
 class CodingError(ConfigError):
@@ -34,25 +38,18 @@ class CodingError(ConfigError):
 async def decompress(body: bytes, coding: str, limit: int) -> bytes:
     """The body without its `content-encoding`. Raises CodingError if that is unknown (415), the data invalid (400), or
     the result larger than `limit` bytes (413)."""
-    coding = coding.strip().lower()
-    if coding in _IDENTITY:
+    if (read := _open(body, coding)) is None:
         return body
-    decompressor = _open(coding, body)
-    first = decompressor.read(min(INLINE_BYTES, limit + 1))
-    if decompressor.ended or len(first) > limit:
-        return _check_size(first, limit)
-    work = partial(_read_rest, decompressor, first, limit)
-    return await asyncio.get_running_loop().run_in_executor(_executor(), work)
+    data = read(min(INLINE_BYTES, limit + 1))
+    if INLINE_BYTES <= len(data) <= limit:
+        data += await asyncio.get_running_loop().run_in_executor(_executor(), read, limit + 1 - len(data))
+    return _check_size(data, limit)
 
 
 def decompress_now(body: bytes, coding: str, limit: int) -> bytes:
     """As `decompress`, in the calling thread."""
-    coding = coding.strip().lower()
-    return body if coding in _IDENTITY else _read_rest(_open(coding, body), b"", limit)
-
-
-def _read_rest(decompressor: _Zlib | _FileDecompressor, first: bytes, limit: int) -> bytes:
-    return _check_size(first + decompressor.read(limit + 1 - len(first)), limit)
+    read = _open(body, coding)
+    return body if read is None else _check_size(read(limit + 1), limit)
 
 
 def _check_size(data: bytes, limit: int) -> bytes:
@@ -66,81 +63,55 @@ def _executor() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(THREADS, thread_name_prefix="agl-decompress")
 
 
-def _open(coding: str, body: bytes) -> _Zlib | _FileDecompressor:
+def _open(body: bytes, coding: str) -> Read | None:
+    """What reads a body; None: it is not compressed."""
+    coding = coding.strip().lower()
+    if coding in ("", "identity"):
+        return None
     if coding in ("gzip", "x-gzip"):
-        return _Zlib(body, 31, "gzip")
+        return _checked("gzip", _zlib(body, 31), zlib.error)
     if coding == "deflate":  # some clients send the raw stream, without the zlib header
         framed = len(body) > 1 and body[0] & 0x0F == 8 and (body[0] << 8 | body[1]) % 31 == 0
-        return _Zlib(body, 15 if framed else -15, "deflate")
-    if coding == "zstd" and (found := _zstd(body)) is not None:
-        return found
-    known = "gzip, deflate" + (", zstd" if _has_zstd() else "")
+        return _checked("deflate", _zlib(body, 15 if framed else -15), zlib.error)
+    own = _module("compression.zstd")  # from Python 3.14 on
+    arrow = None if own else _module("pyarrow")
+    if coding == "zstd" and own:
+        return _checked("zstd", own.ZstdFile(io.BytesIO(body)).read, own.ZstdError)
+    if coding == "zstd" and arrow:
+        return _checked("zstd", arrow.CompressedInputStream(arrow.BufferReader(body), "zstd").read)
+    known = "gzip, deflate" + (", zstd" if own or arrow else "")
     raise CodingError(f"content-encoding={coding!r} is not supported; send {known}, or none", 415)
 
 
-class _Zlib:
-    """Reads one compressed body."""
+def _checked(name: str, read: Read, *errors: type[Exception]) -> Read:
+    """With what a library raises for invalid data as CodingError."""
 
-    def __init__(self, body: bytes, wbits: int, name: str) -> None:
-        self._decompressor = zlib.decompressobj(wbits=wbits)
-        self._remaining = body
-        self._name = name
-
-    @property
-    def ended(self) -> bool:
-        return self._decompressor.eof
-
-    def read(self, most: int) -> bytes:
-        """Up to `most` bytes; fewer only at the end. Raises CodingError if the data is invalid or truncated."""
+    def checked(most: int) -> bytes:
         try:
-            data = self._decompressor.decompress(self._remaining, most)
-        except zlib.error as error:
-            raise CodingError(f"the body is not {self._name}: {error}", 400) from None
-        self._remaining = self._decompressor.unconsumed_tail
-        truncated = len(data) < most and not self._decompressor.eof
-        if truncated or self._decompressor.unused_data:
-            raise CodingError(
-                f"the body is not one complete {self._name} stream: it is truncated, or followed by other data", 400
-            )
+            return bytes(read(most))
+        except (OSError, EOFError, ValueError, *errors) as error:
+            raise CodingError(f"the body is not one complete {name} stream: {error}", 400) from None
+
+    return checked
+
+
+def _zlib(body: bytes, wbits: int) -> Read:
+    opened, left = zlib.decompressobj(wbits=wbits), body
+
+    def read(most: int) -> bytes:
+        nonlocal left
+        data = opened.decompress(left, most)
+        left = opened.unconsumed_tail
+        if opened.unused_data or (len(data) < most and not opened.eof):
+            raise ValueError("it is truncated, or followed by other data")
         return data
 
-
-class _FileDecompressor:
-    """The same through a library's decompressing file object."""
-
-    def __init__(self, file: Any, *errors: type[Exception]) -> None:
-        self._file = file
-        self._errors = (OSError, EOFError, ValueError, *errors)
-        """What the file raises for invalid data."""
-        self.ended = False
-
-    def read(self, most: int) -> bytes:
-        try:
-            data = bytes(self._file.read(most))
-        except self._errors as error:
-            raise CodingError(f"the body is not zstd: {error}", 400) from None
-        self.ended = len(data) < most
-        return data
-
-
-def _zstd(body: bytes) -> _FileDecompressor | None:
-    """With the standard library (Python 3.14), or pyarrow."""
-    if (own := _module("compression.zstd")) is not None:
-        import io
-
-        return _FileDecompressor(own.ZstdFile(io.BytesIO(body)), own.ZstdError)
-    if (arrow := _module("pyarrow")) is not None:
-        return _FileDecompressor(arrow.CompressedInputStream(arrow.BufferReader(body), "zstd"))
-    return None
-
-
-def _has_zstd() -> bool:
-    return _module("compression.zstd") is not None or _module("pyarrow") is not None
+    return read
 
 
 @lru_cache
 def _module(name: str) -> Any:
     try:
-        return importlib.import_module(name)
+        return import_module(name)
     except ImportError:
         return None

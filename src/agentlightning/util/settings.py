@@ -423,40 +423,29 @@ DIRECTORIES = frozenset(
 """Names that other trainers have for the directory of a run."""
 PRESET_NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "reinforce++", "rloo", "loop")
 """Those of `LightningRL`, which other trainers have as algorithms."""
-SYNONYMS: dict[str, tuple[str, ...]] = {
-    "lr": ("optimizer.lr",),
-    "learning_rate": ("optimizer.lr",),
-    "rank": ("policy.lora.r", "lora.r"),
-    "lora_rank": ("policy.lora.r", "lora.r"),
-    "lora_r": ("policy.lora.r", "lora.r"),
-    "lora_alpha": ("policy.lora.alpha", "lora.alpha"),
-    "kl": ("kl_in_reward",),
-    "kl_coef": ("kl_in_reward",),
-    "weight_decay": ("optimizer.weight_decay",),
-    "warmup": ("optimizer.warmup_steps",),
-    "warmup_ratio": ("optimizer.warmup_steps",),
-    "eval_steps": ("evaluation.every",),
-    "max_grad_norm": ("optimizer.clip_norm",),
-    "epochs": ("steps",),
-    "num_epochs": ("steps",),
-    "num_train_epochs": ("steps",),
-    "max_steps": ("steps",),
-    "iterations": ("steps",),
-    "batch_size": ("tasks_per_step", "batch_size"),
-    "train_batch_size": ("tasks_per_step", "batch_size"),
-    "per_device_train_batch_size": ("tasks_per_step", "batch_size"),
-    "num_generations": ("group_size",),
-    "n_samples": ("group_size",),
-    **dict.fromkeys(PRESET_NAMES, ("preset",)),
-    "ppo": ("algorithm.loss",),
-    "epsilon": ("loss.clip_low",),
-    "clip_range": ("loss.clip_low",),
-    "model_name": ("policy.model",),
-    "model_path": ("policy.model",),
-    "timeout": ("runner.timeout_seconds",),
-    "n_workers": ("runner.hosts",),
-    "num_workers": ("runner.hosts",),
-    "max_concurrency": ("runner.concurrency",),
+SYNONYMS = {
+    name: endings.split()
+    for names, endings in (
+        ("lr learning_rate", "optimizer.lr"),
+        ("rank lora_rank lora_r", "policy.lora.r lora.r"),
+        ("lora_alpha", "policy.lora.alpha lora.alpha"),
+        ("kl kl_coef", "kl_in_reward"),
+        ("weight_decay", "optimizer.weight_decay"),
+        ("warmup warmup_ratio", "optimizer.warmup_steps"),
+        ("eval_steps", "evaluation.every"),
+        ("max_grad_norm", "optimizer.clip_norm"),
+        ("epochs num_epochs num_train_epochs max_steps iterations", "steps"),
+        ("batch_size train_batch_size per_device_train_batch_size", "tasks_per_step batch_size"),
+        ("num_generations n_samples", "group_size"),
+        (" ".join(PRESET_NAMES), "preset"),
+        ("ppo", "algorithm.loss"),
+        ("epsilon clip_range", "loss.clip_low"),
+        ("model_name model_path", "policy.model"),
+        ("timeout", "runner.timeout_seconds"),
+        ("n_workers num_workers", "runner.hosts"),
+        ("max_concurrency", "runner.concurrency"),
+    )
+    for name in names.split()
 }
 """Names of settings in other trainers -> how the name ends here. Tried before similarity of spelling, which finds
 `aggregate` for `learning_rate`."""

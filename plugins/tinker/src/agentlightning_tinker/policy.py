@@ -43,6 +43,7 @@ class TinkerPolicy:
     """One adapter on a server. Make it with `TinkerPolicy.open`."""
 
     capabilities = Capabilities(in_flight=True, starts_at_base=True)
+    supported_params = frozenset({"stop_token_ids", "ignore_eos"})
 
     def __init__(
         self,
@@ -84,11 +85,6 @@ class TinkerPolicy:
     @property
     def policy_version(self) -> int:
         return self._version
-
-    @property
-    def supported_params(self) -> frozenset[str]:
-        """See `Engine.supported_params`."""
-        return frozenset({"stop_token_ids", "ignore_eos"})
 
     async def can_enforce(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
         """See `Engine.can_enforce`."""
@@ -170,23 +166,19 @@ class TinkerPolicy:
         if "logprobs" in what:
             found["logprobs"] = await asyncio.to_thread(self._updater.logprobs, trees)
         if "ref_logprobs" in what:
-            found["ref_logprobs"] = [await self._base_logprobs(tree) for tree in trees]
+            found["ref_logprobs"] = await self._base_logprobs(trees)
         return found
 
-    async def _base_logprobs(self, tree: TokenTree) -> tuple[FloatArray, ...]:
+    async def _base_logprobs(self, trees: Sequence[TokenTree]) -> list[tuple[FloatArray, ...]]:
         if self._base_sampler is None:
             self._base_sampler = await asyncio.to_thread(self._session.base_sampler)
-        columns = [np.zeros(len(node.token_ids) if node.sampled else 0, np.float32) for node in tree.nodes]
-        for leaf in tree.leaves():
-            path = tree.path(leaf)
-            tokens = [token for index in path for token in tree.nodes[index].token_ids]
-            scores, start = await self._session.prompt_logprobs(self._base_sampler, tokens), 0
-            for index in path:
-                end = start + len(tree.nodes[index].token_ids)
-                if tree.nodes[index].sampled:
-                    columns[index][:] = np.asarray(scores[start:end], np.float32)
-                start = end
-        return tuple(columns)
+        table, batches = self._updater.rows(trees)
+        found = np.zeros(len(table.call), np.float32)
+        for batch in batches:
+            scores = [await self._session.prompt_logprobs(self._base_sampler, row.token_ids) for row in batch.rows]
+            own = [np.asarray(each, np.float32)[row.targets] for each, row in zip(scores, batch.rows, strict=True)]
+            found[batch.places] = np.concatenate(own)
+        return table.by_node(found)
 
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
         """Save weights and optimiser on the server, and where they are in `directory`, with the tokenizer. A checkpoint

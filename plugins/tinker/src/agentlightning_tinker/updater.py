@@ -146,11 +146,16 @@ class RemoteUpdater(Updater):
                 check_sampling(sample.tree)
         return super().step(samples, options)
 
+    def rows(self, trees: Sequence[TokenTree]) -> tuple[TokenTable, list[MicroBatch]]:
+        """The sampled tokens of trees, and the rows that have them."""
+        table = token_table(map(TrainingSample, trees))
+        return table, self.forward.plan(table, token_budget=ROW_BUDGET)
+
     def logprobs(self, trees: Sequence[TokenTree]) -> list[tuple[FloatArray, ...]]:
         """log p of every sampled token of each tree under the present weights, as `Policy.score` has it."""
-        table = token_table(map(TrainingSample, trees))
+        table, batches = self.rows(trees)
         found = np.zeros(len(table.call), np.float32)
-        for batch in self.forward.plan(table, token_budget=ROW_BUDGET):
+        for batch in batches:
             zeros = np.zeros(len(batch.places), np.float32)
             found[batch.places] = self._send(batch, "cross_entropy", {}, {"weights": zeros}, backward=False).numpy()
         return table.by_node(found)

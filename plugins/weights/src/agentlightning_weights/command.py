@@ -21,13 +21,8 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     verbs = typer.Typer(name="weights", no_args_is_help=True, help="Bring the weights of a run to other hosts.")
-    verbs.callback()(_group)
     verbs.command("pull", cls=Verb)(pull)
     app.add_typer(verbs)
-
-
-def _group() -> None:
-    """Bring the weights of a run to other hosts."""
 
 
 def pull(

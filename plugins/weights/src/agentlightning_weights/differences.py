@@ -8,7 +8,6 @@ the same file, byte for byte.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -72,11 +71,6 @@ def apply(base: Path, entry: FileEntry, data: bytes, target: Path) -> None:
                 target.unlink()
                 raise DamagedDifferenceError(f"{entry.name}: {part.name} is not what was published")
             opened.write(memoryview(own))
-
-
-def total(entries: Sequence[FileEntry]) -> int:
-    """Bytes of the files of a version."""
-    return sum(entry.size for entry in entries)
 
 
 def _mapped(file: Path) -> Any:

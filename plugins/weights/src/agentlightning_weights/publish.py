@@ -14,7 +14,7 @@ from agentlightning.policy.base import Policy
 from agentlightning.policy.config import WeightsConfig
 from agentlightning.weight_sync.disk import CheckpointFolder
 from agentlightning_weights.bucket import DIFFERENCE, MANIFEST, Bucket, FileEntry, Manifest, folder_of
-from agentlightning_weights.differences import difference, digest, total
+from agentlightning_weights.differences import difference, digest
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +59,8 @@ class WeightPublisher:
         self._base = (version, manifest.id, directory)
         self._since_full = 1 if manifest.base is None else self._since_full + 1
         self._prune()
-        seconds = time.monotonic() - since
-        return Published(version, manifest.base is None, manifest.stored, total(manifest.files), seconds)
+        size, seconds = sum(entry.size for entry in manifest.files), time.monotonic() - since
+        return Published(version, manifest.base is None, manifest.stored, size, seconds)
 
     def _write(self, directory: Path, version: int, base: tuple[int, str, Path] | None) -> Manifest:
         folder, entries, stored = folder_of(version), list[FileEntry](), 0

@@ -38,13 +38,11 @@ from agentlightning.policy.losses import ADVANTAGES, SAMPLED_LOGPROBS, WEIGHTS, 
 from agentlightning.policy.model_loading import find_device, load_model, usable_context_length
 from agentlightning.policy.update.forward import Forward
 from agentlightning.trajectory import FloatArray
-from agentlightning_tinker.server.wire import AdamParams, LoraShape
+from agentlightning_tinker.server.wire import AdamParams, LoraShape, Saved
 
 ALPHA: Final = 32.0
 """The numerator of the scale of every adapter."""
 OPTIMIZER: Final = "optimizer.pt"
-Copy = tuple[str, Path, LoraShape]
-"""Fixed weights: their name, which is never given to others, where they were saved, and their shape."""
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -74,14 +72,6 @@ class Datum:
     """log p of the targets when they were sampled."""
 
 
-@dataclass(slots=True, eq=False)
-class _Trained:
-    """An adapter that learns, and its optimiser."""
-
-    adapter: Adapter
-    optimizer: torch.optim.AdamW
-
-
 class AdapterHost:
     """One model and the adapters over it. Make it with `AdapterHost.open`."""
 
@@ -105,7 +95,8 @@ class AdapterHost:
         self._max_copies, self._token_budget = max_copies, token_budget
         self._adapters = Adapters(model)
         self._forward = Forward(model)
-        self._trained: dict[str, _Trained] = {}
+        self._trained: dict[str, tuple[Adapter, torch.optim.AdamW]] = {}
+        """The adapters that learn, and their optimisers."""
         self._copies: OrderedDict[str, int] = OrderedDict()
         """The copies in memory, the one used last at the end, with their running answers."""
         self._loading = asyncio.Lock()
@@ -140,7 +131,7 @@ class AdapterHost:
         """A new adapter, which changes nothing yet. Raises ConfigError for a shape that the model cannot have."""
         adapter = self._add(name, shape)
         optimizer = torch.optim.AdamW(adapter.parameters(), lr=0.0, foreach=True)
-        self._trained[name] = _Trained(adapter, optimizer)
+        self._trained[name] = adapter, optimizer
 
     def _add(self, name: str, shape: LoraShape) -> Adapter:
         targets = _layers(self._model, shape)
@@ -160,7 +151,7 @@ class AdapterHost:
         """Add the gradient of a loss, summed over all tokens, to that of an adapter; without `backward`, compute the
         loss alone. Returns the loss, and log p of the targets of each datum. Raises PolicyError for a loss that is not
         finite: its gradient is dropped, and so is what was accumulated before it."""
-        own, total = self._trained[name], 0.0
+        total = 0.0
         found: dict[int, FloatArray] = {}
         self._model.eval()
         with self._adapters.use(name), torch.set_grad_enabled(backward):
@@ -174,7 +165,7 @@ class AdapterHost:
                 ends = np.cumsum([len(each.inputs) for each in part])[:-1]
                 found |= dict(zip(numbers, np.split(logprobs_N.detach().float().cpu().numpy(), ends), strict=True))
         if not math.isfinite(total):
-            own.optimizer.zero_grad()
+            self._trained[name][1].zero_grad()
             raise PolicyError(
                 f"the loss of {len(data)} sequences is {total}: an input or a log-probability among them is not finite;"
                 " the gradient accumulated so far was dropped"
@@ -185,46 +176,46 @@ class AdapterHost:
     def optim_step(self, name: str, settings: AdamParams) -> dict[str, float]:
         """Update an adapter by its accumulated gradient, and drop that. Returns the norm of the gradient. Raises
         PolicyError, and changes nothing, where it is not finite or there is none."""
-        own = self._trained[name]
-        gradients = [each.grad for each in own.adapter.parameters() if each.grad is not None]
+        adapter, optimizer = self._trained[name]
+        gradients = [each.grad for each in adapter.parameters() if each.grad is not None]
         if not gradients:
             raise PolicyError("there is no gradient to step by; call forward_backward before optim_step")
         norm = nn.utils.get_total_norm(gradients)
         if not torch.isfinite(norm):
-            own.optimizer.zero_grad()
+            optimizer.zero_grad()
             raise PolicyError(f"the norm of the gradient is {float(norm)}: it was dropped, and no weight has changed")
         if settings.grad_clip_norm > 0:
-            nn.utils.clip_grads_with_norm_(own.adapter.parameters(), settings.grad_clip_norm, norm)
-        for group in own.optimizer.param_groups:
+            nn.utils.clip_grads_with_norm_(adapter.parameters(), settings.grad_clip_norm, norm)
+        for group in optimizer.param_groups:
             group |= {
                 "lr": settings.learning_rate,
                 "betas": (settings.beta1, settings.beta2),
                 "eps": settings.eps,
                 "weight_decay": settings.weight_decay,
             }
-        own.optimizer.step()
-        own.optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         self._adapters.drop_stacks()
         return {"grad_norm:mean": float(norm)}
 
     @in_worker
-    def save(self, name: str, directory: Path, *, optimizer: bool = False) -> None:
+    def save(self, name: str, directory: Path, *, with_optimizer: bool = False) -> None:
         """Write an adapter as the peft library does, and the state of its optimiser beside it."""
-        own = self._trained[name]
+        adapter, optimizer = self._trained[name]
         try:
-            write_adapter(directory, own.adapter, shared_name(self.config.model))
-            if optimizer:
-                torch.save(own.optimizer.state_dict(), directory / OPTIMIZER)
+            write_adapter(directory, adapter, shared_name(self.config.model))
+            if with_optimizer:
+                torch.save(optimizer.state_dict(), directory / OPTIMIZER)
         except (OSError, RuntimeError) as error:
             raise PolicyError(f"cannot save weights to {directory}: {error}; free space or choose another") from error
 
     @in_worker
-    def load(self, name: str, directory: Path, *, optimizer: bool = False) -> None:
+    def load(self, name: str, directory: Path, *, with_optimizer: bool = False) -> None:
         """Put saved weights in place. Raises PolicyError for those of another shape, before anything changes."""
-        own = self._trained[name]
-        weights = read_weights(directory, own.adapter)
+        adapter, optimizer = self._trained[name]
+        weights = read_weights(directory, adapter)
         state: Any = None
-        if optimizer:
+        if with_optimizer:
             try:
                 state = torch.load(directory / OPTIMIZER, map_location="cpu", weights_only=True)
             except (OSError, RuntimeError, EOFError) as error:
@@ -232,21 +223,21 @@ class AdapterHost:
                     f"{directory} holds no state of an optimiser: {error}; load it without, or choose one that"
                     " save_state wrote"
                 ) from error
-        own.adapter.load_state_dict(weights)
+        adapter.load_state_dict(weights)
         if state is not None:
-            own.optimizer.load_state_dict(state)
-        own.optimizer.zero_grad()
+            optimizer.load_state_dict(state)
+        optimizer.zero_grad()
         self._adapters.drop_stacks()
 
     # -- sampling --------------------------------------------------------------------------------------------------
 
-    async def sample(self, copy: Copy | None, prompt: Sequence[int], params: SamplingParams) -> Sample:
+    async def sample(self, copy: Saved | None, prompt: Sequence[int], params: SamplingParams) -> Sample:
         """Sample one answer from the model below the adapters, or from a copy. Raises as `Engine.sample`, and
         PolicyError for a copy that is gone."""
         async with self._held(copy) as name:
             return await self.worker.sample(prompt, params, None, name)
 
-    async def score(self, copy: Copy | None, tokens: Sequence[int]) -> FloatArray:
+    async def score(self, copy: Saved | None, tokens: Sequence[int]) -> FloatArray:
         """log p of each token but the first, at temperature 1 [T - 1]."""
         async with self._held(copy) as name:
             return await self._score(name, tokens)
@@ -269,18 +260,18 @@ class AdapterHost:
             return self._forward.of_targets([tokens[:-1]], [tokens[1:]]).float().cpu().numpy()
 
     @asynccontextmanager
-    async def _held(self, copy: Copy | None) -> AsyncGenerator[str | None]:
+    async def _held(self, copy: Saved | None) -> AsyncGenerator[str | None]:
         """The name of a copy, which is in memory meanwhile."""
         if copy is None:
             yield None
             return
-        name = copy[0]
+        name = copy.name
         async with self._loading:
             if name not in self._copies:
                 idle = [each for each, running in self._copies.items() if not running]
                 for other in idle[: max(0, len(self._copies) + 1 - self._max_copies)]:
                     await self._drop_copy(other)
-                await self._read_copy(*copy)
+                await self._read_copy(copy)
                 self._copies[name] = 0
                 self.copies_read += 1
             self._copies.move_to_end(name)
@@ -297,12 +288,12 @@ class AdapterHost:
         self._batcher.prefix_cache.clear([name])
 
     @in_worker
-    def _read_copy(self, name: str, directory: Path, shape: LoraShape) -> None:
-        adapter = self._add(name, shape)
+    def _read_copy(self, copy: Saved) -> None:
+        adapter = self._add(copy.name, copy.shape)
         try:
-            adapter.load_state_dict(read_weights(directory, adapter))
+            adapter.load_state_dict(read_weights(copy.directory, adapter))
         except BaseException:
-            self._adapters.remove(name)
+            self._adapters.remove(copy.name)
             raise
 
     def _decode(self, token_ids: Sequence[int]) -> str:

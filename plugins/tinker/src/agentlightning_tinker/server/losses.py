@@ -6,7 +6,7 @@ documentation (tinker-docs.thinkingmachines.ai/losses, November 2026).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -14,44 +14,41 @@ from pydantic import ValidationError
 from agentlightning.errors import ConfigError
 from agentlightning.policy.losses import CISPOLoss, GSPOLoss, ImportanceLoss, NLLLoss, PPOLoss, TokenLoss
 
-LOW, HIGH, BETA = "clip_low_threshold", "clip_high_threshold", "beta"
+LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
 RL_INPUTS: Final = ("logprobs", "advantages")
 
-Settings = Mapping[str, float]
-_MAKERS: Final[Mapping[str, tuple[Mapping[str, float], Callable[[Settings], TokenLoss]]]] = {
-    "cross_entropy": ({}, lambda _: NLLLoss()),
-    "importance_sampling": ({}, lambda _: ImportanceLoss()),
-    "ppo": ({LOW: 0.8, HIGH: 1.2}, lambda given: PPOLoss(clip_low=1 - given[LOW], clip_high=given[HIGH] - 1)),
-    "cispo": ({LOW: 0.0, HIGH: 4.0}, lambda given: CISPOLoss(clip_low=_low(given), clip_high=given[HIGH] - 1)),
-    "gspo": ({LOW: 0.9997, HIGH: 1.0004}, lambda given: GSPOLoss(clip_low=1 - given[LOW], clip_high=given[HIGH] - 1)),
+_LOSSES: Final[Mapping[str, tuple[type[TokenLoss], Mapping[str, float]]]] = {
+    "cross_entropy": (NLLLoss, {}),
+    "importance_sampling": (ImportanceLoss, {}),
+    "ppo": (PPOLoss, {LOW: 0.8, HIGH: 1.2}),
+    "cispo": (CISPOLoss, {LOW: 0.0, HIGH: 4.0}),
+    "gspo": (GSPOLoss, {LOW: 0.9997, HIGH: 1.0004}),
 }
-"""By name: the settings with their defaults, and what makes the loss."""
-
-
-def _low(given: Settings) -> float | None:
-    return None if given[LOW] == 0 else 1 - given[LOW]
+"""By name: the class, and the settings with their defaults."""
 
 
 def make_loss(name: str, config: Mapping[str, float | str]) -> TokenLoss:
     """Raises ConfigError for a loss that is not offered here, and for a setting that it does not have."""
-    if name not in _MAKERS:
-        raise ConfigError(f"the loss {name!r} is not offered by this server; use one of {', '.join(_MAKERS)}")
-    defaults, make = _MAKERS[name]
+    if name not in _LOSSES:
+        raise ConfigError(f"the loss {name!r} is not offered by this server; use one of {', '.join(_LOSSES)}")
+    kind, defaults = _LOSSES[name]
     if unknown := sorted(config.keys() - defaults.keys()):
         raise ConfigError(
             f"the loss {name!r} has no setting {', '.join(unknown)} here; it has {', '.join(defaults) or 'none'}"
         )
     try:
-        return make({key: float(value) for key, value in {**defaults, **config}.items()})
+        given = {key: float(value) for key, value in {**defaults, **config}.items()}
+        if not given:
+            return kind()
+        low = None if name == "cispo" and given[LOW] == 0 else 1 - given[LOW]
+        return kind.model_validate({"clip_low": low, "clip_high": given[HIGH] - 1})
     except (ValidationError, ValueError) as error:
         raise ConfigError(f"the loss {name!r} cannot have {dict(config)}: {error}") from error
 
 
 def check_inputs(loss: str, tokens: int, inputs: Mapping[str, Any]) -> None:
     """Raises ConfigError for inputs that are missing, unknown, or not one number for each token."""
-    needed = {"target_tokens", *(() if loss == "cross_entropy" else RL_INPUTS)}
-    if loss == "cross_entropy":
-        needed |= {"weights"}
+    needed = {"target_tokens", *(("weights",) if loss == "cross_entropy" else RL_INPUTS)}
     known = needed | ({"sequence_ratio_mask"} if loss == "gspo" else set[str]())
     if missing := sorted(needed - inputs.keys()):
         raise ConfigError(f"the loss {loss!r} needs the inputs {', '.join(missing)} for each sequence")

@@ -22,6 +22,10 @@ logger = logging.getLogger(__name__)
 
 FETCHED_BYTES: Final = 64 << 20
 """Results that were fetched stay up to this size together, for a client that lost the answer."""
+UNKNOWN_MODEL: Final = (
+    "model {!r} is unknown here: its session has ended, or the server was started again; create a training client from"
+    " a saved state"
+)
 PROTOBUF: Final = "application/x-protobuf"
 JSON: Final = "application/json"
 
@@ -47,15 +51,13 @@ def owner_of(name: str) -> str:
     return name.partition(":")[0]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Request:
     owner: str
     """The session it belongs to."""
     place: tuple[str, int] | None
     """Its model, and its number among the requests of that; None: it has no turn."""
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    result: Result = CANCELLED
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[Result]
 
 
 @dataclass(slots=True)
@@ -80,7 +82,7 @@ class Requests:
 
     def start(self, owner: str, work: Work) -> str:
         """Run at once. Returns the id of the request."""
-        return self._start(_Request(owner, None), work)
+        return self._start(owner, None, work)
 
     def open_queue(self, model: str, first: Work) -> str:
         """Run the request that makes a model; later ones of it begin with number 1."""
@@ -91,10 +93,7 @@ class Requests:
         """Run when all requests of the model with smaller numbers have. Raises ConfigError for an unknown model, and
         for a number that has passed and whose result is forgotten."""
         if (turns := self._turns.get(model)) is None:
-            raise ConfigError(
-                f"model {model!r} is unknown here: its session has ended, or the server was started again; create a"
-                " training client from a saved state"
-            )
+            raise ConfigError(UNKNOWN_MODEL.format(model))
         if (known := self._ids.get((model, number))) is not None:
             return known
         if number <= turns.passed:
@@ -110,7 +109,7 @@ class Requests:
                 turns.ended.pop(number - 1, None)
                 turns.ended[number].set()
 
-        name = self._ids[model, number] = self._start(_Request(owner_of(model), (model, number)), in_turn)
+        name = self._ids[model, number] = self._start(owner_of(model), (model, number), in_turn)
         return name
 
     async def fetch(self, name: str, seconds: float) -> Result | None:
@@ -118,20 +117,20 @@ class Requests:
         one."""
         if (request := self._by_id.get(name)) is None:
             raise NotFoundError(f"request {name} is unknown: its session has ended, or the server was started again")
-        try:
-            await asyncio.wait_for(request.done.wait(), seconds)
-        except TimeoutError:
+        if not (await asyncio.wait({request.task}, timeout=seconds))[0]:
             return None
-        self._fetched[name] = len(request.result.body)
-        self._fetched.move_to_end(name)
+        result = CANCELLED if request.task.cancelled() else request.task.result()
+        if name in self._by_id:
+            self._fetched[name] = len(result.body)
+            self._fetched.move_to_end(name)
         while len(self._fetched) > 1 and sum(self._fetched.values()) > FETCHED_BYTES:
             self._drop(next(iter(self._fetched)))
-        return request.result
+        return result
 
     def cancel(self, name: str) -> None:
         """Stop a request that has no turn; others run on."""
         request = self._by_id.get(name)
-        if request is not None and request.task is not None and request.place is None:
+        if request is not None and request.place is None:
             request.task.cancel()
 
     def forget(self, owner: str) -> None:
@@ -139,21 +138,19 @@ class Requests:
         for model in [each for each in self._turns if owner_of(each) == owner]:
             del self._turns[model]
         for name, request in [(n, r) for n, r in self._by_id.items() if r.owner == owner]:
-            if request.task is not None:
-                request.task.cancel()
+            request.task.cancel()
             self._drop(name)
 
     async def close(self) -> None:
         """Stop everything."""
-        tasks = [each.task for each in self._by_id.values() if each.task is not None]
+        tasks = [each.task for each in self._by_id.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _start(self, request: _Request, work: Work) -> str:
+    def _start(self, owner: str, place: tuple[str, int] | None, work: Work) -> str:
         name = uuid4().hex
-        self._by_id[name] = request
-        request.task = asyncio.create_task(_run(request, work))
+        self._by_id[name] = _Request(owner, place, asyncio.create_task(_run(work)))
         return name
 
     def _drop(self, name: str) -> None:
@@ -162,14 +159,12 @@ class Requests:
             del self._ids[place]
 
 
-async def _run(request: _Request, work: Work) -> None:
+async def _run(work: Work) -> Result:
     try:
         found = await work()
-        request.result = found if isinstance(found, Result) else Result(orjson.dumps(found))
+        return found if isinstance(found, Result) else Result(orjson.dumps(found))
     except AgentLightningError as error:
-        request.result = Result.failed(error)
+        return Result.failed(error)
     except Exception as error:
         logger.exception("a request of the Tinker API failed")
-        request.result = Result.failed(error)
-    finally:
-        request.done.set()
+        return Result.failed(error)

@@ -17,13 +17,14 @@ from urllib.parse import quote
 
 import orjson
 from pydantic import ValidationError
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from agentlightning.errors import AgentLightningError, ConfigError, ContextLengthError, NotFoundError
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.open import policy_config
+from agentlightning.store.http.endpoint import ClientDisconnected, receive_body
 from agentlightning_tinker.server import messages, wire
 from agentlightning_tinker.server.requests import JSON, PROTOBUF
 from agentlightning_tinker.server.service import SCHEME, TinkerService
@@ -36,6 +37,7 @@ BASE: Final = "/api/v1"
 DOWNLOAD: Final = "/download"
 HEARTBEAT: Final = "/session_heartbeat"
 MAX_BODY_BYTES: Final = 64 << 20
+SMALLER: Final = "send fewer sequences at once, or raise --max-body"
 POLL_SECONDS: Final = 20.0
 """How long a request for a result waits for it."""
 LINK_SECONDS: Final = 3600.0
@@ -149,7 +151,7 @@ def _guarded(endpoint: Endpoint, token: str | None) -> Endpoint:
             return _error(410 if request.url.path == BASE + HEARTBEAT else 404, str(error))
         except (ConfigError, ContextLengthError) as error:
             return _error(400, str(error))
-        except ClientDisconnect:
+        except ClientDisconnected:
             return _error(400, "the request ended before its body")
         except AgentLightningError as error:
             return _error(500, str(error))
@@ -184,8 +186,7 @@ def _always(content: Any) -> Endpoint:
     """Reads a request and drops it."""
 
     async def answer(request: Request) -> Response:
-        async for _ in request.stream():
-            pass
+        await receive_body(request.headers, request.receive, MAX_BODY_BYTES, SMALLER)
         return _json(content)
 
     return answer
@@ -204,14 +205,7 @@ class _Endpoints:
         """The files that may be downloaded, by a random name, and until when."""
 
     async def _body(self, request: Request) -> bytes:
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > self._max:
-                raise ConfigError(
-                    f"the body exceeds {self._max} bytes; send fewer sequences at once, or raise --max-body"
-                )
-        return bytes(body)
+        return await receive_body(request.headers, request.receive, self._max, SMALLER)
 
     def reading(self, kind: type[wire.WireRequest], handler: Handler) -> Endpoint:
         async def answer(request: Request) -> Response:

@@ -25,10 +25,10 @@ from agentlightning.engine.base import Sample, SamplingParams, room_for_answer
 from agentlightning.errors import ConfigError, NotFoundError, PolicyError
 from agentlightning_tinker.server import messages, wire
 from agentlightning_tinker.server.losses import RL_INPUTS, check_inputs, make_loss, token_weights
-from agentlightning_tinker.server.requests import PROTOBUF, Requests, Result, owner_of
+from agentlightning_tinker.server.requests import PROTOBUF, UNKNOWN_MODEL, Requests, Result, owner_of
 
 if TYPE_CHECKING:
-    from agentlightning_tinker.server.host import AdapterHost, Copy, Datum
+    from agentlightning_tinker.server.host import AdapterHost, Datum
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,9 @@ SESSION_SECONDS: Final = 900.0
 @dataclass(slots=True)
 class Session:
     heard: float
-    snapshots: list[Copy] = field(default_factory=list["Copy"])
+    models: dict[str, Model] = field(default_factory=dict[str, "Model"])
+    samplers: dict[str, Sampler] = field(default_factory=dict[str, "Sampler"])
+    snapshots: list[wire.Saved] = field(default_factory=list[wire.Saved])
     """Weights without a name, which end with the session."""
     slots: dict[str, Semaphore] = field(default_factory=dict[str, Semaphore])
     """By model, for answers at the same time: those of another session do not wait for all that one has asked for."""
@@ -56,18 +58,9 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """Weights on the disk, and what they fit."""
-
-    directory: Path
-    base: str
-    shape: wire.LoraShape
-
-
-@dataclass(frozen=True, slots=True)
 class Sampler:
     base: str
-    copy: Copy | None
+    copy: wire.Saved | None
     """None: the model below the adapters."""
     path: str | None
 
@@ -81,10 +74,6 @@ class TinkerService:
         self.hosts = hosts
         self.requests = Requests()
         self.sessions: dict[str, Session] = {}
-        self.models: dict[str, Model] = {}
-        self._samplers: dict[str, Sampler] = {}
-        self._copies: dict[Path, str] = {}
-        """The name of each saved directory that was sampled from; another save of the same place has another one."""
         self._folder, self._session_seconds = folder.absolute(), session_seconds
 
     async def close(self) -> None:
@@ -119,14 +108,12 @@ class TinkerService:
         if (session := self.sessions.pop(name, None)) is None:
             return
         self.requests.forget(name)
-        for model in [each for each in self.models if owner_of(each) == name]:
-            await self.hosts[self.models.pop(model).base].remove(model)
-        for sampler in [each for each in self._samplers if owner_of(each) == name]:
-            del self._samplers[sampler]
+        for model, about in session.models.items():
+            await self.hosts[about.base].remove(model)
         for host in self.hosts.values():
-            await host.drop_copies([copy[0] for copy in session.snapshots])
-        for _, directory, _ in session.snapshots:
-            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+            await host.drop_copies([copy.name for copy in session.snapshots])
+        for copy in session.snapshots:
+            await asyncio.to_thread(shutil.rmtree, copy.directory, ignore_errors=True)
 
     async def end_silent_sessions(self) -> None:
         """End the sessions that were not heard of for too long. Never returns."""
@@ -167,19 +154,17 @@ class TinkerService:
                 raise ConfigError("lora_config is missing: this server trains adapters (LoRA), not all weights")
             shape = lora.model_copy(update={"seed": randbits(31) if lora.seed is None else lora.seed})
         await self._host(base).create(name, shape)
-        self.models[name] = Model(base, shape)
+        self.session(owner_of(name)).models[name] = Model(base, shape)
         if isinstance(request, wire.LoadWeights):
             return await self.load_weights(request.model_copy(update={"model_id": name}))
         return {"type": "create_model", "model_id": name}
 
     def model(self, name: str) -> Model:
         """Raises NotFoundError."""
-        if name not in self.models:
-            raise NotFoundError(
-                f"model {name!r} is unknown here: its session has ended, or the server was started again; create a"
-                " training client from a saved state"
-            )
-        return self.models[name]
+        session = self.sessions.get(owner_of(name))
+        if session is None or name not in session.models:
+            raise NotFoundError(UNKNOWN_MODEL.format(name))
+        return session.models[name]
 
     async def forward_backward(self, request: Any) -> Result:
         """A request as `messages.read_request` gives it."""
@@ -215,10 +200,9 @@ class TinkerService:
             path = await self._save(request.model_id, SAMPLER, request.path)
             return {"type": "save_weights_for_sampler", "path": path}
         owner = owner_of(request.model_id)
-        saved = await self._saved(await self._save(request.model_id, SAMPLER, f".snapshot-{token_hex(4)}"))
-        copy = self._copy(saved)
+        copy = await self._saved(await self._save(request.model_id, SAMPLER, f".snapshot-{token_hex(4)}"))
         self.session(owner).snapshots.append(copy)
-        name = self._add_sampler(owner, request.sampling_session_seq_id, Sampler(saved.base, copy, None))
+        name = self._add_sampler(owner, request.sampling_session_seq_id, Sampler(copy.base, copy, None))
         return {"type": "save_weights_for_sampler", "sampling_session_id": name}
 
     async def save_external(self, request: wire.SaveExternal) -> Mapping[str, Any]:
@@ -238,7 +222,7 @@ class TinkerService:
     async def load_weights(self, request: wire.LoadWeights) -> Mapping[str, Any]:
         """Into a training run."""
         saved, name = await self._saved(request.path), str(request.model_id)
-        await self._host_of(name).load(name, saved.directory, optimizer=request.optimizer)
+        await self._host_of(name).load(name, saved.directory, with_optimizer=request.optimizer)
         return {"type": "load_weights", "path": request.path, "model_id": name}
 
     async def weights_info(self, request: wire.WeightsPath) -> dict[str, Any]:
@@ -250,12 +234,10 @@ class TinkerService:
         model, name = self.model(model_id), given or f"save-{token_hex(4)}"
         path = f"{SCHEME}{quote(model_id, safe=':')}/{kind}/{quote(name, safe='')}"
         directory = self._directory(path)
-        if await asyncio.to_thread(directory.exists):
-            if not overwrite:
-                raise ConfigError(f"{path} exists; choose another name, or save with overwrite=True")
-            self._copies.pop(directory, None)
+        if not overwrite and await asyncio.to_thread(directory.exists):
+            raise ConfigError(f"{path} exists; choose another name, or save with overwrite=True")
         beside = directory.with_name(f".{directory.name}.{token_hex(4)}")
-        await self.hosts[model.base].save(model_id, beside, optimizer=kind == WEIGHTS)
+        await self.hosts[model.base].save(model_id, beside, with_optimizer=kind == WEIGHTS)
         about = {"base": model.base, "shape": model.shape.model_dump(), "saved": time.time()}
 
         def publish() -> None:
@@ -277,17 +259,14 @@ class TinkerService:
         model, kind, name = (quote(unquote(part), safe="").replace(".", "%2E") for part in parts)
         return self._folder / model / kind / name
 
-    async def _saved(self, path: str) -> Saved:
+    async def _saved(self, path: str) -> wire.Saved:
         """Raises ConfigError where there are none."""
         directory = self._directory(path)
         try:
             about: dict[str, Any] = orjson.loads(await asyncio.to_thread((directory / ABOUT).read_bytes))
+            return wire.Saved.model_validate({**about, "directory": directory})
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} holds no saved weights here: {error}") from error
-        return Saved(directory, str(about["base"]), wire.LoraShape(**about["shape"]))
-
-    def _copy(self, saved: Saved) -> Copy:
-        return self._copies.setdefault(saved.directory, f"copy-{token_hex(8)}"), saved.directory, saved.shape
 
     # -- sampling --------------------------------------------------------------------------------------------------
 
@@ -295,8 +274,8 @@ class TinkerService:
         self.session(request.session_id)
         base, copy = request.base_model, None
         if request.model_path is not None:
-            saved = await self._saved(request.model_path)
-            base, copy = saved.base, self._copy(saved)
+            copy = await self._saved(request.model_path)
+            base = copy.base
         if base is None:
             raise ConfigError("name what to sample from: base_model, or model_path of saved weights")
         self._host(base)
@@ -306,9 +285,10 @@ class TinkerService:
 
     def sampler(self, name: str) -> Sampler:
         """Raises NotFoundError."""
-        if name not in self._samplers:
+        session = self.sessions.get(owner_of(name))
+        if session is None or name not in session.samplers:
             raise NotFoundError(f"sampler {name!r} is unknown: its session has ended, or the server was started again")
-        return self._samplers[name]
+        return session.samplers[name]
 
     def sampler_info(self, name: str) -> dict[str, Any]:
         found = self.sampler(name)
@@ -330,9 +310,8 @@ class TinkerService:
         return {"request_id": name, "sample_sequence_ids": sequences}
 
     def _add_sampler(self, owner: str, number: int, sampler: Sampler) -> str:
-        self.session(owner)
         name = f"{owner}:sample:{number}"
-        self._samplers[name] = sampler
+        self.session(owner).samplers[name] = sampler
         return name
 
     def _host(self, name: str) -> AdapterHost:
@@ -380,7 +359,7 @@ def _checked(tokens: Sequence[int], host: AdapterHost) -> Sequence[int]:
 
 async def _sample(
     host: AdapterHost,
-    copy: Copy | None,
+    copy: wire.Saved | None,
     tokens: Sequence[int],
     request: wire.SampleRequest,
     slots: Semaphore,

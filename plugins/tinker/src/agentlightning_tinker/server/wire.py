@@ -6,6 +6,7 @@ that nothing is asked for and silently left out.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final, Literal
 
 from pydantic import (
@@ -68,6 +69,21 @@ class LoraShape(WireRequest):
     train_attn: bool = True
 
 
+class Saved(BaseModel, frozen=True):
+    """Fixed weights on the disk, and what they fit."""
+
+    directory: Path
+    base: str
+    shape: LoraShape
+    saved: float = 0.0
+    """When: what is saved again at the same place are others."""
+
+    @property
+    def name(self) -> str:
+        """Which no others have."""
+        return f"{self.directory}@{self.saved}"
+
+
 class OptimizerKind(WireRequest):
     type: Literal["adamw"] = "adamw"
 
@@ -100,26 +116,28 @@ class AdamParams(WireRequest):
     grad_clip_norm: float = 0.0
 
 
-class OptimStep(ModelId):
+class Queued(ModelId):
+    """The base of requests that have a turn among those of their model."""
+
     seq_id: int
+
+
+class OptimStep(Queued):
     adam_params: AdamParams
 
 
-class SaveWeights(ModelId):
-    seq_id: int
+class SaveWeights(Queued):
     path: str | None = None
     overwrite: bool = False
 
 
-class SaveForSampler(ModelId):
-    seq_id: int
+class SaveForSampler(Queued):
     path: str | None = None
     sampling_session_seq_id: int | None = None
     kind: Literal["snapshot"] = "snapshot"
 
 
-class SaveExternal(ModelId):
-    seq_id: int
+class SaveExternal(Queued):
     path: str
 
 
