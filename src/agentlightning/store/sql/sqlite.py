@@ -79,7 +79,7 @@ class SqliteDatabase(Database):
         connection: sqlite3.Connection | None = None
         try:
             connection = _connect(self.path, create=True)
-            _set_layout(connection)
+            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # has an effect on an empty file only
             _use_wal(connection, self.path)
             migrate(SqliteSchema(connection, str(self.path)))
         except sqlite3.Error as error:
@@ -295,12 +295,6 @@ def _connect(path: Path | None, create: bool = False) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
-
-
-def _set_layout(connection: sqlite3.Connection) -> None:
-    """Has an effect on an empty file only."""
-    if connection.execute("PRAGMA page_count").fetchone()[0] == 0:
-        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
 
 
 def _use_wal(connection: sqlite3.Connection, path: Path) -> None:
