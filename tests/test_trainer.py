@@ -184,6 +184,25 @@ def test_rollouts_that_nobody_could_run_are_refused_before_anything_is_made(trai
     assert not trainer.run_dir.exists()
 
 
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        (
+            {"run": {"max_staleness": 3}, "algorithm": {"type": "lightning_rl", "steps": 2}},
+            "run.max_staleness=3 is more than the 2 steps",
+        ),
+        ({"algorithm": {"type": "lightning_rl", "proximal": "interpolate"}}, "does nothing with run.max_staleness=0"),
+    ],
+)
+def test_ages_of_rollouts_that_cannot_be_are_refused_before_a_model_is_loaded(
+    settings, complaint, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("agentlightning.run.make_starting_policy", lambda *_: pytest.fail("the model was made"))
+    trainer = Trainer(TrainConfig.model_validate(settings), run_dir=tmp_path / "run")
+    with pytest.raises(ConfigError, match=complaint):
+        trainer.fit(lambda task: 1.0, [{"n": n} for n in range(20)])
+
+
 def test_a_run_on_a_shared_store_has_a_queue_of_its_own_where_it_has_runners():
     assert queue_of(RunnerConfig(), None, "r1") is None
     assert queue_of(RunnerConfig(), HUB, "r1") == "_run-r1"

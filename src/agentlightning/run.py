@@ -325,6 +325,9 @@ class Wiring(Struct):
         if algorithm.selects_result:
             check_disjoint(self.tasks)
         check_prices(algorithm, config)
+        if self.recorded is None:
+            check_staleness(config.run.max_staleness, algorithm.total_steps)
+            algorithm.check_staleness(config.run.max_staleness)
         token, secret = credentials(given)
         async with AsyncExitStack() as stack:
             store = await open_store(given, self.run_dir, stack)
@@ -448,10 +451,8 @@ class Wiring(Struct):
         self, collector: RolloutCollector, publisher: ResourcePublisher, learner: Learner | None
     ) -> RolloutStream:
         """The stream of rollouts; with `max_staleness` 0, each step waits for its own. Raises ConfigError for a
-        `max_staleness` or a curriculum that cannot be."""
+        curriculum that cannot be."""
         config, algorithm, judge = self.config, self.algorithm, self.config.group_reward
-        check_staleness(config.run.max_staleness, algorithm.total_steps)
-        algorithm.check_staleness(config.run.max_staleness)
         if learner is None:
             check_calls_of_policy(config)
         limit = InFlightLimit()
