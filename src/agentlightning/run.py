@@ -452,7 +452,8 @@ class Wiring(Struct):
     ) -> RolloutStream:
         """The stream of rollouts; with `max_staleness` 0, each step waits for its own. Raises ConfigError for a
         curriculum that cannot be."""
-        config, algorithm, judge = self.config, self.algorithm, self.config.group_reward
+        config, algorithm = self.config, self.algorithm
+        judge = config.group_reward
         if learner is None:
             check_calls_of_policy(config)
         limit = InFlightLimit()

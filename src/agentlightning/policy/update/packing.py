@@ -400,7 +400,7 @@ def plan(
         return packer.pack(merged)
     joined = [[Choice(join_rows(tree.rows, token_budget))] if join else [] for tree in trees]
     families = [tree.families() for tree in trees]
-    shared = [[*own, *each] for own, each in zip(joined, families, strict=True)]
+    shared = [own + each for own, each in zip(joined, families, strict=True)]
     if sharing == "shared":  # a tree whose rows share nothing needs no mask
         options = [both if each else [whole] for both, each, whole in zip(shared, families, merged, strict=True)]
         return packer.pack([min(each, key=lambda choice: choice.price(cost)) for each in options])
