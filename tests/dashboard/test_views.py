@@ -209,6 +209,8 @@ async def test_a_step_is_sorted_by_what_spans_hold_and_the_whole_store_by_its_ow
     refused = await client.get(f"/runs/{GRPO}/rollouts?sort=reward_number")
     assert refused.status_code == 400
     assert "one step= or group=" in refused.json()["error"]["message"]
+    refused = await client.get(f"/runs/{GRPO}/rollouts?sort=created,status")
+    assert "sort='created,status' is none of" in refused.json()["error"]["message"]
     assert "reward_number" in page["sorts"]
     whole = await get(client, f"/runs/{GRPO}/rollouts?limit=1")
     assert whole["sorts"] == ["created", "status", "rollout_id"]

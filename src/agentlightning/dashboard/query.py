@@ -39,16 +39,17 @@ class Query(dict[str, str]):
             pass
         raise ConfigError(f"{name}={text!r} is not {kind}")
 
-    def names(self, name: str, choices: Sequence[str] | None = None) -> list[str]:
-        """Several values, separated by commas. Raises ConfigError for one that is none of the choices."""
-        found = [each for each in (self.text(name) or "").split(",") if each]
+    def names(self, name: str, choices: Sequence[str] | None = None, commas: int = -1) -> list[str]:
+        """Several values, separated by commas (at most so many). Raises ConfigError for one that is none of the
+        choices."""
+        found = [each for each in (self.text(name) or "").split(",", commas) if each]
         if choices is not None and (unknown := [each for each in found if each not in choices]):
             raise ConfigError(f"{name}={unknown[0]!r} is none of: {', '.join(choices)}")
         return found
 
     def choice(self, name: str, choices: Sequence[str], default: str | None = None) -> str | None:
         """One value. Raises as `names`."""
-        return next(iter(self.names(name, choices)), default)
+        return next(iter(self.names(name, choices, 0)), default)
 
 
 def mark_of(*shown: object) -> str:

@@ -208,10 +208,9 @@ class JoinedGateways:
     async def updating(self) -> AsyncGenerator[bool]:
         """A context in which weights may change and new calls wait at all gateways; see `UpdateGate.update`. Raises
         PolicyError if no gateway can be reached."""
-        given = self._config.policy
         async with self._updating:
             try:
-                await self._tell_all(Pause(in_flight=given.in_flight, drain_seconds=given.drain_seconds))
+                await self._tell_all(Pause.model_validate(self._config.policy, from_attributes=True))
                 yield any(gateway.last.going_on for gateway in self._here)
             finally:
                 await self._tell_all(None)
@@ -235,6 +234,8 @@ class JoinedGateways:
     async def _insist(self, gateway: _Gateway) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._lease
+        async with gateway.lock:
+            pass  # One that was lost may be joining again, and then has to wait as the others.
         while not gateway.lost:
             try:
                 if await self._tell(gateway):
@@ -281,5 +282,6 @@ def check_gateways(config: TrainConfig, store: LightningStoreBase | None, algori
     given, default = config.gateway, GatewayConfig()
     for name, remedy in SERVER_SETTINGS.items():
         problems[f"gateway.{name} {remedy}"] = getattr(given, name) != getattr(default, name)
-    for problem in (name for name, found in problems.items() if found):
-        raise ConfigError(f"run.gateways={list(config.run.gateways)}: {problem}")
+    for problem, found in problems.items():
+        if found:
+            raise ConfigError(f"run.gateways={list(config.run.gateways)}: {problem}")

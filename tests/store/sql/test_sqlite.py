@@ -32,6 +32,23 @@ async def converse(store: LightningStoreBase, turns: int, start: Sequence[int]) 
     return ids[0], prompts
 
 
+async def test_a_store_opens_and_is_read_while_another_process_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "store.db"
+    store = SqlStore(path)
+    await store.enqueue_rollout("task")
+    await store.close()
+    monkeypatch.setattr(sqlite, "BUSY_SECONDS", 0.1)
+    writer = sqlite3.connect(path, isolation_level=None)
+    writer.execute("BEGIN IMMEDIATE")
+    opened = SqlStore(path)
+    assert len(await opened.query_rollouts()) == 1
+    await opened.close()
+    writer.close()
+    assert pragma(path, "auto_vacuum") == 2
+
+
 @pytest.mark.slow
 async def test_a_long_conversation_takes_space_for_what_is_new(tmp_path: Path) -> None:
     async def size(turns: int) -> int:

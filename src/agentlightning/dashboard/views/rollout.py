@@ -213,8 +213,8 @@ async def _calls(run: RunData, rollout: Rollout, facts: TokenFacts, first: int) 
         skip = sum(map(is_call, spans[: begin.context]))
     stream = stream_of(spans, facts)[skip:]
     summary, _, _ = await _totals(run, rollout, attempt, index)
-    total, after = index and len(index.calls), first + len(stream) if more else None
-    return {"summary": summary, "stream": stream, "next": after, "calls_total": total}
+    after = first + len(stream) if more else None
+    return {"summary": summary, "stream": stream, "next": after, "calls_total": index and len(index.calls)}
 
 
 async def _until_call(run: RunData, key: Key, calls: int) -> tuple[list[Span], bool]:
@@ -417,11 +417,7 @@ def _rewards(spans: Sequence[Span]) -> Json:
 
 def _prompt(tokens: Tokens, texts: TokenTexts | None) -> Json:
     shown = tokens[-MOST_PROMPT:]
-    return {
-        "ids": shown,
-        "texts": texts and texts.of(shown),
-        "left_out": len(tokens) - len(shown),
-    }
+    return {"ids": shown, "texts": texts and texts.of(shown), "left_out": len(tokens) - len(shown)}
 
 
 def _sampled(span: Span, sampled: Tokens, facts: TokenFacts) -> Json:

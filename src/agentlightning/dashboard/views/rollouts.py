@@ -183,7 +183,8 @@ async def _scan(run: RunData, table: Table) -> Json:
         for place, rollout in enumerate(chunk, 1):
             scanned, offset = scanned + 1, offset + 1
             cursor = rollout.rollout_id if by_creation else str(offset)
-            rows += [found[rollout.rollout_id]] if rollout.rollout_id in found else []
+            if rollout.rollout_id in found:
+                rows.append(found[rollout.rollout_id])
             if len(rows) == table.limit:
                 return _page(rows, cursor if place < len(chunk) or len(chunk) == size else None, scanned, total)
         if len(chunk) < size or scanned >= MOST_SCANNED:
@@ -271,8 +272,7 @@ async def show_changes(run: RunData, query: Query) -> Json:
     if query.text("mark") == mark:
         return {"mark": mark, "unchanged": True}
     rows = await run.summaries.of(await run.by_ids(query.names("rows")[:MOST_ROWS]), open_spans=False)
-    counted = query.text("count") is not None
-    newer, more = await newer_than(run, Table(query), query.text("newest")) if counted else (0, False)
+    newer, more = await newer_than(run, Table(query), query.text("newest")) if query.text("count") else (0, False)
     return {"mark": mark, "rows": rows, "newer": newer, "more": more}
 
 

@@ -13,7 +13,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -76,17 +76,14 @@ class SqliteDatabase(Database):
         if self.path is None:
             return  # its one connection is prepared in `connect`
         _make_folder(self.path)
-        connection: sqlite3.Connection | None = None
         try:
-            connection = _connect(self.path, create=True)
-            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # has an effect on an empty file only
-            _use_wal(connection, self.path)
-            migrate(SqliteSchema(connection, str(self.path)))
+            with closing(_connect(self.path, create=True)) as connection:
+                if not _number(connection.cursor(), "page_count"):  # in other files it would wait for the write lock
+                    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+                _use_wal(connection, self.path)
+                migrate(SqliteSchema(connection, str(self.path)))
         except sqlite3.Error as error:
             raise self.explain(error) from error
-        finally:
-            if connection is not None:
-                connection.close()
 
     def connect(self, read_only: bool) -> SqliteConnection:
         observer: sqlite3.Connection | None = None
