@@ -189,6 +189,14 @@ async def test_silence_ends_a_call(script: bytes) -> None:
     assert caught.value.reason == "timeout"
 
 
+async def test_silence_ends_a_stream_that_was_just_left_alone() -> None:
+    async with served(Backend(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhalf")) as (transport, url):
+        answer = await transport.send("POST", url, [], b"b", timeout_seconds=0.05)
+        with pytest.raises(TransportError, match=r"sent nothing for 0\.05 s"):
+            async with asyncio.timeout(5):
+                assert [chunk async for chunk in answer.chunks(gather_seconds=0.2)] == [b"half"]
+
+
 async def test_nobody_listening_is_a_failure_to_connect() -> None:
     transport = Transport()
     for url in ("http://127.0.0.1:1/", "http://nowhere.invalid/"):

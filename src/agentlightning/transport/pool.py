@@ -232,9 +232,9 @@ class Connection(asyncio.Protocol):
 
     @property
     def deadline(self) -> float:
-        """When it is closed unless data comes."""
-        is_paused = self._response is not None and self._response.paused
-        return math.inf if is_paused else self.last_data_at + self.timeout_seconds
+        """When it is closed unless data comes; while reading is paused, the earliest time."""
+        last = time.monotonic() if self._response and self._response.paused else self.last_data_at
+        return last + self.timeout_seconds
 
     def send(self, request: bytes, timeout_seconds: float) -> Response:
         """Write a request."""
