@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from agentlightning.span import PROMPT_TOKEN_IDS, Span
 from agentlightning.store.sql.pack import LONG_PROMPT
+from agentlightning.store.sql.prompts import PromptReader
 from agentlightning.store.sql.store import SqlStore
 
 BLOCK = LONG_PROMPT // 4
@@ -90,8 +91,41 @@ async def test_a_conversation_goes_on_where_it_was_after_a_restart_and_at_anothe
     other = SqlStore(tmp_path / "store.db")
     await call(other, ids, said[10])
     await call(store, ids, said[11])
+    assert await stored(store) == 4 * 1_200
     for each in (store, other):
         assert await prompts_of(each, ids) == said
+        await each.close()
+
+
+async def test_a_conversation_is_not_read_again_because_others_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = SqlStore(tmp_path / "store.db"), SqlStore(tmp_path / "store.db")
+    ids, others, said = await started(store), await started(other), turns(8, 100)
+    reads: list[int] = []
+    load = PromptReader.load_trees
+    monkeypatch.setattr(PromptReader, "load_trees", lambda *args: (reads.append(1), load(*args)))
+    for number, prompt in enumerate(said):
+        await call(other, others, prompt[number:])
+        await call(store, ids, prompt)
+    assert not reads
+    assert await prompts_of(store, ids) == said
+    await store.close()
+    await other.close()
+
+
+async def test_an_attempt_that_another_process_deleted_is_not_continued(tmp_path: Path) -> None:
+    store, other = SqlStore(tmp_path / "store.db"), SqlStore(tmp_path / "store.db")
+    ids, said = await started(store), turns(3, 200)
+    await call(store, ids, said[0])
+    await other.update_attempt(*ids, status="succeeded")
+    await other.delete_rollouts([ids[0]])
+    again = await started(other)  # with the key of the one before
+    await call(other, again, said[0][100:])
+    for prompt in said:
+        await call(store, again, prompt)
+    for each in (store, other):
+        assert await prompts_of(each, again) == [said[0][100:], *said]
         await each.close()
 
 

@@ -32,6 +32,7 @@ _TREES: Final = (
 )
 _LAST: Final = "SELECT max(place) FROM prompts WHERE attempt_key = ?"
 _ROOT_OF: Final = "SELECT root FROM prompts WHERE place = ?"
+_ENDS: Final = "SELECT place, root, keep + length(ids) FROM prompts WHERE attempt_key = ? AND place = ANY (?)"
 
 
 def place_of(pack_key: int, index: int) -> int:
@@ -112,7 +113,12 @@ class PromptCache:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._attempts: dict[int, list[_Leaf]] = {}
+        self._outdated: set[int] = set()
         self._bytes = 0
+
+    def outdate(self) -> None:
+        """Another process has written: it may have added prompts, or made another attempt of the same key."""
+        self._outdated.update(self._attempts)
 
     def clear(self) -> None:
         """After a command or a transaction was undone."""
@@ -128,6 +134,10 @@ class PromptCache:
         if self._bytes > CACHE_BYTES:
             self.clear()
         leaves = self._attempts.get(attempt_key)
+        if leaves and attempt_key in self._outdated and not self._are_last(attempt_key, leaves):
+            self.forget(attempt_key)
+            leaves = None
+        self._outdated.discard(attempt_key)
         if leaves is None:
             leaves = self._attempts[attempt_key] = self._read(attempt_key) if may_be_stored else []
         best, shared = None, LONG_PROMPT - 1
@@ -149,9 +159,21 @@ class PromptCache:
             self._bytes -= len(leaves.pop(0).ids)
         return place, attempt_key, new.root, base, shared, ids[shared:]
 
+    def _are_last(self, attempt_key: int, leaves: list[_Leaf]) -> bool:
+        """Whether the prompts are in the database, and none after them."""
+        ends = {(leaf.path[-1][0], leaf.root, len(leaf.ids)) for leaf in leaves}
+        places = [place for place, _, _ in ends]
+        if self._last_place(attempt_key) != max(places):
+            return False
+        return ends == set(self._connection.all(_ENDS, attempt_key, places))
+
+    def _last_place(self, attempt_key: int) -> int | None:
+        ((place,),) = self._connection.all(_LAST, attempt_key)
+        return place
+
     def _read(self, attempt_key: int) -> list[_Leaf]:
         """The last prompt of an attempt, from the database."""
-        ((place,),) = self._connection.all(_LAST, attempt_key)
+        place = self._last_place(attempt_key)
         if place is None:
             return []
         reader = PromptReader(self._connection)

@@ -236,13 +236,14 @@ class SpanWriter:
 
     def outdate(self) -> None:
         """Another process has written."""
-        self._prompts.clear()
+        self._prompts.outdate()
         self.recent.clear()
 
     def clear(self) -> None:
         """After something was undone: what is remembered may not be in the database."""
         self._ids.clear()
-        self.outdate()
+        self._prompts.clear()
+        self.recent.clear()
 
     def add(self, tx: Tx, groups: Sequence[AttemptSpans]) -> list[SpanWriteResult]:
         """Store the spans of one call, all or none."""

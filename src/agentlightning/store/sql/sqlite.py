@@ -31,6 +31,8 @@ from agentlightning.util.random_ids import random_bits
 
 BUSY_SECONDS: Final = 30.0
 """How long a write waits for another process."""
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.0005, 0.02
+"""Between two looks whether another process still writes."""
 CACHE_KIB: Final = 8 * 1024
 """Page cache of each connection."""
 _TYPES: Final = {"key": "INTEGER PRIMARY KEY", "int": "INTEGER", "text": "TEXT", "float": "REAL", "blob": "BLOB"}
@@ -95,7 +97,8 @@ class SqliteDatabase(Database):
                 connection.execute("PRAGMA query_only = ON")
             elif self.path is not None:
                 observer = _connect(self.path)
-                observer.execute("PRAGMA busy_timeout = 0")
+                for each in (connection, observer):  # the one retries faster than SQLite, the other never
+                    each.execute("PRAGMA busy_timeout = 0")
         except sqlite3.Error as error:
             raise self.explain(error) from error
         return SqliteConnection(connection, self.path, observer)
@@ -145,11 +148,11 @@ class SqliteConnection(Connection):
         if durable != self._durable:
             self._cursor.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             self._durable = durable
-        self._cursor.execute("BEGIN IMMEDIATE" if write else "BEGIN")
+        _retry_busy(lambda: self._cursor.execute("BEGIN IMMEDIATE" if write else "BEGIN"))
         self._writing = write
         self._changes_before = self.raw.total_changes
         if not write:  # else `changed` does
-            self._check_version()
+            _retry_busy(self._check_version)
 
     def check_files(self) -> None:
         if self._files is not None:
@@ -246,6 +249,7 @@ class SqliteConnection(Connection):
 
     def vacuum(self) -> None:
         if self._path is not None:
+            self._cursor.execute(f"PRAGMA busy_timeout = {BUSY_SECONDS * 1000:.0f}")
             shrink(self._cursor)
 
 
@@ -302,14 +306,16 @@ def _use_wal(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _retry_busy(run: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + BUSY_SECONDS
+    """With SQLite's own pauses, of up to 0.1 s, others hardly get a turn while one process writes all the time."""
+    started = time.monotonic()
     while True:
         try:
             return run()
         except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+            waited = time.monotonic() - started
+            if _code(error) != sqlite3.SQLITE_BUSY or waited > BUSY_SECONDS:
                 raise
-            time.sleep(0.02)
+            time.sleep(min(max(MIN_RETRY_SECONDS, waited / 16), MAX_RETRY_SECONDS))
 
 
 class SqliteSchema:
