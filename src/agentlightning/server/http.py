@@ -126,18 +126,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 return self.parser.feed_data(rest)
             except httptools.HttpParserUpgrade as upgrade:
                 rest = rest[upgrade.args[0] :]
-                self._ignore_upgrade()
-
-    def _ignore_upgrade(self) -> None:
-        parser, headers = self.parser, self.headers
-        if parser.get_method() == b"CONNECT":
-            return self.reject(405, _TUNNEL)
-        self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        lines = [b"%s %s HTTP/%s\r\n" % (parser.get_method(), self.url, parser.get_http_version().encode())]
-        lines += [b"%s: %s\r\n" % header for header in headers if header[0] != b"upgrade"]
-        self._upgrade = [header for header in headers if header[0] == b"upgrade"]
-        self.parser.feed_data(b"".join([*lines, b"\r\n"]))
+            parser, headers = self.parser, self.headers
+            if parser.get_method() == b"CONNECT":
+                return self.reject(405, _TUNNEL)
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            lines = [b"%s %s HTTP/%s\r\n" % (parser.get_method(), self.url, parser.get_http_version().encode())]
+            lines += [b"%s: %s\r\n" % header for header in headers if header[0] != b"upgrade"]
+            self._upgrade = [header for header in headers if header[0] == b"upgrade"]
+            self.parser.feed_data(b"".join([*lines, b"\r\n"]))
 
     def _release_body(self) -> None:
         self.bounds.unfinished_bytes -= self._body_bytes

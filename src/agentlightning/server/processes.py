@@ -78,7 +78,7 @@ class ServerProcess:
 
         metrics.add_source(lambda: counters("process", "The process of the server", {"restarts": self.restarts}))
         metrics.process, metrics.others = self.number, self._ask_others
-        async with await asyncio.start_unix_server(give, self._socket_of(self.number)):
+        async with await asyncio.start_unix_server(give, self.directory / f"{self.number}.sock"):
             yield
 
     async def _ask_others(self) -> dict[int, bytes]:
@@ -90,14 +90,11 @@ class ServerProcess:
     async def _ask(self, number: int) -> bytes | None:
         try:
             async with asyncio.timeout(ASK_SECONDS):
-                reader, writer = await asyncio.open_unix_connection(self._socket_of(number))
+                reader, writer = await asyncio.open_unix_connection(self.directory / f"{number}.sock")
                 with closing(writer):
                     return await reader.read()
         except (OSError, TimeoutError):
             return None
-
-    def _socket_of(self, number: int) -> Path:
-        return self.directory / f"{number}.sock"
 
 
 class Processes:
