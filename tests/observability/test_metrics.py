@@ -87,7 +87,7 @@ async def test_a_store_that_does_not_answer_is_down_and_the_rest_is_still_said(p
     await bare.close()
     seen = read(await metrics.render())
     assert seen["agentlightning_up",] == 0
-    assert ("agentlightning_http_requests_under_way",) in seen
+    assert ("agentlightning_spans_received_total",) in seen
 
 
 async def test_requests_are_counted_by_route_and_status_and_ids_make_no_series(parts):
@@ -109,6 +109,7 @@ async def test_requests_are_counted_by_route_and_status_and_ids_make_no_series(p
     name, other = "agentlightning_http_requests_total", ("route", "other")
     assert requests[name, ("method", "GET"), other, ("status", "404")] == 2
     assert seen["agentlightning_http_request_seconds_count", route] == 2
+    assert seen["agentlightning_http_requests_under_way",] == 1, "this one"
 
 
 async def test_metrics_are_for_those_who_present_the_token(parts):
@@ -121,7 +122,8 @@ async def test_metrics_are_for_those_who_present_the_token(parts):
         shown = await client.get("/metrics", headers={"authorization": "Bearer open sesame"})
         beside = await client.get("/metrics/", headers={"host": "evil.example"})
     assert (beside.status_code, beside.headers.get("location")) == (404, None)
-    assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+    assert (refused.status_code, refused.headers["www-authenticate"]) == (401, 'Bearer realm="agentlightning"')
+    assert "check AGL_TOKEN" in refused.text
     assert shown.status_code == 200
 
 

@@ -25,12 +25,7 @@ from agentlightning.tracing.rewards import check_reward
 from agentlightning.util.api_key import api_key
 from agentlightning.util.json_values import dumps, loads
 
-_MARKS: Final = {"superseded": names.SUPERSEDED, "late": names.LATE}
 MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
-_EVENT_PATHS: Final = (
-    "/rollout/{rollout_id}/attempt/{attempt_id}/events",
-    "/api/rollouts/{rollout_id}/attempt/{attempt_id}/events",
-)
 
 
 def event_routes(store: LightningStoreBase, secret: str) -> list[Route]:
@@ -45,10 +40,18 @@ def event_routes(store: LightningStoreBase, secret: str) -> list[Route]:
         span = read_event(body, rollout_id, attempt_id)
         span.attributes.update(late_mark(await store.get_attempt(attempt_id)))
         stored = await store.add_span(span)
-        marks = {name: bool(stored.attributes.get(mark)) for name, mark in _MARKS.items()}
-        return respond(dumps({"span_id": stored.span_id, "sequence_id": stored.sequence_id, **marks}))
+        found = {
+            "span_id": stored.span_id,
+            "sequence_id": stored.sequence_id,
+            "superseded": names.SUPERSEDED in stored.attributes,
+            "late": names.LATE in stored.attributes,
+        }
+        return respond(dumps(found))
 
-    return [Route(path, endpoint(post_event), methods=["POST"]) for path in _EVENT_PATHS]
+    return [
+        Route(f"{prefix}/{{rollout_id}}/attempt/{{attempt_id}}/events", endpoint(post_event), methods=["POST"])
+        for prefix in ("/rollout", "/api/rollouts")
+    ]
 
 
 def read_event(body: bytes, rollout_id: str, attempt_id: str) -> Span:
@@ -63,19 +66,15 @@ def read_event(body: bytes, rollout_id: str, attempt_id: str) -> Span:
     kind = event.get("event_type") if isinstance(event, dict) else None
     if not isinstance(kind, str) or not kind:
         raise RequestError('an event is an object like {"event_type": "reward", "data": {"value": 1.0}}')
-    name, attributes = _name_and_attributes(kind, event.get("data"))
-    return event_span(rollout_id, attempt_id, name, attributes)
-
-
-def _name_and_attributes(kind: str, data: Any) -> tuple[str, dict[str, Any]]:
-    """The (name, attributes) of the span."""
+    data: Any = event.get("data")
     if kind == "reward":
         reward = check_reward(data.get("value") if isinstance(data, dict) else data, "the event")
-        kind = names.REWARD_VALUES if isinstance(reward, dict) else names.SCORE_VALUE
-        return names.REWARD, {names.EVALUATION_NAME: "reward", kind: reward}
-    attributes: dict[str, Any] = agent_attributes(data) if isinstance(data, dict) else {"value": data}
-    if kind != "message":
-        return kind, attributes
-    body = attributes.get("message", attributes.get("content", attributes.get("body")))
-    text = body if isinstance(body, str) else dumps(data).decode()
-    return names.MESSAGE, attributes | {names.MESSAGE_BODY: text}
+        value = names.REWARD_VALUES if isinstance(reward, dict) else names.SCORE_VALUE
+        kind, attributes = names.REWARD, {names.EVALUATION_NAME: "reward", value: reward}
+    else:
+        attributes: dict[str, Any] = agent_attributes(data) if isinstance(data, dict) else {"value": data}
+        if kind == "message":
+            said = attributes.get("message", attributes.get("content", attributes.get("body")))
+            text = said if isinstance(said, str) else dumps(data).decode()
+            kind, attributes = names.MESSAGE, attributes | {names.MESSAGE_BODY: text}
+    return event_span(rollout_id, attempt_id, kind, attributes)

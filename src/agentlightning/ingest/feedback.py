@@ -12,7 +12,7 @@ import hashlib
 import html
 import time
 from typing import Any, Final
-from urllib.parse import parse_qs
+from urllib.parse import parse_qsl
 
 import orjson
 from starlette.requests import Request
@@ -20,7 +20,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from agentlightning.errors import AgentLightningError, ConfigError
-from agentlightning.recording.feedback import LINK_PATH, Feedback, FeedbackLink, add_feedback, read_link
+from agentlightning.recording.feedback import LINK_PATH, Feedback, add_feedback, read_link
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.encoding import BASE_PATH, RequestError, status_of
 from agentlightning.store.http.endpoint import endpoint, receive_body, respond
@@ -63,7 +63,11 @@ def feedback_routes(store: LightningStoreBase, secret: str, token: str | None) -
 
     async def page(request: Request) -> Response:
         try:
-            link = _valid_link(secret, request.path_params["key"])
+            link = read_link(secret, request.path_params["key"])
+            if link is None:
+                raise RequestError("This link is not valid.", 403)
+            if link.expiry < time.time():
+                raise RequestError("This link has expired.", 410)
             if request.method != "POST":
                 return _page(FORM)
             body = await receive_body(request.headers, request.receive, MAX_BYTES, "send less")
@@ -97,22 +101,13 @@ def read_feedback(body: bytes) -> tuple[Feedback, str | None]:
 def read_form(body: bytes) -> Feedback:
     """The feedback in the form of the page. Raises ConfigError."""
     try:
-        fields = parse_qs(body.decode(errors="replace"), max_num_fields=10)
+        fields = dict(parse_qsl(body.decode(errors="replace"), max_num_fields=10))
     except ValueError:
         raise ConfigError("the form has more than 10 fields") from None
-    vote, comment = fields.get("vote", [""])[0], fields.get("comment", [""])[0].strip()
+    vote, comment = fields.get("vote", ""), fields.get("comment", "").strip()
     if vote not in VOTES:
         raise ConfigError("choose thumbs up or thumbs down")
     return Feedback(score=VOTES[vote], label=f"thumbs_{vote}", comment=comment or None)
-
-
-def _valid_link(secret: str, key: str) -> FeedbackLink:
-    link = read_link(secret, key)
-    if link is None:
-        raise RequestError("This link is not valid.", 403)
-    if link.expiry < time.time():
-        raise RequestError("This link has expired.", 410)
-    return link
 
 
 def _page(body: str, status: int = 200) -> Response:

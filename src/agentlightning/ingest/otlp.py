@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import orjson
+from google.protobuf.json_format import MessageToJson
 from msgspec.structs import replace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTracePartialSuccess,
@@ -46,7 +47,7 @@ from agentlightning.errors import (
     StoreError,
     StoreFullError,
 )
-from agentlightning.rollouts import FINISHED, AttemptStatus
+from agentlightning.rollouts import FINISHED
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.encoding import MAX_BODY_BYTES, RequestError, status_of
@@ -62,7 +63,7 @@ from agentlightning.tracing.otlp.codec import (
     decode_protobuf,
 )
 from agentlightning.util.api_key import api_key
-from agentlightning.util.decompression import CodingError, decompress, decompress_now
+from agentlightning.util.decompression import CodingError, decompress
 from agentlightning.util.shared_cache import open_cache
 
 # -- otlp responses --------------------------------------------------------------------------------------------------
@@ -79,15 +80,13 @@ def response(rejected: Counter[str], content_type: str, repaired: int = 0) -> Re
     texts = [f"{count} refused: {reason}" for reason, count in rejected.most_common(5)]
     if repaired:
         texts.append(f"{repaired} characters that are not Unicode, such as half an emoji, were replaced by U+FFFD")
-    message, count = "; ".join(texts), rejected.total()
-    if content_type == JSON:
-        partial = {"partialSuccess": {"rejectedSpans": str(count), "errorMessage": message}} if message else {}
-        return Response(orjson.dumps(partial), media_type=JSON)
     result = ExportTraceServiceResponse()
-    if message:
-        result.partial_success.rejected_spans = count
-        result.partial_success.error_message = message
-    return Response(result.SerializeToString(), media_type=PROTOBUF)
+    if texts:
+        result.partial_success.rejected_spans = rejected.total()
+        result.partial_success.error_message = "; ".join(texts)
+    if content_type == PROTOBUF:
+        return Response(result.SerializeToString(), media_type=PROTOBUF)
+    return Response(MessageToJson(result, always_print_fields_with_no_presence=True, indent=None), media_type=JSON)
 
 
 _CODES: Final = {400: 3, 401: 16, 413: 8, 415: 3, 503: 14}
@@ -96,7 +95,11 @@ _CODES: Final = {400: 3, 401: 16, 413: 8, 415: 3, 503: 14}
 
 def error_response(error: AgentLightningError, content_type: str) -> Response:
     """The response to a request that failed."""
-    status, message = _status(error), str(error)
+    status, message = status_of(error), str(error)
+    if isinstance(error, CodingError):
+        status = error.status
+    elif isinstance(error, StoreFullError):
+        status = 503
     headers = {401: {"www-authenticate": 'Bearer realm="agentlightning"'}, 503: {"retry-after": "1"}}.get(status)
     code = _CODES.get(status, 13)
     if content_type == PROTOBUF:  # This message is written as google.rpc.Status is, with code and text in its fields.
@@ -104,12 +107,6 @@ def error_response(error: AgentLightningError, content_type: str) -> Response:
         return Response(body.SerializeToString(), status, headers, PROTOBUF)
     described = {"error": {"type": type(error).__name__, "message": message}, "detail": message}
     return Response(orjson.dumps({"code": code, "message": message, **described}), status, headers, JSON)
-
-
-def _status(error: AgentLightningError) -> int:
-    if isinstance(error, CodingError):
-        return error.status
-    return 503 if isinstance(error, StoreFullError) else status_of(error)
 
 
 # -- the attempts of spans ---------------------------------------------------------------------------------------------
@@ -120,11 +117,6 @@ CACHED: Final = 16384
 """Attempts whose rollout is cached."""
 TRACES: Final = 65536
 """Traces whose attempt is kept, the latest."""
-ID_NAMES: Final = (
-    ("agentlightning.rollout_id", "agl.rollout_id"),
-    ("agentlightning.attempt_id", "agl.attempt_id"),
-)
-"""The names of both ids in attributes."""
 
 AttemptIds = tuple[str, str]
 """(rollout_id, attempt_id)."""
@@ -164,7 +156,8 @@ class TraceOwners:
 
 def _named_ids(attributes: Mapping[str, Any]) -> NamedIds | None:
     """The ids that attributes name; None if they name none."""
-    rollout_id, attempt_id = (attributes.get(name) or attributes.get(alias) for name, alias in ID_NAMES)
+    rollout_id = attributes.get("agentlightning.rollout_id") or attributes.get("agl.rollout_id")
+    attempt_id = attributes.get("agentlightning.attempt_id") or attributes.get("agl.attempt_id")
     if rollout_id is None and attempt_id is None:
         return None
     return _text(rollout_id), _text(attempt_id)
@@ -217,16 +210,13 @@ class UnknownTraces:
     async def start(self) -> None:
         """Continue with the traces that were open when the last server stopped, and start looking for idle ones."""
         after = None
-        while True:
-            page = await self._store.query_rollouts(
-                queue_in=[QUEUE], status_in=["preparing", "running"], after=after, limit=PAGE
-            )
+        while page := await self._store.query_rollouts(
+            queue_in=[QUEUE], status_in=["preparing", "running"], after=after, limit=PAGE
+        ):
             for rollout in page:
                 trace_id = rollout.metadata.get("trace_id")
                 if isinstance(trace_id, str) and rollout.metadata.get("source") == SOURCE:
                     self._open[trace_id] = time.monotonic()
-            if len(page) < PAGE:
-                break
             after = page[-1].rollout_id
         self._checking = asyncio.create_task(self._check_regularly())
 
@@ -267,7 +257,7 @@ class UnknownTraces:
     async def record(self, spans: Iterable[Span]) -> None:
         """Note that these spans were stored, and finish the traces whose root span is among them."""
         roots = [span for span in spans if self._touch(span.trace_id) and span.parent_id is None]
-        await asyncio.gather(*(self._finish(root.trace_id, _outcome(root), root) for root in roots))
+        await asyncio.gather(*(self._finish(root.trace_id, root) for root in roots))
 
     def _touch(self, trace_id: str) -> bool:
         """Note that a span of a trace has arrived. Whether the trace is open."""
@@ -276,12 +266,13 @@ class UnknownTraces:
             self._open.move_to_end(trace_id)
         return is_open
 
-    async def _finish(self, trace_id: str, status: AttemptStatus, root: Span | None) -> None:
+    async def _finish(self, trace_id: str, root: Span | None) -> None:
         rollout_id, attempt_id = ids_of_trace(trace_id)
+        status = "failed" if root is not None and root.status_code == "ERROR" else "succeeded"
+        metadata = UNSET if root is not None else {"incomplete": "its root span has not arrived"}
         try:
             if root is not None and (task := _input(root)) is not None:
                 await self._store.update_rollout(rollout_id, input=task)
-            metadata = UNSET if root is not None else {"incomplete": "its root span has not arrived"}
             await self._store.update_attempt(rollout_id, attempt_id, status=status, metadata=metadata)
         except (ConflictError, NotFoundError) as error:
             logger.info("the trace %s has already been finished: %s", trace_id, error)
@@ -292,7 +283,7 @@ class UnknownTraces:
             await asyncio.sleep(min(CHECK_SECONDS, self._idle))
             while idle := self._idle_traces():
                 try:
-                    await asyncio.gather(*(self._finish(trace_id, "succeeded", None) for trace_id in idle))
+                    await asyncio.gather(*(self._finish(trace_id, None) for trace_id in idle))
                 except StoreError as error:
                     logger.warning("could not finish %d idle traces, trying again: %s", len(idle), error)
                     break
@@ -302,10 +293,6 @@ class UnknownTraces:
         deadline, excess = time.monotonic() - self._idle, len(self._open) - MAX_OPEN
         first = list(islice(self._open.items(), BATCH))
         return [trace_id for index, (trace_id, last_span) in enumerate(first) if last_span < deadline or index < excess]
-
-
-def _outcome(root: Span) -> AttemptStatus:
-    return "failed" if root.status_code == "ERROR" else "succeeded"
 
 
 def _input(root: Span) -> Any:
@@ -344,7 +331,7 @@ class OtlpReceiver:
         """By attempt: some of the latest."""
         self._unknown, self._adopts = UnknownTraces(store), adopt
         self._large = asyncio.Semaphore(MAX_CONCURRENT)
-        self.counts: dict[str, int] = dict.fromkeys(("requests", "accepted", "refused", "repaired"), 0)
+        self.counts = Counter(requests=0, accepted=0, refused=0, repaired=0)
         """What happened to the spans that were received; shown as metrics under these names."""
 
     async def start(self) -> None:
@@ -393,13 +380,11 @@ class OtlpReceiver:
         if headers.get(EXPORTER_HEADER) == PROCESS_ID:  # each span would come back forever
             raise RequestError("this server sends its spans on to itself; give --otlp-export another address", 508)
         key = api_key(headers)
-        ids = read_attempt_key(self._secret, key) if key.startswith("agl-") else None
-        if ids is not None:
+        ids = read_attempt_key(self._secret, key)
+        if ids is not None or (self._token is None and not key.startswith("agl-")):
             return ids
         if self._token is None:
-            if key.startswith("agl-"):
-                raise StoreAuthError("the key is not that of an attempt of this server; use the AGL_KEY of the attempt")
-            return None
+            raise StoreAuthError("the key is not that of an attempt of this server; use the AGL_KEY of the attempt")
         if not key:
             raise StoreAuthError("this server requires its access token, or the key of an attempt, as a bearer token")
         if not hmac.compare_digest(key.encode(), self._token.encode()):
@@ -415,15 +400,18 @@ class OtlpReceiver:
             if len(body) <= INLINE_BYTES:
                 return decode(body, content_type)
         async with self._large:
-            return await asyncio.to_thread(lambda: decode(decompress_now(body, coding, limit), content_type))
+            body = await decompress(body, coding, limit)
+            return await asyncio.to_thread(decode, body, content_type)
 
     # -- spans -------------------------------------------------------------------------------------------------------
 
     async def store_spans(self, request: Request, caller: AttemptIds | None = None) -> Counter[str]:
         """Store the spans of a request. Returns the number of rejected spans by reason. `caller` is the attempt whose
         key the request carried."""
-        rejected = request.refused
-        spans = request.spans if caller is None else await self._untrusted(request.spans, caller)
+        rejected, spans = request.refused, request.spans
+        if caller is not None:  # Agents may not set all attributes; what comes after the end of the attempt is marked.
+            late = late_mark(await self._store.get_attempt(caller[1]))
+            spans = [replace(span, attributes={**agent_attributes(span.attributes), **late}) for span in spans]
         attributed, unattributed = await self._resolve(spans, caller, rejected)
         if unattributed and self._adopts:
             attributed += await self._unknown.adopt(unattributed)
@@ -432,16 +420,8 @@ class OtlpReceiver:
                     "span attributes, or start the server with --adopt-traces"] += len(unattributed)  # fmt: skip
         accepted = await self._add(_spans(attributed), rejected)
         await self._unknown.record(decoded for _, decoded in attributed)
-        self.counts["requests"] += 1
-        self.counts["accepted"] += accepted
-        self.counts["refused"] += rejected.total()
-        self.counts["repaired"] += request.repaired  # characters that were not Unicode
+        self.counts.update(requests=1, accepted=accepted, refused=rejected.total(), repaired=request.repaired)
         return rejected
-
-    async def _untrusted(self, spans: Sequence[Span], caller: AttemptIds) -> list[Span]:
-        """The spans without attributes that agents may not set, marked if the attempt has ended."""
-        late = late_mark(await self._store.get_attempt(caller[1]))
-        return [replace(span, attributes={**agent_attributes(span.attributes), **late}) for span in spans]
 
     async def _add(self, spans: Sequence[Span], rejected: Counter[str]) -> int:
         """Add the spans, and the valid ones if some are invalid. Returns the number of spans added."""

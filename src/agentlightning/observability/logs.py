@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 import orjson
 
 from agentlightning.rollouts import Attempt, Rollout
-from agentlightning.store.instrumented import CallRecord, ids_of
+from agentlightning.store.instrumented import CallRecord, Observer, ids_of
 from agentlightning.store.types import Queue
 from agentlightning.util.printable import printable
 
@@ -110,25 +110,21 @@ class TextFormatter(_Formatter):
     no text of an agent can imitate a record."""
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = ", ".join(f"{name}={_short(value)}" for name, value in self.fields(record).items())
+        fields = ", ".join(
+            f"{name}={value:.3g}" if isinstance(value, float) else f"{name}={value}"
+            for name, value in self.fields(record).items()
+        )
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         suffix = f" ({fields})" if fields else ""
         line = f"{clock} {record.levelname:<7} {printable(record.getMessage() + suffix)}"
         return self.redact("\n    ".join([line, *map(printable, self.trace(record).split("\n"))]).rstrip())
 
 
-def _short(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
 CHANGES: Final = frozenset({"update_attempt", "cancel_rollout", "requeue_rollout", "delete_rollouts", "update_queue"})
 
 
-class ChangeLog:
-    """Logs failed attempts, cancelled, requeued and deleted rollouts, and limits of queues. An observer of stores."""
-
-    def on_start(self, method: str) -> None:
-        """Nothing to log."""
+class ChangeLog(Observer):
+    """Logs failed attempts, cancelled, requeued and deleted rollouts, and limits of queues."""
 
     def on_end(self, call: CallRecord) -> None:
         if call.method in CHANGES and call.error is None and (text := _change(call)):
@@ -153,17 +149,14 @@ def _change(call: CallRecord) -> str | None:
             return None
 
 
-class SlowLog:
-    """Logs operations that take longer than `seconds`, at most `SLOW_LINES` per minute. An observer of stores."""
+class SlowLog(Observer):
+    """Logs operations that take longer than `seconds`, at most `SLOW_LINES` per minute."""
 
     def __init__(self, seconds: float = SLOW_SECONDS) -> None:
         self._limit = seconds
         self._minute = 0
         self._lines = 0
         self._unreported = 0
-
-    def on_start(self, method: str) -> None:
-        """Nothing to log."""
 
     def on_end(self, call: CallRecord) -> None:
         if call.seconds >= self._limit and not call.waits:

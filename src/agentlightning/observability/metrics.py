@@ -8,12 +8,12 @@ most once a second, and less often if the query is slow.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import threading
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from itertools import accumulate
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -26,11 +26,9 @@ from starlette.routing import Route
 
 from agentlightning.errors import AgentLightningError
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.http.endpoint import endpoint
 from agentlightning.store.instrumented import WAITING_CALLS, CallRecord
-from agentlightning.util.api_key import api_key
 
-PATH: Final = "/metrics"
-CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 CACHE_SECONDS: Final = 1.0
 """Minimum lifetime of cached counts of the database."""
 CACHE_FACTOR: Final = 50.0
@@ -48,7 +46,7 @@ class Histogram:
 
     __slots__ = ("bounds", "counts", "sum")
 
-    def __init__(self, bounds: tuple[float, ...]) -> None:
+    def __init__(self, bounds: tuple[float, ...] = LATENCIES) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
@@ -57,13 +55,9 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
-    def buckets(self) -> list[tuple[str, float]]:
+    def buckets(self) -> list[tuple[str, int]]:
         """Cumulative counts, as Prometheus expects them."""
-        total, buckets = 0, list[tuple[str, float]]()
-        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
-            total += count
-            buckets.append((bound, total))
-        return buckets
+        return list(zip((*map(str, self.bounds), "+Inf"), accumulate(self.counts), strict=True))
 
 
 class Metrics:
@@ -75,18 +69,17 @@ class Metrics:
     def __init__(self, store: LightningStoreBase) -> None:
         self._store = store
         self._sources: list[Source] = []
-        self._calls = defaultdict[str, Histogram](lambda: Histogram(LATENCIES))
+        self._calls = defaultdict[str, Histogram](Histogram)
         self._errors: Counter[tuple[str, str]] = Counter()
         self._in_progress: Counter[str] = Counter()
         self._requests: Counter[tuple[str, str, int]] = Counter()
-        self._request_seconds = defaultdict[str, Histogram](lambda: Histogram(LATENCIES))
-        self._open_requests = 0
+        self._request_seconds = defaultdict[str, Histogram](Histogram)
         self._claims: Counter[str] = Counter()
         self._spans = 0
         self._batches = Histogram(SIZES)
         self._transaction_lock = threading.Lock()
         self._transaction_sizes = Histogram(SIZES)
-        self._queue_seconds, self._transaction_seconds = Histogram(LATENCIES), Histogram(LATENCIES)
+        self._queue_seconds, self._transaction_seconds = Histogram(), Histogram()
         self._process = ProcessCollector(registry=CollectorRegistry())
         self._database_metrics: list[Metric] = []
         self._cached_until = float("-inf")
@@ -112,11 +105,8 @@ class Metrics:
             self._errors[method, type(call.error).__name__] += 1
         if not call.waits:
             self._calls[method].observe(call.seconds)
-        if call.result is not None:
-            self._count_result(call)
-
-    def _count_result(self, call: CallRecord) -> None:
-        method, result = call.method, call.result
+        if (result := call.result) is None:
+            return
         if call.spans:
             self._spans += len(call.spans)
             self._batches.observe(len(call.spans))
@@ -135,12 +125,8 @@ class Metrics:
             self._queue_seconds.observe(waited)
             self._transaction_seconds.observe(decided)
 
-    def request_began(self) -> None:
-        self._open_requests += 1
-
     def request_ended(self, route: str, method: str, status: int, seconds: float) -> None:
         """`route` is the path template, so that ids create no series; `seconds` excludes waiting for rollouts."""
-        self._open_requests -= 1
         self._requests[route, method, status] += 1
         self._request_seconds[route].observe(seconds)
 
@@ -156,8 +142,8 @@ class Metrics:
                 self._cached_until = now + max(CACHE_SECONDS, CACHE_FACTOR * (now - started))
         own: Iterable[Metric] = self._own_metrics()
         if self.others is not None:
-            texts = {number: text.decode() for number, text in (await self.others()).items()}
-            others = {number: text_string_to_metric_families(text) for number, text in texts.items()}
+            texts = await self.others()
+            others = {number: text_string_to_metric_families(text.decode()) for number, text in texts.items()}
             own = _by_process({self.process: own, **others})
         return generate_latest(_Registry([*self._database_metrics, *own]))
 
@@ -176,26 +162,32 @@ class Metrics:
                 self._store.statistics(), self._store.query_queues(), self._store.query_workers()
             )
         except AgentLightningError:
-            return [_metric("up", up, 0)]
+            return [metric_of("up", up, 0)]
+        prefix, totals = "rollouts.", ("attempts", "spans", "resources")
+        rollouts = {name.removeprefix(prefix): count for name, count in counts.items() if name.startswith(prefix)}
         statuses = Counter("stopped" if worker.stats.get("stopped") else worker.status for worker in workers)
         statuses.update(dict.fromkeys(("idle", "busy", "lost", "stopped"), 0))
         return [
-            _metric("up", up, 1),
-            *_database_counts(counts),
-            _metric("queue_waiting", "Rollouts that wait to be claimed.", {q.name: q.waiting for q in queues}, "queue"),
-            _metric("queue_open", "Rollouts claimed and unfinished.", {q.name: q.open for q in queues}, "queue"),
-            _metric(
+            metric_of("up", up, 1),
+            metric_of("rollouts", "Rollouts in the store, by status.", rollouts, "status"),
+            *(metric_of(name, f"{name.capitalize()} in the store.", counts[name]) for name in totals),
+            metric_of("store_bytes", "Size of the database.", counts["bytes"]),
+            metric_of(
+                "queue_waiting", "Rollouts that wait to be claimed.", {q.name: q.waiting for q in queues}, "queue"
+            ),
+            metric_of("queue_open", "Rollouts claimed and unfinished.", {q.name: q.open for q in queues}, "queue"),
+            metric_of(
                 "queue_limit",
                 "How many rollouts of a queue may be open at once, where that is limited.",
                 {queue.name: queue.limit for queue in queues if queue.limit is not None},
                 "queue",
             ),
-            _metric("workers", "Runners by status.", statuses, "status"),
+            metric_of("workers", "Runners by status.", statuses, "status"),
         ]
 
     def _observed_metrics(self) -> Iterable[Metric]:
-        yield _metric("claims", "Attempts started, by queue.", self._claims, "queue", kind=CounterMetricFamily)
-        yield _metric("spans_received", "Spans kept by this server.", self._spans, kind=CounterMetricFamily)
+        yield metric_of("claims", "Attempts started, by queue.", self._claims, "queue", kind=CounterMetricFamily)
+        yield metric_of("spans_received", "Spans kept by this server.", self._spans, kind=CounterMetricFamily)
         yield _histogram("spans_per_call", "Spans in one call.", {"": self._batches})
         yield _histogram(
             "store_call_seconds", "Calls of the store; those that wait are left out.", self._calls, "method"
@@ -206,15 +198,14 @@ class Metrics:
         yield _histogram("store_transaction_seconds", "The transaction of a call.", {"": self._transaction_seconds})
         yield _histogram("store_calls_together", "Calls in the transaction of a call.", {"": self._transaction_sizes})
         failed = "Calls that failed, by error."
-        yield _metric("store_errors", failed, self._errors, "method", "error", kind=CounterMetricFamily)
+        yield metric_of("store_errors", failed, self._errors, "method", "error", kind=CounterMetricFamily)
         waiting = {method: self._in_progress[method] for method in sorted(WAITING_CALLS)}
-        yield _metric("store_waiters", "Calls that wait for rollouts to come or to finish.", waiting, "method")
+        yield metric_of("store_waiters", "Calls that wait for rollouts to come or to finish.", waiting, "method")
         labels = "route", "method", "status"
-        yield _metric("http_requests", "Requests answered.", self._requests, *labels, kind=CounterMetricFamily)
+        yield metric_of("http_requests", "Requests answered.", self._requests, *labels, kind=CounterMetricFamily)
         yield _histogram(
             "http_request_seconds", "Time to answer, without waiting for rollouts.", self._request_seconds, "route"
         )
-        yield _metric("http_requests_under_way", "Requests not answered yet.", self._open_requests)
         for source in self._sources:
             yield from source()
 
@@ -246,17 +237,7 @@ def counters(prefix: str, help_text: str, values: Mapping[str, float]) -> Iterab
         yield CounterMetricFamily(f"agentlightning_{prefix}_{name}", f"{help_text}: {name.replace('_', ' ')}.", value)
 
 
-def _database_counts(counts: Mapping[str, int]) -> Iterable[Metric]:
-    rollouts = {name.removeprefix("rollouts."): n for name, n in counts.items() if name.startswith("rollouts.")}
-    yield _metric("rollouts", "Rollouts in the store, by status.", rollouts, "status")
-    for name in ("attempts", "spans", "resources"):
-        if name in counts:
-            yield _metric(name, f"{name.capitalize()} in the store.", counts[name])
-    if "bytes" in counts:
-        yield _metric("store_bytes", "Size of the database.", counts["bytes"])
-
-
-def _metric(
+def metric_of(
     name: str,
     help_text: str,
     values: float | Mapping[str, float] | Mapping[tuple[Any, ...], float],
@@ -281,9 +262,6 @@ def metrics_routes(metrics: Metrics, token: str | None = None) -> list[Route]:
     """`GET /metrics`; with a `token`, requests must carry it."""
 
     async def show(request: Request) -> Response:
-        if token is not None and not hmac.compare_digest(api_key(request.headers).encode(), token.encode()):
-            message = b"/metrics requires the access token of this server, as `Authorization: Bearer TOKEN`\n"
-            return Response(message, 401, {"WWW-Authenticate": "Bearer"}, media_type="text/plain")
-        return Response(await metrics.render(), headers={"content-type": CONTENT_TYPE})
+        return Response(await metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    return [Route(PATH, show, methods=["GET"])]
+    return [Route("/metrics", endpoint(show, token), methods=["GET"])]

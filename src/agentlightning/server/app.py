@@ -6,7 +6,6 @@ It only wires these parts, handles no signals and writes no access log.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import socket
 from collections.abc import Iterable, Sequence
@@ -33,7 +32,7 @@ from agentlightning.ingest.agent_events import event_routes
 from agentlightning.ingest.feedback import feedback_routes
 from agentlightning.ingest.otlp import OtlpReceiver
 from agentlightning.observability.logs import SlowLog
-from agentlightning.observability.metrics import Metrics, counters, metrics_routes
+from agentlightning.observability.metrics import Metrics, counters, metric_of, metrics_routes
 from agentlightning.server.http import (
     BoundedHttpProtocol,
     Bounds,
@@ -44,6 +43,7 @@ from agentlightning.server.http import (
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.encoding import MAX_BODY_BYTES
 from agentlightning.store.http.server import store_routes
+from agentlightning.transport.options import address_of
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class Server:
         if gateway is not None:
             gateway.attribution.traces = self.traces
         if metrics is not None:
-            metrics.add_source(partial(_counters, gateway, self.traces))
+            metrics.add_source(self._own_metrics)
         self.host = host
         self.port = port
         keyless = gateway is not None and not gateway.attribution.requires_key
@@ -126,6 +126,7 @@ class Server:
         self._store, self._has_answered = store, False
         self._listener = listener
         self._listening: asyncio.Server | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._connections, self._stopped = ServerState(), asyncio.Event()
 
     @property
@@ -144,7 +145,6 @@ class Server:
         self._stopped.clear()
         config = uvicorn.Config(
             self._tracker,
-            http=BoundedHttpProtocol,
             ws="none",
             log_config=None,
             access_log=False,
@@ -153,6 +153,7 @@ class Server:
         )
         make = partial(BoundedHttpProtocol, config, self._connections, self.bounds)
         self._listening = await asyncio.get_running_loop().create_server(make, sock=listener, backlog=_BACKLOG)
+        self._watching = asyncio.create_task(self.bounds.watch(self._connections.connections))
         return self
 
     def drain(self) -> None:
@@ -174,6 +175,8 @@ class Server:
             if self.gateway is not None:
                 await self.gateway.close()
         finally:
+            if self._watching is not None:
+                self._watching.cancel()
             self._stopped.set()
 
     async def _end_connections(self) -> None:
@@ -206,6 +209,12 @@ class Server:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
+    def _own_metrics(self) -> Iterable[Metric]:
+        yield metric_of("http_requests_under_way", "Requests not answered yet.", len(self._tracker.in_flight))
+        yield from counters("otlp", "Traces taken in", self.traces.counts)
+        if self.gateway is not None:
+            yield from counters("gateway", "Model calls", self.gateway.metrics())
+
     # -- probes ------------------------------------------------------------------------------------------------------
 
     # Health checks for orchestrators and load balancers: `/livez` and `/readyz`.
@@ -236,12 +245,8 @@ def _status(code: int, text: str) -> Response:
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach a server that listens there."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    address = address_of(host)
+    return host == "localhost" if address is None else address.is_loopback
 
 
 def url_of(host: str, port: int) -> str:
@@ -271,12 +276,6 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
     return listener
 
 
-def _counters(gateway: Gateway | None, traces: OtlpReceiver) -> Iterable[Metric]:
-    yield from counters("otlp", "Traces taken in", traces.counts)
-    if gateway is not None:
-        yield from counters("gateway", "Model calls", gateway.metrics())
-
-
 def _cross_origin(origins: Sequence[str], token: str | None) -> list[Middleware]:
     """The CORS middleware for these origins."""
     for origin in origins:
@@ -287,8 +286,6 @@ def _cross_origin(origins: Sequence[str], token: str | None) -> list[Middleware]
             )
     if "*" in origins and token is None:
         raise ConfigError("origin '*' would allow every web page; name the sites, or set an access token")
-    if not origins:
-        return []
     cors = Middleware(
         CORSMiddleware,
         allow_origins=origins,
@@ -297,7 +294,7 @@ def _cross_origin(origins: Sequence[str], token: str | None) -> list[Middleware]
         expose_headers=["*"],
         allow_credentials="*" not in origins,
     )
-    return [cors]
+    return [cors] if origins else []
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -18,11 +18,10 @@ continue until the server's grace period ends.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import socket
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, cast
 from urllib.parse import urlsplit
@@ -40,6 +39,7 @@ from uvicorn.server import ServerState
 from agentlightning.observability.logs import SlowLog
 from agentlightning.observability.metrics import Metrics
 from agentlightning.store.instrumented import WaitTime, wait_time
+from agentlightning.transport.options import address_of
 
 MAX_HEAD_BYTES: Final = 65536
 IDLE_SECONDS: Final = 120.0
@@ -63,21 +63,14 @@ class Bounds:
         self.stalled_seconds, self.max_unfinished_bytes = STALLED_SECONDS, MAX_UNFINISHED_BYTES
         self.unfinished_bytes = 0
         """Size of all incomplete bodies."""
-        self._timer: asyncio.TimerHandle | None = None
 
-    def watch(self, connections: Collection[Any]) -> None:
-        """Check for timeouts regularly while there are connections."""
-        if self._timer is None:
-            seconds = min(5.0, self.stalled_seconds / 4)
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._check_timeouts, connections)
-
-    def _check_timeouts(self, connections: Collection[Any]) -> None:
-        self._timer = None
-        now = asyncio.get_running_loop().time()
-        for each in list(connections):
-            each.check_timeouts(now)
-        if connections:
-            self.watch(connections)
+    async def watch(self, connections: Collection[Any]) -> None:
+        """Check all connections for timeouts, again and again."""
+        while True:
+            await asyncio.sleep(min(5.0, self.stalled_seconds / 4))
+            now = asyncio.get_running_loop().time()
+            for each in list(connections):
+                each.check_timeouts(now)
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -106,16 +99,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     # -- the connection ------------------------------------------------------------------------------------------
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(cast("asyncio.Transport", transport))
-        self.bounds.watch(self.connections)
-
     def connection_lost(self, exc: Exception | None) -> None:
         self._release_body()
         super().connection_lost(exc)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Does nothing: one timer watches all connections."""
+        """Does nothing: one task watches all connections."""
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -137,18 +126,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 return self.parser.feed_data(rest)
             except httptools.HttpParserUpgrade as upgrade:
                 rest = rest[upgrade.args[0] :]
-                self._ignore_upgrade()
-
-    def _ignore_upgrade(self) -> None:
-        parser, headers = self.parser, self.headers
-        if parser.get_method() == b"CONNECT":
-            return self.reject(405, _TUNNEL)
-        self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        lines = [b"%s %s HTTP/%s\r\n" % (parser.get_method(), self.url, parser.get_http_version().encode())]
-        lines += [b"%s: %s\r\n" % header for header in headers if header[0] != b"upgrade"]
-        self._upgrade = [header for header in headers if header[0] == b"upgrade"]
-        self.parser.feed_data(b"".join([*lines, b"\r\n"]))
+            parser, headers = self.parser, self.headers
+            if parser.get_method() == b"CONNECT":
+                return self.reject(405, _TUNNEL)
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            lines = [b"%s %s HTTP/%s\r\n" % (parser.get_method(), self.url, parser.get_http_version().encode())]
+            lines += [b"%s: %s\r\n" % header for header in headers if header[0] != b"upgrade"]
+            self._upgrade = [header for header in headers if header[0] == b"upgrade"]
+            self.parser.feed_data(b"".join([*lines, b"\r\n"]))
 
     def _release_body(self) -> None:
         self.bounds.unfinished_bytes -= self._body_bytes
@@ -174,11 +160,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Respond to an incomplete request, and close the connection."""
         cycle = self.cycle
         self._release_body()
-        if cycle is not None and not cycle.response_complete:
-            cycle.disconnected = True
-            cycle.message_event.set()
-        if cycle is not None and cycle.response_started and not (cycle.response_complete and self._in_head):
-            return self.transport.close()
+        if cycle is not None:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+            if cycle.response_started and not (cycle.response_complete and self._in_head):
+                return self.transport.close()
         self.transport.write(
             b"%scontent-type: application/json\r\ncontent-length: %d\r\n%sconnection: close\r\n\r\n%s"
             % (STATUS_LINE[status], len(body), headers, body)
@@ -227,9 +214,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 # -- origins -----------------------------------------------------------------------------------------------------------
 
-_MAX_CACHED_HOSTS: Final = 1024
-"""Bound of the cache of host names."""
-
 
 class OriginGuard:
     """Checks `Host` and `Origin`.
@@ -251,7 +235,7 @@ class OriginGuard:
         self._any_page = any_host and not keyless
         self._hosts = frozenset(host.lower() for host in hosts)
         self._origins = frozenset(origin.lower().rstrip("/").encode() for origin in origins)
-        self._is_own_host = lru_cache(_MAX_CACHED_HOSTS)(self._is_host)
+        self._is_own_host = lru_cache(1024)(self._is_host)
 
     def rejection(self, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
         """Why a request with these headers (names in lower case) is rejected; None if it is allowed."""
@@ -278,27 +262,19 @@ class OriginGuard:
         return self._any_page or self._is_own_host(host)
 
     def _is_host(self, host: bytes) -> bool:
-        name = _name_in(host)
-        return name is not None and (_is_private(name) or name in self._hosts)
-
-
-def _name_in(host: bytes) -> str | None:
-    """The name of `name:port`, in lower case."""
-    try:
-        return (urlsplit(f"//{host.decode('ascii')}").hostname or "").rstrip(".").lower() or None
-    except (ValueError, UnicodeDecodeError):
-        return None
-
-
-def _is_private(name: str) -> bool:
-    """Whether no stranger can control the name: an address, a name without a domain, or the name of this machine."""
-    if "." not in name or name.endswith(".localhost") or name == socket.gethostname().lower():
-        return True
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+        """Whether `name:port` names this server, or no stranger can control the name: an address, a name without a
+        domain, or the name of this machine."""
+        try:
+            name = (urlsplit(f"//{host.decode('ascii')}").hostname or "").rstrip(".")
+        except ValueError:
+            return False
+        return name != "" and (
+            "." not in name
+            or name.endswith(".localhost")
+            or name == socket.gethostname().lower()
+            or name in self._hosts
+            or address_of(name) is not None
+        )
 
 
 def _shown(value: bytes) -> str:
@@ -308,12 +284,8 @@ def _shown(value: bytes) -> str:
 # -- requests in progress ----------------------------------------------------------------------------------------------
 
 ROUTE: Final = "agentlightning.route"
-UNKNOWN_ROUTE: Final = "other"
-"""The route label of unknown paths, so that strangers cannot create metric series."""
 DRAIN_SECONDS: Final = 0.3
 """Time for store requests to finish after `close`."""
-STORE_PREFIX: Final = "/v1/agl/"
-_CLOSE: Final = (b"connection", b"close")
 CLIENT_CLOSED: Final = 499
 """The status of a request whose client disconnected before the response."""
 
@@ -325,7 +297,6 @@ class _TrackedRequest:
     path: str
     task: asyncio.Task[Any]
     status: int = CLIENT_CLOSED
-    waited: WaitTime = field(default_factory=WaitTime)
     is_cancelled: bool = False
     """It gets a 503 instead of its response."""
 
@@ -340,8 +311,8 @@ class RequestTracker:
             if isinstance(route, Route):
                 route.app = _marked(route.app, route.path)
         self._app, self._guard = app, guard
-        self._metrics, self._slow_log = metrics, slow
-        self._in_flight: set[_TrackedRequest] = set()
+        self._observers = [each for each in (metrics, slow) if each is not None]
+        self.in_flight: set[_TrackedRequest] = set()
         self._closed = False
         self.draining = False
         """The server is about to stop: clients should reconnect to another one."""
@@ -355,24 +326,23 @@ class RequestTracker:
         asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._cancel_store_requests)
 
     def _cancel_store_requests(self) -> None:
-        for each in self._in_flight if self._closed else ():
-            if each.status == CLIENT_CLOSED and each.path.startswith(STORE_PREFIX):
+        for each in self.in_flight if self._closed else ():
+            if each.status == CLIENT_CLOSED and each.path.startswith("/v1/agl/"):
                 each.is_cancelled = True
                 each.task.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.perf_counter()
-        if self._metrics is not None:
-            self._metrics.request_began()
         tracked = _TrackedRequest(scope["path"], cast("asyncio.Task[Any]", asyncio.current_task()))
-        self._in_flight.add(tracked)
-        wait_time.set(tracked.waited)
+        self.in_flight.add(tracked)
+        waited = WaitTime()
+        wait_time.set(waited)
 
         async def send_tracked(message: Message) -> None:
             if message["type"] == "http.response.start":
                 tracked.status = message["status"]
                 if self.draining:
-                    message["headers"] = [*message.get("headers", ()), _CLOSE]
+                    message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
             await send(message)
 
         reason = self._guard.rejection(scope["headers"])
@@ -387,11 +357,11 @@ class RequestTracker:
             stopping = error_response(503, "StoreClosedError", message, {"retry-after": "1"})
             await stopping(scope, receive, send_tracked)
         finally:
-            self._in_flight.discard(tracked)
-            seconds = time.perf_counter() - began - tracked.waited.seconds  # without the wait for rollouts
-            for observer in (self._metrics, self._slow_log):
-                if observer is not None:
-                    observer.request_ended(scope.get(ROUTE, UNKNOWN_ROUTE), scope["method"], tracked.status, seconds)
+            self.in_flight.discard(tracked)
+            seconds = time.perf_counter() - began - waited.seconds  # without the wait for rollouts
+            route = scope.get(ROUTE, "other")  # Strangers cannot create metric series by unknown paths.
+            for observer in self._observers:
+                observer.request_ended(route, scope["method"], tracked.status, seconds)
 
 
 def _marked(app: ASGIApp, path: str) -> ASGIApp:

@@ -14,7 +14,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +22,6 @@ from tempfile import TemporaryDirectory
 from typing import Final
 
 import orjson
-from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -36,11 +35,9 @@ from agentlightning.engine.servers.clients.http import PROBE_PROMPT, ModelServer
 from agentlightning.engine.servers.joining import (
     BASE_PATH,
     COUNTS,
-    RENEW_SECONDS,
     CheckRequest,
     JoinRequest,
     JoinStatus,
-    Pause,
     RunRequest,
     StateRequest,
 )
@@ -49,21 +46,14 @@ from agentlightning.engine.servers.pool import PooledEngine, ReplicaPool
 from agentlightning.errors import AgentLightningError, ConfigError, ConflictError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.local import LocalSettings, UpdateGates
-from agentlightning.observability.metrics import counters
-from agentlightning.store.http.encoding import RequestError
+from agentlightning.observability.metrics import counters, metric_of
+from agentlightning.store.http.encoding import MAX_BODY_BYTES, RequestError
 from agentlightning.store.http.endpoint import endpoint, read_body, respond
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES: Final = 64 * 1024 * 1024
 MAX_POLL_SECONDS: Final = 10.0
 """How long a request to pause waits for answers in progress, at most; the run then repeats it."""
-REQUESTS: Final[dict[str, type[RunRequest]]] = {
-    "/check": CheckRequest,
-    "": JoinRequest,
-    "/state": StateRequest,
-    "/leave": RunRequest,
-}
 
 
 class JoinedPolicy(PooledEngine):
@@ -71,7 +61,7 @@ class JoinedPolicy(PooledEngine):
     server samples once it has those that the trainer names."""
 
     watch: asyncio.Task[None]
-    """Ends it with its lease."""
+    """Ends it with the lease that began when its trainer last joined."""
 
     def __init__(self, request: JoinRequest, servers: ReplicaPool, gates: UpdateGates) -> None:
         self.model = servers.model
@@ -79,10 +69,10 @@ class JoinedPolicy(PooledEngine):
         self.unavailable: str | None = None
         """Why it samples nothing; None: it does."""
         self.counts = JoinStatus().counts
-        self.holding: asyncio.Task[None] | None = None
-        """Set during an update."""
-        self._held, self._held_since = asyncio.Event(), 0.0
-        """Set once the calls under way have ended, or go on across the update; when it began."""
+        self.holding: asyncio.Task[AsyncExitStack] | None = None
+        """Set during an update; done once the calls under way have ended, or go on across it. Calls go on when what it
+        returns is closed."""
+        self._held_since = 0.0
         self.follow(request, servers)
 
     def follow(self, request: JoinRequest, servers: ReplicaPool) -> None:
@@ -100,7 +90,7 @@ class JoinedPolicy(PooledEngine):
     def status(self) -> JoinStatus:
         return JoinStatus(
             counts=self.counts,
-            paused=self.holding is not None and self._held.is_set(),
+            paused=self.holding is not None and self.holding.done(),
             going_on=self.gate.num_in_flight,
             adapters=self.servers.adapters_in_use,
         )
@@ -136,36 +126,37 @@ class JoinedPolicy(PooledEngine):
             self.counts["tokens"] += len(sample.token_ids)
             return sample
 
-    async def hold(self, pause: Pause) -> None:
+    async def hold(self) -> None:
         """Hold calls back; returns once they are, or after a part of the lease."""
         if self.holding is None:
-            self._held.clear()
-            self._held_since = time.monotonic()
-            self.holding = asyncio.create_task(self._hold(pause))
-        with suppress(TimeoutError):
-            async with asyncio.timeout(min(MAX_POLL_SECONDS, self.request.lease_seconds / 3)):
-                await self._held.wait()
+            self.holding, self._held_since = asyncio.create_task(self._hold()), time.monotonic()
+        await asyncio.wait({self.holding}, timeout=min(MAX_POLL_SECONDS, self.request.lease_seconds / 3))
 
-    async def _hold(self, pause: Pause) -> None:
-        """Until it is cancelled. Health checks judge no weights while the servers' lock is held."""
-        async with self.gate.update(in_flight=pause.in_flight, drain_seconds=pause.drain_seconds), self.servers.lock:
-            self._held.set()
-            await asyncio.get_running_loop().create_future()
+    async def _hold(self) -> AsyncExitStack:
+        how = self.request
+        async with AsyncExitStack() as stack:
+            update = self.gate.update(in_flight=how.in_flight, drain_seconds=how.drain_seconds)
+            await stack.enter_async_context(update)
+            await stack.enter_async_context(self.servers.lock)  # While it is held, health checks judge no weights.
+            return stack.pop_all()
 
     async def release(self, *, updated: bool) -> None:
         """Let calls go on, whatever happens; after an update, only to servers that have the new weights."""
-        holding, self.holding = self.holding, None
+        holding, since = self.holding, self._held_since
+        self.holding = None
         if holding is None:
             return
         try:
-            if updated:
+            if updated and holding.done():
                 await self.servers.update_replicas()
                 self.counts["updates"] += 1
         finally:
             self.counts["held"] += self.gate.num_waiting
-            self.counts["held_seconds"] += time.monotonic() - self._held_since
+            self.counts["held_seconds"] += time.monotonic() - since
             holding.cancel()
             await asyncio.wait({holding})
+            if not holding.cancelled():
+                await holding.result().aclose()
 
     async def end(self, reason: str) -> None:
         """Sample nothing from now on."""
@@ -189,14 +180,27 @@ class JoinedPolicies:
 
     def routes(self, token: str | None) -> list[Route]:
         """The routes for trainers, which require `token` if there is one."""
+        kinds = {"/check": CheckRequest, "": JoinRequest, "/state": StateRequest, "/leave": RunRequest}
         return [
             Route(f"{BASE_PATH}/{{model}}{action}", endpoint(partial(self._respond, kind), token), methods=["POST"])
-            for action, kind in REQUESTS.items()
+            for action, kind in kinds.items()
         ]
 
     async def _respond(self, kind: type[RunRequest], request: Request) -> Response:
-        given = _read(kind, await read_body(request.headers, request.receive, MAX_BODY_BYTES))
-        return respond(orjson.dumps((await self._answer(request.path_params["model"], given)).model_dump()))
+        """Raises RequestError for a request of another version, or none at all."""
+        body = await read_body(request.headers, request.receive, MAX_BODY_BYTES)
+        try:
+            content = orjson.loads(body)
+            here = version("agentlightning")
+            if isinstance(content, dict) and (there := content.get("package", here)) != here:
+                message = (
+                    f"this server has agentlightning {here}, and the run {there}; install the same version on both"
+                )
+                raise RequestError(message, 422)
+            given = kind.model_validate(content)
+        except (orjson.JSONDecodeError, ValidationError) as error:
+            raise RequestError(f"the request cannot be read: {error}") from None
+        return respond((await self._answer(request.path_params["model"], given)).model_dump_json().encode())
 
     async def _answer(self, model: str, request: RunRequest) -> JoinStatus:
         """Do what the run whose policy is `model` asks for: see `engine.servers.joining`. Raises RequestError."""
@@ -224,8 +228,8 @@ class JoinedPolicies:
             await self._remove(policy)
             self._events["left"] += 1
             log.info("run %s, which was served as %s, has left", request.run_id, model)
-        elif request.pause is not None:
-            await policy.hold(request.pause)
+        elif request.paused:
+            await policy.hold()
         else:
             _name_weights(policy.servers, request)
             await policy.release(updated=True)
@@ -248,8 +252,9 @@ class JoinedPolicies:
                 )
             else:
                 continue
-            left = f"{policy.lease_left:.0f} s for the end of its lease"
-            raise ConflictError(f"{message}, or, if that run was killed, wait {left}")
+            raise ConflictError(
+                f"{message}, or, if that run was killed, wait {policy.lease_left:.0f} s for the end of its lease"
+            )
 
     async def _join(self, model: str, request: JoinRequest) -> JoinStatus:
         """Answer the calls of a run from now on."""
@@ -260,37 +265,36 @@ class JoinedPolicies:
         except AgentLightningError as error:
             status = 503 if isinstance(error, ModelServerError) and error.retryable else 422
             raise RequestError(f"this server cannot sample from the policy: {error}", status) from error
-        policy = self._policies.get(model)
+        policy, old = self._policies.get(model), None
         if policy is not None and policy.request.run_id == request.run_id:
-            # Its trainer was started again: what it held back goes on with the weights it has now.
+            policy.watch.cancel()
             old = policy.servers
             policy.follow(request, servers)
-            await old.close()
-            await policy.release(updated=False)
         else:
             if policy is not None:
                 await self._remove(policy)
             policy = self._policies[model] = JoinedPolicy(request, servers, gateway.gates)
-            policy.watch = asyncio.create_task(self._watch(policy))
             self._counts.append(policy.counts)
+        policy.watch = asyncio.create_task(self._watch(policy))
         gateway.add_policy(model, policy, LocalSettings(request.structured_output, request.record_top_logprobs))
+        if old is not None:  # Its trainer was started again: what it held back goes on with the weights it has now.
+            await old.close()
+            await policy.release(updated=False)
         self._events["joins"] += 1
         log.info("run %s joined as %s, with weights of version %d", request.run_id, model, request.version)
         return policy.status()
 
     async def _watch(self, policy: JoinedPolicy) -> None:
         """Refuse the calls of a run once it has been silent for the time of its lease."""
-        while True:  # Each request of the run puts the end of its lease off.
-            await asyncio.sleep(policy.lease_left or RENEW_SECONDS)
-            if policy.lease_left or policy.unavailable is not None:
-                continue
-            self._events["gone"] += 1
-            reason = (
-                f"the trainer of run {policy.request.run_id}, whose policy is {policy.model!r}, has not been heard from"
-                f" for {policy.request.lease_seconds:g} s; the call can be repeated once the run was resumed"
-            )
-            log.warning("%s; %d calls waited for it", reason, policy.gate.num_waiting)
-            await policy.end(reason)
+        while policy.lease_left:  # noqa: ASYNC110  each request of the run puts the end of its lease off
+            await asyncio.sleep(policy.lease_left)
+        self._events["gone"] += 1
+        reason = (
+            f"the trainer of run {policy.request.run_id}, whose policy is {policy.model!r}, has not been heard from"
+            f" for {policy.request.lease_seconds:g} s; the call can be repeated once the run was resumed"
+        )
+        log.warning("%s; %d calls waited for it", reason, policy.gate.num_waiting)
+        await policy.end(reason)
 
     async def _remove(self, policy: JoinedPolicy) -> None:
         del self._policies[policy.model]
@@ -306,28 +310,11 @@ class JoinedPolicies:
     def metrics(self) -> Iterable[Metric]:
         """The metrics of all runs, since the server was started."""
         alive = [policy for policy in self._policies.values() if policy.unavailable is None]
-        yield GaugeMetricFamily(
-            "agentlightning_joined_runs", "Training runs whose policy this server answers for.", len(alive)
-        )
+        yield metric_of("joined_runs", "Training runs whose policy this server answers for.", len(alive))
         paused = sum(policy.holding is not None for policy in alive)
-        yield GaugeMetricFamily(
-            "agentlightning_joined_runs_paused", "Those that hold their calls back for an update.", paused
-        )
+        yield metric_of("joined_runs_paused", "Those that hold their calls back for an update.", paused)
         counts = {name: sum(each[name] for each in self._counts) for name in COUNTS}
         yield from counters("joined", "Training runs that joined", {**counts, **self._events})
-
-
-def _read(kind: type[RunRequest], body: bytes) -> RunRequest:
-    """Raises RequestError for a request of another version, or none at all."""
-    try:
-        content = orjson.loads(body)
-        here = version("agentlightning")
-        if isinstance(content, dict) and (there := content.get("package", here)) != here:
-            message = f"this server has agentlightning {here}, and the run {there}; install the same version on both"
-            raise RequestError(message, 422)
-        return kind.model_validate(content)
-    except (orjson.JSONDecodeError, ValidationError) as error:
-        raise RequestError(f"the request cannot be read: {error}") from None
 
 
 async def _open_servers(request: JoinRequest, model: str) -> ReplicaPool:
@@ -347,7 +334,8 @@ async def _open_servers(request: JoinRequest, model: str) -> ReplicaPool:
             await pool.update_replicas()
         if not pool.up:
             raise ModelServerError("; ".join(replica.failure for replica in pool.replicas), retryable=True)
-        for replica in pool.replicas if request.crosses_updates and request.label is not None else ():
+        crosses_updates = request.label is not None and (request.in_flight or request.drain_seconds is not None)
+        for replica in pool.replicas if crosses_updates else ():
             info = await replica.server.model_info()
             probe = SampleRequest(info.model, PROBE_PROMPT, SamplingParams(), 1, frozenset())
             if not (await replica.server.sample(probe, lambda chunk: None, stream=False)).weights:

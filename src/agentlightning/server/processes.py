@@ -17,7 +17,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, closing, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -78,7 +78,7 @@ class ServerProcess:
 
         metrics.add_source(lambda: counters("process", "The process of the server", {"restarts": self.restarts}))
         metrics.process, metrics.others = self.number, self._ask_others
-        async with await asyncio.start_unix_server(give, self._socket_of(self.number)):
+        async with await asyncio.start_unix_server(give, self.directory / f"{self.number}.sock"):
             yield
 
     async def _ask_others(self) -> dict[int, bytes]:
@@ -90,14 +90,11 @@ class ServerProcess:
     async def _ask(self, number: int) -> bytes | None:
         try:
             async with asyncio.timeout(ASK_SECONDS):
-                reader, writer = await asyncio.open_unix_connection(self._socket_of(number))
+                reader, writer = await asyncio.open_unix_connection(self.directory / f"{number}.sock")
                 with closing(writer):
                     return await reader.read()
         except (OSError, TimeoutError):
             return None
-
-    def _socket_of(self, number: int) -> Path:
-        return self.directory / f"{number}.sock"
 
 
 class Processes:
@@ -113,7 +110,11 @@ class Processes:
                 " servers on ports of their own instead, behind a load balancer"
             )
         self._work, self._on_ready = work, on_ready
-        listeners = _listen(count, host, port)
+        if port != 0:  # with SO_REUSEPORT alone, two servers would share the port unnoticed
+            listen(host, port).close()
+        listeners = [listen(host, port, shared=True)]
+        port = listeners[0].getsockname()[1]
+        listeners += [listen(host, port, shared=True) for _ in range(1, count)]
         self._directory = TemporaryDirectory(prefix="agl-serve-")
         directory = Path(self._directory.name)
         self._children = [ServerProcess(number, count, each, directory) for number, each in enumerate(listeners, 1)]
@@ -147,13 +148,15 @@ class Processes:
         status = 0
         while not self._stopping:
             status, end = await self._run(child)
-            if self._announced and not self._stopping:
+            if self._stopping:
+                if status:
+                    logger.error(end)
+            elif self._announced:
                 child.restarts, status = child.restarts + 1, 0
                 logger.error("%s; it is started again, time %d", end, child.restarts)
                 await asyncio.sleep(0.0 if child.serves else RESTART_SECONDS)
-            elif status or not self._stopping:
+            else:
                 logger.error(end)
-            if not self._announced and not self._stopping:
                 self._stop()
         return status
 
@@ -210,12 +213,3 @@ class Processes:
             if child.number != process.number:
                 child.listener.close()
         sys.exit(self._work(process))
-
-
-def _listen(count: int, host: str, port: int) -> Sequence[socket.socket]:
-    """A socket for each process, all with one port."""
-    if port != 0:  # with SO_REUSEPORT alone, two servers would share the port unnoticed
-        listen(host, port).close()
-    listeners = [listen(host, port, shared=True)]
-    port = listeners[0].getsockname()[1]
-    return listeners + [listen(host, port, shared=True) for _ in range(1, count)]

@@ -5,38 +5,16 @@ Called by the trainer, `agl.evaluate`, `agl serve` and `agl run`, so that all of
 
 from __future__ import annotations
 
-import socket
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TypedDict, Unpack
-
-from starlette.routing import BaseRoute
+from typing import Any
 
 from agentlightning.engine.base import Engine
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.observability.logs import SlowLog
-from agentlightning.observability.metrics import Metrics
 from agentlightning.server.app import Server
 from agentlightning.store.base import LightningStoreBase
-
-
-class ServerOptions(TypedDict, total=False):
-    """Options of `Server` that `serve` passes on."""
-
-    host: str
-    port: int
-    listener: socket.socket | None
-    grace_seconds: int
-    metrics: Metrics
-    slow: SlowLog
-    shared: Path | None
-    adopt_traces: bool
-    max_body_bytes: int
-    allowed_hosts: tuple[str, ...]
-    allowed_origins: tuple[str, ...]
-    pages: Sequence[BaseRoute]
 
 
 @asynccontextmanager
@@ -52,15 +30,15 @@ async def serve(
     allow_unattributed: bool = False,
     budget_file: Path | None = None,
     accepts_runs: bool | None = None,
-    **options: Unpack[ServerOptions],
+    **options: Any,
 ) -> AsyncGenerator[Server]:
     """Run a server for `store`, and a gateway for `engines` (model name to engine) and the providers in `routing`.
 
     `engines=None` means no gateway. The first engine is the default model. It also answers calls for unknown model
     names if `accept_any_model`; by default it does so unless `routing` has routes. With
     `allow_unattributed` calls of no attempt are answered, and not recorded. Training runs elsewhere may join the
-    gateway if it `accepts_runs`; with False, as in one of several processes, they are told why not. The server has
-    stopped when the context ends; the store and the engines stay open.
+    gateway if it `accepts_runs`; with False, as in one of several processes, they are told why not. The `options` are
+    those of `Server`. The server has stopped when the context ends; the store and the engines stay open.
     """
     gateway = None
     if engines is not None:

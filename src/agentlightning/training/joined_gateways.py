@@ -16,6 +16,8 @@ from contextlib import asynccontextmanager
 from typing import Any, Final
 from urllib.parse import quote
 
+from pydantic import ValidationError
+
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.chat.tokenizer_archive import pack_tokenizer, probe_tokens
@@ -27,13 +29,11 @@ from agentlightning.engine.servers.joining import (
     CheckRequest,
     JoinRequest,
     JoinStatus,
-    Pause,
     RunRequest,
     ServedAdapter,
     StateRequest,
 )
 from agentlightning.errors import ConfigError, PolicyError
-from agentlightning.gateway.config import GatewayConfig
 from agentlightning.policy.base import Policy, capabilities_of
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.store.base import LightningStoreBase
@@ -61,8 +61,9 @@ SERVER_SETTINGS: Final = {
 class _Gateway(JsonClient):
     """One gateway, and what it has done for the run."""
 
-    def __init__(self, transport: Transport, url: str, token: str | None) -> None:
+    def __init__(self, transport: Transport, url: str, token: str | None, model: str) -> None:
         super().__init__(transport, url, token, seconds=REQUEST_SECONDS, connect_seconds=5.0)
+        self._path = f"{BASE_PATH}/{quote(model, safe='')}"
         self.joined = self.lost = False
         """Whether it serves the run; whether the run goes on without it."""
         self.last = JoinStatus()
@@ -71,9 +72,13 @@ class _Gateway(JsonClient):
         self.earlier = Counter[str]()
         """`joins`, and the counts of earlier processes at its address."""
 
-    async def send(self, path: str, request: RunRequest) -> None:
+    async def send(self, action: str, request: RunRequest) -> None:
         """Sets `last`. Raises ModelServerError, and ConfigError for the token."""
-        status = JoinStatus.model_validate(await self.post(path, request.model_dump(mode="json")))
+        answer = await self.post(self._path + action, request.model_dump(mode="json"))
+        try:
+            status = JoinStatus.model_validate(answer)
+        except ValidationError:
+            raise self.protocol_error(self._path + action, f"no answer of `agl serve`, but {answer!r:.300}") from None
         if isinstance(request, JoinRequest):
             self.joined, self.lost = True, False
             self.earlier["joins"] += 1
@@ -90,12 +95,12 @@ class JoinedGateways:
         self, config: TrainConfig, store: LightningStoreBase | None, run_id: str, note: Callable[[str], None]
     ) -> None:
         self._config, self._run, self._note = config, RunRequest(run_id=run_id), note
-        self._path, self._lease = f"{BASE_PATH}/{quote(config.policy.name, safe='')}", config.run.gateway_lease_seconds
+        self._lease = config.run.gateway_lease_seconds
         token = store.token if isinstance(store, LightningStoreClient) else os.environ.get("AGL_TOKEN")
         self._transport = Transport()
-        self._gateways = [_Gateway(self._transport, url, token) for url in config.run.gateways]
-        self._pause: Pause | None = None
-        """What the gateways are to do: None while no weights change."""
+        self._gateways = [_Gateway(self._transport, url, token, config.policy.name) for url in config.run.gateways]
+        self._paused = False
+        """Whether the gateways are to hold calls back: weights change."""
         self._updating = asyncio.Lock()
 
     async def close(self) -> None:
@@ -118,7 +123,7 @@ class JoinedGateways:
         config = self._config
         if not isinstance(policy, ServedPolicy):
             raise ConfigError(f"run.gateways={list(config.run.gateways)}: the policy is not sampled by model servers")
-        packed, chat, self._policy = pack_tokenizer(policy.chat), policy.chat, policy
+        chat, self._policy = policy.chat, policy
         assert isinstance(chat, HFChatFormat)
         self._request = JoinRequest(
             **dict(self._state()),
@@ -126,12 +131,13 @@ class JoinedGateways:
             servers=policy.config.model_copy(update={"token_env": None}),
             server_token=policy.config.token,
             context_length=policy.context_length,
-            crosses_updates=config.policy.in_flight or config.policy.drain_seconds is not None,
+            in_flight=config.policy.in_flight,
+            drain_seconds=config.policy.drain_seconds,
             adapter_routes=policy.table,
             structured_output=config.gateway.structured_output,
             record_top_logprobs=config.gateway.record_top_logprobs,
             lease_seconds=self._lease,
-            tokenizer=base64.b64encode(packed).decode(),
+            tokenizer=base64.b64encode(pack_tokenizer(chat)).decode(),
             tool_calls=chat.option,
             eos_token_ids=chat.eos_token_ids,
             probe=probe_tokens(chat),
@@ -145,17 +151,19 @@ class JoinedGateways:
             for gateway in self._here:
                 gateway.joined = False
                 try:
-                    await gateway.send(f"{self._path}/leave", self._run)
+                    await gateway.send("/leave", self._run)
                 except (PolicyError, ConfigError) as error:
                     log.warning("%s; it forgets the run when its lease has ended", error)
 
     async def _ask(self, action: str, request: RunRequest) -> None:
         """A request to all gateways at the start of a run. Raises ConfigError for one that the run cannot join."""
-        try:
-            await asyncio.gather(*(gateway.send(self._path + action, request) for gateway in self._gateways))
-        except ModelServerError as error:
-            remedy = "; training runs can join an `agl serve` of this version" if error.status in (404, 405) else ""
-            raise ConfigError(f"the run cannot join its gateways: {error}{remedy}") from error
+        asked = (gateway.send(action, request) for gateway in self._gateways)
+        for error in await asyncio.gather(*asked, return_exceptions=True):  # Of all, so that it can leave all.
+            if isinstance(error, ModelServerError):
+                remedy = "; training runs can join an `agl serve` of this version" if error.status in (404, 405) else ""
+                raise ConfigError(f"the run cannot join its gateways: {error}{remedy}") from error
+            if error is not None:
+                raise error
 
     # -- what gateways are told ----------------------------------------------------------------------------------------
 
@@ -173,7 +181,7 @@ class JoinedGateways:
             adapters=tuple(
                 ServedAdapter.model_validate(each, from_attributes=True) for each in servers.adapters.values()
             ),
-            pause=self._pause,
+            paused=self._paused,
         )
 
     async def _tell(self, gateway: _Gateway) -> bool:
@@ -182,15 +190,15 @@ class JoinedGateways:
         async with gateway.lock:
             try:
                 if gateway.joined:
-                    await gateway.send(f"{self._path}/state", self._state())
+                    await gateway.send("/state", self._state())
             except ModelServerError as error:
                 if error.status != 404:
                     raise
                 gateway.joined = False
-            if not gateway.joined and self._pause is None:
-                await gateway.send(self._path, self._request.model_copy(update=dict(self._state())))
+            if not gateway.joined and not self._paused:
+                await gateway.send("", self._request.model_copy(update=dict(self._state())))
                 self._note(f"the run has joined {gateway.url} again")
-            return not gateway.joined or gateway.last.paused is (self._pause is not None)
+            return not gateway.joined or gateway.last.paused is self._paused
 
     async def _renew(self, gateway: _Gateway) -> None:
         """Say that the run is alive, and join again where a gateway was started again."""
@@ -210,19 +218,19 @@ class JoinedGateways:
         PolicyError if no gateway can be reached."""
         async with self._updating:
             try:
-                await self._tell_all(Pause.model_validate(self._config.policy, from_attributes=True))
+                await self._tell_all(paused=True)
                 yield any(gateway.last.going_on for gateway in self._here)
             finally:
-                await self._tell_all(None)
+                await self._tell_all(paused=False)
 
     def _may_use(self, served_name: str) -> bool:
         """Whether calls at the gateways may use an adapter: any of them until an update is over."""
         return self._updating.locked() or any(served_name in gateway.last.adapters for gateway in self._here)
 
-    async def _tell_all(self, pause: Pause | None) -> None:
+    async def _tell_all(self, *, paused: bool) -> None:
         """Returns when all gateways do what they are told. One that cannot be reached for the time of its lease is left
         out. Raises PolicyError for a request that is refused, and if no gateway is left."""
-        self._pause = pause
+        self._paused = paused
         await asyncio.gather(*map(self._insist, self._gateways))
         if all(gateway.lost for gateway in self._gateways):
             urls = ", ".join(self._config.run.gateways)
@@ -279,9 +287,8 @@ def check_gateways(config: TrainConfig, store: LightningStoreBase | None, algori
         f"they know engines by name alone, and policy.engine={policy.engine!r} is none: announce it as an entry point"
         " agentlightning.engines, there too": ":" in policy.engine,
     }
-    given, default = config.gateway, GatewayConfig()
-    for name, remedy in SERVER_SETTINGS.items():
-        problems[f"gateway.{name} {remedy}"] = getattr(given, name) != getattr(default, name)
+    given = config.gateway.model_dump(exclude_defaults=True)
+    problems |= {f"gateway.{name} {remedy}": name in given for name, remedy in SERVER_SETTINGS.items()}
     for problem, found in problems.items():
         if found:
             raise ConfigError(f"run.gateways={list(config.run.gateways)}: {problem}")

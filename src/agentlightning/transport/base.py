@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Any, Final, Literal, Self, cast
+from typing import Any, Final, Literal, Self
 from urllib.parse import SplitResult
 
 from agentlightning.errors import AgentLightningError
@@ -77,13 +77,11 @@ def request_bytes(method: str, target: bytes, headers: Headers, body: bytes = b"
 
 def retry_after(headers: Headers) -> float | None:
     """The pause that a server asks for, in seconds, from OpenAI's `retry-after-ms` or HTTP's `retry-after`."""
-    values = {name: value.decode("latin-1") for name, value in headers if name in (b"retry-after", b"retry-after-ms")}
-    text = values.get(b"retry-after")
+    values = dict(headers)
+    text = values.get(b"retry-after", b"").decode("latin-1")
     try:
         if b"retry-after-ms" in values:
             seconds = float(values[b"retry-after-ms"]) / 1000
-        elif text is None:
-            return None
         elif text.replace(".", "", 1).isdecimal():
             seconds = float(text)
         else:
@@ -114,23 +112,27 @@ def error_fields(body: bytes, parse: Callable[[bytes], Any] = loads) -> tuple[st
         data = body.decode(errors="replace")
     error: Any = data[0] if isinstance(data, list) and data else data
     error = error.get("error") or error if isinstance(error, dict) else error
-    code, param = (error.get("code"), error.get("param")) if isinstance(error, dict) else (None, None)
+    known = (error.get("code"), error.get("param")) if isinstance(error, dict) else (None, None)
+    code, param = (value if isinstance(value, str) else None for value in known)
     text = _text_of(data) or (body.decode(errors="replace") if data else "")
     if text.lstrip()[:1] == "<":
         text = " ".join(_MARKUP.sub(" ", text).split())
-    return text.strip(), code if isinstance(code, str) else None, param if isinstance(param, str) else None
+    return text.strip(), code, param
 
 
 def _text_of(value: Any, depth: int = 8) -> str:
     """The text of an error in any of the usual shapes; OpenRouter's has that of the actual provider in `metadata`."""
-    if isinstance(value, str) or not depth:
-        return value if isinstance(value, str) else ""
-    if isinstance(value, list):
-        return "; ".join(filter(None, (_text_of(each, depth - 1) for each in cast("list[Any]", value))))
-    if not isinstance(value, dict):
-        return ""
-    fields = cast("dict[str, Any]", value)
-    text = next((text for name in _TEXT_FIELDS if (text := _text_of(fields.get(name), depth - 1))), "")
-    metadata = fields.get("metadata")
-    raw = cast("dict[str, Any]", metadata).get("raw") if isinstance(metadata, dict) else None
-    return f"{text}: {raw}" if isinstance(raw, str) else text
+    match value:
+        case str():
+            return value
+        case [*items] if depth:
+            return "; ".join(filter(None, (_text_of(each, depth - 1) for each in items)))
+        case {**fields} if depth:
+            text = next((text for name in _TEXT_FIELDS if (text := _text_of(fields.get(name), depth - 1))), "")
+            match fields.get("metadata"):
+                case {"raw": str(raw)}:
+                    return f"{text}: {raw}"
+                case _:
+                    return text
+        case _:
+            return ""

@@ -32,16 +32,11 @@ class Proxy:
 
     origin: Origin
     """With https, the connection to the proxy itself uses TLS."""
-    authorization: bytes = field(default=b"", repr=False)
-    """The value of Proxy-Authorization; b"": none."""
+    headers: tuple[tuple[bytes, bytes], ...] = field(default=(), repr=False)
+    """Its credentials, if it needs any."""
 
     def __str__(self) -> str:
         return str(self.origin)
-
-    @property
-    def headers(self) -> tuple[tuple[bytes, bytes], ...]:
-        """Headers for the proxy."""
-        return ((b"proxy-authorization", self.authorization),) if self.authorization else ()
 
     @classmethod
     def parse(cls, url: str, source: str) -> Self:
@@ -62,7 +57,7 @@ class Proxy:
         if parts.username is None:
             return cls(origin)
         credentials = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-        return cls(origin, b"Basic " + b64encode(credentials.encode()))
+        return cls(origin, ((b"proxy-authorization", b"Basic " + b64encode(credentials.encode())),))
 
 
 def _split(url: str) -> SplitResult:
@@ -80,7 +75,7 @@ def secrets_of(url: str) -> list[str]:
     """The secrets in the URL of a proxy: its password, as written and as sent."""
     if not (password := _split(url).password):
         return []
-    return [password, unquote(password), Proxy.parse(url, "proxy").authorization.decode()[6:]]
+    return [password, unquote(password), Proxy.parse(url, "proxy").headers[0][1].decode()[6:]]
 
 
 def _excludes(entry: str, origin: Origin) -> bool:
@@ -98,11 +93,12 @@ def _excludes(entry: str, origin: Origin) -> bool:
     except ValueError:
         domain = name.removeprefix("*").strip(".")
         return name == "*" or (bool(domain) and f".{origin.host.lower().rstrip('.')}".endswith(f".{domain}"))
-    address = _address(origin.host)
+    address = address_of(origin.host)
     return address is not None and address in network
 
 
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a host is; None for a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:
@@ -111,7 +107,7 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 def is_this_machine(host: str) -> bool:
     """Whether a host is this machine itself."""
-    if (address := _address(host)) is not None:
+    if (address := address_of(host)) is not None:
         return address.is_loopback or address.is_unspecified
     name = host.lower().rstrip(".")
     return name == "localhost" or name.endswith(".localhost")
@@ -134,20 +130,15 @@ _HINTS: Final = (
 
 def ssl_context(ca_file: str | None) -> ssl.SSLContext:
     """A context that trusts the authorities of the system (or SSL_CERT_FILE and SSL_CERT_DIR) and of `ca_file`."""
-    context = ssl.create_default_context()
-    if not _has_authorities():
+    context, system = ssl.create_default_context(), ssl.get_default_verify_paths()
+    # Small containers and Python's installer on macOS have no authorities.
+    if not system.cafile and not (system.capath and any(Path(system.capath).iterdir())):
         import certifi
 
         context.load_verify_locations(certifi.where())
     if ca_file is not None:
         context.load_verify_locations(ca_file)
     return context
-
-
-def _has_authorities() -> bool:
-    """Whether the system has authorities; small containers and Python's installer on macOS have none."""
-    paths = ssl.get_default_verify_paths()
-    return bool(paths.cafile) or (bool(paths.capath) and any(Path(paths.capath).iterdir()))
 
 
 def check_certificates(name: str, file: str) -> None:

@@ -30,7 +30,6 @@ IDLE_SECONDS: Final = 55.0
 """Idle connections are closed after this time; many servers close them after a minute."""
 MAX_IDLE: Final = 1024
 """Idle connections to one origin."""
-MAX_CACHED_URLS: Final = 1024
 MAX_BODY_BYTES: Final = 256 * 1024 * 1024
 """Limit for a body that is read as a whole."""
 STALE_SECONDS: Final = 1.0
@@ -52,7 +51,7 @@ class Transport:
         self._options = ConnectOptions.create() if options is None else options
         self._idle: defaultdict[Origin, deque[Connection]] = defaultdict(deque)
         self._busy: set[Connection] = set()
-        self._parsed_url = lru_cache(MAX_CACHED_URLS)(self._parse_url)
+        self._parsed_url = lru_cache(1024)(self._parse_url)
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -259,7 +258,7 @@ class Connection(asyncio.Protocol):
         """Stop to read, or go on."""
         if response.paused is not paused:
             response.paused, self.last_data_at = paused, time.monotonic()
-            if self._transport is not None and not self._transport.is_closing():
+            if self._transport is not None and self.is_open:
                 (self._transport.pause_reading if paused else self._transport.resume_reading)()
 
     # -- called by asyncio ---------------------------------------------------------------------------------------
@@ -326,10 +325,11 @@ class Connection(asyncio.Protocol):
             answer.headers.clear()
             return
         answer.status, answer.keep_alive = status, self._parser.should_keep_alive()
-        has_length = any(name in (b"content-length", b"transfer-encoding") for name, _ in answer.headers)
+        headers = dict(answer.headers)
+        has_length = b"content-length" in headers or b"transfer-encoding" in headers
         answer.until_end = not has_length and status not in (204, 304)
-        coding = dict(answer.headers).get(b"content-encoding", b"").lower()
-        if coding in _INFLATED:
+        coding = headers.get(b"content-encoding", b"").lower()
+        if coding in (b"gzip", b"x-gzip", b"deflate"):
             answer.inflate = _inflater()
         elif coding not in (b"", b"identity"):
             message = f"{self.origin} sent the content-encoding {coding.decode('latin-1')!r}, which was not requested"
@@ -346,10 +346,6 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if (answer := self._response) is not None and answer.status and not answer.is_complete:
             answer.is_complete = True
-
-
-_UNREACHED: Final = frozenset({500, 502, 503, 504})
-"""Statuses of a proxy that could not reach the server."""
 
 
 class Tunnel(Connection):
@@ -382,7 +378,9 @@ class Tunnel(Connection):
             problem, reason = "requires credentials, or other ones: http://USER:PASSWORD@HOST:PORT", "proxy"
         else:
             problem = f"opened no connection: status {status} {self.status_text.decode('latin-1')[:200]}".rstrip()
-            reason = "connect" if status in _UNREACHED else "proxy"
+            reason = (
+                "connect" if status in (500, 502, 503, 504) else "proxy"
+            )  # With these it could not reach the server.
         raise TransportError(f"{origin}: the proxy {proxy} {problem}", reason)
 
 
@@ -478,9 +476,6 @@ class Response:
     def fail(self, error: TransportError) -> None:
         self.error = error
         self.changed.set()
-
-
-_INFLATED: Final = (b"gzip", b"x-gzip", b"deflate")
 
 
 def _inflater() -> Callable[[bytes], bytes]:

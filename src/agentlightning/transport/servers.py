@@ -78,7 +78,11 @@ class ServerSet(Generic[S]):
             return self.replicas
         if not affinity:
             return sorted(self.replicas, key=lambda each: len(each.requests))
-        return sorted(self.replicas, key=lambda each: _weight(affinity, each.url), reverse=True)
+
+        def weight(replica: S) -> bytes:
+            return hashlib.blake2b(f"{affinity}\n{replica.url}".encode(), digest_size=8).digest()
+
+        return sorted(self.replicas, key=weight, reverse=True)
 
     def watch(self, replica: S) -> None:
         """Check `replica` from now on. Needs a running event loop."""
@@ -103,7 +107,3 @@ class ServerSet(Generic[S]):
                     await replica.failed.wait()
                     continue
             await self.check(replica)
-
-
-def _weight(affinity: str, url: str) -> bytes:
-    return hashlib.blake2b(f"{affinity}\n{url}".encode(), digest_size=8).digest()

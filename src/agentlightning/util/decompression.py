@@ -43,16 +43,6 @@ async def decompress(body: bytes, coding: str, limit: int) -> bytes:
     data = read(min(INLINE_BYTES, limit + 1))
     if INLINE_BYTES <= len(data) <= limit:
         data += await asyncio.get_running_loop().run_in_executor(_executor(), read, limit + 1 - len(data))
-    return _check_size(data, limit)
-
-
-def decompress_now(body: bytes, coding: str, limit: int) -> bytes:
-    """As `decompress`, in the calling thread."""
-    read = _open(body, coding)
-    return body if read is None else _check_size(read(limit + 1), limit)
-
-
-def _check_size(data: bytes, limit: int) -> bytes:
     if len(data) > limit:
         raise CodingError(f"the decompressed body has more than {limit} bytes; send less at once", 413)
     return data

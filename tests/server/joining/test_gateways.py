@@ -6,8 +6,11 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from agentlightning.config import RunConfig, TrainConfig
 from agentlightning.engine.servers.joining import JoinRequest, JoinStatus
+from agentlightning.errors import ConfigError
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.training.joined_gateways import JoinedGateways
 
@@ -25,11 +28,11 @@ async def test_a_lost_gateway_that_joins_again_as_an_update_begins_holds_its_cal
 
     def answering(url: str):
         async def post(path: str, content: dict[str, Any]) -> Any:
-            told.append((url, content["pause"] is not None))
+            told.append((url, content["paused"]))
             if not path.endswith("/state"):
                 joining.set()
                 await may_join.wait()
-            return JoinStatus(paused=content["pause"] is not None).model_dump()
+            return JoinStatus(paused=content["paused"]).model_dump()
 
         return post
 
@@ -43,4 +46,52 @@ async def test_a_lost_gateway_that_joins_again_as_an_update_begins_holds_its_cal
         assert told[-1] == (lost.url, True)
     assert told[-1][1] is False
     await coming_back
+    await joined.close()
+
+
+async def test_a_run_outlives_an_answer_that_is_none_of_a_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a load balancer gives, whose servers are being started again."""
+    config = TrainConfig(run=RunConfig(gateways=("http://127.0.0.1:9",), gateway_lease_seconds=1.0))
+    joined = JoinedGateways(config, None, "run-1", lambda text: None)
+    servers = SimpleNamespace(weights=None, adapters={}, remove_unused=lambda: None)
+    joined._policy = cast(ServedPolicy, SimpleNamespace(servers=servers))
+    (gateway,) = joined._gateways
+    gateway.joined = True
+    answers: list[Any] = [None, [], {"detail": "starting"}]
+    renewed = asyncio.Event()
+
+    async def post(path: str, content: dict[str, Any]) -> Any:
+        if answers:
+            return answers.pop()
+        renewed.set()
+        return JoinStatus().model_dump()
+
+    monkeypatch.setattr(gateway, "post", post)
+    renewing = asyncio.create_task(joined._renew(gateway))
+    await asyncio.wait_for(renewed.wait(), 5)
+    renewing.cancel()
+    await joined.close()
+
+
+async def test_a_run_that_one_gateway_refuses_leaves_those_that_were_slower_to_take_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its name is free for the next run at once, not when the lease has ended."""
+    config = TrainConfig(run=RunConfig(gateways=("http://127.0.0.1:9", "http://127.0.0.1:10")))
+    joined = JoinedGateways(config, None, "run-1", lambda text: None)
+    refusing, slow = joined._gateways
+
+    async def refuse(path: str, content: dict[str, Any]) -> Any:
+        raise refusing._status_error(path, 422, b"another version")
+
+    async def take(path: str, content: dict[str, Any]) -> Any:
+        await asyncio.sleep(0.05)
+        return JoinStatus().model_dump()
+
+    monkeypatch.setattr(refusing, "post", refuse)
+    monkeypatch.setattr(slow, "post", take)
+    request = JoinRequest.model_construct(run_id="run-1")
+    with pytest.raises(ConfigError, match=r"cannot join its gateways: .*another version"):
+        await joined._ask("", request)
+    assert joined._here == [slow], "which is left with the others"
     await joined.close()

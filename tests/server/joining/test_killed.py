@@ -36,7 +36,7 @@ async def test_a_killed_trainer_is_resumed_with_the_same_account_and_another_run
 ) -> None:
     killed = await start(tmp_path, command(tmp_path, "killed", model_server, hub.url, LEASE))
     await reach_step(tmp_path / "killed", 1, killed)
-    model_server.delay = 1.0  # So that the run is not over before the other one has tried.
+    model_server.holds = lambda: True  # The run is not over before the other one has tried.
     refused = await start(tmp_path, command(tmp_path, "other", model_server, hub.url, LEASE))
     message = await said(refused)
     assert refused.returncode != 0
@@ -45,7 +45,7 @@ async def test_a_killed_trainer_is_resumed_with_the_same_account_and_another_run
     killed.kill()
     await killed.communicate()
 
-    model_server.delay = 0.0
+    model_server.holds = lambda: False
     await asyncio.sleep(LEASE + 1.0)
     assert hub.metrics()["gone"] == 1
     taken = await start(tmp_path, command(tmp_path, "calm", model_server, hub.url, LEASE))

@@ -59,7 +59,8 @@ class Trainer:
             "kind": "vllm",
             "servers": self.servers(),
             "context_length": 512,
-            "crosses_updates": True,
+            "in_flight": False,
+            "drain_seconds": None,
             "label": self.model_server.label,
             "version": 0,
             "lease_seconds": 60.0,
@@ -71,14 +72,14 @@ class Trainer:
         return await self.post(**{**content, **changes})
 
     async def state(self, version: int | None = None, **content: Any) -> httpx.Response:
-        """Give the server new weights, if there is a `version`, and say what it has: calls go on, unless `pause`."""
+        """Give the server new weights, if there is a `version`, and say what it has: calls go on, unless `paused`."""
         if version is not None:
             self.model_server.label, self.version = f"w-{version}", version
         label = None if "adapters" in content else self.model_server.label
         return await self.post("/state", **{"label": label, "version": self.version, **content})
 
-    async def pause(self, in_flight: bool = False, drain_seconds: float | None = None) -> dict[str, Any]:
-        answer = await self.state(pause={"in_flight": in_flight, "drain_seconds": drain_seconds})
+    async def pause(self) -> dict[str, Any]:
+        answer = await self.state(paused=True)
         return answer.raise_for_status().json()
 
 
@@ -176,17 +177,18 @@ async def test_calls_wait_for_an_update_and_have_its_version(trainer: Trainer, h
 async def test_an_update_waits_for_answers_under_way_unless_they_go_on_across_it(
     trainer: Trainer, hub: Hub, model_server: ScriptedModelServer
 ):
-    await trainer.join()
+    await trainer.join(in_flight=True)
     model_server.delay, before = 0.05, model_server.sampled
     call = asyncio.create_task(hub.ask(max_tokens=30))
     await until(lambda: model_server.sampled > before)
-    status = await trainer.pause(in_flight=True)
+    status = await trainer.pause()
     assert (status["paused"], status["going_on"]) == (True, 1)
     await trainer.state(1)
     answer, span = await call
     assert answer.status_code == 200
     versions = list(span[names.POLICY_VERSIONS])
     assert (versions[::2], sum(versions[1::2])) == ([0, 1], 30)
+    await trainer.join(version=1)
     call = asyncio.create_task(hub.ask(max_tokens=10))
     await until(lambda: model_server.running)
     assert (await trainer.pause())["going_on"] == 0
@@ -200,11 +202,11 @@ async def test_an_update_waits_for_answers_under_way_unless_they_go_on_across_it
 async def test_calls_of_a_trainer_that_died_during_an_update_are_refused_and_the_run_can_come_back(
     trainer: Trainer, hub: Hub, model_server: ScriptedModelServer
 ):
-    await trainer.join(lease_seconds=2.0)
+    await trainer.join(lease_seconds=2.0, in_flight=True)
     model_server.delay = 0.05
     under_way = asyncio.create_task(hub.ask(max_tokens=400))
     await until(lambda: model_server.running)
-    await trainer.pause(in_flight=True)
+    await trainer.pause()
     model_server._unpaused.clear()  # As the trainer leaves it.
     waiting = asyncio.create_task(hub.ask())
     for call in (waiting, under_way):
@@ -243,6 +245,18 @@ async def test_a_trainer_that_comes_back_while_its_run_is_being_ended_is_served_
     await asyncio.sleep(3.0)
     answer, _ = await hub.ask()
     assert (answer.status_code, "has not been heard from for 2 s" in answer.text) == (503, True)
+
+
+async def test_a_lease_that_was_taken_again_after_its_end_ends_in_its_own_time(
+    trainer: Trainer, hub: Hub, model_server: ScriptedModelServer
+):
+    other = Trainer(hub, model_server, "r2")
+
+    for _ in range(2):
+        assert (await trainer.join(lease_seconds=0.3)).status_code == 200
+        async with asyncio.timeout(1.5):
+            while (await check(other))[0] == 409:
+                await settle()
 
 
 async def test_a_trainer_that_was_started_again_takes_over_the_calls_it_had_held_back(trainer: Trainer, hub: Hub):
@@ -378,11 +392,11 @@ async def test_agents_are_answered_by_the_adapters_of_the_run(trainer: Trainer, 
 async def test_a_call_keeps_the_version_of_the_adapter_it_began_with_and_the_trainer_learns_which_are_used(
     trainer: Trainer, hub: Hub, model_server: ScriptedModelServer
 ):
-    await join_with_adapters(trainer)
+    await join_with_adapters(trainer, in_flight=True)
     model_server.delay = 0.05
     call = asyncio.create_task(hub.ask("policy:writer", max_tokens=30))
     await until(lambda: model_server.running)
-    assert (await trainer.pause(in_flight=True))["going_on"] == 1
+    assert (await trainer.pause())["going_on"] == 1
     model_server.adapters["writer@1.r"] = "dir"
     status = (await trainer.state(adapters=[adapter(1)])).json()
     assert status["adapters"] == ["writer@0.r"], "so the trainer does not unload it yet"
@@ -451,9 +465,10 @@ async def test_a_server_says_why_it_cannot_serve_a_run(
 
 async def test_answers_cross_no_update_on_servers_that_do_not_name_the_weights_of_tokens(hub: Hub):
     async with ScriptedModelServer(generates=False) as server:
-        refused = await Trainer(hub, server).join()
-        assert (refused.status_code, "--enable-scale-out" in refused.text) == (422, True)
-        assert (await Trainer(hub, server).join(crosses_updates=False)).status_code == 200
+        for how in ({"in_flight": True}, {"drain_seconds": 5.0}):
+            refused = await Trainer(hub, server).join(**how)
+            assert (refused.status_code, "--enable-scale-out" in refused.text) == (422, True)
+        assert (await Trainer(hub, server).join()).status_code == 200
 
 
 async def check(trainer: Trainer, changes_weights: bool = True, path: str = "/") -> tuple[int, str]:
@@ -539,6 +554,38 @@ async def test_a_pause_during_the_end_of_an_update_is_one_of_its_own(
     assert not waiting.done()
     assert not (await trainer.state()).json()["paused"]
     assert (await asyncio.wait_for(waiting, 5))[0].status_code == 200
+
+
+async def test_a_pause_that_was_given_up_before_calls_had_ended_says_nothing_of_the_next_one(
+    trainer: Trainer, hub: Hub, model_server: ScriptedModelServer, monkeypatch: pytest.MonkeyPatch
+):
+    may_end = asyncio.Event()
+
+    async def slow(self: object) -> None:
+        await may_end.wait()
+
+    await trainer.join()
+    model_server.delay = 0.05
+    under_way = asyncio.create_task(hub.ask(max_tokens=30))
+    await until(lambda: model_server.running)
+    given_up = asyncio.create_task(trainer.pause())
+    await settle()
+    with monkeypatch.context() as patched:
+        patched.setattr("agentlightning.engine.servers.pool.ReplicaPool.update_replicas", slow)
+        ending = asyncio.create_task(trainer.state())
+        await settle()
+        pausing = asyncio.create_task(trainer.pause())
+        await asyncio.wait_for(under_way, 10)
+        await settle()
+        held = asyncio.create_task(hub.ask())
+        assert (await asyncio.wait_for(pausing, 5))["paused"]
+        may_end.set()
+        assert (await ending).json()["counts"]["updates"] == 0, "no weights changed"
+    await settle()
+    assert not held.done()
+    assert (await trainer.state()).json()["counts"]["updates"] == 1
+    assert (await asyncio.wait_for(held, 5))[0].status_code == 200
+    given_up.cancel()
 
 
 @pytest.mark.parametrize("error", [KeyError("version"), RuntimeError("closed"), asyncio.CancelledError()], ids=repr)

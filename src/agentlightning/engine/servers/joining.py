@@ -61,13 +61,6 @@ class ServedAdapter(Section):
     version: int
 
 
-class Pause(Section):
-    """How calls are held back; see `UpdateGate.update`."""
-
-    in_flight: bool
-    drain_seconds: float | None
-
-
 class StateRequest(RunRequest):
     """What the model servers have, and whether it changes. A gateway answers calls with this and nothing else."""
 
@@ -75,7 +68,7 @@ class StateRequest(RunRequest):
     """The label of the weights; None: these stay as they were started, and adapters change."""
     version: int
     adapters: tuple[ServedAdapter, ...] = ()
-    pause: Pause | None = None
+    paused: bool = False
     """Hold calls back: an update is under way. To be repeated until the gateway is `paused`."""
 
 
@@ -88,8 +81,10 @@ class JoinRequest(StateRequest):
     """The model servers, which the gateway must reach under their `urls`."""
     server_token: str | None = None
     context_length: int
-    crosses_updates: bool
-    """Whether answers may go on across an update. Servers must then say which weights sampled which tokens."""
+    in_flight: bool
+    drain_seconds: float | None
+    """How calls are held back; see `UpdateGate.update`. Where answers may go on across an update, servers must say
+    which weights sampled which tokens."""
     adapter_routes: AdapterTable = AdapterTable()
     structured_output: Literal["auto", "always", "never"] = "auto"
     """`gateway.structured_output` of the run."""
