@@ -8,7 +8,7 @@ distribution sampled from. Letters in names: N rows, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -143,19 +143,6 @@ def sample_tokens(
         return SampledTokens(tokens_N, logprobs_N, kept=kept)
     top = logits_NV.topk(min(params.top_logprobs, logits_NV.shape[-1]), dim=-1)
     return SampledTokens(tokens_N, logprobs_N, top.indices, top.values - normalizer_N1, kept)
-
-
-def exclude_tokens(
-    allowed_NV: Tensor | None, logits_NV: Tensor, excluded: Mapping[int, Collection[int]]
-) -> Tensor | None:
-    """`allowed_NV` without the `excluded` tokens of each row; None: all are allowed."""
-    excluded = {row: tokens for row, tokens in excluded.items() if tokens}
-    if not excluded:
-        return allowed_NV
-    allowed_NV = torch.ones_like(logits_NV, dtype=torch.bool) if allowed_NV is None else allowed_NV
-    for row, tokens in excluded.items():
-        allowed_NV[row, sorted(tokens)] = False
-    return allowed_NV
 
 
 def _adjust_logits(

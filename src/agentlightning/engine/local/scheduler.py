@@ -40,7 +40,7 @@ from agentlightning.engine.base import (
     version_runs,
 )
 from agentlightning.engine.local import cascade_attention, decoder, kv_cache, sampler
-from agentlightning.engine.local.guided_decoding import GrammarCompiler, Matcher, token_masks
+from agentlightning.engine.local.guided_decoding import GrammarCompiler, Matcher
 from agentlightning.engine.local.kv_cache import KVCache, probe_layout
 from agentlightning.engine.local.prefix_cache import Match, RadixPrefixCache
 from agentlightning.engine.stop_strings import StopScanner
@@ -104,7 +104,7 @@ class Request:
     @property
     def below_min_tokens(self) -> bool:
         """Whether `min_tokens` forbids the answer to end yet. A constrained answer ends where its grammar says."""
-        return self.matcher is None and len(self.logprobs) < self.params.min_tokens
+        return len(self.logprobs) < self.params.min_tokens
 
     @property
     def versions(self) -> tuple[tuple[int, int], ...]:
@@ -279,11 +279,11 @@ class ContinuousBatcher:
     def submit(self, prompt: Sequence[int], params: SamplingParams, adapter: str | None = None) -> Request:
         """Queue a request for an adapter, or for the model's own weights. Raises as `validate` does."""
         self.validate(prompt, params)
-        room, constraint = room_for_answer(prompt, self.context_length), params.constraint
+        constraint = params.constraint
         request = Request(
             tokens=list(prompt),
             prompt_length=len(prompt),
-            max_length=len(prompt) + min(room, params.max_tokens or room),
+            max_length=len(prompt) + room_for_answer(prompt, self.context_length, params.max_tokens),
             params=params,
             prefix_hashes=cascade_attention.hash_prefixes(prompt[:-1], adapter) if self._use_cascade else [],
             adapter=adapter,
@@ -309,14 +309,18 @@ class ContinuousBatcher:
     def version_of(self, adapter: str | None) -> int:
         return self.adapter_versions.get(adapter, self.policy_version)
 
-    def invalidate_cache(self, *, in_flight: bool = False, adapters: Collection[str | None] | None = None) -> None:
-        """Drop every cached key and value, or those of some adapters; call it before each update of their weights. With
-        `in_flight`, running requests are preempted and resume after the update; otherwise there may be none
-        (PolicyError)."""
+    def check_idle(self, in_flight: bool) -> None:
+        """Raises PolicyError for requests in flight that may not be."""
         if not self.idle and not in_flight:
             raise PolicyError(
                 "requests are in flight; wait for them before the weights change, or change them with in_flight=True"
             )
+
+    def invalidate_cache(self, *, in_flight: bool = False, adapters: Collection[str | None] | None = None) -> None:
+        """Drop every cached key and value, or those of some adapters; call it before each update of their weights. With
+        `in_flight`, running requests are preempted and resume after the update; otherwise there may be none
+        (PolicyError)."""
+        self.check_idle(in_flight)
         running = [*self._rows, *(request for request in self._prefilling if not request.cancelled)]
         self._rows, self._prefilling = [], []
         self._preempt(running)
@@ -491,7 +495,15 @@ class ContinuousBatcher:
         tokens, pasts = [row.tokens[-1:] for row in rows], [row.cached for row in rows]
         with self._threads.use(len(rows), max(pasts)) if self._threads else nullcontext():
             logits = self._decode_step([row.adapter for row in rows], tokens, pasts)
-            sampled = self._sample_tokens(rows, logits, self._batch_params)
+            uniform = torch.tensor([row.rng.random() for row in rows], dtype=torch.float64, device=logits.device)
+            histories = (
+                ([row.sampled for row in rows], [row.tokens for row in rows])
+                if self._batch_params.adjusted
+                else ((), ())
+            )
+            sampled = sampler.sample_tokens(
+                logits, self._batch_params, uniform, histories[0], _allowed_tokens(rows, logits), histories[1]
+            )
         # One transfer for both: float64 represents token ids and float32 log-probabilities exactly.
         pairs = torch.stack([sampled.tokens.double(), sampled.logprobs.double()]).tolist()
         if not all(map(math.isfinite, pairs[1])):
@@ -505,19 +517,6 @@ class ContinuousBatcher:
             _record_kept(recording, sampled.kept, self._max_kept_tokens)
         self._free_rows([request for request in rows if request.done])
         return rows
-
-    @staticmethod
-    def _sample_tokens(
-        rows: list[Request], logits: Tensor, params: sampler.BatchSamplingParams
-    ) -> sampler.SampledTokens:
-        uniform = torch.tensor([row.rng.random() for row in rows], dtype=torch.float64, device=logits.device)
-        sampled = [row.sampled for row in rows] if params.adjusted else ()
-        seen = [row.tokens for row in rows] if params.adjusted else ()
-        allowed = token_masks([row.matcher for row in rows], logits.shape[-1], logits.device)
-        allowed = sampler.exclude_tokens(
-            allowed, logits, {index: row.end_tokens for index, row in enumerate(rows) if row.below_min_tokens}
-        )
-        return sampler.sample_tokens(logits, params, uniform, sampled, allowed, seen)
 
     def _find_shared_prefix(self) -> cascade_attention.SharedPrefix | None:
         """The prefixes that rows share, with their keys and values; reuses those of the last step if they still fit."""
@@ -700,6 +699,21 @@ class ContinuousBatcher:
         spread = (expected.amax(-1) - expected.amin(-1)).clamp(min=1e-30)
         worst = ((found.float() - expected).abs().amax(-1) / spread).max().item()
         return math.inf if math.isnan(worst) else worst, f"logits off by {worst:.2g} of their spread"
+
+
+def _allowed_tokens(rows: Sequence[Request], logits_NV: Tensor) -> Tensor | None:
+    """The only tokens that may come next in each row [N, V]; None: all may."""
+    allowed_NV = None
+    for index, row in enumerate(rows):
+        if row.matcher is None and not (row.below_min_tokens and row.end_tokens):
+            continue
+        if allowed_NV is None:
+            allowed_NV = torch.ones_like(logits_NV, dtype=torch.bool)
+        if row.matcher is None:
+            allowed_NV[index, sorted(row.end_tokens)] = False
+        else:
+            allowed_NV[index] = row.matcher.token_mask(logits_NV.shape[-1])
+    return allowed_NV
 
 
 def _record_top_logprobs(rows: Sequence[Request], sampled: sampler.SampledTokens) -> None:

@@ -119,8 +119,7 @@ class EngineWorker:
             try:
                 command = self._inbox.get(block=self._batcher.idle)
             except queue.Empty:
-                self._step()
-                continue
+                command = self._step
             if command is None:
                 break
             self._execute(command)
@@ -131,15 +130,12 @@ class EngineWorker:
         self._fail_all(PolicyError("the policy was closed while this answer was sampled"))
 
     def _execute(self, command: Callable[[], None]) -> None:
+        """Drop all requests where it fails, since the content of the slots is unknown then."""
         try:
             command()
         except Exception as error:  # noqa: BLE001  The boundary: without this thread all callers would wait forever.
-            self._reset(error)
-
-    def _reset(self, error: Exception) -> None:
-        """Drop all requests, since the content of the slots is unknown after an error."""
-        self._batcher.abort()
-        self._fail_all(error)
+            self._batcher.abort()
+            self._fail_all(error)
 
     def _submit(self, waiter: Waiter, prompt: Sequence[int], params: SamplingParams, adapter: str | None) -> None:
         if waiter.future.cancelled():
@@ -162,11 +158,7 @@ class EngineWorker:
         self._notify([(waiter, tell)])
 
     def _step(self) -> None:
-        try:
-            stepped = self._batcher.step()
-        except Exception as error:  # noqa: BLE001  The boundary: the error belongs to the callers waiting for tokens.
-            return self._reset(error)
-        self._notify([event for request in stepped for event in self._events(request)])
+        self._notify([event for request in self._batcher.step() for event in self._events(request)])
 
     def _events(self, request: Request) -> Generator[Event]:
         waiter = self._waiters[request]
@@ -208,15 +200,11 @@ def as_policy_error(error: Exception) -> AgentLightningError:
         return copy
     if isinstance(error, AgentLightningError):
         return error
-    if is_out_of_memory(error):
+    # The CPU has no exception type of its own for it.
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
         text = f"out of memory ({error}); lower max_batch_size, kv_cache_bytes or prefix_cache_bytes, or token_budget"
     else:
         text = f"the policy engine failed with {type(error).__name__}: {error}"
     wrapped = PolicyError(text)
     wrapped.__cause__ = error
     return wrapped
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out on an accelerator or on the CPU, which has no exception type of its own for it."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)

@@ -126,7 +126,10 @@ class ResumableSample:
             # The same seed would repeat the random numbers of the first tokens.
             params = params if params.seed is None else replace(params, seed=params.seed + count)
             params = replace(params, min_tokens=max(0, params.min_tokens - count))
-            self._scanner = self._new_scanner() if params.stop else None
+            if params.stop:
+                self._scanner = StopScanner(params.stop, self._decode)
+                for token in self.token_ids:
+                    self._scanner.push(token)
         prompt = [*self.prompt, *self.token_ids]
         return SampleRequest(model, prompt, params, self._max_tokens - count, self._end_tokens, adapter)
 
@@ -171,12 +174,6 @@ class ResumableSample:
             versions=version_runs(self.versions),
             top_logprobs=tuple(self.top_logprobs),
         )
-
-    def _new_scanner(self) -> StopScanner:
-        scanner = StopScanner(self._params.stop, self._decode)
-        for token in self.token_ids:
-            scanner.push(token)
-        return scanner
 
     def _cut_at_stop_string(self, chunk: TokenChunk) -> tuple[TokenChunk, bool]:
         if self._scanner is None:
@@ -445,13 +442,15 @@ class ReplicaPool(ServerSet[Replica], AgentEngines):
         affinity: str = "",
         only: Replica | None = None,
     ) -> Sample:
-        room = room_for_answer(prompt, self.context_length)
-        max_tokens = min(room, params.max_tokens or room)
+        max_tokens = room_for_answer(prompt, self.context_length, params.max_tokens)
         end_tokens = params.end_tokens(self.chat.eos_token_ids)
         answer = ResumableSample(prompt, params, max_tokens, end_tokens, self.chat.decode, on_tokens)
         tried: list[Replica] = []
         while (reason := answer.finish_reason) is None:
-            replica = only or await self._choose(affinity, tried)
+            if only is None:
+                await self.wait_for_up()
+            up = [only] if only else [each for each in self.in_order(affinity) if each.up]
+            replica = next((each for each in up if each not in tried), up[0])  # Preferably one that has not failed it.
             tried.append(replica)
             try:
                 completion = await self._run_on(replica, model, answer)
@@ -498,12 +497,6 @@ class ReplicaPool(ServerSet[Replica], AgentEngines):
             raise ModelServerError(f"{replica.url} was evicted: {replica.failure}", retryable=True) from None
         finally:
             replica.requests.discard(task)
-
-    async def _choose(self, affinity: str, tried: Sequence[Replica]) -> Replica:
-        """A server that is up, preferably one that has not failed this call."""
-        await self.wait_for_up()
-        up = [replica for replica in self.in_order(affinity) if replica.up]
-        return next((replica for replica in up if replica not in tried), up[0])
 
     # -- adapters --------------------------------------------------------------------------------------------------
 
