@@ -364,7 +364,7 @@ async def test_with_auto_a_server_that_cannot_connect_uses_the_disk(
     server.failures["/init_weight_transfer_engine"] = [500]
     config = ServersConfig(urls=(server.url,), transfer="auto")
     engine = await open_servers(config, Chat(), weights_change=True, transfer="nccl")
-    assert engine.replicas[0].channel is None
+    assert engine.replicas[0].sender is None
     assert f"weights reach {server.url} through the disk" in caplog.text
     await engine.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import closing
 from importlib.util import find_spec
@@ -199,8 +198,7 @@ def write_gguf(source: Path, path: Path, precision: Precision) -> None:
                 writer.write_header_to_file()
                 writer.write_kv_data_to_file()
                 writer.write_tensors_to_file()
-            with (Path(folder) / path.name).open("rb") as file:
-                os.fsync(file.fileno())
+            checkpoint.flush_file(Path(folder) / path.name)
             (Path(folder) / path.name).replace(path)
     except (OSError, SafetensorError) as error:
         raise PolicyError(f"cannot write {path}: {error}; free space or choose another --out") from error

@@ -12,7 +12,6 @@ import asyncio
 import shutil
 import time
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
@@ -27,16 +26,14 @@ from agentlightning.models.resolve import resolve_model
 from agentlightning.policy.base import (
     UPDATE,
     Capabilities,
-    Columns,
     Metrics,
     Policy,
-    ScoreColumn,
     SeparatePolicy,
     UpdateOptions,
     capabilities_of,
 )
 from agentlightning.policy.config import adapter_table, check_servable
-from agentlightning.trajectory import TokenTree, TrainingSample
+from agentlightning.trajectory import TrainingSample
 from agentlightning.weight_sync.disk import CheckpointFolder
 from agentlightning.weight_sync.transfer import AUTO, DISK, WeightOwner, select_transport
 
@@ -63,7 +60,9 @@ class ServedPolicy(SeparatePolicy, PooledEngine):
         kind: str,
     ) -> None:
         self.learner = learner
+        self.score, self.save = learner.score, learner.save
         self.servers = servers
+        self.sample_adapter = servers.sample_adapter
         self.config = config
         self.kind = kind
         self.model = servers.model
@@ -156,20 +155,6 @@ class ServedPolicy(SeparatePolicy, PooledEngine):
         await self.check_idle(in_flight)
         metrics = await self.publish()
         return {"server_difference": self.differences[-1], **metrics}
-
-    async def score(
-        self,
-        trees: Sequence[TokenTree],
-        what: AbstractSet[ScoreColumn],
-        *,
-        reference: Path | None = None,
-        adapter: str | None = None,
-    ) -> Columns:
-        """See `Policy.score`; computed by the learner."""
-        return await self.learner.score(trees, what, reference=reference, adapter=adapter)
-
-    async def save(self, directory: Path, *, training_state: bool = False) -> None:
-        await self.learner.save(directory, training_state=training_state)
 
     async def load(self, directory: Path, *, in_flight: bool = False, above: int = 0) -> None:
         """See `Policy.load`. Raises as `train` does."""

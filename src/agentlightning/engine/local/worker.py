@@ -46,13 +46,14 @@ class Waiter:
             except Exception as error:  # noqa: BLE001  The boundary: the other callers get their tokens.
                 self.future.set_exception(error)
 
-    def succeed(self, result: Any) -> None:
-        if not self.future.done():
+    def settle(self, result: Any, error: Exception | None) -> None:
+        """Answer with a result, or with an error."""
+        if self.future.done():
+            return
+        if error is None:
             self.future.set_result(result)
-
-    def fail(self, error: Exception) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
+        else:
+            self.future.set_exception(as_policy_error(error))
 
 
 Event = tuple[Waiter, Callable[[], None]]
@@ -124,8 +125,7 @@ class EngineWorker:
                 break
             self._execute(command)
         while not self._inbox.empty():  # Calls that raced with `close`.
-            command = self._inbox.get()
-            if command is not None:
+            if (command := self._inbox.get()) is not None:
                 self._execute(command)
         self._fail_all(PolicyError("the policy was closed while this answer was sampled"))
 
@@ -143,7 +143,7 @@ class EngineWorker:
         try:
             waiter.request = self._batcher.submit(prompt, params, adapter)
         except Exception as error:  # noqa: BLE001  The boundary: the error belongs to the caller.
-            return self._notify([(waiter, partial(waiter.fail, as_policy_error(error)))])
+            return self._notify([(waiter, partial(waiter.settle, None, error))])
         self._waiters[waiter.request] = waiter
 
     def _cancel(self, waiter: Waiter) -> None:
@@ -152,9 +152,9 @@ class EngineWorker:
 
     def _run(self, waiter: Waiter, job: Callable[[], Any]) -> None:
         try:
-            tell = partial(waiter.succeed, job())
+            tell = partial(waiter.settle, job(), None)
         except Exception as error:  # noqa: BLE001  The boundary: the error belongs to the caller.
-            tell = partial(waiter.fail, as_policy_error(error))
+            tell = partial(waiter.settle, None, error)
         self._notify([(waiter, tell)])
 
     def _step(self) -> None:
@@ -167,13 +167,12 @@ class EngineWorker:
             yield waiter, partial(waiter.receive, (request.tokens[-1],), *logprobs)
         if request.done:
             del self._waiters[request]
-            error = request.error
-            yield waiter, partial(waiter.succeed, request) if error is None else partial(waiter.fail, error)
+            yield waiter, partial(waiter.settle, request, request.error)
 
     def _fail_all(self, error: Exception) -> None:
         waiters = list(self._waiters.values())
         self._waiters.clear()
-        self._notify([(waiter, partial(waiter.fail, as_policy_error(error))) for waiter in waiters])
+        self._notify([(waiter, partial(waiter.settle, None, error)) for waiter in waiters])
 
     def _notify(self, events: Sequence[Event]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[Event]] = {}

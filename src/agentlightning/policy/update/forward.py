@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -307,16 +308,10 @@ def states_at_positions(
     def at_positions(states_BTH: Tensor) -> Tensor:
         return states_BTH.flatten(0, 1).index_select(0, positions_N)
 
-    shapes: list[torch.Size] = []
-
-    def narrow(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        shapes.append(args[0].shape)
-        return (at_positions(args[0]).unsqueeze(0), *args[1:])
-
-    def widen(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        shape = shapes.pop()
-        empty = output.new_zeros(shape[0] * shape[1], shape[2])
-        return empty.index_copy(0, positions_N, output[0]).view(shape)
+    def narrowed(compute: Callable[..., Tensor], states_BTH: Tensor, *args: Any) -> Tensor:
+        output_1NH = compute(at_positions(states_BTH).unsqueeze(0), *args)
+        empty = output_1NH.new_zeros(states_BTH.shape).flatten(0, 1)
+        return empty.index_copy(0, positions_N, output_1NH[0]).view(states_BTH.shape)
 
     def take(module: nn.Module, args: tuple[Tensor, ...], output: Any) -> Any:
         states_BTH = output["last_hidden_state"]
@@ -324,12 +319,23 @@ def states_at_positions(
         output["last_hidden_state"] = states_BTH[:, :0]
         return output
 
-    with ExitStack() as hooks:
-        hooks.callback(decoder.register_forward_hook(take).remove)
-        if block is not None:
-            hooks.callback(block.register_forward_pre_hook(narrow).remove)
-            hooks.callback(block.register_forward_hook(widen).remove)
+    at_block = nullcontext() if block is None else computing(block, partial(narrowed, block.forward))
+    with decoder.register_forward_hook(take), at_block:
         yield
+
+
+@contextmanager
+def computing(module: nn.Module, forward: Callable[..., Any]) -> Generator[None]:
+    """Within, a module computes `forward`, also where a library that offloads weights has given it one of its own."""
+    own = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
 
 
 def last_mlp(model: PreTrainedModel) -> nn.Module | None:
@@ -388,7 +394,8 @@ class OutputHead:
     def __call__(self, hidden_CH: Tensor) -> Tensor:
         """logits_CV."""
         ids_1C = torch.zeros(1, len(hidden_CH), dtype=torch.long, device=hidden_CH.device)
-        with _with_decoder_output(self.decoder, self.traits.output(last_hidden_state=hidden_CH.unsqueeze(0))):
+        output = self.traits.output(last_hidden_state=hidden_CH.unsqueeze(0))
+        with computing(self.decoder, lambda *_args, **_options: output):
             return self._model(input_ids=ids_1C, use_cache=False).logits[0]
 
     @torch.no_grad()
@@ -457,24 +464,6 @@ def _decoder(model: PreTrainedModel) -> PreTrainedModel:
     return next(inner, model) if decoder is model else decoder  # Of some, as Llama 4, transformers names none.
 
 
-@contextmanager
-def _with_decoder_output(decoder: Any, output: Any) -> Generator[None]:
-    """Let the decoder return `output`, whatever its input."""
-    own = decoder.__dict__.get("forward")  # Libraries that offload weights put one there.
-
-    def forward(*_args: Any, **_options: Any) -> Any:
-        return output
-
-    decoder.forward = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del decoder.forward
-        else:
-            decoder.forward = own
-
-
 # -- gradient checkpointing ------------------------------------------------------------------------------------------
 
 # Gradient checkpointing: layers store their input alone, and are computed again in the backward pass.
@@ -500,15 +489,12 @@ def layers_to_recompute(model: PreTrainedModel) -> list[nn.Module]:
 @contextmanager
 def recomputed(layers: Sequence[nn.Module]) -> Generator[None]:
     """Forward passes within store the inputs of these layers alone."""
-    for layer in layers:
-        numbers = (getattr(module, "layer_idx", None) for module in layer.modules())
-        index = next((number for number in numbers if isinstance(number, int)), None)
-        layer.forward = _recomputing(layer.forward, index)
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for layer in layers:
-            del layer.forward
+            numbers = (getattr(module, "layer_idx", None) for module in layer.modules())
+            index = next((number for number in numbers if isinstance(number, int)), None)
+            stack.enter_context(computing(layer, _recomputing(layer.forward, index)))
+        yield
 
 
 def _recomputing(forward: Callable[..., Any], index: int | None) -> Callable[..., Any]:

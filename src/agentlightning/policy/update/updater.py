@@ -635,8 +635,8 @@ class LocalLearner:
         if make_updater is not None:
             self.forward = self.make_forward(model, config.gradient_checkpointing)
             """Passes with the weights that are in use."""
-            for name in shapes or (None,):
-                optimizer = _optimizer(None if name is None else shapes[name], config, size)
+            for name, lora in shapes.items() or [(None, None)]:
+                optimizer = _optimizer(lora, config, size)
                 adapter = None if name is None else self.by_name[name]
                 self.updaters[name] = make_updater(model, optimizer, adapter, self.value_head, forward=self.forward)
         self._references: dict[Path, Forward] = {}
