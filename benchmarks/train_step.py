@@ -416,7 +416,7 @@ def measure_memory(arm: str) -> None:
 
     def updater(vocabulary: int) -> Updater:
         model = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, tie_word_embeddings=True, **shape))
-        return Updater(model, gradient_checkpointing=recomputes)
+        return Updater(model, forward=Forward(model, gradient_checkpointing=recomputes))
 
     def peak_of(work: Callable[[], Any]) -> int:
         Path("/proc/self/clear_refs").write_text("5")  # Forgets the peak so far.

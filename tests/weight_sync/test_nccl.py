@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from tests.support.model_server import END, ScriptedModelServer, logprob_of, next_token
 
 from agentlightning.engine.base import Sample, SamplingParams
-from agentlightning.engine.servers.clients.vllm import LaunchOptions, VllmProcess
+from agentlightning.engine.servers.clients.vllm import VllmProcess
 from agentlightning.engine.servers.config import RetryPolicy, ServersConfig
 from agentlightning.engine.servers.open import open_servers
 from agentlightning.errors import ConfigError, PolicyError, ServerError
@@ -385,10 +385,10 @@ async def test_impossible_transports_are_rejected_before_servers_start(tmp_path:
 
 
 async def test_started_servers_get_transfer_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: Library):
-    launches: list[LaunchOptions] = []
+    launches: list[VllmProcess] = []
 
     async def restart(process: VllmProcess, directory: Path | None) -> None:
-        launches.append(process._options)
+        launches.append(process)
         raise ServerError("as far as this test goes")
 
     monkeypatch.setattr(VllmProcess, "restart", restart)

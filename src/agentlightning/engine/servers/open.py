@@ -13,7 +13,7 @@ from pathlib import Path
 from agentlightning.chat.base import ChatFormat
 from agentlightning.chat.hf import load_chat_format
 from agentlightning.engine.base import Engine
-from agentlightning.engine.servers.clients.vllm import LaunchOptions, VllmProcess, VllmServer
+from agentlightning.engine.servers.clients.vllm import VllmProcess, VllmServer
 from agentlightning.engine.servers.config import ENGINES, ServedModel, ServersConfig
 from agentlightning.engine.servers.pool import Replica, ReplicaPool
 from agentlightning.errors import ConfigError, PolicyError
@@ -79,7 +79,8 @@ async def open_servers(
             transfer_args = () if transfer == DISK else (f'--weight-transfer-config={{"backend": "{transfer}"}}',)
             visible = [{VISIBLE_DEVICES: each} for each in config.devices] or [{}] * config.count
             for index, devices in enumerate(visible):
-                options = LaunchOptions(
+                process = VllmProcess(
+                    transport,
                     model=model,
                     name=name or "policy",
                     log=logs / f"vllm-{index}.log",
@@ -90,7 +91,6 @@ async def open_servers(
                     max_context=max_context,
                     seconds=config.start_seconds,
                 )
-                process = VllmProcess(options, transport)
                 stack.push_async_callback(process.close)
                 server = VllmServer(transport, process.url, seconds=config.timeout_seconds)
                 replicas.append(Replica(server, process))

@@ -670,7 +670,6 @@ class Forward:
         what: AbstractSet[str] = frozenset({"logprobs", "entropy"}),
         *,
         value_head: ValueHead | None = None,
-        token_budget: int = 8192,
     ) -> dict[str, list[tuple[FloatArray, ...]]]:
         """`logprobs` and `entropy` of every sampled token at its temperature, and its `values` by a head: for each tree
         a column, as `TrainingSample` has them."""
@@ -678,7 +677,7 @@ class Forward:
         # In one order: processes join them one after the other, and the order of a set differs from process to process.
         found = {name: np.zeros_like(table.call, np.float32) for name in sorted(what)}
         self.model.eval()
-        batches = self.plan(table, token_budget=token_budget)
+        batches = self.plan(table)
         with self.aligned(batches):
             for batch in batches:
                 hidden_NH = self.states(batch)

@@ -35,7 +35,6 @@ from agentlightning.models.lora import (
     write_adapter,
 )
 from agentlightning.models.resolve import resolve_model, shared_name
-from agentlightning.policy import mismatch as mismatches
 from agentlightning.policy.base import UPDATE, Columns, ScoreColumn, UpdateOptions
 from agentlightning.policy.config import LR_FACTOR, LocalPolicyConfig, Lora, OptimizerConfig, default_lr
 from agentlightning.policy.losses import (
@@ -53,7 +52,16 @@ from agentlightning.policy.losses import (
     token_losses,
     value_of,
 )
-from agentlightning.policy.mismatch import Correction, MismatchSetting, factors, measures
+from agentlightning.policy.mismatch import (
+    DEFAULT,
+    Correction,
+    MismatchSetting,
+    check_combination,
+    check_token_level,
+    factors,
+    is_off,
+    measures,
+)
 from agentlightning.policy.model_loading import LARGE, SavedAgents
 from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.optimizer import Optimizer, WeightAverage
@@ -94,14 +102,13 @@ class Updater:
         adapter: nn.Module | None = None,
         value_head: ValueHead | None = None,
         *,
-        gradient_checkpointing: bool = False,
         forward: Forward | None = None,
     ) -> None:
         """With an `adapter`, whose weights the model's forward pass uses during a step, only these are trained, and the
-        `value_head`. `forward`: the passes through the model, with their own gradient checkpointing."""
+        `value_head`. `forward`: the passes through the model."""
         self.model = model
         self.optimizer = Optimizer(model if adapter is None else adapter, optimizer or OptimizerConfig())
-        self.forward = forward or Forward(model, gradient_checkpointing=gradient_checkpointing)
+        self.forward = forward or Forward(model)
         self.value_head = value_head
         self.value_optimizer = (
             None if value_head is None else Optimizer(value_head, value_head.optimizer_config(self.optimizer.config))
@@ -338,7 +345,7 @@ def _corrections(
     table: TokenTable, losses: Sequence[TokenLoss], mismatch: MismatchSetting | None
 ) -> tuple[Correction, ...]:
     """The corrections of weights; none where none applies."""
-    several = mismatches.DEFAULT if mismatch is None else mismatches.check_combination(mismatch, losses)
+    several = DEFAULT if mismatch is None else check_combination(mismatch, losses)
     decoupled = any(loss.decoupled for loss in losses)
     proximal = PROXIMAL_LOGPROBS in table.columns
     if INTERPOLATION in table.columns:
@@ -348,9 +355,9 @@ def _corrections(
             )
         if not decoupled:
             raise ConfigError(f"the column {INTERPOLATION!r} is used by none of the losses; leave it out, or use ppo")
-        mismatches.check_token_level(several)
+        check_token_level(several)
         return several
-    if mismatches.is_off(several) or not decoupled:
+    if is_off(several) or not decoupled:
         return ()
     if mismatch is not None and table.samples and not proximal:
         raise PolicyError(f'mismatch={mismatch!r} needs the column "{PROXIMAL_LOGPROBS}", which samples do not have')
