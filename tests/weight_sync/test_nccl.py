@@ -70,6 +70,9 @@ class Learner:
     async def lend(self, use: Callable[[Any], None]) -> None:
         await asyncio.to_thread(use, WEIGHTS)
 
+    async def score(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError
+
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
         directory.mkdir(parents=True)  # noqa: ASYNC240
         self.saved.append(self.policy_version)
