@@ -327,13 +327,19 @@ def write_adapter(directory: Path, adapter: Adapter, base: str) -> None:
     save_file(named_weights(adapter), directory / WEIGHTS, metadata={"format": "pt"})
 
 
+def _names(adapter: Adapter) -> dict[str, str]:
+    """By the name of each matrix in a file, its name in the state of an adapter."""
+    return {
+        f"{PREFIX}{layer}.lora_{letter}.weight": f"{part}.{index}"
+        for layer, index in adapter.layers.items()
+        for part, letter in (("down", "A"), ("up", "B"))
+    }
+
+
 def named_weights(adapter: Adapter) -> dict[str, Tensor]:
     """The matrices by their names in a file."""
-    weights: dict[str, Tensor] = {}
-    for layer, down, up in zip(adapter.layers, adapter.down, adapter.up, strict=True):
-        weights[f"{PREFIX}{layer}.lora_A.weight"] = down.detach().cpu().contiguous()
-        weights[f"{PREFIX}{layer}.lora_B.weight"] = up.detach().cpu().contiguous()
-    return weights
+    state = adapter.state_dict()
+    return {name: state[own].cpu().contiguous() for name, own in _names(adapter).items()}
 
 
 def has_adapters(directory: Path) -> bool:
@@ -356,11 +362,7 @@ def read_weights(directory: Path, adapter: Adapter) -> dict[str, Tensor]:
     """The matrices saved in `directory`, for `adapter.load_state_dict`. Raises PolicyError if they are damaged,
     or are those of another adapter."""
     saved = read_tensors(directory / WEIGHTS, "adapter", named_weights(adapter))
-    return {
-        f"{part}.{index}": saved[f"{PREFIX}{layer}.lora_{letter}.weight"]
-        for part, letter in (("down", "A"), ("up", "B"))
-        for layer, index in adapter.layers.items()
-    }
+    return {own: saved[name] for name, own in _names(adapter).items()}
 
 
 # -- merging ---------------------------------------------------------------------------------------------------------

@@ -363,7 +363,7 @@ class SAPOLoss(RatioLoss):
 
 
 @register
-class DPPOLoss(TokenLoss):
+class DPPOLoss(RatioLoss):
     """The importance ratio, masked by the change of the token's probability.
 
     DPPO: tokens whose probability moved too far in the direction of their advantage are masked; the square of their
@@ -389,7 +389,7 @@ class DPPOLoss(TokenLoss):
     kl_tau: NonNegativeFloat = 1e-3
     """The factor of the squared log-ratio."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({ADVANTAGES, SAMPLED_LOGPROBS})
+    decoupled: ClassVar[bool] = False
 
     def __call__(self, tokens: TokenBatch) -> LossValue:
         sampled, advantages = tokens.columns[SAMPLED_LOGPROBS], tokens.columns[ADVANTAGES]

@@ -65,8 +65,8 @@ class SampledTokens:
     """[recording rows, V], bool: the tokens that could be sampled."""
 
 
-def validate(params: SamplingParams) -> None:
-    """Raises ConfigError, naming the value, if `params` describe no distribution."""
+def validate(params: SamplingParams, vocab_size: int) -> None:
+    """Raises ConfigError, naming the value, if `params` describe no distribution over so many tokens."""
     biases = (("logit_bias", bias) for _, bias in params.logit_bias)
     values = ((name, getattr(params, name)) for name in RANGES.keys() - {"logit_bias"})
     for name, value in (*values, *biases):
@@ -76,10 +76,6 @@ def validate(params: SamplingParams) -> None:
         raise ConfigError("json_schema and grammar are both set; use one of them")
     if any(not stop for stop in params.stop):
         raise ConfigError("stop contains an empty string, which would end every answer at once; remove it")
-
-
-def validate_tokens(params: SamplingParams, vocab_size: int) -> None:
-    """Raises ConfigError for a token id outside the vocabulary."""
     fields = {"logit_bias": [token for token, _ in params.logit_bias], "stop_token_ids": params.stop_token_ids}
     for name, tokens in fields.items():
         if unknown := [token for token in tokens if not 0 <= token < vocab_size]:

@@ -102,11 +102,6 @@ class Request:
         return self.finish_reason is not None or self.error is not None
 
     @property
-    def below_min_tokens(self) -> bool:
-        """Whether `min_tokens` forbids the answer to end yet. A constrained answer ends where its grammar says."""
-        return len(self.logprobs) < self.params.min_tokens
-
-    @property
     def versions(self) -> tuple[tuple[int, int], ...]:
         """See `Sample.versions`."""
         return version_runs(self.token_versions)
@@ -258,8 +253,7 @@ class ContinuousBatcher:
 
     def validate(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raises ContextLengthError, ConfigError or PolicyError for a request that cannot be served."""
-        sampler.validate(params)
-        sampler.validate_tokens(params, self._vocab_size)
+        sampler.validate(params, self._vocab_size)
         if (constraint := params.constraint) is not None:
             kind, text = constraint
             if self.grammars is None or not self.grammars.can_compile(text, kind):
@@ -700,13 +694,14 @@ def _allowed_tokens(rows: Sequence[Request], logits_NV: Tensor) -> Tensor | None
     """The only tokens that may come next in each row [N, V]; None: all may."""
     allowed_NV = None
     for index, row in enumerate(rows):
-        if row.matcher is None and not (row.below_min_tokens and row.end_tokens):
+        early = row.end_tokens if len(row.logprobs) < row.params.min_tokens else ()
+        if row.matcher is None and not early:
             continue
         if allowed_NV is None:
             allowed_NV = torch.ones_like(logits_NV, dtype=torch.bool)
         if row.matcher is None:
-            allowed_NV[index, sorted(row.end_tokens)] = False
-        else:
+            allowed_NV[index, sorted(early)] = False
+        else:  # A constrained answer ends where its grammar says.
             allowed_NV[index] = row.matcher.token_mask(logits_NV.shape[-1])
     return allowed_NV
 
