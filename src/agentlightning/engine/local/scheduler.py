@@ -484,13 +484,14 @@ class ContinuousBatcher:
         with self._threads.use(len(rows), max(pasts)) if self._threads else nullcontext():
             logits = self._decode_step([row.adapter for row in rows], tokens, pasts)
             uniform = torch.tensor([row.rng.random() for row in rows], dtype=torch.float64, device=logits.device)
-            histories = (
-                ([row.sampled for row in rows], [row.tokens for row in rows])
-                if self._batch_params.adjusted
-                else ((), ())
-            )
+            adjusted = rows if self._batch_params.adjusted else []
             sampled = sampler.sample_tokens(
-                logits, self._batch_params, uniform, histories[0], _allowed_tokens(rows, logits), histories[1]
+                logits,
+                self._batch_params,
+                uniform,
+                [row.sampled for row in adjusted],
+                _allowed_tokens(rows, logits),
+                [row.tokens for row in adjusted],
             )
         # One transfer for both: float64 represents token ids and float32 log-probabilities exactly.
         pairs = torch.stack([sampled.tokens.double(), sampled.logprobs.double()]).tolist()

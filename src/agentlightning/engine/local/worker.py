@@ -194,7 +194,9 @@ def _deliver(events: Sequence[Event]) -> None:
 def as_policy_error(error: Exception) -> AgentLightningError:
     """`error` itself if it is one of ours, else a PolicyError that names it and has it as its cause."""
     if isinstance(error, PolicyError):
-        copy = type(error)(*error.args)  # One per caller: an exception accumulates the tracebacks of its raisers.
+        # One per caller: an exception accumulates the tracebacks of its raisers.
+        copy = error.__class__.__new__(error.__class__, *error.args)
+        vars(copy).update(vars(error))
         copy.__cause__ = error.__cause__
         return copy
     if isinstance(error, AgentLightningError):
