@@ -43,7 +43,7 @@ from agentlightning.policy.model_loading import load_model, with_adapters_of
 from agentlightning.policy.update.forward import Forward, ModelTraits, cost_model
 from agentlightning.policy.update.optimizer import master_values
 from agentlightning.policy.update.packing import MicroBatch, TokenTable, plan, token_table
-from agentlightning.policy.update.updater import LocalLearner, Sums, Updater
+from agentlightning.policy.update.updater import LocalLearner, Sums, Updater, add_sums
 from agentlightning.trajectory import FloatArray, Node, TokenTree, TrainingSample
 
 # -- collectives -----------------------------------------------------------------------------------------------------
@@ -91,8 +91,7 @@ class Ranks:
         """The sums by name, with the same bits on every rank."""
         total: Sums = {}
         for own in self.gather(values):
-            for name, value in own.items():
-                total[name] = total.get(name, 0.0) + value
+            add_sums(total, own)
         return total
 
     @torch.no_grad()

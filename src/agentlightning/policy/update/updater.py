@@ -138,7 +138,9 @@ class Updater:
         for optimizer in self.optimizers:
             optimizer.lr_factor = options.lr_factor
         losses = token_losses(options.loss)
-        check_value_head(losses, self.value_head)
+        for loss in losses:
+            if loss.needs_values and self.value_head is None:
+                raise PolicyError(f'loss "{loss.type}" trains a critic: {NO_HEAD}')
         if options.average is not None:
             self.average = self.average or self.new_average(options.average)
             self.average.rate = options.average
@@ -155,7 +157,7 @@ class Updater:
             if index == 0 and "approx_kl" in sums and not {INTERPOLATION, PROXIMAL_LOGPROBS} & table.columns.keys():
                 # What sampler and trainer disagree about, before the first change of weights.
                 corrections["mismatch_kl"] = means(sums)["approx_kl"]
-            _add(totals, sums)
+            add_sums(totals, sums)
         metrics: Mapping[str, float] = means(totals)
         for loss in losses:
             metrics = loss.summary(metrics)
@@ -261,7 +263,7 @@ class Updater:
                 if at_temperature and (kept := batch.kept) is not None:
                     count = int(np.count_nonzero(kept.sizes))
                     sums |= over(count, {KEPT_COUNT: count, "kept_set_size": float(kept.sizes.sum())})
-                _add(totals, sums)
+                add_sums(totals, sums)
         return totals
 
     @torch.no_grad()
@@ -364,13 +366,6 @@ def _corrections(
     return several if proximal else ()
 
 
-def check_value_head(losses: Sequence[TokenLoss], head: ValueHead | None) -> None:
-    """Raises PolicyError for a loss that needs a value head where there is none."""
-    for loss in losses:
-        if loss.needs_values and head is None:
-            raise PolicyError(f'loss "{loss.type}" trains a critic: {NO_HEAD}')
-
-
 def _renumbered(numbers: IntArray) -> IntArray:
     """The same groups, numbered from 0 without gaps."""
     return np.unique(numbers, return_inverse=True)[1].astype(np.int64)
@@ -439,7 +434,7 @@ def over(count: float, sums: Mapping[str, float | Tensor]) -> Sums:
     return {name: (value, count) for name, value in sums.items()}
 
 
-def _add(totals: Sums, sums: Sums) -> None:
+def add_sums(totals: Sums, sums: Sums) -> None:
     for name, (value, count) in sums.items():
         totals[name] = totals.get(name, 0.0) + np.array([float(value), count])
 
