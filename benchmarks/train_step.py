@@ -49,7 +49,7 @@ from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.config import OptimizerConfig, ValueHeadConfig
 from agentlightning.policy.update.forward import CHUNK_LOGITS, Forward
 from agentlightning.policy.update.packing import MicroBatch
-from agentlightning.policy.update.updater import Updater
+from agentlightning.policy.update.updater import Updater, means
 from agentlightning.policy.update.value_head import ValueHead
 from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
 
@@ -342,7 +342,9 @@ def option_arms(size: str, samples: list[TrainingSample]) -> dict[str, Callable[
     kl, reference = Updater(models["reference"], config), Forward(build_model(*SIZES[size]))
     head = ValueHead.of(models["value"], ValueHeadConfig())
     critic = Updater(models["value"], config, value_head=head)
-    recomputing = Updater(models["checkpointing"], config, gradient_checkpointing=True)
+    recomputing = Updater(
+        models["checkpointing"], config, forward=Forward(models["checkpointing"], gradient_checkpointing=True)
+    )
 
     def with_lora() -> None:
         with adapters.use("shared"):
@@ -416,7 +418,7 @@ def measure_memory(arm: str) -> None:
 
     def updater(vocabulary: int) -> Updater:
         model = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, tie_word_embeddings=True, **shape))
-        return Updater(model, gradient_checkpointing=recomputes)
+        return Updater(model, forward=Forward(model, gradient_checkpointing=recomputes))
 
     def peak_of(work: Callable[[], Any]) -> int:
         Path("/proc/self/clear_refs").write_text("5")  # Forgets the peak so far.
@@ -429,7 +431,7 @@ def measure_memory(arm: str) -> None:
     samples = [answers_to_one_prompt(LARGE_VOCAB, 64, 128)]
     batches = learner.forward.plan(samples, token_budget=token_budget)
     sums: dict[str, float] = {}
-    found = {"peak": peak_of(lambda: sums.update(learner.accumulate(batches)))}
+    found = {"peak": peak_of(lambda: sums.update(means(learner.accumulate(batches))))}
     found["weights"] = found["gradient"] = sum(p.numel() * p.element_size() for p in learner.model.parameters())
     found["again"] = peak_of(lambda: learner.accumulate(batches))
     learner.optimizer.step()

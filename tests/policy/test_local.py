@@ -385,6 +385,24 @@ async def test_an_engine_that_cannot_even_cancel_tells_every_caller_and_works_ag
     assert isinstance(await asyncio.wait_for(policy.sample(ids, PARAMS), 10), Sample)
 
 
+class NoRoom(PolicyError):
+    """An error of one's own, which needs more than its message."""
+
+    def __init__(self, message: str, *, missing: int) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+async def test_an_error_of_ones_own_reaches_whoever_borrowed_the_weights(policy: LocalPolicy) -> None:
+    def use(weights: object) -> None:
+        raise NoRoom("the disk is full", missing=5)
+
+    with pytest.raises(NoRoom, match="the disk is full") as caught:
+        await asyncio.wait_for(policy.lend(use), 10)
+    assert caught.value.missing == 5
+    assert isinstance(await asyncio.wait_for(policy.sample(prompt(policy), PARAMS), 10), Sample)
+
+
 async def test_an_idle_policy_uses_no_processor_time(policy: LocalPolicy) -> None:
     await policy.sample(prompt(policy), PARAMS)
     await asyncio.sleep(0.1)

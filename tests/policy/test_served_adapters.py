@@ -66,6 +66,11 @@ class Learner:
         logprobs = tuple(logprob_of(token, "default") + self.off.get(adapter, 0.0) for token in tokens)
         return Sample(tuple(tokens), logprobs, "length", 0)
 
+    async def score(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError
+
+    save = score
+
     async def train(self, samples: Sequence[str], options: Any) -> dict[str, float]:
         """`samples` are the names of the adapters that change."""
         self.changes |= dict.fromkeys(samples, self.policy_version + 1)

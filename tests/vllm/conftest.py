@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.engine.servers.clients.vllm import LaunchOptions, VllmProcess
+from agentlightning.engine.servers.clients.vllm import VllmProcess
 from agentlightning.transport import Transport
 
 HERE = Path(__file__).parent
@@ -90,12 +90,11 @@ def fresh_server(vllm: str, models: list[Path], tmp_path_factory: pytest.TempPat
 def serving(vllm: str, model: Path, log: Path) -> Generator[str]:
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     args = ("--enforce-eager", "--enable-lora", "--max-lora-rank", "16", *tools)
-    launch = LaunchOptions(model, "tiny", log, (vllm,), args, ON_CPU, "float32", 1024)
 
     async def start() -> VllmProcess:
         transport = Transport()
         try:
-            process = VllmProcess(launch, transport)
+            process = VllmProcess(transport, model, "tiny", log, (vllm,), args, ON_CPU, "float32", 1024)
             await process.restart(None)
             return process
         finally:

@@ -91,7 +91,7 @@ class Watch:
 
     def keep(self, policy: ServedPolicy) -> None:
         if policy.policy_version not in self.models:
-            directory = policy._checkpoints.directory(policy.policy_version)
+            directory = policy.checkpoints.directory(policy.policy_version)
             self.models[policy.policy_version] = AutoModelForCausalLM.from_pretrained(directory)
 
     def recorded(self, sample: TrainingSample, version: int) -> float:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from agentlightning.engine.base import Sample, SamplingParams
-from agentlightning.engine.servers.clients.vllm import LaunchOptions, VllmProcess
+from agentlightning.engine.servers.clients.vllm import VllmProcess
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.errors import ConfigError
 from agentlightning.policy.config import LocalPolicyConfig, OptimizerConfig
@@ -103,12 +103,11 @@ def receiver(
     log = tmp_path_factory.mktemp("vllm") / "vllm.log"
     args = ("--enforce-eager", '--weight-transfer-config={"backend": "nccl"}')
     env = {**on_cpu, "PYTHONPATH": os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", "")])}
-    launch = LaunchOptions(models[0], "policy", log, (vllm,), args, env, "float32", 1024)
 
     async def start() -> VllmProcess:
         transport = Transport()
         try:
-            process = VllmProcess(launch, transport)
+            process = VllmProcess(transport, models[0], "policy", log, (vllm,), args, env, "float32", 1024)
             await process.restart(None)
             return process
         finally:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from tests.support.model_server import END, ScriptedModelServer, logprob_of, next_token
 
 from agentlightning.engine.base import Sample, SamplingParams
-from agentlightning.engine.servers.clients.vllm import LaunchOptions, VllmProcess
+from agentlightning.engine.servers.clients.vllm import VllmProcess
 from agentlightning.engine.servers.config import RetryPolicy, ServersConfig
 from agentlightning.engine.servers.open import open_servers
 from agentlightning.errors import ConfigError, PolicyError, ServerError
@@ -69,6 +69,9 @@ class Learner:
 
     async def lend(self, use: Callable[[Any], None]) -> None:
         await asyncio.to_thread(use, WEIGHTS)
+
+    async def score(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError
 
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
         directory.mkdir(parents=True)  # noqa: ASYNC240
@@ -364,7 +367,7 @@ async def test_with_auto_a_server_that_cannot_connect_uses_the_disk(
     server.failures["/init_weight_transfer_engine"] = [500]
     config = ServersConfig(urls=(server.url,), transfer="auto")
     engine = await open_servers(config, Chat(), weights_change=True, transfer="nccl")
-    assert engine.replicas[0].channel is None
+    assert engine.replicas[0].sender is None
     assert f"weights reach {server.url} through the disk" in caplog.text
     await engine.close()
 
@@ -385,10 +388,10 @@ async def test_impossible_transports_are_rejected_before_servers_start(tmp_path:
 
 
 async def test_started_servers_get_transfer_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: Library):
-    launches: list[LaunchOptions] = []
+    launches: list[VllmProcess] = []
 
     async def restart(process: VllmProcess, directory: Path | None) -> None:
-        launches.append(process._options)
+        launches.append(process)
         raise ServerError("as far as this test goes")
 
     monkeypatch.setattr(VllmProcess, "restart", restart)

@@ -219,9 +219,9 @@ class Engine(Protocol):
         ...
 
 
-def room_for_answer(prompt: Sequence[int], context_length: int) -> int:
-    """Number of tokens that an answer may have. Raises PolicyError for an empty prompt, ContextLengthError for one that
-    leaves no room."""
+def room_for_answer(prompt: Sequence[int], context_length: int, max_tokens: int | None = None) -> int:
+    """Number of tokens that an answer may have, at most `max_tokens`. Raises PolicyError for an empty prompt,
+    ContextLengthError for one that leaves no room."""
     if not prompt:
         raise PolicyError("the prompt has no tokens; give at least one")
     if len(prompt) >= context_length:
@@ -229,4 +229,5 @@ def room_for_answer(prompt: Sequence[int], context_length: int) -> int:
             f"the prompt has {len(prompt)} tokens and the context holds {context_length}, which leaves no room for an "
             "answer; shorten the prompt, or use a model with a longer context"
         )
-    return context_length - len(prompt)
+    room = context_length - len(prompt)
+    return min(room, max_tokens or room)

@@ -53,11 +53,12 @@ def save(directory: Path, state: Mapping[str, Any] | None, *writers: Callable[[P
                     write(new)
             if state is not None:
                 torch.save(dict(state), new / TRAINING_STATE)
-            _flush(new)
+            for path in (*new.rglob("*"), new):
+                flush_file(path)
             if directory.exists():
                 directory.rename(Path(beside) / "old")
             new.rename(directory)
-            _flush_one(directory.parent)
+            flush_file(directory.parent)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save reports a failed write as RuntimeError.
         raise PolicyError(f"cannot save a checkpoint to {directory}: {error}; free space or choose another") from error
 
@@ -177,13 +178,7 @@ def load_state(directory: Path) -> dict[str, Any]:
         raise PolicyError(f"{path} cannot be read: {error}; choose an earlier checkpoint") from error
 
 
-def _flush(directory: Path) -> None:
-    for path in directory.rglob("*"):
-        _flush_one(path)
-    _flush_one(directory)
-
-
-def _flush_one(path: Path) -> None:
+def flush_file(path: Path) -> None:
     """Make a file survive a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:

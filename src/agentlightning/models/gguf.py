@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,8 +36,8 @@ CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST: Final = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def _split(numbers: str) -> Callable[[], Any]:
-    return lambda: pre_tokenizers.Sequence(
+def _split(numbers: str) -> Any:
+    return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(CONTRACTIONS + numbers + REST), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
@@ -46,19 +45,12 @@ def _split(numbers: str) -> Callable[[], Any]:
     )
 
 
-def _gpt2() -> Any:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False)
-
-
-def _smollm() -> Any:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
-
-
-PRE_TOKENIZERS: Final[dict[str, Callable[[], Any]]] = {
-    "smollm": _smollm,
+_GPT2: Final[Any] = pre_tokenizers.ByteLevel(add_prefix_space=False)
+PRE_TOKENIZERS: Final[dict[str, Any]] = {
+    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2]),
     "llama-bpe": _split(r"\p{N}{1,3}"),
     "qwen2": _split(r"\p{N}"),
-    "gpt-2": _gpt2,
+    "gpt-2": _GPT2,
     "deepseek-r1-qwen": _split(r"\p{N}"),
 }
 """How the words of a byte-level tokenizer are found, by the name that llama.cpp has for it."""
@@ -160,7 +152,7 @@ def _set_frequencies(path: Path, config: Any, frequencies: torch.Tensor) -> None
 def _set_tokens(model: Any, tokenizer: Any, fields: dict[str, Any]) -> None:
     """The words of a tokenizer, and the tokens that end and fill a turn."""
     if fields[TOKENIZER] == "gpt2":
-        tokenizer.backend_tokenizer.pre_tokenizer = PRE_TOKENIZERS[fields[WORDS]]()
+        tokenizer.backend_tokenizer.pre_tokenizer = PRE_TOKENIZERS[fields[WORDS]]
         tokenizer.backend_tokenizer.model.ignore_merges = fields[WORDS] == "llama-bpe"
     tokenizer.model_max_length = model.config.max_position_embeddings
     if tokenizer.pad_token is None:
@@ -206,8 +198,7 @@ def write_gguf(source: Path, path: Path, precision: Precision) -> None:
                 writer.write_header_to_file()
                 writer.write_kv_data_to_file()
                 writer.write_tensors_to_file()
-            with (Path(folder) / path.name).open("rb") as file:
-                os.fsync(file.fileno())
+            checkpoint.flush_file(Path(folder) / path.name)
             (Path(folder) / path.name).replace(path)
     except (OSError, SafetensorError) as error:
         raise PolicyError(f"cannot write {path}: {error}; free space or choose another --out") from error
@@ -242,7 +233,7 @@ def _add_tokenizer(writer: Any, source: Path, size: int) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(source)
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     own = _plain(tokenizer.backend_tokenizer.pre_tokenizer)
-    words = next((name for name, make in PRE_TOKENIZERS.items() if own == _plain(make())), None)
+    words = next((name for name, each in PRE_TOKENIZERS.items() if own == _plain(each)), None)
     if model["type"] != "BPE" or words is None:
         raise PolicyError(
             f"the tokenizer of {source} divides text into words in a way that has no name in GGUF (but"

@@ -58,21 +58,22 @@ class Adapter(nn.Module):
         super().__init__()
         self.r = r
         self.alpha = alpha
-        self.layers = tuple(layers)
-        """Names of the layers that it changes."""
+        self.layers = {name: index for index, name in enumerate(layers)}
+        """By name of each layer that it changes, the place of its matrices."""
         self.targets: Mapping[str, list[str]] = {"target_modules": list(layers)}
         """These names as peft, transformers and vLLM read them from a configuration."""
-        random = torch.Generator().manual_seed(seed)
-        downs: list[Tensor] = []
-        for layer in layers.values():
-            bound = 1 / math.sqrt(layer.in_features)  # As nn.Linear begins.
-            downs.append(torch.empty(r, layer.in_features).uniform_(-bound, bound, generator=random).to(_device(layer)))
-        ups = [torch.zeros(layer.out_features, r, device=_device(layer)) for layer in layers.values()]
-        self.down = nn.ParameterList(downs)
+        self.down = nn.ParameterList()
         """A of each layer, [r, in]."""
-        self.up = nn.ParameterList(ups)
+        self.up = nn.ParameterList()
         """B of each layer, [out, r]."""
-        self._index = {name: index for index, name in enumerate(self.layers)}
+        random = torch.Generator().manual_seed(seed)
+        for layer in layers.values():
+            # One on the meta device is still to get its weights.
+            device = torch.device("cpu") if layer.weight.is_meta else layer.weight.device
+            bound = 1 / math.sqrt(layer.in_features)  # As nn.Linear begins.
+            down = torch.empty(r, layer.in_features).uniform_(-bound, bound, generator=random)
+            self.down.append(down.to(device))
+            self.up.append(torch.zeros(layer.out_features, r, device=device))
 
     @property
     def scale(self) -> float:
@@ -80,7 +81,7 @@ class Adapter(nn.Module):
 
     def matrices(self, layer: str) -> tuple[Tensor, Tensor] | None:
         """A and B of a layer; None where it has none."""
-        index = self._index.get(layer)
+        index = self.layers.get(layer)
         return None if index is None else (self.down[index], self.up[index])
 
     def change(self, layer: str, x: Tensor) -> Tensor | None:
@@ -89,11 +90,6 @@ class Adapter(nn.Module):
             return None
         down, up = found
         return functional.linear(functional.linear(x, down.to(x.dtype)), (up * self.scale).to(x.dtype))
-
-
-def _device(layer: nn.Linear) -> torch.device:
-    """Of a new matrix. A layer on the meta device is still to get its weights."""
-    return torch.device("cpu") if layer.weight.is_meta else layer.weight.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,13 +327,19 @@ def write_adapter(directory: Path, adapter: Adapter, base: str) -> None:
     save_file(named_weights(adapter), directory / WEIGHTS, metadata={"format": "pt"})
 
 
+def _names(adapter: Adapter) -> dict[str, str]:
+    """By the name of each matrix in a file, its name in the state of an adapter."""
+    return {
+        f"{PREFIX}{layer}.lora_{letter}.weight": f"{part}.{index}"
+        for layer, index in adapter.layers.items()
+        for part, letter in (("down", "A"), ("up", "B"))
+    }
+
+
 def named_weights(adapter: Adapter) -> dict[str, Tensor]:
     """The matrices by their names in a file."""
-    weights: dict[str, Tensor] = {}
-    for layer, down, up in zip(adapter.layers, adapter.down, adapter.up, strict=True):
-        weights[f"{PREFIX}{layer}.lora_A.weight"] = down.detach().cpu().contiguous()
-        weights[f"{PREFIX}{layer}.lora_B.weight"] = up.detach().cpu().contiguous()
-    return weights
+    state = adapter.state_dict()
+    return {name: state[own].cpu().contiguous() for name, own in _names(adapter).items()}
 
 
 def has_adapters(directory: Path) -> bool:
@@ -360,11 +362,7 @@ def read_weights(directory: Path, adapter: Adapter) -> dict[str, Tensor]:
     """The matrices saved in `directory`, for `adapter.load_state_dict`. Raises PolicyError if they are damaged,
     or are those of another adapter."""
     saved = read_tensors(directory / WEIGHTS, "adapter", named_weights(adapter))
-    return {
-        f"{part}.{index}": saved[f"{PREFIX}{layer}.lora_{letter}.weight"]
-        for part, letter in (("down", "A"), ("up", "B"))
-        for index, layer in enumerate(adapter.layers)
-    }
+    return {own: saved[name] for name, own in _names(adapter).items()}
 
 
 # -- merging ---------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from agentlightning.policy.base import (
     UpdateOptions,
     capabilities_of,
 )
-from agentlightning.trajectory import TokenTree, TrainingSample, Trajectory, Transition
+from agentlightning.trajectory import TokenTree, TrainingSample, Trajectory
 
 # -- versions --------------------------------------------------------------------------------------------------------
 
@@ -56,17 +56,13 @@ def age(
 ) -> int:
     """The largest number of updates between the weights that sampled one of its tokens and the present ones: those of
     `by_model` for the model that answered, else of `version`. 0 where no token has a version."""
-
-    def behind(call: Transition, sampled: int) -> int:
-        return abs(updates_of(by_model.get(call.model or "", version), resumes) - updates_of(sampled, resumes))
-
-    ages = (behind(call, each) for call in trajectory.transitions for each in _versions(call))
+    ages = (
+        abs(updates_of(by_model.get(call.model or "", version), resumes) - updates_of(sampled, resumes))
+        for call in trajectory.transitions
+        for sampled in [each for each, _ in call.versions] or [call.policy_version]
+        if sampled is not None
+    )
     return max(ages, default=0)
-
-
-def _versions(call: Transition) -> list[int]:
-    found = [each for each, _ in call.versions] or [call.policy_version]
-    return [version for version in found if version is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,20 +168,13 @@ def staleness(
     token by token. Empty where no token has a version.
     """
     ages = [
-        (updates_of(version_of(sample.adapter), resumes) - updates_of(sampled, resumes), count)
+        (updates_of(version_of(sample.adapter), resumes) - updates_of(node.policy_version, resumes), count)
         for sample in samples
-        for sampled, count in _trained(sample)
+        for node, weights in zip(sample.tree.nodes, sample.weights, strict=True)
+        if node.policy_version is not None and (count := int((weights != 0).sum()))
     ]
     tokens = sum(count for _, count in ages)
     if not tokens:
         return {}
     mean = sum(age * count for age, count in ages) / tokens
     return {"staleness": mean, "staleness_max": float(max(age for age, _ in ages))}
-
-
-def _trained(sample: TrainingSample) -> Iterator[tuple[int, int]]:
-    """(version, number of trained tokens) for each node."""
-    for node, weights in zip(sample.tree.nodes, sample.weights, strict=True):
-        count = int((weights != 0).sum())
-        if node.policy_version is not None and count:
-            yield node.policy_version, count

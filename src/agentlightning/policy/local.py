@@ -175,14 +175,16 @@ class LocalPolicy(AgentEngines):
         """See `Policy.score`. The model in `reference` is loaded beside the policy, may have another shape, and stays
         until two others are. Where adapters are trained, the weights below them are the reference unless another is
         given."""
-        self._check_scores(what, reference)
-        return await self._engine.run(lambda: self._learner.score(trees, what, reference, adapter))
-
-    def _check_scores(self, what: AbstractSet[ScoreColumn], reference: Path | None) -> None:
         if "values" in what and self._learner.value_head is None:
             raise PolicyError(f'"values" need a critic: {NO_HEAD}')
         if "ref_logprobs" in what and reference is None and not self.config.adapters:
             raise PolicyError('"ref_logprobs" need a reference; give the directory of the reference model')
+        return await self._scores(trees, what, reference, adapter)
+
+    async def _scores(
+        self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], reference: Path | None, adapter: str | None
+    ) -> Columns:
+        return await self._engine.run(lambda: self._learner.score(trees, what, reference, adapter))
 
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
         await self._engine.run(lambda: self._save(Path(directory), training_state))

@@ -363,7 +363,7 @@ class SAPOLoss(RatioLoss):
 
 
 @register
-class DPPOLoss(TokenLoss):
+class DPPOLoss(RatioLoss):
     """The importance ratio, masked by the change of the token's probability.
 
     DPPO: tokens whose probability moved too far in the direction of their advantage are masked; the square of their
@@ -389,7 +389,7 @@ class DPPOLoss(TokenLoss):
     kl_tau: NonNegativeFloat = 1e-3
     """The factor of the squared log-ratio."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({ADVANTAGES, SAMPLED_LOGPROBS})
+    decoupled: ClassVar[bool] = False
 
     def __call__(self, tokens: TokenBatch) -> LossValue:
         sampled, advantages = tokens.columns[SAMPLED_LOGPROBS], tokens.columns[ADVANTAGES]
@@ -601,15 +601,12 @@ class ValueLoss(TokenLoss):
     def __call__(self, tokens: TokenBatch) -> LossValue:
         values, old, returns = tokens.values, tokens.columns[VALUES], tokens.columns[RETURNS]
         assert values is not None  # An update refuses this loss where there is no head.
-        error = self._clipped(values, old) - returns
+        clipped = values if self.clip is None else old + (values - old).clamp(-self.clip, self.clip)
         free = (values - returns) ** 2
-        larger = free.maximum(error**2)
+        larger = free.maximum((clipped - returns) ** 2)
         loss = (tokens.weights * larger).sum() / 2
         sums = {"value_loss": larger.detach().sum() / 2, "value_clip_fraction": (larger > free).sum().float()}
         return LossValue(loss, sums | _moments(old, returns))
-
-    def _clipped(self, values: Tensor, old: Tensor) -> Tensor:
-        return values if self.clip is None else old + (values - old).clamp(-self.clip, self.clip)
 
     def summary(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """With explained_variance, 1 - Var(R - V_old) / Var(R), in place of the moments it is made from: 1 where the

@@ -12,7 +12,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
@@ -27,16 +27,14 @@ from agentlightning.models.resolve import resolve_model
 from agentlightning.policy.base import (
     UPDATE,
     Capabilities,
-    Columns,
     Metrics,
     Policy,
-    ScoreColumn,
     SeparatePolicy,
     UpdateOptions,
     capabilities_of,
 )
 from agentlightning.policy.config import adapter_table, check_servable
-from agentlightning.trajectory import TokenTree, TrainingSample
+from agentlightning.trajectory import TrainingSample
 from agentlightning.weight_sync.disk import CheckpointFolder
 from agentlightning.weight_sync.transfer import AUTO, DISK, WeightOwner, select_transport
 
@@ -49,33 +47,29 @@ OTHER_MODEL: Final = "it must serve the model below the adapters (policy.model):
 OTHER_ADAPTER: Final = "with an adapter: "
 
 
+@dataclass(eq=False, repr=False)
 class ServedPolicy(SeparatePolicy, PooledEngine):
     """Trains `learner` and samples from `servers`; it owns both. Create it with `ServedPolicy.open`."""
 
-    def __init__(
-        self,
-        learner: Policy,
-        servers: ReplicaPool,
-        checkpoints: CheckpointFolder,
-        tolerance: float,
-        transfer: str,
-        config: ServersConfig,
-        kind: str,
-    ) -> None:
-        self.learner = learner
-        self.servers = servers
-        self.config = config
-        self.kind = kind
+    learner: Policy
+    servers: ReplicaPool
+    checkpoints: CheckpointFolder
+    tolerance: float
+    transfer: str
+    """How the weights travel: `disk`, or a key of `SENDERS`."""
+    config: ServersConfig
+    kind: str
+
+    def __post_init__(self) -> None:
+        learner, servers = self.learner, self.servers
+        self.score, self.save = learner.score, learner.save
+        self.sample_adapter = servers.sample_adapter
         self.model = servers.model
         self.vocab_size = learner.vocab_size
         self.differences: list[float] = []
         """For each update, the largest difference of log-probabilities between the servers and the learner."""
-        self.transfer = transfer
-        """How the weights travel: `disk`, or a key of `SENDERS`."""
-        self._checkpoints = checkpoints
         self.generation = 0
         """Number of times the learner's weights changed, or may have changed."""
-        self._tolerance = tolerance
         self.adapters = sorted(capabilities_of(learner).adapters)
         """Their names; empty: all weights are trained."""
         if self.adapters:
@@ -157,20 +151,6 @@ class ServedPolicy(SeparatePolicy, PooledEngine):
         metrics = await self.publish()
         return {"server_difference": self.differences[-1], **metrics}
 
-    async def score(
-        self,
-        trees: Sequence[TokenTree],
-        what: AbstractSet[ScoreColumn],
-        *,
-        reference: Path | None = None,
-        adapter: str | None = None,
-    ) -> Columns:
-        """See `Policy.score`; computed by the learner."""
-        return await self.learner.score(trees, what, reference=reference, adapter=adapter)
-
-    async def save(self, directory: Path, *, training_state: bool = False) -> None:
-        await self.learner.save(directory, training_state=training_state)
-
     async def load(self, directory: Path, *, in_flight: bool = False, above: int = 0) -> None:
         """See `Policy.load`. Raises as `train` does."""
         await self.check_idle(in_flight)
@@ -198,7 +178,7 @@ class ServedPolicy(SeparatePolicy, PooledEngine):
         changed = [name for name, version in versions.items() if known.get(name) != version]
         for name in changed:
             # Agents' names may hold any character; a number cannot collide or leave the folder.
-            folder = self._checkpoints.path.absolute() / f"adapter-{self.adapters.index(name)}"
+            folder = self.checkpoints.path.absolute() / f"adapter-{self.adapters.index(name)}"
             if name not in known:  # What a run that was killed has left.
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             directory = folder / f"version-{versions[name]:06d}"
@@ -219,7 +199,7 @@ class ServedPolicy(SeparatePolicy, PooledEngine):
         if not all(replica.up for replica in self.servers.replicas):
             await weights.directory()  # For the replicas that recover: the next step changes the weights.
         if isinstance(weights.place, Path):
-            await self._checkpoints.prune(weights.place)
+            await self.checkpoints.prune(weights.place)
 
     def source(self, path: Path | None = None) -> WeightSource:
         """The learner's current weights, for servers. `path`: where they are on disk already."""
@@ -228,10 +208,10 @@ class ServedPolicy(SeparatePolicy, PooledEngine):
 
     async def write(self, generation: int) -> Path:
         """The weights of this generation on disk. Raises PolicyError if they have changed since."""
-        directory = await self._checkpoints.write(self.learner) if generation == self.generation else None
+        directory = await self.checkpoints.write(self.learner) if generation == self.generation else None
         if directory is None or generation != self.generation:
             if directory is not None:  # It may hold newer weights under this name.
-                await self._checkpoints.remove(directory)
+                await self.checkpoints.remove(directory)
             raise PolicyError("the weights have changed since; the server gets those of the next update")
         return directory
 
@@ -250,10 +230,10 @@ class ServedPolicy(SeparatePolicy, PooledEngine):
         differences = [_difference(own, sample) for sample in await asyncio.gather(*sampling)]
         self.differences[-1] = max([self.differences[-1], *differences])
         for replica, difference in zip(up, differences, strict=True):
-            if difference > self._tolerance:
+            if difference > self.tolerance:
                 raise PolicyError(
                     f"{replica.url} gives log-probabilities that differ by {difference:.4f} from the trainer's "
-                    f"(tolerance {self._tolerance:g}); {hint}give the server the same dtype and no quantization, or "
+                    f"(tolerance {self.tolerance:g}); {hint}give the server the same dtype and no quantization, or "
                     "set a larger tolerance"
                 )
 

@@ -115,7 +115,7 @@ class JoinedPolicy(PooledEngine):
             try:
                 if self.unavailable is not None:
                     raise EngineUnavailableError(self.unavailable)
-                sample = await super().sample_adapter(adapter, prompt_token_ids, params, on_tokens, affinity=affinity)
+                sample = await servers.sample_adapter(adapter, prompt_token_ids, params, on_tokens, affinity=affinity)
             except AgentLightningError as error:
                 moved = servers is not self.servers or self.unavailable is not None
                 if moved and on_tokens is None and not isinstance(error, EngineUnavailableError):

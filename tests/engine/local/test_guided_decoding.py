@@ -11,7 +11,7 @@ import torch
 from tests.support.models import model_tokenizer, tiny_checkpoint, tiny_model
 
 from agentlightning.engine.base import SamplingParams
-from agentlightning.engine.local.guided_decoding import GrammarCompiler, token_masks
+from agentlightning.engine.local.guided_decoding import GrammarCompiler
 from agentlightning.engine.local.kv_cache import vocab_size
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.app import Gateway
@@ -75,7 +75,7 @@ async def test_log_probabilities_are_those_under_the_mask(policy):
     matcher = GrammarCompiler(model_tokenizer(), vocab_size(tiny_model()), policy.chat.eos_token_ids).matcher(TEXT)
     forced = 0
     for row, token, logprob, top in zip(logits, sample.token_ids, sample.logprobs, sample.top_logprobs, strict=False):
-        may = token_masks([matcher], len(row), row.device)[0]
+        may = matcher.token_mask(len(row))
         assert may[token]
         expected = row.masked_fill(~may, -math.inf).log_softmax(-1)
         assert logprob == pytest.approx(float(expected[token]), abs=1e-3)

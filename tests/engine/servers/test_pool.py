@@ -16,7 +16,7 @@ from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.servers.clients.vllm import VllmServer
 from agentlightning.engine.servers.config import RetryPolicy, ServersConfig
 from agentlightning.engine.servers.open import open_servers
-from agentlightning.engine.servers.pool import Replica, ReplicaPool
+from agentlightning.engine.servers.pool import Replica, ReplicaPool, WeightSource
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 from agentlightning.testing import ByteChatFormat
 from agentlightning.transport import Transport
@@ -405,20 +405,18 @@ async def test_a_server_that_cannot_load_weights_samples_nothing_until_it_can(tw
 
 
 async def test_a_server_without_its_weights_on_disk_gets_them_later(two: Any, tmp_path: Path):
-    class Disk:
-        """Full when it is asked first."""
+    asked = 0
 
-        lend = None
-        asked = 0
-
-        async def directory(self) -> Path:
-            self.asked += 1
-            if self.asked == 1:
-                raise PolicyError("the disk is full")
-            return tmp_path
+    async def write() -> Path:
+        """The disk is full when it is asked first."""
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise PolicyError("the disk is full")
+        return tmp_path
 
     async with engine_of(*two) as engine:
-        await engine.set_weights(Disk(), 1)
+        await engine.set_weights(WeightSource(write), 1)
         assert engine.policy_version == 1
         await until(lambda: all(replica.up and replica.version == 1 for replica in engine.replicas))
 

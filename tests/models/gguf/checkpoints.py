@@ -46,7 +46,7 @@ CONFIGS: dict[str, Any] = {
 
 def small_tokenizer(words: str = "smollm", template: str = TEMPLATE) -> PreTrainedTokenizerFast:
     core = Tokenizer(models.BPE())
-    core.pre_tokenizer = PRE_TOKENIZERS[words]()
+    core.pre_tokenizer = PRE_TOKENIZERS[words]
     core.decoder = decoders.ByteLevel()
     marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(

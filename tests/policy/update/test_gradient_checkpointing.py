@@ -13,7 +13,7 @@ from agentlightning.credit import training_samples
 from agentlightning.errors import ConfigError
 from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.config import OptimizerConfig, ValueHeadConfig
-from agentlightning.policy.update.forward import layers_to_recompute
+from agentlightning.policy.update.forward import Forward, layers_to_recompute
 from agentlightning.policy.update.updater import Updater
 from agentlightning.policy.update.value_head import ValueHead
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
@@ -35,6 +35,10 @@ def samples(prompt: int = 12, answer: int = 5) -> list[TrainingSample]:
     return training_samples([group])[0]
 
 
+def checkpointed(model: PreTrainedModel) -> Updater:
+    return Updater(model, forward=Forward(model, gradient_checkpointing=True))
+
+
 def gradient(updater: Updater, loss: Any = "ppo", **plan: Any) -> torch.Tensor:
     updater.zero_grad()
     updater.accumulate(updater.forward.plan(samples(), **plan), loss)
@@ -47,14 +51,14 @@ def gradient(updater: Updater, loss: Any = "ppo", **plan: Any) -> torch.Tensor:
 def test_the_gradient_is_the_same_with_and_without_a_shared_prefix(
     architecture: Any, sharing: Any, budget: int
 ) -> None:
-    updater = Updater(tiny_model(architecture), gradient_checkpointing=True)
+    updater = checkpointed(tiny_model(architecture))
     plain = Updater(tiny_model(architecture))
     expected = gradient(plain, sharing=sharing, token_budget=budget)
     assert torch.allclose(gradient(updater, sharing=sharing, token_budget=budget), expected, atol=1e-6, rtol=1e-5)
 
 
 def test_layers_run_again_in_the_backward_pass_and_the_last_one_does_not() -> None:
-    updater = Updater(tiny_model(), gradient_checkpointing=True)
+    updater = checkpointed(tiny_model())
     calls: list[int] = []
     for i, layer in enumerate(updater.model.model.layers):
         layer.self_attn.register_forward_hook(lambda *_args, i=i: calls.append(i))
@@ -67,7 +71,7 @@ def test_layers_run_again_in_the_backward_pass_and_the_last_one_does_not() -> No
 
 def stored_bytes(model: PreTrainedModel, checkpointing: bool, sharing: Any) -> int:
     """Bytes that the forward pass stores for the backward pass, beside the weights."""
-    updater = Updater(model, gradient_checkpointing=checkpointing)
+    updater = Updater(model, forward=Forward(model, gradient_checkpointing=checkpointing))
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     found: dict[int, tuple[int, torch.Tensor]] = {}
 
@@ -97,7 +101,12 @@ def test_a_step_with_a_critic_is_the_same() -> None:
     for checkpointing in (False, True):
         model = tiny_model()
         head = ValueHead.of(model, ValueHeadConfig(trains_body=True))
-        updater = Updater(model, OptimizerConfig(lr=1e-3), value_head=head, gradient_checkpointing=checkpointing)
+        updater = Updater(
+            model,
+            OptimizerConfig(lr=1e-3),
+            value_head=head,
+            forward=Forward(model, gradient_checkpointing=checkpointing),
+        )
         zeros = [
             TrainingSample(s.tree, columns={**s.columns, "values": [a * 0 for a in s.weights], "returns": s.advantages})
             for s in samples()

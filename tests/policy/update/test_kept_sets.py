@@ -72,8 +72,8 @@ def test_values_and_gradients_are_those_over_the_sets_to_1e_9(
             torch.cat(each)
             for each in zip(
                 *(
-                    logprobs_from_logits(functional.linear(part, weight), own)
-                    for part, own in zip(hidden.split(size), chosen.split(size), strict=True)
+                    logprobs_from_logits(functional.linear(hidden[part], weight), chosen.part(part))
+                    for part in (slice(start, min(start + size, N)) for start in range(0, N, size))
                 ),
                 strict=True,
             )

@@ -108,8 +108,8 @@ class TinkerPolicy:
             raise ConfigError(
                 f"the Tinker API has no {', '.join(lacking)}; leave {'it' if len(lacking) == 1 else 'them'} out"
             )
-        room = room_for_answer(prompt_token_ids, self.context_length)
-        wanted = replace(params, max_tokens=min(room, params.max_tokens or room))
+        room = room_for_answer(prompt_token_ids, self.context_length, params.max_tokens)
+        wanted = replace(params, max_tokens=room)
         version = self._version
         found = await self._session.sample(self._sampler, prompt_token_ids, wanted, self._stop(params))
         tokens, logprobs = tuple(int(token) for token in found.tokens), tuple(map(float, found.logprobs or ()))

@@ -37,8 +37,10 @@ from agentlightning.policy.losses import (
 from agentlightning.policy.update.packing import MicroBatch, TokenTable, plan, token_table
 from agentlightning.policy.update.updater import (
     EntropyHistory,
+    Sums,
     Updater,
     not_finite_in_data,
+    over,
     sum_of_losses,
     tokens_of,
     weights_name,
@@ -160,16 +162,16 @@ class RemoteUpdater(Updater):
             found[batch.places] = self._send(batch, "cross_entropy", {}, {"weights": zeros}, backward=False).numpy()
         return table.by_node(found)
 
-    def _step(self, part: TokenTable, options: UpdateOptions) -> dict[str, float]:
+    def _step(self, part: TokenTable, options: UpdateOptions) -> Sums:
         """Rollouts whose data is not finite are left out before anything is sent."""
         needs = {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in token_losses(options.loss)))
         broken = not_finite_in_data(part, needs)
         sums = self._gradient(without(part, np.isin(part.rollout, broken)), options)
         if not sums:
             return {}
-        return {**sums, **self.optimizer.step(sums["loss"]), "rollouts_not_finite": float(len(broken))}
+        return self._with_step(sums, self.optimizer.step(float(sums["loss"][0])), len(broken))
 
-    def accumulate(self, batches: Sequence[MicroBatch], loss: LossSetting = "ppo") -> dict[str, float]:
+    def accumulate(self, batches: Sequence[MicroBatch], loss: LossSetting = "ppo") -> Sums:
         """See `Updater.accumulate`; `batches` are the one of `RowPlanner`."""
         losses, [batch] = token_losses(loss), batches
         within = batch.table.corrections
@@ -189,13 +191,14 @@ class RemoteUpdater(Updater):
             value.backward()
             assert logprobs_N.grad is not None
             self._send(batch, "cross_entropy", {}, {"weights": -logprobs_N.grad.numpy()})
-        found = {"loss": value.detach(), "entropy": -logprobs_N.detach().sum(), **sums}
-        return {
-            **{name: float(each) for name, each in found.items()},
+        found = {
+            "loss": value.detach(),
+            "entropy": -logprobs_N.detach().sum(),
             "tokens_trained": len(logprobs_N),
             "tokens_computed": sum(row.length for row in batch.rows) * (1 if own else 2),
             "micro_batches": 1,
         }
+        return {**sums, **over(len(logprobs_N), found)}
 
     def _native(
         self, batch: MicroBatch, tokens: TokenBatch, loss: TokenLoss, name: str, settings: Mapping[str, float]

@@ -160,15 +160,9 @@ def attend_rows(queries_NHRD: Tensor, key: Tensor, value: Tensor, mask: Tensor, 
         if key.dtype == torch.bfloat16 and (len(key) <= FEW_ROWS or key.shape[2] >= LONG_ROWS):
             return functional.scaled_dot_product_attention(queries_NHRD, key, value, mask, scale=1.0)
         return _softmax(queries_NHRD @ key.transpose(2, 3) + mask, queries_NHRD.dtype) @ value
-    return _attend_shared(queries_NHRD, key, value, mask, shared, layer)
-
-
-def _attend_shared(
-    queries_NHRD: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, shared: SharedPrefix, layer: int
-) -> Tensor:
     prefix, (keys, values) = shared.groups.length, shared.layers[layer]
     head = _by_row(_by_group(queries_NHRD, shared) @ keys.transpose(2, 3), shared)
-    tail = queries_NHRD @ key[:, :, prefix:].transpose(2, 3) + attention_mask[..., prefix:]
+    tail = queries_NHRD @ key[:, :, prefix:].transpose(2, 3) + mask[..., prefix:]
     weights = _softmax(torch.cat([head, tail], dim=-1), queries_NHRD.dtype)
     output = _by_row(_by_group(weights[..., :prefix], shared) @ values, shared)
     return output + weights[..., prefix:] @ value[:, :, prefix:]

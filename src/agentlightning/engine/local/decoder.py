@@ -116,6 +116,8 @@ class Decoder:
         self._norm: nn.Module = inner.norm
         self._layers = [Layer(layer) for layer in inner.layers]
         self._head = PackedLinear(cast(Any, model).lm_head)
+        parts = (part for layer in self._layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down))
+        self._linears = (*parts, self._head)
         self._packed = False
 
     def invalidate(self) -> None:
@@ -126,7 +128,9 @@ class Decoder:
         """Logits [N, V] after the last of `ids_NQ` at `position_ids` [N, Q], with the mask of `KVCache.masks`; None:
         nothing is cached for these rows."""
         if not self._packed:
-            self._pack()
+            for linear in self._linears:
+                linear.pack()
+            self._packed = True
         x = self._embedding(ids_NQ)
         cos, sin = self._rotary(x, position_ids)
         half = sin.shape[-1] // 2  # Rotating by half a head turns (a, b) into (-b, a); `roll` gives (b, a).
@@ -134,12 +138,6 @@ class Decoder:
         for layer in self._layers:
             x = layer(x, rotation, self._cache, attention_mask)
         return self._head(rms_norm(x[:, -1:], self._norm))[:, 0]
-
-    def _pack(self) -> None:
-        linears = [linear for layer in self._layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        for linear in (*linears, self._head):
-            linear.pack()
-        self._packed = True
 
 
 def rms_norm(x: Tensor, norm: Any) -> Tensor:

@@ -1,16 +1,17 @@
 """Guided decoding: compiles JSON schemas and grammars with llguidance, and masks the tokens that would violate them.
 
-The sampler applies `token_masks` before it normalises, so the recorded probabilities are those of the distribution
+The sampler applies the masks before it normalises, so the recorded probabilities are those of the distribution
 sampled from. An answer that ends at max_tokens is valid only as far as it goes: cut JSON.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property, lru_cache
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,12 +35,8 @@ class Matcher:
 
     def token_mask(self, vocab_size: int) -> Tensor:
         """[V], bool: the tokens that may come next. Where nothing may follow, the end-of-turn tokens."""
-        packed = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
-        bits = (packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1
-        mask = torch.zeros(vocab_size, dtype=torch.bool)
-        allowed = bits.flatten()[:vocab_size].bool()
-        mask[: len(allowed)] = allowed
-        return mask
+        packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        return torch.from_numpy(np.unpackbits(packed, count=vocab_size, bitorder="little").view(bool))
 
 
 class GrammarCompiler:
@@ -90,12 +87,3 @@ class GrammarCompiler:
         except ValueError as error:  # A slow tokenizer, or a kind that llguidance cannot read.
             logger.warning("answers are checked but not constrained, because the tokenizer cannot be read: %s", error)
             return None
-
-
-def token_masks(matchers: Sequence[Matcher | None], vocab_size: int, device: torch.device) -> Tensor | None:
-    """[N, V], bool: the tokens that may come next in each row; None if no row is constrained."""
-    if not any(matchers):
-        return None
-    unconstrained = torch.ones(vocab_size, dtype=torch.bool)
-    rows = [unconstrained if matcher is None else matcher.token_mask(vocab_size) for matcher in matchers]
-    return torch.stack(rows).to(device)

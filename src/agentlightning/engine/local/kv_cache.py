@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -102,22 +103,12 @@ class StepWindow:
     """Cached tokens of a row that is computed alone, which the model asks for. 0: mask and positions are given."""
 
 
-@dataclass(slots=True)
-class State:
-    """Tensors shared by the cache and its layers."""
-
-    pools: list[Tensor] = field(default_factory=list[Tensor])
-    window: StepWindow | None = None
-    padding: int = 0
-    """Positions of zeros that are read after the span, as if a longer row were in the batch."""
-
-
 class KVCacheLayer(CacheLayerMixin):
     """One layer's view of the slots."""
 
-    def __init__(self, state: State, locations: tuple[tuple[int, int], tuple[int, int]]) -> None:
+    def __init__(self, cache: KVCache, locations: tuple[tuple[int, int], tuple[int, int]]) -> None:
         super().__init__()
-        self._state = state
+        self._cache: KVCache = proxy(cache)  # Whose memory is freed with the last reference to it.
         self._locations = locations
         self.is_initialized = True
 
@@ -130,23 +121,23 @@ class KVCacheLayer(CacheLayerMixin):
         return self._store(keys, key_states), self._store(values, value_states)
 
     def _store(self, location: tuple[int, int], states: Tensor) -> Tensor:
-        window = self._state.window
+        window = self._cache.window
         assert window is not None
         pool, index = location
-        data = self._state.pools[pool][index]
+        data = self._cache.pools[pool][index]
         if window.fresh:
             data[window.slots, :, : window.width] = states
             return states
         flat = data.view(-1, data.shape[-1])
         flat.index_copy_(0, window.targets[pool], states.reshape(-1, data.shape[-1]))
         rows = data[window.slots, :, : window.span]
-        return nn.functional.pad(rows, (0, 0, 0, self._state.padding)) if self._state.padding else rows
+        return nn.functional.pad(rows, (0, 0, 0, self._cache.padding)) if self._cache.padding else rows
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        return 0 if self._state.window is None else self._state.window.past
+        return 0 if self._cache.window is None else self._cache.window.past
 
     def get_max_length(self) -> int:
         return -1
@@ -156,8 +147,11 @@ class KVCache(Cache):
     """The slots. `limit_bytes` bounds their memory, but one row always fits."""
 
     def __init__(self, layout: Layout, device: torch.device, *, max_slots: int, limit_bytes: int) -> None:
-        self._state = State()
-        super().__init__(layers=[KVCacheLayer(self._state, locations) for locations in layout.locations])
+        super().__init__(layers=[KVCacheLayer(self, locations) for locations in layout.locations])
+        self.pools: list[Tensor] = []
+        self.window: StepWindow | None = None
+        self.padding = 0
+        """Positions of zeros that are read after the span, as if a longer row were in the batch."""
         self.layout = layout
         self.device = device
         self.max_slots = max_slots
@@ -183,20 +177,20 @@ class KVCache(Cache):
         with_spare = max(self.slots, min(self.max_slots, 1 << (slots - 1).bit_length()))
         if self._within_limit(with_spare, capacity):
             slots = with_spare
-        old, keep = self._state.pools, min(capacity, self.capacity)
+        old, keep = self.pools, min(capacity, self.capacity)
         # Zeros, not uninitialised memory: masked positions still contribute 0 x value, and 0 x NaN is NaN.
-        self._state.pools = [
+        self.pools = [
             torch.zeros(count, slots, heads, capacity, dim, dtype=self.layout.dtype, device=self.device)
             for count, heads, dim in self.layout.pools
         ]
-        for source, target in zip(old, self._state.pools, strict=False):
+        for source, target in zip(old, self.pools, strict=False):
             target[:, :used, :, :keep] = source[:, :used, :, :keep]
         self.slots, self.capacity = slots, capacity
 
     def release(self) -> None:
         """Free the memory."""
-        self._state.pools = []
-        self._state.window = None
+        self.pools = []
+        self.window = None
         self.slots = self.capacity = 0
 
     def usage(self, slots: int, length: int) -> float:
@@ -214,11 +208,11 @@ class KVCache(Cache):
     @contextmanager
     def padded(self, positions: int) -> Generator[None]:
         """Within, as many positions more are read, all of them masked."""
-        self._state.padding = positions
+        self.padding = positions
         try:
             yield
         finally:
-            self._state.padding = 0
+            self.padding = 0
 
     def open_window(self, start: int, pasts: Sequence[int], width: int, *, alone: bool = False) -> None:
         """The next forward pass computes `width` tokens for each row in slots `start`.., after `pasts` cached ones.
@@ -235,15 +229,15 @@ class KVCache(Cache):
                 for _, heads, _ in self.layout.pools
             )
         past = pasts[0] if alone else 0
-        self._state.window = StepWindow(slice(start, stop), max(pasts) + width, width, fresh, targets, past)
+        self.window = StepWindow(slice(start, stop), max(pasts) + width, width, fresh, targets, past)
 
     def _range(self, stop: int) -> Tensor:
         return torch.arange(stop, device=self.device)
 
     def masks(self, positions_NQ: Tensor) -> Tensor | dict[str, Tensor]:
         """Additive attention masks [N, 1, Q, span] for the open window: one, or one for each kind of layer."""
-        assert self._state.window is not None
-        keys_T = self._range(self._state.window.span + self._state.padding)
+        assert self.window is not None
+        keys_T = self._range(self.window.span + self.padding)
         causal_NQT = keys_T <= positions_NQ.unsqueeze(-1)
         masks: dict[str, Tensor] = {}
         for kind, window in self.layout.windows.items():
@@ -256,27 +250,27 @@ class KVCache(Cache):
 
     def read(self, slot: int, start: int, stop: int) -> Segment:
         """A copy of one row's keys and values at positions start..stop-1."""
-        return [pool[:, slot, :, start:stop].clone() for pool in self._state.pools]
+        return [pool[:, slot, :, start:stop].clone() for pool in self.pools]
 
     def gather(self, slots: Sequence[int], length: int) -> tuple[tuple[Tensor, Tensor], ...]:
         """For each layer, copies of the first `length` keys and values of some rows, [slots, heads, length, dim]."""
         index = torch.tensor(slots, device=self.device)
-        pools = [pool[:, :, :, :length].index_select(1, index) for pool in self._state.pools]
+        pools = [pool[:, :, :, :length].index_select(1, index) for pool in self.pools]
         return tuple((pools[a][i], pools[b][j]) for (a, i), (b, j) in self.layout.locations)
 
     def write(self, slot: int, start: int, segment: Segment, count: int) -> None:
         """Put the first `count` tokens of `segment` at position `start` of a row."""
-        for pool, part in zip(self._state.pools, segment, strict=True):
+        for pool, part in zip(self.pools, segment, strict=True):
             pool[:, slot, :, start : start + count] = part[:, :, :count]
 
     def clear(self, slot: int) -> None:
         """Forget the keys and values of a row."""
-        for pool in self._state.pools:
+        for pool in self.pools:
             pool[:, slot].zero_()
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of one slot to another."""
-        for pool in self._state.pools:
+        for pool in self.pools:
             pool[:, target, :, :length] = pool[:, source, :, :length]
 
 

@@ -87,7 +87,11 @@ class RadixPrefixCache:
         self._order[node] = None
         self.num_bytes += node.num_bytes
         self._touch(node)
-        self._evict()
+        while self.num_bytes > self.limit_bytes and self._order:
+            node, _ = self._order.popitem(last=False)
+            assert node.parent is not None
+            del node.parent.children[node.tokens[0]]
+            self.num_bytes -= node.num_bytes
 
     def clear(self, adapters: Collection[str | None] | None = None) -> None:
         """Drop what these adapters computed; None: everything."""
@@ -119,10 +123,3 @@ class RadixPrefixCache:
         while node.parent is not None:
             self._order.move_to_end(node)
             node = node.parent
-
-    def _evict(self) -> None:
-        while self.num_bytes > self.limit_bytes and self._order:
-            node, _ = self._order.popitem(last=False)
-            assert node.parent is not None
-            del node.parent.children[node.tokens[0]]
-            self.num_bytes -= node.num_bytes

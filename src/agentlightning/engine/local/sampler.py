@@ -8,7 +8,7 @@ distribution sampled from. Letters in names: N rows, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,8 +65,8 @@ class SampledTokens:
     """[recording rows, V], bool: the tokens that could be sampled."""
 
 
-def validate(params: SamplingParams) -> None:
-    """Raises ConfigError, naming the value, if `params` describe no distribution."""
+def validate(params: SamplingParams, vocab_size: int) -> None:
+    """Raises ConfigError, naming the value, if `params` describe no distribution over so many tokens."""
     biases = (("logit_bias", bias) for _, bias in params.logit_bias)
     values = ((name, getattr(params, name)) for name in RANGES.keys() - {"logit_bias"})
     for name, value in (*values, *biases):
@@ -76,10 +76,6 @@ def validate(params: SamplingParams) -> None:
         raise ConfigError("json_schema and grammar are both set; use one of them")
     if any(not stop for stop in params.stop):
         raise ConfigError("stop contains an empty string, which would end every answer at once; remove it")
-
-
-def validate_tokens(params: SamplingParams, vocab_size: int) -> None:
-    """Raises ConfigError for a token id outside the vocabulary."""
     fields = {"logit_bias": [token for token, _ in params.logit_bias], "stop_token_ids": params.stop_token_ids}
     for name, tokens in fields.items():
         if unknown := [token for token in tokens if not 0 <= token < vocab_size]:
@@ -143,19 +139,6 @@ def sample_tokens(
         return SampledTokens(tokens_N, logprobs_N, kept=kept)
     top = logits_NV.topk(min(params.top_logprobs, logits_NV.shape[-1]), dim=-1)
     return SampledTokens(tokens_N, logprobs_N, top.indices, top.values - normalizer_N1, kept)
-
-
-def exclude_tokens(
-    allowed_NV: Tensor | None, logits_NV: Tensor, excluded: Mapping[int, Collection[int]]
-) -> Tensor | None:
-    """`allowed_NV` without the `excluded` tokens of each row; None: all are allowed."""
-    excluded = {row: tokens for row, tokens in excluded.items() if tokens}
-    if not excluded:
-        return allowed_NV
-    allowed_NV = torch.ones_like(logits_NV, dtype=torch.bool) if allowed_NV is None else allowed_NV
-    for row, tokens in excluded.items():
-        allowed_NV[row, sorted(tokens)] = False
-    return allowed_NV
 
 
 def _adjust_logits(

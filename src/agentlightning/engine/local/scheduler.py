@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -40,7 +40,7 @@ from agentlightning.engine.base import (
     version_runs,
 )
 from agentlightning.engine.local import cascade_attention, decoder, kv_cache, sampler
-from agentlightning.engine.local.guided_decoding import GrammarCompiler, Matcher, token_masks
+from agentlightning.engine.local.guided_decoding import GrammarCompiler, Matcher
 from agentlightning.engine.local.kv_cache import KVCache, probe_layout
 from agentlightning.engine.local.prefix_cache import Match, RadixPrefixCache
 from agentlightning.engine.stop_strings import StopScanner
@@ -100,11 +100,6 @@ class Request:
     @property
     def done(self) -> bool:
         return self.finish_reason is not None or self.error is not None
-
-    @property
-    def below_min_tokens(self) -> bool:
-        """Whether `min_tokens` forbids the answer to end yet. A constrained answer ends where its grammar says."""
-        return self.matcher is None and len(self.logprobs) < self.params.min_tokens
 
     @property
     def versions(self) -> tuple[tuple[int, int], ...]:
@@ -193,43 +188,37 @@ class StepThreads:
             trials[threads].append(time.perf_counter() - start)
 
 
+@dataclass(eq=False, repr=False)
 class ContinuousBatcher:
     """Samples answers from `model` for many requests at once."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        eos_token_ids: frozenset[int],
-        decode: Callable[[Sequence[int]], str],
-        context_length: int,
-        max_batch_size: int = 128,
-        kv_cache_bytes: int = 4 << 30,
-        prefix_cache_bytes: int = 1 << 30,
-        prefill_tokens: int = 2048,
-        seed: int = 0,
-        grammars: GrammarCompiler | None = None,
-        adapters: Adapters | None = None,
-        max_kept_tokens: int = 1024,
-    ) -> None:
-        """`kv_cache_bytes` bounds the active rows (further requests wait), `prefix_cache_bytes` the prefix cache, and
-        `prefill_tokens` how many prompt tokens a step computes before the other rows get their next token. Without
-        `grammars` no answer can be constrained. `max_kept_tokens` bounds the sets of tokens that answers record."""
-        self.model = model
-        self.context_length = context_length
+    model: PreTrainedModel
+    _: KW_ONLY
+    eos_token_ids: frozenset[int]
+    decode: Callable[[Sequence[int]], str]
+    context_length: int
+    max_batch_size: int = 128
+    kv_cache_bytes: int = 4 << 30
+    """Bounds the active rows; further requests wait."""
+    prefix_cache_bytes: int = 1 << 30
+    """Bounds the prefix cache."""
+    prefill_tokens: int = 2048
+    """How many prompt tokens a step computes before the other rows get their next token."""
+    seed: int = 0
+    grammars: GrammarCompiler | None = None
+    """None: no answer can be constrained."""
+    adapters: Adapters | None = None
+    max_kept_tokens: int = 1024
+    """Bounds the sets of tokens that answers record."""
+
+    def __post_init__(self) -> None:
         self.policy_version = 0
         """Version of the weights, set by whoever changes them."""
         self.adapter_versions: dict[str | None, int] = {}
         """Those of adapters, likewise; an adapter without one has that of the weights."""
-        self._adapters = adapters
-        self.prefix_cache = RadixPrefixCache(prefix_cache_bytes)
-        self._eos_token_ids = eos_token_ids
-        self._decode = decode
-        self._grammars = grammars
-        self._prefill_tokens = prefill_tokens
-        self._max_kept_tokens = max_kept_tokens
-        self._vocab_size = kv_cache.vocab_size(model)
-        self._rng = random.Random(seed)
+        self.prefix_cache = RadixPrefixCache(self.prefix_cache_bytes)
+        self._vocab_size = kv_cache.vocab_size(self.model)
+        self._rng = random.Random(self.seed)
         """Seeds the requests that have no seed."""
         self._waiting: deque[Request] = deque()
         self._prefilling: list[Request] = []
@@ -241,7 +230,7 @@ class ContinuousBatcher:
         """Parameters of `_rows`; None after `_rows` changed."""
         self._shared_prefix: cascade_attention.SharedPrefix | None = None
         """Common prefixes of `_rows`, found together with `_batch_params`."""
-        self._threads = StepThreads() if model.device.type == "cpu" else None
+        self._threads = StepThreads() if self.model.device.type == "cpu" else None
         self.kv_cache_usage = 0.0
         """The share of the memory for keys and values that the rows need, as of the last step."""
         self._use_cascade = False
@@ -249,10 +238,11 @@ class ContinuousBatcher:
         """Makes the forward passes in place of the model. None: the model does."""
         self._alone = False
         """Each row has a forward pass of its own, in which the model makes its mask and positions itself."""
-        model.eval()
-        self._cache_argument = cache_argument(model)
-        layout = probe_layout(model)
-        self._cache = KVCache(layout, model.device, max_slots=max_batch_size, limit_bytes=kv_cache_bytes)
+        self.model.eval()
+        self._cache_argument = cache_argument(self.model)
+        layout = probe_layout(self.model)
+        slots, limit = self.max_batch_size, self.kv_cache_bytes
+        self._cache = KVCache(layout, self.model.device, max_slots=slots, limit_bytes=limit)
         self._choose_passes()
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -263,11 +253,10 @@ class ContinuousBatcher:
 
     def validate(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raises ContextLengthError, ConfigError or PolicyError for a request that cannot be served."""
-        sampler.validate(params)
-        sampler.validate_tokens(params, self._vocab_size)
+        sampler.validate(params, self._vocab_size)
         if (constraint := params.constraint) is not None:
             kind, text = constraint
-            if self._grammars is None or not self._grammars.can_compile(text, kind):
+            if self.grammars is None or not self.grammars.can_compile(text, kind):
                 raise ConfigError(f"this {kind} cannot be enforced here; leave it out, and check the answers")
         room_for_answer(prompt, self.context_length)
         if min(prompt) < 0 or max(prompt) >= self._vocab_size:
@@ -279,18 +268,18 @@ class ContinuousBatcher:
     def submit(self, prompt: Sequence[int], params: SamplingParams, adapter: str | None = None) -> Request:
         """Queue a request for an adapter, or for the model's own weights. Raises as `validate` does."""
         self.validate(prompt, params)
-        room, constraint = room_for_answer(prompt, self.context_length), params.constraint
+        constraint = params.constraint
         request = Request(
             tokens=list(prompt),
             prompt_length=len(prompt),
-            max_length=len(prompt) + min(room, params.max_tokens or room),
+            max_length=len(prompt) + room_for_answer(prompt, self.context_length, params.max_tokens),
             params=params,
             prefix_hashes=cascade_attention.hash_prefixes(prompt[:-1], adapter) if self._use_cascade else [],
             adapter=adapter,
-            end_tokens=params.end_tokens(self._eos_token_ids),
-            stop_scanner=StopScanner(params.stop, self._decode) if params.stop else None,
-            matcher=self._grammars.matcher(constraint[1], constraint[0]) if self._grammars and constraint else None,
-            kept=[] if params.record_kept and params.truncates and self._max_kept_tokens else None,
+            end_tokens=params.end_tokens(self.eos_token_ids),
+            stop_scanner=StopScanner(params.stop, self.decode) if params.stop else None,
+            matcher=self.grammars.matcher(constraint[1], constraint[0]) if self.grammars and constraint else None,
+            kept=[] if params.record_kept and params.truncates and self.max_kept_tokens else None,
             rng=random.Random(self._rng.getrandbits(64) if params.seed is None else params.seed),
         )
         self._waiting.append(request)
@@ -309,17 +298,20 @@ class ContinuousBatcher:
     def version_of(self, adapter: str | None) -> int:
         return self.adapter_versions.get(adapter, self.policy_version)
 
-    def invalidate_cache(self, *, in_flight: bool = False, adapters: Collection[str | None] | None = None) -> None:
-        """Drop every cached key and value, or those of some adapters; call it before each update of their weights. With
-        `in_flight`, running requests are preempted and resume after the update; otherwise there may be none
-        (PolicyError)."""
+    def check_idle(self, in_flight: bool) -> None:
+        """Raises PolicyError for requests in flight that may not be."""
         if not self.idle and not in_flight:
             raise PolicyError(
                 "requests are in flight; wait for them before the weights change, or change them with in_flight=True"
             )
-        running = [*self._rows, *(request for request in self._prefilling if not request.cancelled)]
+
+    def invalidate_cache(self, *, in_flight: bool = False, adapters: Collection[str | None] | None = None) -> None:
+        """Drop every cached key and value, or those of some adapters; call it before each update of their weights. With
+        `in_flight`, running requests are preempted and resume after the update; otherwise there may be none
+        (PolicyError)."""
+        self.check_idle(in_flight)
+        self._preempt([*self._rows, *self._prefilling])
         self._rows, self._prefilling = [], []
-        self._preempt(running)
         self.prefix_cache.clear(adapters)
         self._batch_params = self._shared_prefix = None
         if self._decoder is not None:
@@ -362,9 +354,9 @@ class ContinuousBatcher:
 
     def _prefill(self) -> None:
         """Admit and prefill until the budget is used up or nothing can be admitted."""
-        budget = self._prefill_tokens * (1 if self._rows else IDLE_PREFILL_FACTOR)
+        budget = self.prefill_tokens * (1 if self._rows else IDLE_PREFILL_FACTOR)
         while budget > 0:
-            chunk = min(budget, self._prefill_tokens)
+            chunk = min(budget, self.prefill_tokens)
             if not self._prefilling:
                 self._admit(chunk)
             if not self._prefilling:
@@ -491,7 +483,16 @@ class ContinuousBatcher:
         tokens, pasts = [row.tokens[-1:] for row in rows], [row.cached for row in rows]
         with self._threads.use(len(rows), max(pasts)) if self._threads else nullcontext():
             logits = self._decode_step([row.adapter for row in rows], tokens, pasts)
-            sampled = self._sample_tokens(rows, logits, self._batch_params)
+            uniform = torch.tensor([row.rng.random() for row in rows], dtype=torch.float64, device=logits.device)
+            adjusted = rows if self._batch_params.adjusted else []
+            sampled = sampler.sample_tokens(
+                logits,
+                self._batch_params,
+                uniform,
+                [row.sampled for row in adjusted],
+                _allowed_tokens(rows, logits),
+                [row.tokens for row in adjusted],
+            )
         # One transfer for both: float64 represents token ids and float32 log-probabilities exactly.
         pairs = torch.stack([sampled.tokens.double(), sampled.logprobs.double()]).tolist()
         if not all(map(math.isfinite, pairs[1])):
@@ -502,22 +503,9 @@ class ContinuousBatcher:
         _record_top_logprobs(rows, sampled)
         if sampled.kept is not None:
             recording = [rows[index] for index in self._batch_params.recording]
-            _record_kept(recording, sampled.kept, self._max_kept_tokens)
+            _record_kept(recording, sampled.kept, self.max_kept_tokens)
         self._free_rows([request for request in rows if request.done])
         return rows
-
-    @staticmethod
-    def _sample_tokens(
-        rows: list[Request], logits: Tensor, params: sampler.BatchSamplingParams
-    ) -> sampler.SampledTokens:
-        uniform = torch.tensor([row.rng.random() for row in rows], dtype=torch.float64, device=logits.device)
-        sampled = [row.sampled for row in rows] if params.adjusted else ()
-        seen = [row.tokens for row in rows] if params.adjusted else ()
-        allowed = token_masks([row.matcher for row in rows], logits.shape[-1], logits.device)
-        allowed = sampler.exclude_tokens(
-            allowed, logits, {index: row.end_tokens for index, row in enumerate(rows) if row.below_min_tokens}
-        )
-        return sampler.sample_tokens(logits, params, uniform, sampled, allowed, seen)
 
     def _find_shared_prefix(self) -> cascade_attention.SharedPrefix | None:
         """The prefixes that rows share, with their keys and values; reuses those of the last step if they still fit."""
@@ -585,8 +573,9 @@ class ContinuousBatcher:
 
     def _preempt(self, requests: list[Request]) -> None:
         """Put requests that lost their slots at the front of the queue."""
-        self._waiting.extendleft(reversed(requests))
-        for request in requests:
+        for request in reversed(requests):
+            if not request.cancelled:
+                self._waiting.appendleft(request)
             request.cached, request.deferred_once = 0, False
 
     def _free_rows(self, leaving: list[Request]) -> None:
@@ -637,7 +626,7 @@ class ContinuousBatcher:
                 "attention_mask": self._cache.masks(positions_NQ) if any(pasts) else None,
                 "position_ids": positions_NQ.clamp_(max=self.context_length - 1),
             }
-        with nullcontext() if self._adapters is None else self._adapters.use_rows(adapters):
+        with nullcontext() if self.adapters is None else self.adapters.use_rows(adapters):
             if self._decoder is not None:
                 return self._decoder(ids_NQ, **inputs)
             cache = {self._cache_argument: self._cache}
@@ -678,7 +667,7 @@ class ContinuousBatcher:
         windows = filter(None, self._cache.layout.windows.values())
         length = min(self.context_length, min([*windows, PROBED]) + PROBED) - 1
         padding = getattr(self.model.config, "pad_token_id", None)  # Some models skip it when they count positions.
-        ids = [token for token in range(3, self._vocab_size) if token != padding]
+        ids = [token for token in range(3, self._vocab_size)[: length + 1] if token != padding]
         rows = [(ids * length)[: max(2, count)] for count in (length, 3)][: self._cache.max_slots]
         none, lengths = [None] * len(rows), [len(row) - 1 for row in rows]
         self._cache.reserve(len(rows), length + 1, 0)
@@ -700,6 +689,22 @@ class ContinuousBatcher:
         spread = (expected.amax(-1) - expected.amin(-1)).clamp(min=1e-30)
         worst = ((found.float() - expected).abs().amax(-1) / spread).max().item()
         return math.inf if math.isnan(worst) else worst, f"logits off by {worst:.2g} of their spread"
+
+
+def _allowed_tokens(rows: Sequence[Request], logits_NV: Tensor) -> Tensor | None:
+    """The only tokens that may come next in each row [N, V]; None: all may."""
+    allowed_NV = None
+    for index, row in enumerate(rows):
+        early = row.end_tokens if len(row.logprobs) < row.params.min_tokens else ()
+        if row.matcher is None and not early:
+            continue
+        if allowed_NV is None:
+            allowed_NV = torch.ones_like(logits_NV, dtype=torch.bool)
+        if row.matcher is None:
+            allowed_NV[index, sorted(early)] = False
+        else:  # A constrained answer ends where its grammar says.
+            allowed_NV[index] = row.matcher.token_mask(logits_NV.shape[-1])
+    return allowed_NV
 
 
 def _record_top_logprobs(rows: Sequence[Request], sampled: sampler.SampledTokens) -> None:

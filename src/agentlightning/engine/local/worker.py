@@ -46,13 +46,14 @@ class Waiter:
             except Exception as error:  # noqa: BLE001  The boundary: the other callers get their tokens.
                 self.future.set_exception(error)
 
-    def succeed(self, result: Any) -> None:
-        if not self.future.done():
+    def settle(self, result: Any, error: Exception | None) -> None:
+        """Answer with a result, or with an error."""
+        if self.future.done():
+            return
+        if error is None:
             self.future.set_result(result)
-
-    def fail(self, error: Exception) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
+        else:
+            self.future.set_exception(as_policy_error(error))
 
 
 Event = tuple[Waiter, Callable[[], None]]
@@ -119,27 +120,22 @@ class EngineWorker:
             try:
                 command = self._inbox.get(block=self._batcher.idle)
             except queue.Empty:
-                self._step()
-                continue
+                command = self._step
             if command is None:
                 break
             self._execute(command)
         while not self._inbox.empty():  # Calls that raced with `close`.
-            command = self._inbox.get()
-            if command is not None:
+            if (command := self._inbox.get()) is not None:
                 self._execute(command)
         self._fail_all(PolicyError("the policy was closed while this answer was sampled"))
 
     def _execute(self, command: Callable[[], None]) -> None:
+        """Drop all requests where it fails, since the content of the slots is unknown then."""
         try:
             command()
         except Exception as error:  # noqa: BLE001  The boundary: without this thread all callers would wait forever.
-            self._reset(error)
-
-    def _reset(self, error: Exception) -> None:
-        """Drop all requests, since the content of the slots is unknown after an error."""
-        self._batcher.abort()
-        self._fail_all(error)
+            self._batcher.abort()
+            self._fail_all(error)
 
     def _submit(self, waiter: Waiter, prompt: Sequence[int], params: SamplingParams, adapter: str | None) -> None:
         if waiter.future.cancelled():
@@ -147,7 +143,7 @@ class EngineWorker:
         try:
             waiter.request = self._batcher.submit(prompt, params, adapter)
         except Exception as error:  # noqa: BLE001  The boundary: the error belongs to the caller.
-            return self._notify([(waiter, partial(waiter.fail, as_policy_error(error)))])
+            return self._notify([(waiter, partial(waiter.settle, None, error))])
         self._waiters[waiter.request] = waiter
 
     def _cancel(self, waiter: Waiter) -> None:
@@ -156,17 +152,13 @@ class EngineWorker:
 
     def _run(self, waiter: Waiter, job: Callable[[], Any]) -> None:
         try:
-            tell = partial(waiter.succeed, job())
+            tell = partial(waiter.settle, job(), None)
         except Exception as error:  # noqa: BLE001  The boundary: the error belongs to the caller.
-            tell = partial(waiter.fail, as_policy_error(error))
+            tell = partial(waiter.settle, None, error)
         self._notify([(waiter, tell)])
 
     def _step(self) -> None:
-        try:
-            stepped = self._batcher.step()
-        except Exception as error:  # noqa: BLE001  The boundary: the error belongs to the callers waiting for tokens.
-            return self._reset(error)
-        self._notify([event for request in stepped for event in self._events(request)])
+        self._notify([event for request in self._batcher.step() for event in self._events(request)])
 
     def _events(self, request: Request) -> Generator[Event]:
         waiter = self._waiters[request]
@@ -175,13 +167,12 @@ class EngineWorker:
             yield waiter, partial(waiter.receive, (request.tokens[-1],), *logprobs)
         if request.done:
             del self._waiters[request]
-            error = request.error
-            yield waiter, partial(waiter.succeed, request) if error is None else partial(waiter.fail, error)
+            yield waiter, partial(waiter.settle, request, request.error)
 
     def _fail_all(self, error: Exception) -> None:
         waiters = list(self._waiters.values())
         self._waiters.clear()
-        self._notify([(waiter, partial(waiter.fail, as_policy_error(error))) for waiter in waiters])
+        self._notify([(waiter, partial(waiter.settle, None, error)) for waiter in waiters])
 
     def _notify(self, events: Sequence[Event]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[Event]] = {}
@@ -203,20 +194,18 @@ def _deliver(events: Sequence[Event]) -> None:
 def as_policy_error(error: Exception) -> AgentLightningError:
     """`error` itself if it is one of ours, else a PolicyError that names it and has it as its cause."""
     if isinstance(error, PolicyError):
-        copy = type(error)(*error.args)  # One per caller: an exception accumulates the tracebacks of its raisers.
+        # One per caller: an exception accumulates the tracebacks of its raisers.
+        copy = error.__class__.__new__(error.__class__, *error.args)
+        vars(copy).update(vars(error))
         copy.__cause__ = error.__cause__
         return copy
     if isinstance(error, AgentLightningError):
         return error
-    if is_out_of_memory(error):
+    # The CPU has no exception type of its own for it.
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
         text = f"out of memory ({error}); lower max_batch_size, kv_cache_bytes or prefix_cache_bytes, or token_budget"
     else:
         text = f"the policy engine failed with {type(error).__name__}: {error}"
     wrapped = PolicyError(text)
     wrapped.__cause__ = error
     return wrapped
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out on an accelerator or on the CPU, which has no exception type of its own for it."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)

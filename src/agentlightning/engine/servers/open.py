@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import shlex
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from agentlightning.chat.base import ChatFormat
 from agentlightning.chat.hf import load_chat_format
 from agentlightning.engine.base import Engine
-from agentlightning.engine.servers.clients.vllm import LaunchOptions, VllmProcess, VllmServer
+from agentlightning.engine.servers.clients.vllm import VllmProcess, VllmServer
 from agentlightning.engine.servers.config import ENGINES, ServedModel, ServersConfig
-from agentlightning.engine.servers.pool import Replica, ReplicaPool, WeightChannel
+from agentlightning.engine.servers.pool import Replica, ReplicaPool
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.resolve import resolve_model
 from agentlightning.transport import Transport
@@ -78,7 +79,8 @@ async def open_servers(
             transfer_args = () if transfer == DISK else (f'--weight-transfer-config={{"backend": "{transfer}"}}',)
             visible = [{VISIBLE_DEVICES: each} for each in config.devices] or [{}] * config.count
             for index, devices in enumerate(visible):
-                options = LaunchOptions(
+                process = VllmProcess(
+                    transport,
                     model=model,
                     name=name or "policy",
                     log=logs / f"vllm-{index}.log",
@@ -89,7 +91,6 @@ async def open_servers(
                     max_context=max_context,
                     seconds=config.start_seconds,
                 )
-                process = VllmProcess(options, transport)
                 stack.push_async_callback(process.close)
                 server = VllmServer(transport, process.url, seconds=config.timeout_seconds)
                 replicas.append(Replica(server, process))
@@ -114,20 +115,19 @@ async def _connect_senders(
 ) -> None:
     """Connect the servers' workers with senders, which the stack aborts. Raises ConfigError or PolicyError if one
     cannot connect; unless `required`, that server gets its weights from the disk instead."""
-    channels: list[WeightChannel] = []
+    connecting: list[partial[Awaitable[None]]] = []
     for replica in replicas:
         assert isinstance(replica.server, VllmServer)
-        replica.channel = WeightChannel(replica.server, SENDERS[transfer](device))
-        stack.callback(replica.channel.sender.abort)
-        channels.append(replica.channel)
-    connecting = (each.receiver.connect(each.sender) for each in channels)
-    errors = await asyncio.gather(*connecting, return_exceptions=not required)
+        replica.sender = SENDERS[transfer](device)
+        stack.callback(replica.sender.abort)
+        connecting.append(partial(replica.server.connect, replica.sender))
+    errors = await asyncio.gather(*(connect() for connect in connecting), return_exceptions=not required)
     for replica, error in zip(replicas, errors, strict=True):
         if error is None:
             continue
         if not isinstance(error, PolicyError | ConfigError):
             raise error
         log.warning("weights reach %s through the disk: %s", replica.url, error)
-        replica.channel = None
+        replica.sender = None
         if replica.process is not None:  # Its workers may wait for us forever.
             await replica.process.restart(None)

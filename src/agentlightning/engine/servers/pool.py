@@ -126,7 +126,10 @@ class ResumableSample:
             # The same seed would repeat the random numbers of the first tokens.
             params = params if params.seed is None else replace(params, seed=params.seed + count)
             params = replace(params, min_tokens=max(0, params.min_tokens - count))
-            self._scanner = self._new_scanner() if params.stop else None
+            if params.stop:
+                self._scanner = StopScanner(params.stop, self._decode)
+                for token in self.token_ids:
+                    self._scanner.push(token)
         prompt = [*self.prompt, *self.token_ids]
         return SampleRequest(model, prompt, params, self._max_tokens - count, self._end_tokens, adapter)
 
@@ -172,12 +175,6 @@ class ResumableSample:
             top_logprobs=tuple(self.top_logprobs),
         )
 
-    def _new_scanner(self) -> StopScanner:
-        scanner = StopScanner(self._params.stop, self._decode)
-        for token in self.token_ids:
-            scanner.push(token)
-        return scanner
-
     def _cut_at_stop_string(self, chunk: TokenChunk) -> tuple[TokenChunk, bool]:
         if self._scanner is None:
             return chunk, False
@@ -193,9 +190,13 @@ class ResumableSample:
 class WeightSource:
     """One version of the weights, as servers can get it."""
 
-    def __init__(self, place: Path | Callable[[], Awaitable[Path]], lend: LendWeights | None = None) -> None:
-        """`place`: where they are on disk, or what writes them there. `lend`: access to them in memory, for servers
-        that receive them without the disk."""
+    version = 0
+    label = ""
+    """Under which servers report them."""
+
+    def __init__(self, place: Path | Callable[[], Awaitable[Path]] | None, lend: LendWeights | None = None) -> None:
+        """`place`: where they are on disk, or what writes them there; None: another process gives them to the servers.
+        `lend`: access to them in memory, for servers that receive them without the disk."""
         self.place, self.lend = place, lend
         self._writing = asyncio.Lock()
 
@@ -203,18 +204,9 @@ class WeightSource:
         """The weights on disk, written now unless they are there. Raises PolicyError if they no longer exist."""
         async with self._writing:
             if not isinstance(self.place, Path):
+                assert self.place is not None
                 self.place = await self.place()
             return self.place
-
-
-@dataclass(frozen=True, slots=True)
-class LabeledWeights:
-    """One version of the weights, with the label under which servers report it."""
-
-    source: WeightSource | None
-    """None: another process gives them to the servers."""
-    version: int
-    label: str
 
 
 @dataclass(slots=True, eq=False)
@@ -229,30 +221,6 @@ class Adapter:
     """None: another process loads it on the servers."""
     calls: int = 0
     """Number of calls that use it."""
-
-
-@dataclass(slots=True)
-class WeightChannel:
-    """How a server gets weights without the disk."""
-
-    receiver: VllmServer
-    sender: WeightSender
-    failures: int = 0
-
-    @property
-    def usable(self) -> bool:
-        return self.failures <= MAX_TRANSFER_FAILURES
-
-    async def send(self, weights: LabeledWeights, lend: LendWeights, on_loaded: Callable[[], None]) -> None:
-        """Raises PolicyError or ConfigError; the server may then hold a mix of old and new weights."""
-        try:
-            if not self.sender.connected:
-                await self.receiver.connect(self.sender)
-            await self.receiver.receive_weights(self.sender, lend, weights.label, on_loaded)
-        except BaseException as error:
-            self.failures += isinstance(error, PolicyError | ConfigError)
-            self.sender.abort()  # Nobody waits for it any more.
-            raise
 
 
 class Replica(Server):
@@ -271,8 +239,9 @@ class Replica(Server):
         self.healthy_at = time.monotonic()
         self.adapters: dict[str, Adapter] = {}
         """Those that we have loaded, by served name."""
-        self.channel: WeightChannel | None = None
-        """How it gets weights without the disk; None: it does not."""
+        self.sender: WeightSender | None = None
+        """Gives it weights without the disk; None: it reads them there."""
+        self.transfer_failures = 0
         self.transfer_interrupted = False
         """Whether a transfer to it was interrupted since it last got complete weights."""
 
@@ -280,6 +249,26 @@ class Replica(Server):
         """Let its running requests continue elsewhere."""
         for task in list(self.requests):
             task.cancel()
+
+    @property
+    def takes_transfers(self) -> bool:
+        """Whether it gets weights without the disk."""
+        return self.sender is not None and self.transfer_failures <= MAX_TRANSFER_FAILURES
+
+    async def transfer(self, label: str, lend: LendWeights, on_loaded: Callable[[], None]) -> None:
+        """Give it weights. Raises PolicyError or ConfigError; it may then hold a mix of old and new ones."""
+        server, sender = self.server, self.sender
+        assert isinstance(server, VllmServer)
+        assert sender is not None
+        self.transfer_interrupted = True
+        try:
+            if not sender.connected:
+                await server.connect(sender)
+            await server.receive_weights(sender, lend, label, on_loaded)
+        except BaseException as error:
+            self.transfer_failures += isinstance(error, PolicyError | ConfigError)
+            sender.abort()  # Nobody waits for it any more.
+            raise
 
     async def load(self, adapter: Adapter) -> None:
         """Raises ModelServerError, or ConfigError if it takes no such adapter."""
@@ -310,7 +299,7 @@ class ReplicaPool(ServerSet[Replica], AgentEngines):
         self.chat, self.model, self.context_length = chat, model, context_length
         self.lock = asyncio.Lock()
         """Held while weights or adapters change."""
-        self.weights: LabeledWeights | None = None
+        self.weights: WeightSource | None = None
         """What every server is to have; None: what it was started with."""
         self.weight_version = 0
         """The version that all healthy servers have."""
@@ -445,13 +434,15 @@ class ReplicaPool(ServerSet[Replica], AgentEngines):
         affinity: str = "",
         only: Replica | None = None,
     ) -> Sample:
-        room = room_for_answer(prompt, self.context_length)
-        max_tokens = min(room, params.max_tokens or room)
+        max_tokens = room_for_answer(prompt, self.context_length, params.max_tokens)
         end_tokens = params.end_tokens(self.chat.eos_token_ids)
         answer = ResumableSample(prompt, params, max_tokens, end_tokens, self.chat.decode, on_tokens)
         tried: list[Replica] = []
         while (reason := answer.finish_reason) is None:
-            replica = only or await self._choose(affinity, tried)
+            if only is None:
+                await self.wait_for_up()
+            up = [only] if only else [each for each in self.in_order(affinity) if each.up]
+            replica = next((each for each in up if each not in tried), up[0])  # Preferably one that has not failed it.
             tried.append(replica)
             try:
                 completion = await self._run_on(replica, model, answer)
@@ -498,12 +489,6 @@ class ReplicaPool(ServerSet[Replica], AgentEngines):
             raise ModelServerError(f"{replica.url} was evicted: {replica.failure}", retryable=True) from None
         finally:
             replica.requests.discard(task)
-
-    async def _choose(self, affinity: str, tried: Sequence[Replica]) -> Replica:
-        """A server that is up, preferably one that has not failed this call."""
-        await self.wait_for_up()
-        up = [replica for replica in self.in_order(affinity) if replica.up]
-        return next((replica for replica in up if replica not in tried), up[0])
 
     # -- adapters --------------------------------------------------------------------------------------------------
 
@@ -612,10 +597,10 @@ class ReplicaPool(ServerSet[Replica], AgentEngines):
         async with self.lock:
             # A new label for each update: an earlier version that is restored must not share one with what followed it.
             self._updates += 1
-            self.weights = LabeledWeights(source, version, f"{self._label_prefix}-{self._updates}")
+            self.weights, source.version, source.label = source, version, f"{self._label_prefix}-{self._updates}"
             # From now on, weights that we did not set are those of a restarted server.
             self.labels = {label: known for label, known in self.labels.items() if label.startswith(self._label_prefix)}
-            self.labels[self.weights.label] = version
+            self.labels[source.label] = version
             await self.update_replicas()
         await self.wait_for_up()
 
@@ -624,7 +609,8 @@ class ReplicaPool(ServerSet[Replica], AgentEngines):
         they sample are those of `version`."""
         if self.weights is None:
             self.labels.clear()  # What the servers had before is no version of the trainer's.
-        self.weights = LabeledWeights(None, version, label)
+        self.weights = WeightSource(None)
+        self.weights.version, self.weights.label = version, label
         self.labels[label] = version
         for old in list(self.labels)[:-MAX_LABELS]:
             del self.labels[old]
@@ -637,34 +623,33 @@ class ReplicaPool(ServerSet[Replica], AgentEngines):
             self.weight_version = self.weights.version
 
     async def _update(self, replica: Replica) -> None:
-        channel = replica.channel if replica.channel is not None and replica.channel.usable else None
+        transfer = replica.takes_transfers
         try:
-            await self._load_weights(replica, channel)
+            await self._load_weights(replica, transfer)
         except Exception as error:  # noqa: BLE001 - whatever one server answers, the others go on
             # It may hold a mix of old and new weights, so nobody samples there until it has the new ones.
             self.evict(replica, _reason(error))
-            if channel is not None and not channel.usable:
+            if transfer and not replica.takes_transfers:
                 log.warning("model server %s gets its weights from the disk from now on", replica.url)
 
-    async def _load_weights(self, replica: Replica, channel: WeightChannel | None = None) -> None:
-        """Give `replica` the target weights, through `channel` or from the disk. Raises PolicyError or ConfigError."""
+    async def _load_weights(self, replica: Replica, transfer: bool = False) -> None:
+        """Give `replica` the target weights, by `transfer` or from the disk. Raises PolicyError or ConfigError."""
         if (target := self.weights) is None:
             return
-        server, source, missing = replica.server, target.source, f"not {target.label}"
+        server, missing = replica.server, f"not {target.label}"
 
         def on_loaded() -> None:
             replica.version = target.version
 
-        if source is None:
+        if target.place is None:
             missing = f"and its trainer has not given it version {target.version} ({target.label}) yet"
-        elif channel is not None and source.lend is not None:
-            replica.transfer_interrupted = True
-            await channel.send(target, source.lend, on_loaded)
+        elif transfer and target.lend is not None:
+            await replica.transfer(target.label, target.lend, on_loaded)
         else:
-            await server.load_weights(await source.directory(), target.label, on_loaded)
+            await server.load_weights(await target.directory(), target.label, on_loaded)
         replica.transfer_interrupted = False
         replica.label = await server.weight_label()
-        if replica.label != target.label and (source is None or replica.label is not None):
+        if replica.label != target.label and (target.place is None or replica.label is not None):
             raise ModelServerError(f"{server.url} has weights {replica.label}, {missing}", retryable=True)
         on_loaded()
 
@@ -730,8 +715,8 @@ class ReplicaPool(ServerSet[Replica], AgentEngines):
     def evict(self, replica: Replica, reason: str) -> None:
         """As `mark_unhealthy`; its running requests continue on other servers."""
         self.mark_unhealthy(replica, reason)
-        if replica.channel is not None:
-            replica.channel.sender.abort()
+        if replica.sender is not None:
+            replica.sender.abort()
         replica.version, replica.label, replica.failure = -1, None, reason
         replica.cancel_requests()
 
@@ -767,12 +752,11 @@ class ReplicaPool(ServerSet[Replica], AgentEngines):
         if process is not None and (process.ended or replica.transfer_interrupted):
             replica.adapters.clear()
             replica.version, replica.label = -1, None
-            source = self.weights.source if self.weights else None
-            await process.restart(await source.directory() if source else None)
+            await process.restart(await self.weights.directory() if self.weights else None)
             replica.transfer_interrupted = False
         await self._ask_health(replica)
-        if replica.transfer_interrupted and replica.channel is not None:
-            await replica.channel.receiver.discard_partial_update()
+        if replica.transfer_interrupted and isinstance(replica.server, VllmServer):
+            await replica.server.discard_partial_update()
         async with self.lock:
             await self.catch_up(replica)
             replica.record_success()
@@ -789,8 +773,8 @@ class ReplicaPool(ServerSet[Replica], AgentEngines):
         self._recovered.set()
         await self.end_watches()
         for replica in self.replicas:
-            if replica.channel is not None:
-                replica.channel.sender.abort()
+            if replica.sender is not None:
+                replica.sender.abort()
         await asyncio.gather(*(replica.process.close() for replica in self.replicas if replica.process))
         await self._transport.close()
 
@@ -816,15 +800,3 @@ class PooledEngine(EngineWrapper, AgentEngines):
     def version_of(self, adapter: str | None) -> int:
         """See `AgentEngines.version_of`."""
         return self.servers.version_of(adapter)
-
-    async def sample_adapter(
-        self,
-        adapter: str | None,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        on_tokens: OnTokens | None = None,
-        *,
-        affinity: str = "",
-    ) -> Sample:
-        """See `AgentEngines.sample_adapter`. Raises as `ReplicaPool.sample_adapter` does."""
-        return await self.servers.sample_adapter(adapter, prompt_token_ids, params, on_tokens, affinity=affinity)

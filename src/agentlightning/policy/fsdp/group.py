@@ -95,7 +95,10 @@ class Rank:
         changed: list[str | None] = []
         try:
             if name == OPEN:
-                self._open(*arguments)
+                (config,) = arguments
+                torch.set_num_threads(config.threads)
+                self.learner = None  # Frees its memory.
+                self.learner = RankLearner(config, self.ranks)
             else:
                 assert self.learner is not None
                 changed = self.learner.changed
@@ -114,11 +117,6 @@ class Rank:
             if words:
                 raise RankError(f"{rank} failed during {name!r}: {words}")
         return value
-
-    def _open(self, config: LocalPolicyConfig) -> None:
-        torch.set_num_threads(config.threads)
-        self.learner = None  # Frees its memory.
-        self.learner = RankLearner(config, self.ranks)
 
 
 def _name(number: int, count: int, pid: int) -> str:

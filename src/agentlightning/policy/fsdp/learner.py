@@ -12,7 +12,7 @@ Zhao et al. 2023, arXiv:2304.11277; FSDP2: https://docs.pytorch.org/docs/stable/
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -43,7 +43,7 @@ from agentlightning.policy.model_loading import load_model, with_adapters_of
 from agentlightning.policy.update.forward import Forward, ModelTraits, cost_model
 from agentlightning.policy.update.optimizer import master_values
 from agentlightning.policy.update.packing import MicroBatch, TokenTable, plan, token_table
-from agentlightning.policy.update.updater import LocalLearner, Updater
+from agentlightning.policy.update.updater import LocalLearner, Sums, Updater, add_sums
 from agentlightning.trajectory import FloatArray, Node, TokenTree, TrainingSample
 
 # -- collectives -----------------------------------------------------------------------------------------------------
@@ -87,12 +87,11 @@ class Ranks:
         dist.all_gather_object(found, value, group=self.control)
         return found
 
-    def sum(self, values: Mapping[str, float]) -> dict[str, float]:
+    def sum(self, values: Sums) -> Sums:
         """The sums by name, with the same bits on every rank."""
-        total: dict[str, float] = {}
-        for own in self.gather(dict(values)):
-            for name, value in own.items():
-                total[name] = total.get(name, 0.0) + value
+        total: Sums = {}
+        for own in self.gather(values):
+            add_sums(total, own)
         return total
 
     @torch.no_grad()
@@ -197,9 +196,10 @@ class ShardedForward(Forward):
         return np.sum(self.ranks.gather(found), axis=0)
 
     def _idle(self, passes: int) -> Tensor:
-        """Passes whose sum is 0; every weight has a gradient of 0."""
+        """Passes over one target behind one token, whose sum is 0; every weight has a gradient of 0."""
         total = torch.zeros((), device=self.model.device)
-        batch = _idle_batch()
+        tree = TokenTree((Node(-1, (0,)), Node(0, (0,), sampled=True, logprobs=(0.0,))))
+        (batch,) = plan([TrainingSample(tree)], token_budget=1, sharing="rows")
         for _ in range(passes):
             logprobs_1, _ = self.logprobs(batch, super().states(batch), at_temperature=False)
             total = total + logprobs_1.sum() * 0.0
@@ -208,13 +208,6 @@ class ShardedForward(Forward):
 
 def _passes(batch: MicroBatch) -> int:
     return 2 if batch.shared_length else 1
-
-
-def _idle_batch() -> MicroBatch:
-    """One target behind one token."""
-    tree = TokenTree((Node(-1, (0,)), Node(0, (0,), sampled=True, logprobs=(0.0,))))
-    (batch,) = plan([TrainingSample(tree)], token_budget=1, sharing="rows")
-    return batch
 
 
 def shard(model: PreTrainedModel, ranks: Ranks, dtype: torch.dtype) -> None:
@@ -300,7 +293,7 @@ class ShardedUpdater(Updater):
         imbalance = sum(max(loads) for loads in busy) * count / max(sum(map(sum, busy)), 1e-9)
         return {**metrics, "idle_ranks": float(idle), "rank_imbalance": imbalance}
 
-    def _gradient(self, part: TokenTable, options: UpdateOptions) -> dict[str, float]:
+    def _gradient(self, part: TokenTable, options: UpdateOptions) -> Sums:
         sums = self.forward.ranks.sum(self.accumulate(self._plan(part, options), options.loss))
         self.forward.ranks.sum_gradients(self.whole)
         return sums

@@ -74,11 +74,7 @@ class FsdpPolicy(SeparatePolicy, LocalPolicy):
 
     async def check_idle(self, in_flight: bool) -> None:
         """See `SeparatePolicy.check_idle`."""
-        if not in_flight and not await self._engine.run(lambda: self._generator.idle):
-            raise PolicyError(
-                "answers are in flight; wait for them before the weights change, or let them continue with"
-                " in_flight=True"
-            )
+        await self._engine.run(lambda: self._generator.check_idle(in_flight))
 
     async def publish_update(self, *, in_flight: bool = False) -> Metrics:
         """See `SeparatePolicy.publish_update`. Returns publish_bytes, of what has changed, and publish_seconds."""
@@ -89,16 +85,10 @@ class FsdpPolicy(SeparatePolicy, LocalPolicy):
         size = sum(each.nbytes for own in weights.values() for each in own.values())
         return {"publish_bytes": float(size), "publish_seconds": time.monotonic() - started}
 
-    async def score(
-        self,
-        trees: Sequence[TokenTree],
-        what: AbstractSet[ScoreColumn],
-        *,
-        reference: Path | None = None,
-        adapter: str | None = None,
+    async def _scores(
+        self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], reference: Path | None, adapter: str | None
     ) -> Columns:
-        """See `Policy.score`; computed by the ranks, which read `reference` themselves."""
-        self._check_scores(what, reference)
+        """Computed by the ranks, which read `reference` themselves."""
         return await self._call("score", list(trees), frozenset(what), reference and _absolute(reference), adapter)
 
     async def load(self, directory: Path, *, in_flight: bool = False, above: int = 0) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -89,18 +90,14 @@ class Chosen:
     kept: KeptTokens | None = None
     """None: all distributions are over the whole vocabulary."""
 
-    def split(self, size: int) -> list[Chosen]:
-        """The same of each chunk."""
-        parts = _parts(len(self.tokens), size)
-        return [
-            replace(
-                self,
-                tokens=self.tokens[part],
-                temperatures=None if self.temperatures is None else self.temperatures[part],
-                kept=None if self.kept is None else self.kept.part(part),
-            )
-            for part in parts
-        ]
+    def part(self, part: slice) -> Chosen:
+        """The same of consecutive distributions."""
+        return Chosen(
+            self.tokens[part],
+            None if self.temperatures is None else self.temperatures[part],
+            self.entropy_gradient,
+            None if self.kept is None else self.kept.part(part),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,21 +113,17 @@ class Softmax:
 
 def logprobs_from_logits(logits_NV: Tensor, chosen: Chosen) -> tuple[Tensor, Tensor]:
     """log p of the chosen tokens and the entropies, [N]."""
-    return _logprobs(logits_NV, None, None, chosen, len(logits_NV) or 1, False)
+    return logprobs_from_linear(logits_NV, None, None, chosen, len(logits_NV) or 1)
 
 
 def logprobs_from_linear(
-    hidden_NH: Tensor,
-    weight_VH: Tensor,
-    bias_V: Tensor | None,
-    chosen: Chosen,
-    size: int,
-    *,
-    adds_to_grad: bool = False,
+    hidden_NH: Tensor, weight_VH: Tensor | None, bias_V: Tensor | None, chosen: Chosen, size: int
 ) -> tuple[Tensor, Tensor]:
-    """`logprobs_from_logits` of the logits of a linear layer, `size` positions at a time. With `adds_to_grad`, only for
-    `Tensor.backward`, the gradient of the weight is added to its `grad` in place where there is one already."""
-    return _logprobs(hidden_NH, weight_VH, bias_V, chosen, size, adds_to_grad)
+    """`logprobs_from_logits` of the logits of a linear layer, `size` positions at a time; without a weight, `hidden_NH`
+    are the logits. For `Tensor.backward`: the gradient of the weight is added to its `grad` in place where there is one
+    already."""
+    found = _LogProbs.apply(hidden_NH, weight_VH, bias_V, chosen, size)  # pyright: ignore[reportUnknownVariableType]
+    return cast("tuple[Tensor, Tensor]", found)
 
 
 class _LogProbs(Function):
@@ -144,13 +137,14 @@ class _LogProbs(Function):
         bias_V: Tensor | None,
         chosen: Chosen,
         size: int,
-        adds_to_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         buffer_CV = None if weight_VH is None else hidden_NH.new_empty(min(size, len(hidden_NH)), len(weight_VH))
-        logprobs_N, found = _empty(hidden_NH)
+        dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
+        logprobs_N, *others = (hidden_NH.new_empty(len(hidden_NH), dtype=dtype) for _ in range(4))
+        found = Softmax(*others)
         for part in _parts(len(hidden_NH), size):
             _measure(_logits(hidden_NH[part], weight_VH, bias_V, buffer_CV), chosen, logprobs_N, found, part)
-        ctx.chosen, ctx.size, ctx.adds_to_grad = chosen, size, adds_to_grad
+        ctx.chosen, ctx.size = chosen, size
         ctx.last_chunk = buffer_CV if any(ctx.needs_input_grad) else None
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V)
         ctx.softmax = replace(found, entropy=found.entropy.clone())  # A context that holds its outputs is never freed.
@@ -168,10 +162,10 @@ class _LogProbs(Function):
         if weight_VH is None:
             gradient_NV = torch.empty_like(hidden_NH)
             _write_gradient(hidden_NH, ctx.chosen, ctx.softmax, slice(None), gradients, gradient_NV)
-            return gradient_NV, None, None, None, None, None
+            return gradient_NV, None, None, None, None
         of_hidden = torch.empty_like(hidden_NH) if wanted[0] else None
         parts = _parts(len(hidden_NH), ctx.size)
-        earlier = _earlier(weight_VH) if ctx.adds_to_grad else None
+        earlier = _earlier(weight_VH)
         of_weight = (_sum_for(weight_VH, len(parts)) if earlier is None else earlier) if wanted[1] else None
         of_bias = _sum_for(bias_V, len(parts)) if wanted[2] else None
         buffer_CV, ctx.last_chunk = ctx.last_chunk, None  # A second backward pass computes every chunk again.
@@ -190,31 +184,35 @@ class _LogProbs(Function):
             if of_bias is not None:
                 of_bias += logits_CV.sum(0, dtype=of_bias.dtype)
         returned = _as(of_weight, weight_VH) if earlier is None else None
-        return of_hidden, returned, _as(of_bias, bias_V), None, None, None
-
-
-def _logprobs(*arguments: Any) -> tuple[Tensor, Tensor]:
-    logprobs_N, entropy_N = _LogProbs.apply(*arguments)  # pyright: ignore[reportUnknownVariableType]
-    return logprobs_N, entropy_N
+        return of_hidden, returned, _as(of_bias, bias_V), None, None
 
 
 def _parts(count: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def _blocks(logits_CV: Tensor, part: slice) -> Iterator[tuple[slice, slice]]:
-    """The rows of each block in a chunk, and among the N positions of which the chunk is `part`."""
-    first = part.start or 0
+def _blocks(
+    logits_CV: Tensor, chosen: Chosen, found: Softmax, part: slice, *, first: bool
+) -> Iterator[tuple[slice, slice, Tensor, Tensor | float]]:
+    """Of each block the rows in a chunk, and among the N positions of which the chunk is `part`; (logits - max) / T in
+    float32 or more: at most 0, and `FAR` for excluded tokens; and T [B, 1]. The `first` time, the largest logits are
+    filled in."""
+    start = part.start or 0
     numbers = BLOCK_CPU if logits_CV.device.type == "cpu" else BLOCK_ACCELERATOR
     for rows in _parts(len(logits_CV), max(1, numbers // max(1, logits_CV.shape[1]))):
-        yield rows, slice(first + rows.start, first + rows.stop)
-
-
-def _empty(like: Tensor) -> tuple[Tensor, Softmax]:
-    """logprobs_N and the rest, to be filled in."""
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    logprobs_N, *others = (torch.empty(len(like), dtype=dtype, device=like.device) for _ in range(4))
-    return logprobs_N, Softmax(*others)
+        places = slice(start + rows.start, start + rows.stop)
+        logits_BV = logits_CV[rows]
+        excluded_BV = _excluded(logits_BV, chosen, places)
+        if first:
+            within_BV = logits_BV if excluded_BV is None else logits_BV.masked_fill(excluded_BV, -math.inf)
+            found.largest[places] = within_BV.amax(-1)
+        shifted_BV, temperatures_B1 = logits_BV.to(found.largest.dtype) - found.largest[places, None], 1.0
+        if chosen.temperatures is not None:
+            temperatures_B1 = chosen.temperatures[places, None].to(shifted_BV.dtype).clamp(min=MIN_TEMPERATURE)
+            shifted_BV.div_(temperatures_B1)
+        if excluded_BV is not None:
+            shifted_BV.masked_fill_(excluded_BV, FAR)
+        yield rows, places, shifted_BV, temperatures_B1
 
 
 def _logits(hidden_CH: Tensor, weight_VH: Tensor | None, bias_V: Tensor | None, buffer_CV: Tensor | None) -> Tensor:
@@ -225,12 +223,6 @@ def _logits(hidden_CH: Tensor, weight_VH: Tensor | None, bias_V: Tensor | None, 
     if bias_V is None:
         return torch.mm(hidden_CH, weight_VH.T, out=logits_CV)
     return torch.addmm(bias_V, hidden_CH, weight_VH.T, out=logits_CV)
-
-
-def _temperatures(chosen: Chosen, rows: slice, like: Tensor) -> Tensor | None:
-    if chosen.temperatures is None:
-        return None
-    return chosen.temperatures[rows, None].to(like.dtype).clamp(min=MIN_TEMPERATURE)
 
 
 def _excluded(logits_BV: Tensor, chosen: Chosen, places: slice) -> Tensor | None:
@@ -244,27 +236,12 @@ def _excluded(logits_BV: Tensor, chosen: Chosen, places: slice) -> Tensor | None
     return excluded_BV
 
 
-def _shifted(
-    logits_BV: Tensor, max_B1: Tensor, temperatures_B1: Tensor | None, excluded_BV: Tensor | None = None
-) -> Tensor:
-    """(logits - max) / T in float32 or more: at most 0, and `FAR` for excluded tokens."""
-    shifted_BV = logits_BV.to(max_B1.dtype) - max_B1
-    shifted_BV = shifted_BV if temperatures_B1 is None else shifted_BV.div_(temperatures_B1)
-    return shifted_BV if excluded_BV is None else shifted_BV.masked_fill_(excluded_BV, FAR)
-
-
 def _measure(logits_CV: Tensor, chosen: Chosen, logprobs_N: Tensor, found: Softmax, part: slice) -> None:
     """Fill in the entries of a chunk."""
-    for rows, places in _blocks(logits_CV, part):
-        logits_BV = logits_CV[rows]
-        excluded_BV = _excluded(logits_BV, chosen, places)
-        within_BV = logits_BV if excluded_BV is None else logits_BV.masked_fill(excluded_BV, -math.inf)
-        max_B1 = within_BV.amax(-1, keepdim=True).to(found.largest.dtype)
-        shifted_BV = _shifted(logits_BV, max_B1, _temperatures(chosen, places, max_B1), excluded_BV)
+    for _, places, shifted_BV, _ in _blocks(logits_CV, chosen, found, part, first=True):
         exp_BV = shifted_BV.exp()
         sum_B = exp_BV.sum(-1)
-        log_sum_B = sum_B.log()
-        found.largest[places], found.total[places] = max_B1[:, 0], sum_B
+        found.total[places], log_sum_B = sum_B, sum_B.log()
         logprobs_N[places] = shifted_BV.gather(1, chosen.tokens[places, None])[:, 0] - log_sum_B
         found.entropy[places] = log_sum_B - exp_BV.mul_(shifted_BV).sum(-1) / sum_B
 
@@ -274,37 +251,16 @@ def _write_gradient(
 ) -> None:
     """Write the gradient of a chunk of logits, which may be `out_CV` itself."""
     of_logprobs_N, of_entropy_N = gradients
-    for rows, places in _blocks(logits_CV, part):
-        max_B1 = found.largest[places, None]
-        temperatures_B1 = _temperatures(chosen, places, max_B1)
-        excluded_BV = _excluded(logits_CV[rows], chosen, places)
-        shifted_BV = _shifted(logits_CV[rows], max_B1, temperatures_B1, excluded_BV)
-        scale_B1 = of_logprobs_N[places, None]
-        factor_B1 = -scale_B1 / found.total[places, None]
-        if temperatures_B1 is not None:
-            scale_B1, factor_B1 = scale_B1 / temperatures_B1, factor_B1 / temperatures_B1
+    for rows, places, shifted_BV, temperatures_B1 in _blocks(logits_CV, chosen, found, part, first=False):
+        scale_B1, total_B1 = of_logprobs_N[places, None], found.total[places, None]
+        factor_B1 = -scale_B1 / total_B1 / temperatures_B1
         if chosen.entropy_gradient:
-            weights_BV = _with_entropy(shifted_BV, found, places, of_entropy_N, temperatures_B1, factor_B1)
-            gradient_BV = shifted_BV.exp_().mul_(weights_BV)
-        else:
-            gradient_BV = shifted_BV.exp_().mul_(factor_B1)
-        gradient_BV.scatter_add_(1, chosen.tokens[places, None], scale_B1)
+            own_B1 = -of_entropy_N[places, None] / total_B1 / temperatures_B1
+            offset_B1 = found.entropy[places, None] - total_B1.log()
+            factor_B1 = (shifted_BV + offset_B1).mul_(own_B1).add_(factor_B1)
+        gradient_BV = shifted_BV.exp_().mul_(factor_B1)
+        gradient_BV.scatter_add_(1, chosen.tokens[places, None], scale_B1 / temperatures_B1)
         out_CV[rows] = gradient_BV
-
-
-def _with_entropy(
-    shifted_BV: Tensor,
-    found: Softmax,
-    places: slice,
-    of_entropy_N: Tensor,
-    temperatures_B1: Tensor | None,
-    factor_B1: Tensor,
-) -> Tensor:
-    """What exp(shifted) is multiplied by in the gradient of both, the chosen token's own share excepted."""
-    own_B1 = -of_entropy_N[places, None] / found.total[places, None]
-    own_B1 = own_B1 if temperatures_B1 is None else own_B1 / temperatures_B1
-    offset_B1 = (found.entropy - found.total.log())[places, None]
-    return (shifted_BV + offset_B1).mul_(own_B1).add_(factor_B1)
 
 
 def _sum_for(weight: Tensor, products: int) -> Tensor:
@@ -352,16 +308,10 @@ def states_at_positions(
     def at_positions(states_BTH: Tensor) -> Tensor:
         return states_BTH.flatten(0, 1).index_select(0, positions_N)
 
-    shapes: list[torch.Size] = []
-
-    def narrow(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        shapes.append(args[0].shape)
-        return (at_positions(args[0]).unsqueeze(0), *args[1:])
-
-    def widen(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        shape = shapes.pop()
-        empty = output.new_zeros(shape[0] * shape[1], shape[2])
-        return empty.index_copy(0, positions_N, output[0]).view(shape)
+    def narrowed(compute: Callable[..., Tensor], states_BTH: Tensor, *args: Any) -> Tensor:
+        output_1NH = compute(at_positions(states_BTH).unsqueeze(0), *args)
+        empty = output_1NH.new_zeros(states_BTH.shape).flatten(0, 1)
+        return empty.index_copy(0, positions_N, output_1NH[0]).view(states_BTH.shape)
 
     def take(module: nn.Module, args: tuple[Tensor, ...], output: Any) -> Any:
         states_BTH = output["last_hidden_state"]
@@ -369,12 +319,23 @@ def states_at_positions(
         output["last_hidden_state"] = states_BTH[:, :0]
         return output
 
-    with ExitStack() as hooks:
-        hooks.callback(decoder.register_forward_hook(take).remove)
-        if block is not None:
-            hooks.callback(block.register_forward_pre_hook(narrow).remove)
-            hooks.callback(block.register_forward_hook(widen).remove)
+    at_block = nullcontext() if block is None else computing(block, partial(narrowed, block.forward))
+    with decoder.register_forward_hook(take), at_block:
         yield
+
+
+@contextmanager
+def computing(module: nn.Module, forward: Callable[..., Any]) -> Generator[None]:
+    """Within, a module computes `forward`, also where a library that offloads weights has given it one of its own."""
+    own = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
 
 
 def last_mlp(model: PreTrainedModel) -> nn.Module | None:
@@ -433,7 +394,8 @@ class OutputHead:
     def __call__(self, hidden_CH: Tensor) -> Tensor:
         """logits_CV."""
         ids_1C = torch.zeros(1, len(hidden_CH), dtype=torch.long, device=hidden_CH.device)
-        with _with_decoder_output(self.decoder, self.traits.output(last_hidden_state=hidden_CH.unsqueeze(0))):
+        output = self.traits.output(last_hidden_state=hidden_CH.unsqueeze(0))
+        with computing(self.decoder, lambda *_args, **_options: output):
             return self._model(input_ids=ids_1C, use_cache=False).logits[0]
 
     @torch.no_grad()
@@ -472,14 +434,15 @@ def token_logprobs(head: OutputHead, hidden_NH: Tensor, chosen: Chosen) -> tuple
     for `Tensor.backward` alone (`logprobs_from_linear`)."""
     size = max(1, CHUNK_LOGITS // head.vocabulary)
     if (linear := head.linear) is not None:
-        return logprobs_from_linear(hidden_NH, linear.weight, linear.bias, chosen, size, adds_to_grad=True)
+        return logprobs_from_linear(hidden_NH, linear.weight, linear.bias, chosen, size)
     if len(hidden_NH) <= size:
         return _of_chunk(head, hidden_NH, chosen)
     found: list[Any] = [
-        checkpoint(_of_chunk, head, hidden_CH, part, use_reentrant=False, preserve_rng_state=False)
-        for hidden_CH, part in zip(hidden_NH.split(size), chosen.split(size), strict=True)
+        checkpoint(_of_chunk, head, hidden_NH[part], chosen.part(part), use_reentrant=False, preserve_rng_state=False)
+        for part in _parts(len(hidden_NH), size)
     ]
-    return torch.cat([logprobs_C for logprobs_C, _ in found]), torch.cat([entropy_C for _, entropy_C in found])
+    logprobs_N, entropy_N = map(torch.cat, zip(*found, strict=True))
+    return logprobs_N, entropy_N
 
 
 def _of_chunk(head: OutputHead, hidden_CH: Tensor, chosen: Chosen) -> tuple[Tensor, Tensor]:
@@ -499,24 +462,6 @@ def _decoder(model: PreTrainedModel) -> PreTrainedModel:
     decoder = found if isinstance(found, PreTrainedModel) else cast(PreTrainedModel, model.base_model)
     inner = (each for each in model.children() if isinstance(each, PreTrainedModel))
     return next(inner, model) if decoder is model else decoder  # Of some, as Llama 4, transformers names none.
-
-
-@contextmanager
-def _with_decoder_output(decoder: Any, output: Any) -> Generator[None]:
-    """Let the decoder return `output`, whatever its input."""
-    own = decoder.__dict__.get("forward")  # Libraries that offload weights put one there.
-
-    def forward(*_args: Any, **_options: Any) -> Any:
-        return output
-
-    decoder.forward = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del decoder.forward
-        else:
-            decoder.forward = own
 
 
 # -- gradient checkpointing ------------------------------------------------------------------------------------------
@@ -544,13 +489,12 @@ def layers_to_recompute(model: PreTrainedModel) -> list[nn.Module]:
 @contextmanager
 def recomputed(layers: Sequence[nn.Module]) -> Generator[None]:
     """Forward passes within store the inputs of these layers alone."""
-    for layer in layers:
-        layer.forward = _recomputing(layer.forward, _cache_index(layer))
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for layer in layers:
-            del layer.forward
+            numbers = (getattr(module, "layer_idx", None) for module in layer.modules())
+            index = next((number for number in numbers if isinstance(number, int)), None)
+            stack.enter_context(computing(layer, _recomputing(layer.forward, index)))
+        yield
 
 
 def _recomputing(forward: Callable[..., Any], index: int | None) -> Callable[..., Any]:
@@ -579,11 +523,6 @@ class _AsNow:
 
     def __exit__(self, *_error: object) -> None:
         self._cached.update(self._later)
-
-
-def _cache_index(layer: nn.Module) -> int | None:
-    found = [getattr(module, "layer_idx", None) for module in layer.modules()]
-    return next((index for index in found if isinstance(index, int)), None)
 
 
 PROBE = (3, 5, 4, 6), (7, 4, 8, 2), (8, 6, 3, 5)
@@ -634,16 +573,16 @@ class Forward:
         (shared,) = plan(batch, token_budget=64, sharing="shared", join=False)
         block, self.last_mlp = self.last_mlp, None
         whole_NH = self._hidden(plain)
-        shares = can_share(self.model) and self._agree(whole_NH, self._hidden(shared))
+        shares = can_share(self.model) and self._gives(whole_NH, shared)
         lines = replace(plain, lines=tuple(join_rows(plain.rows, 64)))
-        joins = can_share(self.model) and can_mask(self.model) and self._agree(whole_NH, self._hidden(lines))
+        joins = can_share(self.model) and can_mask(self.model) and self._gives(whole_NH, lines)
         self.last_mlp = block
-        tokenwise_mlp = block is not None and self._agree(whole_NH, self._hidden(plain))
+        tokenwise_mlp = block is not None and self._gives(whole_NH, plain)
         return replace(self.head.traits, tokenwise_mlp=tokenwise_mlp, shares=shares, joins=joins)
 
-    def _agree(self, expected_NH: Tensor | None, found_NH: Tensor | None) -> bool:
-        """Whether hidden states differ by rounding only."""
-        if expected_NH is None or found_NH is None:
+    def _gives(self, expected_NH: Tensor | None, batch: MicroBatch) -> bool:
+        """Whether the hidden states for a micro-batch differ from others by rounding only."""
+        if expected_NH is None or (found_NH := self._hidden(batch)) is None:
             return False
         precision = (expected_NH.amax() - expected_NH.amin()) * (3e-4 if self.dtype == torch.float32 else 0.05)
         return bool((found_NH - expected_NH).abs().amax() <= precision)
@@ -731,7 +670,6 @@ class Forward:
         what: AbstractSet[str] = frozenset({"logprobs", "entropy"}),
         *,
         value_head: ValueHead | None = None,
-        token_budget: int = 8192,
     ) -> dict[str, list[tuple[FloatArray, ...]]]:
         """`logprobs` and `entropy` of every sampled token at its temperature, and its `values` by a head: for each tree
         a column, as `TrainingSample` has them."""
@@ -739,7 +677,7 @@ class Forward:
         # In one order: processes join them one after the other, and the order of a set differs from process to process.
         found = {name: np.zeros_like(table.call, np.float32) for name in sorted(what)}
         self.model.eval()
-        batches = self.plan(table, token_budget=token_budget)
+        batches = self.plan(table)
         with self.aligned(batches):
             for batch in batches:
                 hidden_NH = self.states(batch)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -146,7 +146,9 @@ class Optimizer:
             raise ConfigError("the model has no weight that requires a gradient; unfreeze it or add an adapter")
         weights = sum(p.numel() for p in model.parameters())
         self.config = config.completed(weights=weights, objective="reinforcement")
-        self.masters = [_master(p) for p in self.parameters]
+        self.masters = [
+            p if torch.finfo(p.dtype).bits >= 32 else nn.Parameter(master_values(p.detach())) for p in self.parameters
+        ]
         """What the optimiser updates: float32 copies of weights of less precision, and the other weights themselves."""
         self.steps = 0
         """Optimiser steps taken or skipped so far: the position in the schedule."""
@@ -243,11 +245,6 @@ class Optimizer:
                 master.copy_(saved)
 
 
-def _master(parameter: nn.Parameter) -> nn.Parameter:
-    precise = torch.finfo(parameter.dtype).bits >= 32
-    return parameter if precise else nn.Parameter(master_values(parameter.detach()))
-
-
 def master_values(weight: Tensor) -> Tensor:
     """Float32 numbers that are rounded to a weight; the same ones each time."""
     values = weight.float()
@@ -272,38 +269,36 @@ def _build(
     model: nn.Module, config: OptimizerConfig, masters: Mapping[int, nn.Parameter]
 ) -> list[torch.optim.Optimizer]:
     """`masters`: by id of the model's trainable weights, the parameters to optimise in their place."""
-    hidden = {id(p) for p in _hidden_matrices(model)} if config.type == "muon" else set[int]()
-    rest = [master for each, master in masters.items() if each not in hidden]
+    outer = _outer_weights(model)
+    by_muon: list[nn.Parameter] = []
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for each, master in masters.items():
+        if config.type == "muon" and master.ndim == 2 and each not in outer:
+            by_muon.append(master)
+        else:
+            (decayed if master.ndim >= 2 else others).append(master)
     optimizers: list[torch.optim.Optimizer] = []
-    if hidden:
-        matrices = [master for each, master in masters.items() if each in hidden]
-        optimizers.append(Muon(matrices, lr=config.muon_lr, weight_decay=config.weight_decay))
-    if rest:
-        optimizers.append(_adamw(rest, config))
+    if by_muon:
+        optimizers.append(Muon(by_muon, lr=config.muon_lr, weight_decay=config.weight_decay))
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    if decayed or others:
+        assert config.lr is not None  # Set by `completed`.
+        adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.lr,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            # One pass over the memory of the weights: on a CPU a sixth of the time of the default. Not tried on what
+            # processes divide.
+            fused=not any(isinstance(p, DTensor) for p in (*decayed, *others)),
+        )
+        optimizers.append(adamw)
     return optimizers
 
 
-def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    assert config.lr is not None  # Set by `completed`.
-    decayed = [p for p in parameters if p.ndim >= 2]
-    others = [p for p in parameters if p.ndim < 2]
-    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=config.betas,
-        weight_decay=config.weight_decay,
-        # One pass over the memory of the weights: on a CPU a sixth of the time of the default. Not tried on what
-        # processes divide.
-        fused=not any(isinstance(p, DTensor) for p in parameters),
-    )
-
-
-def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Trainable matrices other than embeddings and the output head."""
+def _outer_weights(model: nn.Module) -> set[int]:
+    """The ids of the weights of embeddings and of the output head."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    outer = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    if isinstance(head, nn.Module):
-        outer.append(cast("nn.Embedding", head))
-    excluded = {id(p) for module in outer for p in module.parameters()}
-    return [p for p in model.parameters() if p.requires_grad and p.ndim == 2 and id(p) not in excluded]
+    outer = (module for module in model.modules() if module is head or isinstance(module, nn.Embedding))
+    return {id(p) for module in outer for p in module.parameters()}

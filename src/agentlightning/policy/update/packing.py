@@ -22,9 +22,10 @@ Shapes: S sampled tokens of all samples of a batch, N trained tokens of a micro-
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
@@ -35,6 +36,7 @@ from agentlightning.policy.base import Sharing
 from agentlightning.policy.mismatch import Correction
 from agentlightning.trajectory import FloatArray, Node, TokenTree, TrainingSample
 from agentlightning.util.common_prefix import common_prefix_length
+from agentlightning.util.kept_sets import KeptSets
 
 # -- micro-batches ---------------------------------------------------------------------------------------------------
 
@@ -165,24 +167,17 @@ def token_table(samples: Iterable[TrainingSample]) -> TokenTable:
 
 
 def _column(samples: Sequence[TrainingSample], name: str) -> FloatArray:
-    return _join([
-        array
-        for sample in samples
-        for array in sample.columns.get(name) or [np.zeros(sample.tree.num_sampled, np.float32)]
-    ])  # fmt: skip
+    columns = (sample.columns.get(name) or [np.zeros(sample.tree.num_sampled, np.float32)] for sample in samples)
+    return _join([*chain.from_iterable(columns)])
 
 
 def _kept_tokens(nodes: Sequence[Node]) -> KeptTokens | None:
-    sets = [node.kept_sets for node in nodes]
-    if all(kept is None for kept in sets):
+    if all(node.kept_sets is None for node in nodes):
         return None
-    none = np.zeros(0, np.int64)
-    sizes = [
-        np.zeros(len(node.token_ids), np.int64) if kept is None else kept.size_array()
-        for node, kept in zip(nodes, sets, strict=True)
-    ]
-    ids = [none if kept is None else kept.id_array() for kept in sets]
-    return KeptTokens(np.concatenate(sizes), np.concatenate(ids))
+    sets = [node.kept_sets or KeptSets(bytes(4 * len(node.token_ids)), b"") for node in nodes]
+    return KeptTokens(
+        np.concatenate([each.size_array() for each in sets]), np.concatenate([each.id_array() for each in sets])
+    )
 
 
 def _join(arrays: Sequence[FloatArray]) -> FloatArray:
@@ -215,16 +210,16 @@ class Row:
         return len(self.token_ids) - 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Line:
     """A row, or rows of one tree that are computed as one: their common tokens once, each seen by what is below it
     alone."""
 
-    rows: tuple[Row, ...]
-    token_ids: tuple[int, ...]
-    index: tuple[IntArray, ...]
+    rows: list[Row] = field(default_factory=list["Row"])
+    token_ids: list[int] = field(default_factory=list[int])
+    index: list[IntArray] = field(default_factory=list[IntArray])
     """For each row, where its tokens stand in the line."""
-    begins: tuple[int, ...]
+    begins: list[int] = field(default_factory=list[int])
     """For each row, how many of its tokens stand there for an earlier row."""
 
     @property
@@ -235,35 +230,29 @@ class Line:
     def joined(self) -> bool:
         return len(self.rows) > 1
 
+    def add(self, row: Row, common: int) -> Line:
+        """Append a row that has so many tokens in common with the last one."""
+        own = np.arange(self.length, self.length + row.length - common)
+        self.index.append(np.concatenate([self.index[-1][:common], own]) if common else own)
+        self.token_ids += row.token_ids[common:-1]
+        self.rows.append(row)
+        self.begins.append(common)
+        return self
+
 
 def join_rows(rows: Iterable[Row], limit: int) -> list[Line]:
     """The rows in lines of at most `limit` tokens; a longer row has one for itself."""
-    lines: list[list[tuple[Row, int]]] = []
-    length, before = 0, ()
+    lines: list[Line] = []
+    before = ()
     for row in sorted(rows, key=lambda row: row.token_ids[:-1]):
         own = row.token_ids[:-1]
         common = common_prefix_length(own, before)
-        if not lines or length + len(own) - common > limit:
-            lines.append([])
-            length = common = 0
-        lines[-1].append((row, common))
-        length, before = length + len(own) - common, own
-    return [_line(each) for each in lines]
-
-
-def line_of(row: Row) -> Line:
-    """A row by itself."""
-    return _line([(row, 0)])
-
-
-def _line(rows: Sequence[tuple[Row, int]]) -> Line:
-    token_ids: list[int] = []
-    index: list[IntArray] = []
-    for row, common in rows:
-        own = np.arange(len(token_ids), len(token_ids) + row.length - common)
-        index.append(np.concatenate([index[-1][:common], own]) if index else own)
-        token_ids += row.token_ids[common:-1]
-    return Line(tuple(row for row, _ in rows), tuple(token_ids), tuple(index), tuple(common for _, common in rows))
+        if not lines or lines[-1].length + len(own) - common > limit:
+            lines.append(Line())
+            common = 0
+        lines[-1].add(row, common)
+        before = own
+    return lines
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -393,56 +382,53 @@ def plan(
     """
     table = batch if isinstance(batch, TokenTable) else token_table(batch)
     packer = _Packer(table, token_budget, cost)
-    trained = _trained_calls(table)
+    counts = table.columns.get(TRAINED, table.columns.get("weights", np.ones(len(table.call)))) != 0
+    trained = frozenset(np.unique(table.call[counts]).tolist())
     trees = [_Paths(table, number, trained, by_call=sharing == "rows") for number in table.part]
-    merged = [Choice(tree.lines) for tree in trees]
     if sharing in ("rows", "merged"):
-        return packer.pack(merged)
-    joined = [[Choice(join_rows(tree.rows, token_budget))] if join else [] for tree in trees]
-    families = [tree.families() for tree in trees]
-    shared = [own + each for own, each in zip(joined, families, strict=True)]
-    if sharing == "shared":  # a tree whose rows share nothing needs no mask
-        options = [both if each else [whole] for both, each, whole in zip(shared, families, merged, strict=True)]
-        return packer.pack([min(each, key=lambda choice: choice.price(cost)) for each in options])
-    plans = [merged, [own[0] for own in joined if own]] if join else [merged]
-    for alone in (cost, replace(cost, launch=0.0)):
-        options = [[whole, *each] for whole, each in zip(merged, shared, strict=True)]
-        plans.append([min(each, key=lambda choice: choice.price(alone)) for each in options])
-    return min(map(packer.pack, plans), key=lambda batches: sum(map(cost.price, batches)))
+        return packer.pack([Choice(tree.lines) for tree in trees])
+    options: list[list[Choice]] = []
+    for tree in trees:
+        whole, families = Choice(tree.lines), tree.families()
+        joined = [Choice(join_rows(tree.rows, token_budget))] if join else []
+        if sharing == "auto":
+            options.append([whole, *joined, *families])
+        else:  # A tree whose rows share nothing needs no mask.
+            options.append([*joined, *families] if families else [whole])
+
+    def cheapest(alone: CostModel) -> list[MicroBatch]:
+        return packer.pack([min(each, key=lambda choice: choice.price(alone)) for each in options])
+
+    if sharing == "shared":
+        return cheapest(cost)
+    plans = [packer.pack([each[way] for each in options]) for way in range(1 + join)]
+    plans += [cheapest(cost), cheapest(replace(cost, launch=0.0))]
+    return min(plans, key=lambda batches: sum(map(cost.price, batches)))
 
 
 class _Paths:
     """The rows of one tree."""
 
-    def __init__(self, table: TokenTable, number: int, trained: NDArray[np.bool_], by_call: bool) -> None:
-        """`trained`: for each call of the table, whether it is."""
+    def __init__(self, table: TokenTable, number: int, trained: Collection[int], by_call: bool) -> None:
+        """`trained`: the calls of the table that are."""
         self._table, self._tree = table, table.samples[number].tree
         self._places = table.places[number]
         calls: dict[int, list[int]] = {}
         for index, place in self._places.items():
-            if trained[table.calls[place]] and self._tree.nodes[index].token_ids:
-                calls.setdefault(int(table.calls[place]), []).append(index)
-        self._calls = list(calls.values())
-        """The nodes of each trained call, from the root down."""
-        self.paths = [(self._tree.path(nodes[-1]), set(nodes)) for nodes in self._calls]
+            if (call := int(table.calls[place])) in trained and self._tree.nodes[index].token_ids:
+                calls.setdefault(call, []).append(index)
+        self.paths = [(self._tree.path(nodes[-1]), set(nodes)) for nodes in calls.values()]
         """Each with the nodes of the calls that are its own to train."""
-        if not by_call:
-            self.paths = self._leaf_paths()
+        if not by_call:  # Those to the deepest nodes; a call belongs to the first one through its last node.
+            inner = {index for path, _ in self.paths for index in path[:-1]}
+            free = {path[-1]: owned for path, owned in self.paths}
+            self.paths = [
+                (path, {node for index in path for node in free.pop(index, ())})
+                for path, _ in self.paths
+                if path[-1] not in inner
+            ]
         self.rows = [self._row(path, owned) for path, owned in self.paths]
-        self.lines = [line_of(row) for row in self.rows]
-
-    def _leaf_paths(self) -> list[tuple[list[int], set[int]]]:
-        """Paths to the deepest trained nodes, each with the nodes of the calls that are its own to train: a call
-        belongs to the first path through its last node."""
-        inner: set[int] = set()
-        for nodes in self._calls:
-            inner.update(self._tree.path(nodes[-1])[:-1])
-        free = {nodes[-1]: nodes for nodes in self._calls}
-        paths: list[tuple[list[int], set[int]]] = []
-        for leaf in [last for last in free if last not in inner]:
-            path = self._tree.path(leaf)
-            paths.append((path, {node for index in path for node in free.pop(index, ())}))
-        return paths
+        self.lines = [Line().add(row, 0) for row in self.rows]
 
     def _row(self, path: list[int], owned: set[int]) -> Row:
         tokens: list[int] = []
@@ -463,15 +449,18 @@ class _Paths:
     def families(self) -> list[Choice]:
         """A prefix shared, at the deepest node common to them, for each set of at least two rows that a node has below
         it."""
-        through: dict[int, list[int]] = {}
+        through: dict[tuple[int, int], list[int]] = {}
+        """For each node, and the number of tokens from the root to its end, the rows through it."""
         for i, (path, _) in enumerate(self.paths):
+            depth = 0
             for index in path:
-                through.setdefault(index, []).append(i)
-        depths, lengths = _depths(self._tree), dict[tuple[int, ...], int]()
-        for index, members in through.items():
-            if len(members) > 1 and depths[index] > 1:
+                depth += len(self._tree.nodes[index].token_ids)
+                through.setdefault((index, depth), []).append(i)
+        lengths: dict[tuple[int, ...], int] = {}
+        for (_, depth), members in through.items():
+            if len(members) > 1 and depth > 1:
                 key = tuple(members)
-                lengths[key] = max(lengths.get(key, 0), depths[index] - 1)
+                lengths[key] = max(lengths.get(key, 0), depth - 1)
         choices: list[Choice] = []
         for members, length in lengths.items():
             inside = tuple(self.lines[i] for i in members)
@@ -480,29 +469,13 @@ class _Paths:
         return choices
 
 
-def _depths(tree: TokenTree) -> list[int]:
-    """For each node, the number of tokens from the root to its end."""
-    depths: list[int] = []
-    for node in tree.nodes:
-        depths.append(len(node.token_ids) + (depths[node.parent] if node.parent >= 0 else 0))
-    return depths
-
-
-def _trained_calls(table: TokenTable) -> NDArray[np.bool_]:
-    """For each call of the table, whether one of its tokens is trained."""
-    counts = table.columns.get(TRAINED, table.columns.get("weights", np.ones(len(table.call)))) != 0
-    trained = np.zeros(table.call.max(initial=-1) + 1, bool)
-    trained[table.call[counts]] = True
-    return trained
-
-
+@dataclass(frozen=True, slots=True)
 class _Packer:
     """Puts lines of one table into micro-batches."""
 
-    def __init__(self, table: TokenTable, token_budget: int, cost: CostModel) -> None:
-        self.table = table
-        self._token_budget = token_budget
-        self._cost = cost
+    table: TokenTable
+    token_budget: int
+    cost: CostModel
 
     def pack(self, choices: Sequence[Choice]) -> list[MicroBatch]:
         families: list[MicroBatch] = []
@@ -522,7 +495,7 @@ class _Packer:
         for line in sorted(lines, key=lambda line: line.length, reverse=True):
             width = batches[-1][0].length if batches else 0
             wasted += width - line.length
-            if not batches or (len(batches[-1]) + 1) * width > self._token_budget or wasted > self._cost.launch:
+            if not batches or (len(batches[-1]) + 1) * width > self.token_budget or wasted > self.cost.launch:
                 batches.append([])
                 wasted = 0
             batches[-1].append(line)
@@ -530,9 +503,9 @@ class _Packer:
 
     def _divide(self, family: MicroBatch) -> tuple[list[MicroBatch], list[Line]]:
         """Families within the budget, each of which computes the prefix; lines that fit none have no prefix."""
-        if family.shared_length + 2 * family.width > self._token_budget:
+        if family.shared_length + 2 * family.width > self.token_budget:
             return [], list(family.lines)
-        size = (self._token_budget - family.shared_length) // family.width
+        size = (self.token_budget - family.shared_length) // family.width
         lines = sorted(family.lines, key=lambda line: line.length, reverse=True)
         parts = [tuple(lines[i : i + size]) for i in range(0, len(lines), size)]
         families = [replace(family, lines=part, families=(len(part),)) for part in parts if len(part) > 1]
@@ -545,8 +518,8 @@ class _Packer:
             if batches:
                 last = batches[-1]
                 both = replace(family, lines=last.lines + family.lines, families=last.families + family.families)
-                cheaper = self._cost.price(both) <= self._cost.price(last) + self._cost.price(family)
-                if both.tokens <= self._token_budget and cheaper:
+                cheaper = self.cost.price(both) <= self.cost.price(last) + self.cost.price(family)
+                if both.tokens <= self.token_budget and cheaper:
                     batches[-1] = both
                     continue
             batches.append(family)

@@ -35,7 +35,6 @@ from agentlightning.models.lora import (
     write_adapter,
 )
 from agentlightning.models.resolve import resolve_model, shared_name
-from agentlightning.policy import mismatch as mismatches
 from agentlightning.policy.base import UPDATE, Columns, ScoreColumn, UpdateOptions
 from agentlightning.policy.config import LR_FACTOR, LocalPolicyConfig, Lora, OptimizerConfig, default_lr
 from agentlightning.policy.losses import (
@@ -53,7 +52,16 @@ from agentlightning.policy.losses import (
     token_losses,
     value_of,
 )
-from agentlightning.policy.mismatch import Correction, MismatchSetting, factors, measures
+from agentlightning.policy.mismatch import (
+    DEFAULT,
+    Correction,
+    MismatchSetting,
+    check_combination,
+    check_token_level,
+    factors,
+    is_off,
+    measures,
+)
 from agentlightning.policy.model_loading import LARGE, SavedAgents
 from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.optimizer import Optimizer, WeightAverage
@@ -94,14 +102,13 @@ class Updater:
         adapter: nn.Module | None = None,
         value_head: ValueHead | None = None,
         *,
-        gradient_checkpointing: bool = False,
         forward: Forward | None = None,
     ) -> None:
         """With an `adapter`, whose weights the model's forward pass uses during a step, only these are trained, and the
-        `value_head`. `forward`: the passes through the model, with their own gradient checkpointing."""
+        `value_head`. `forward`: the passes through the model."""
         self.model = model
         self.optimizer = Optimizer(model if adapter is None else adapter, optimizer or OptimizerConfig())
-        self.forward = forward or Forward(model, gradient_checkpointing=gradient_checkpointing)
+        self.forward = forward or Forward(model)
         self.value_head = value_head
         self.value_optimizer = (
             None if value_head is None else Optimizer(value_head, value_head.optimizer_config(self.optimizer.config))
@@ -131,7 +138,9 @@ class Updater:
         for optimizer in self.optimizers:
             optimizer.lr_factor = options.lr_factor
         losses = token_losses(options.loss)
-        check_value_head(losses, self.value_head)
+        for loss in losses:
+            if loss.needs_values and self.value_head is None:
+                raise PolicyError(f'loss "{loss.type}" trains a critic: {NO_HEAD}')
         if options.average is not None:
             self.average = self.average or self.new_average(options.average)
             self.average.rate = options.average
@@ -142,33 +151,31 @@ class Updater:
             table = replace(table, corrections=several)
         elif several:
             table, corrections = corrected(table, several)
-        totals = dict.fromkeys(COUNTS, 0.0)
+        totals: Sums = dict.fromkeys(COUNTS, np.zeros(2))
         for index, part in enumerate(minibatches(table, options.minibatches)):
             sums = self._step(normalized(part, losses), options)
             if index == 0 and "approx_kl" in sums and not {INTERPOLATION, PROXIMAL_LOGPROBS} & table.columns.keys():
                 # What sampler and trainer disagree about, before the first change of weights.
-                corrections["mismatch_kl"] = sums["approx_kl"] / max(1.0, sums[f"{COUNT_OF}approx_kl"])
-            _add(totals, sums)
-        metrics: Mapping[str, float] = _means(totals)
+                corrections["mismatch_kl"] = means(sums)["approx_kl"]
+            add_sums(totals, sums)
+        metrics: Mapping[str, float] = means(totals)
         for loss in losses:
             metrics = loss.summary(metrics)
-        if totals["tokens_trained"]:
+        if totals["tokens_trained"][0]:
             self.entropy.add(metrics["entropy"])
         return {**metrics, **corrections}
 
-    def _step(self, part: TokenTable, options: UpdateOptions) -> dict[str, float]:
+    def _step(self, part: TokenTable, options: UpdateOptions) -> Sums:
         """One optimiser step. If the gradient is not finite, the rollouts responsible are left out."""
-        sums = self._gradient(part, options)
-        if not sums:
-            return {}
-        norm, left_out = self.optimizer.grad_norm(), 0
-        if not _finite(sums, norm):
+        (sums, norm, finite), left_out = self._gradient_alone(part, options), 0
+        if not finite:
             part, left_out = self._without_not_finite(part, options)
             if left_out:
-                self.zero_grad()
-                sums = self._gradient(part, options) or {"loss": math.nan}
-                norm = self.optimizer.grad_norm()
-        return {**sums, **self._optimize(sums["loss"], norm), "rollouts_not_finite": float(left_out)}
+                sums, norm, _ = self._gradient_alone(part, options)
+                sums = sums or over(1, {"loss": math.nan})
+        if not sums:
+            return {}
+        return self._with_step(sums, self._optimize(sums["loss"][0], norm), left_out)
 
     def _optimize(self, loss: float, norm: Tensor) -> dict[str, float]:
         """The step of the policy's optimiser, and of the value head's, which is skipped where the policy's is."""
@@ -179,6 +186,11 @@ class Updater:
             return metrics
         own = self.value_optimizer.step(loss if metrics["optimizer_steps"] else math.nan)
         return {**metrics, "value_lr": own["lr"], "value_grad_norm": own["grad_norm"]}
+
+    @staticmethod
+    def _with_step(sums: Sums, metrics: Mapping[str, float], left_out: int) -> Sums:
+        """The sums of an optimiser step with its own metrics, and the number of rollouts that it left out."""
+        return {**sums, **over(1, {"loss": sums["loss"][0], **metrics, "rollouts_not_finite": left_out})}
 
     def zero_grad(self) -> None:
         """Drop the gradients that were accumulated."""
@@ -206,15 +218,20 @@ class Updater:
     def _not_finite(self, part: TokenTable, rollouts: IntArray, options: UpdateOptions) -> IntArray:
         """Those of the rollouts whose gradient alone is not finite, found by halving. Several processes that train
         together (`policy.fsdp`) all ask about the same rollouts in the same order: each gradient is theirs together."""
-        self.zero_grad()
-        sums = self._gradient(without(part, ~np.isin(part.rollout, rollouts)), options)
-        if not sums or _finite(sums, self.optimizer.grad_norm()):
+        _, _, finite = self._gradient_alone(without(part, ~np.isin(part.rollout, rollouts)), options)
+        if finite:
             return rollouts[:0]
         if len(rollouts) == 1:
             return rollouts
         return np.concatenate([self._not_finite(part, half, options) for half in np.array_split(rollouts, 2)])
 
-    def _gradient(self, part: TokenTable, options: UpdateOptions) -> dict[str, float]:
+    def _gradient_alone(self, part: TokenTable, options: UpdateOptions) -> tuple[Sums, Tensor, bool]:
+        """What `_gradient` returns, without earlier gradients; the norm, and whether loss and norm are finite."""
+        self.zero_grad()
+        sums, norm = self._gradient(part, options), self.optimizer.grad_norm()
+        return sums, norm, not sums or (math.isfinite(sums["loss"][0]) and bool(torch.isfinite(norm)))
+
+    def _gradient(self, part: TokenTable, options: UpdateOptions) -> Sums:
         """Add the gradient of samples, and return sums over their tokens; empty where nothing is trained."""
         batches = self._plan(part, options)
         return self.accumulate(batches, options.loss) if batches else {}
@@ -223,14 +240,14 @@ class Updater:
         budget = options.token_budget or TOKEN_BUDGET
         return self.forward.plan(part, token_budget=budget, sharing=options.sharing)
 
-    def accumulate(self, batches: Sequence[MicroBatch], loss: LossSetting = "ppo") -> dict[str, float]:
+    def accumulate(self, batches: Sequence[MicroBatch], loss: LossSetting = "ppo") -> Sums:
         """Add the gradient of `batches` to that of `optimizer.masters`; returns sums over tokens, and counts."""
         losses = token_losses(loss)
         needs = frozenset[str]().union(*(each.needs for each in losses))
         at_temperature, entropy = SAMPLED_LOGPROBS in needs, any(each.needs_entropy for each in losses)
         critic = self.value_head if any(each.needs_values for each in losses) else None
         self.model.eval()
-        totals: dict[str, float] = {}
+        totals: Sums = {}
         ratios_R = self._rollout_log_ratios(batches, losses, at_temperature)
         with self.forward.aligned(batches):
             for batch in batches:
@@ -240,16 +257,13 @@ class Updater:
                 tokens = tokens if critic is None else replace(tokens, values=critic(hidden_NH))
                 value, sums = sum_of_losses(losses, tokens, batch.table.corrections)
                 value.backward()
-                sums |= {
-                    "loss": value.detach(),
-                    "entropy": entropy_N.detach().sum(),
-                    "tokens_trained": len(logprobs_N),
-                    "tokens_computed": batch.tokens,
-                    "micro_batches": 1,
-                }
-                if at_temperature and batch.kept is not None:
-                    sums |= _kept_metrics(batch.kept)
-                _add(totals, sums)
+                counts = {"tokens_trained": len(logprobs_N), "tokens_computed": batch.tokens, "micro_batches": 1}
+                own = {"loss": value.detach(), "entropy": entropy_N.detach().sum(), **counts}
+                sums |= over(len(logprobs_N), own)
+                if at_temperature and (kept := batch.kept) is not None:
+                    count = int(np.count_nonzero(kept.sizes))
+                    sums |= over(count, {KEPT_COUNT: count, "kept_set_size": float(kept.sizes.sum())})
+                add_sums(totals, sums)
         return totals
 
     @torch.no_grad()
@@ -333,7 +347,7 @@ def _corrections(
     table: TokenTable, losses: Sequence[TokenLoss], mismatch: MismatchSetting | None
 ) -> tuple[Correction, ...]:
     """The corrections of weights; none where none applies."""
-    several = mismatches.DEFAULT if mismatch is None else mismatches.check_combination(mismatch, losses)
+    several = DEFAULT if mismatch is None else check_combination(mismatch, losses)
     decoupled = any(loss.decoupled for loss in losses)
     proximal = PROXIMAL_LOGPROBS in table.columns
     if INTERPOLATION in table.columns:
@@ -343,20 +357,13 @@ def _corrections(
             )
         if not decoupled:
             raise ConfigError(f"the column {INTERPOLATION!r} is used by none of the losses; leave it out, or use ppo")
-        mismatches.check_token_level(several)
+        check_token_level(several)
         return several
-    if mismatches.is_off(several) or not decoupled:
+    if is_off(several) or not decoupled:
         return ()
     if mismatch is not None and table.samples and not proximal:
         raise PolicyError(f'mismatch={mismatch!r} needs the column "{PROXIMAL_LOGPROBS}", which samples do not have')
     return several if proximal else ()
-
-
-def check_value_head(losses: Sequence[TokenLoss], head: ValueHead | None) -> None:
-    """Raises PolicyError for a loss that needs a value head where there is none."""
-    for loss in losses:
-        if loss.needs_values and head is None:
-            raise PolicyError(f'loss "{loss.type}" trains a critic: {NO_HEAD}')
 
 
 def _renumbered(numbers: IntArray) -> IntArray:
@@ -378,44 +385,37 @@ def tokens_of(tokens: TokenBatch, loss: TokenLoss) -> TokenBatch:
     counts = _counts(tokens, loss)
     if bool(counts.all()):
         return replace(tokens, columns=columns)
-    whole = tokens.rollout_log_ratio
+    vectors = {name: getattr(tokens, name) for name in ("trained_logprobs", "entropy", "values", "rollout_log_ratio")}
     return replace(
         tokens,
-        trained_logprobs=tokens.trained_logprobs[counts],
         columns={each: values[counts] for each, values in columns.items()},
         call=tokens.call[counts].unique(return_inverse=True)[1],
         rollout=tokens.rollout[counts].unique(return_inverse=True)[1],
-        entropy=None if tokens.entropy is None else tokens.entropy[counts],
-        values=None if tokens.values is None else tokens.values[counts],
-        rollout_log_ratio=None if whole is None else whole[:, counts],
+        **{name: None if each is None else each[..., counts] for name, each in vectors.items()},
     )
 
 
 def sum_of_losses(
     losses: Sequence[TokenLoss], tokens: TokenBatch, within: Sequence[Correction] = ()
-) -> tuple[Tensor, dict[str, float | Tensor]]:
-    """The sum of all losses, and the sums of their metrics and of those of the corrections `within`, each with the
-    number of its tokens (`COUNT_OF`). Where two losses log under one name, the later one's has its type before it."""
-    sums: dict[str, float | Tensor] = {}
+) -> tuple[Tensor, Sums]:
+    """The sum of all losses, and the sums of their metrics and of those of the corrections `within`. Where two losses
+    log under one name, the later one's has its type before it."""
+    sums: Sums = {}
     if within:
         tokens, found, count = corrected_tokens(tokens, within)
-        sums |= _counted(found, count)
+        sums |= over(count, found)
     total = tokens.trained_logprobs.sum() * 0.0
     for loss in losses:
         own = tokens_of(tokens, loss)
         value = value_of(loss, own)
         total = total + value.loss * loss.coefficient_at(tokens.step)
         named = {f"{loss.type}_{name}" if name in sums else name: each for name, each in value.sums.items()}
-        sums |= _counted(named, len(own.trained_logprobs))
+        sums |= over(len(own.trained_logprobs), named)
     return total, sums
 
 
-def _counted(sums: Mapping[str, float | Tensor], count: float) -> dict[str, float | Tensor]:
-    return {**sums, **dict.fromkeys((f"{COUNT_OF}{name}" for name in sums), float(count))}
-
-
-def _finite(sums: Mapping[str, float], norm: Tensor) -> bool:
-    return math.isfinite(sums["loss"]) and bool(torch.isfinite(norm))
+Sums: TypeAlias = dict[str, Any]
+"""By name of a metric its sum, and the number of tokens or steps that it is a sum over."""
 
 
 COUNTS: tuple[str, ...] = (
@@ -428,31 +428,21 @@ COUNTS: tuple[str, ...] = (
 )
 KEPT_COUNT = "tokens_with_kept_sets"
 """Trained tokens whose probability is that over a recorded set; only in updates that have some."""
-PER_STEP: tuple[str, ...] = ("loss", "lr", "grad_norm", "value_lr", "value_grad_norm")
-COUNT_OF = "count of "
-"""Before the name of a metric: the number of tokens that it is a sum over."""
 
 
-def _add(totals: dict[str, float], values: Mapping[str, float | Tensor]) -> None:
-    for name, value in values.items():
-        totals[name] = totals.get(name, 0.0) + float(value)
+def over(count: float, sums: Mapping[str, float | Tensor]) -> Sums:
+    return {name: (value, count) for name, value in sums.items()}
 
 
-def _kept_metrics(kept: KeptTokens) -> dict[str, float | Tensor]:
-    count = float(np.count_nonzero(kept.sizes))
-    return {KEPT_COUNT: count, **_counted({"kept_set_size": float(kept.sizes.sum())}, count)}
+def add_sums(totals: Sums, sums: Sums) -> None:
+    for name, (value, count) in sums.items():
+        totals[name] = totals.get(name, 0.0) + np.array([float(value), count])
 
 
-def _means(totals: dict[str, float]) -> dict[str, float]:
+def means(sums: Sums) -> dict[str, float]:
     """Sums over tokens become means over tokens, sums over steps means over steps; counts stay."""
-    steps = totals["optimizer_steps"] + totals["skipped_steps"]
-    divisors = dict.fromkeys((*COUNTS, KEPT_COUNT), 1.0) | dict.fromkeys(PER_STEP, max(1.0, steps))
-    names = [name for name in totals if not name.startswith(COUNT_OF)]
-
-    def tokens(name: str) -> float:
-        return max(1.0, totals.get(f"{COUNT_OF}{name}", totals["tokens_trained"]))
-
-    return {name: totals[name] / divisors.get(name, tokens(name)) for name in names}
+    counts = (*COUNTS, KEPT_COUNT)
+    return {name: float(value if name in counts else value / max(1.0, count)) for name, (value, count) in sums.items()}
 
 
 # -- streams ---------------------------------------------------------------------------------------------------------
@@ -536,15 +526,13 @@ def minibatches(table: TokenTable, count: int) -> list[TokenTable]:
     then weighs as a whole batch does."""
     if count == 1:
         return [table]
-    parts = [replace(table, part=table.part[i::count]) for i in range(count)]
-    return [_as_whole(part) for part in parts if part.part]
-
-
-def _as_whole(table: TokenTable) -> TokenTable:
-    samples = [table.samples[i] for i in table.part]
-    share = sum(sample.share for sample in samples if WEIGHTS in sample.columns)
-    names = {WEIGHTS, CORRECTED_WEIGHTS} & set(table.columns) if share else ()
-    return table.with_columns({name: table.columns[name] / np.float32(share) for name in names})
+    parts: list[TokenTable] = []
+    for part in filter(None, (table.part[i::count] for i in range(count))):
+        share = sum(table.samples[i].share for i in part if WEIGHTS in table.samples[i].columns)
+        names = {WEIGHTS, CORRECTED_WEIGHTS} & set(table.columns) if share else ()
+        scaled = table.with_columns({name: table.columns[name] / np.float32(share) for name in names})
+        parts.append(replace(scaled, part=part))
+    return parts
 
 
 def normalized(table: TokenTable, losses: Sequence[TokenLoss]) -> TokenTable:
@@ -649,8 +637,8 @@ class LocalLearner:
         if make_updater is not None:
             self.forward = self.make_forward(model, config.gradient_checkpointing)
             """Passes with the weights that are in use."""
-            for name in shapes or (None,):
-                optimizer = _optimizer(None if name is None else shapes[name], config, size)
+            for name, lora in shapes.items() or [(None, None)]:
+                optimizer = _optimizer(lora, config, size)
                 adapter = None if name is None else self.by_name[name]
                 self.updaters[name] = make_updater(model, optimizer, adapter, self.value_head, forward=self.forward)
         self._references: dict[Path, Forward] = {}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.engine.servers.clients.vllm import LaunchOptions, VllmProcess
+from agentlightning.engine.servers.clients.vllm import VllmProcess
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.engine.servers.open import open_servers
 from agentlightning.errors import ConfigError, ServerError
@@ -85,10 +85,8 @@ def test_the_workers_of_a_server_that_crashed_end_too(tmp_path: Path):
 
 async def test_a_server_gets_its_options_and_restarts_with_other_weights(tmp_path: Path):
     transport = Transport()
-    launch = LaunchOptions(
-        tmp_path / "m", "mine", tmp_path / "x.log", (sys.executable, "-c", SERVER), ("--more",), seconds=20
-    )
-    child = VllmProcess(launch, transport)
+    command = (sys.executable, "-c", SERVER)
+    child = VllmProcess(transport, tmp_path / "m", "mine", tmp_path / "x.log", command, ("--more",), seconds=20)
     await child.restart(None)
     told = (tmp_path / "x.log").read_text()
     for words in ("'serve', '" + str(tmp_path / "m"), "'processed_logprobs'", "'mine'", "'127.0.0.1'", "'--more'"):

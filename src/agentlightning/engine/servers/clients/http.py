@@ -12,7 +12,7 @@ from typing import Any, Final
 import orjson
 
 from agentlightning.engine.base import FinishReason, SamplingParams, TopLogprobs
-from agentlightning.errors import AgentLightningError, ConfigError, ContextLengthError, PolicyError
+from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 from agentlightning.transport import Response, Transport, TransportError
 from agentlightning.transport.base import CONTEXT_ERROR, error_fields
 
@@ -182,19 +182,16 @@ class JsonClient:
                 timeout_seconds=timeout,
             )
             async with response:
-                if response.status >= 400:
-                    raise self._status_error(path, response.status, await response.read())
+                if (status := response.status) >= 400:
+                    message = f"{self.url}{path} answered {status}: {_error_message(await response.read())}"
+                    if status in (401, 403):
+                        raise ConfigError(f"{message}; give the token the server was started with")
+                    retryable = status >= 500 or status in RETRYABLE_STATUSES
+                    raise ModelServerError(message, retryable=retryable, status=status)
                 yield response
         except TransportError as error:
             retryable = error.reason not in ("tls", "proxy")  # Those persist until a setting is changed.
             raise ModelServerError(f"{self.url}{path}: {error} ({error.reason})", retryable=retryable) from error
-
-    def _status_error(self, path: str, status: int, content: bytes) -> AgentLightningError:
-        message = f"{self.url}{path} answered {status}: {_error_message(content)}"
-        if status in (401, 403):
-            return ConfigError(f"{message}; give the token the server was started with")
-        retryable = status >= 500 or status in RETRYABLE_STATUSES
-        return ModelServerError(message, retryable=retryable, status=status)
 
 
 # -- model servers -----------------------------------------------------------------------------------------------------

@@ -341,10 +341,11 @@ LOG_TAIL = 2000
 """Characters of the log that an error quotes."""
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchOptions:
-    """How to start a server."""
+@dataclass(eq=False, repr=False)
+class VllmProcess:
+    """One server process on a free port, which `restart` starts."""
 
+    transport: Transport
     model: Path
     name: str
     """The model name it serves."""
@@ -357,30 +358,13 @@ class LaunchOptions:
     seconds: float = 600.0
     """Time limit until it listens."""
 
-    def command_line(self, model: Path, port: int) -> list[str]:
-        words = [*self.command, "serve", str(model), "--served-model-name", self.name, "--dtype", self.dtype]
-        words += ["--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"]
-        words += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "21", "--generation-config", "vllm"]
-        words += ["--max-model-len", str(self.max_context)] if self.max_context else []
-        return [*words, *self.args]
-
-    def environment(self) -> dict[str, str]:
-        required = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
-        return {**os.environ, **required, **self.env}
-
-
-class VllmProcess:
-    """One server process, which `restart` starts."""
-
-    def __init__(self, options: LaunchOptions, transport: Transport) -> None:
-        self._options = options
-        self._port = _free_port()
+    def __post_init__(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
         self._process: subprocess.Popen[bytes] | None = None
-        self._http = JsonClient(transport, self.url, seconds=5.0, connect_seconds=2.0)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+        self._http = JsonClient(self.transport, self.url, seconds=5.0, connect_seconds=2.0)
 
     @property
     def ended(self) -> bool:
@@ -390,9 +374,9 @@ class VllmProcess:
         """End the server, if it runs, and start it with the weights in `directory` (None: its original model). Returns
         when it listens. Raises ServerError with the end of its log."""
         await self.close()
-        self._options.log.parent.mkdir(parents=True, exist_ok=True)
-        with self._options.log.open("ab") as log:
-            self._process = self._spawn(directory or self._options.model, log)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._process = self._spawn(directory or self.model, log)
         try:
             await self._wait_until_listening(self._process)
         except BaseException:
@@ -400,21 +384,26 @@ class VllmProcess:
             raise
 
     def _spawn(self, model: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        words = self._options.command_line(model, self._port)
+        words = [*self.command, "serve", str(model), "--served-model-name", self.name, "--dtype", self.dtype]
+        words += ["--host", "127.0.0.1", "--port", str(self._port), "--enable-scale-out"]
+        words += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "21", "--generation-config", "vllm"]
+        words += ["--max-model-len", str(self.max_context)] if self.max_context else []
+        words += self.args
+        required = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
         try:
             return subprocess.Popen(
                 [sys.executable, "-I", guard_process.__file__, str(GRACE_SECONDS), *words],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=self._options.environment(),
+                env={**os.environ, **required, **self.env},
                 start_new_session=True,
             )
         except OSError as error:
             raise ServerError(f"{shlex.join(words)} cannot be started: {error}") from error
 
     async def _wait_until_listening(self, process: subprocess.Popen[bytes]) -> None:
-        end = asyncio.get_running_loop().time() + self._options.seconds
+        end = asyncio.get_running_loop().time() + self.seconds
         while asyncio.get_running_loop().time() < end:
             if process.poll() is not None:
                 raise ServerError(
@@ -423,11 +412,11 @@ class VllmProcess:
             with contextlib.suppress(PolicyError):
                 return await self._http.get("/health", seconds=2.0)
             await asyncio.sleep(POLL_SECONDS)
-        raise ServerError(f"the vLLM server did not listen within {self._options.seconds:g} s{self._log_tail()}")
+        raise ServerError(f"the vLLM server did not listen within {self.seconds:g} s{self._log_tail()}")
 
     def _log_tail(self) -> str:
-        text = self._options.log.read_bytes()[-LOG_TAIL:].decode("utf-8", errors="replace")
-        return f"; its log {self._options.log} ends:\n{text}"
+        text = self.log.read_bytes()[-LOG_TAIL:].decode("utf-8", errors="replace")
+        return f"; its log {self.log} ends:\n{text}"
 
     async def close(self) -> None:
         """End the server and everything it started. Idempotent."""
@@ -437,9 +426,3 @@ class VllmProcess:
         if process.stdin is not None:
             process.stdin.close()
         await asyncio.to_thread(process.wait)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
