@@ -153,9 +153,9 @@ class JoinedPolicy(PooledEngine):
         finally:
             self.counts["held"] += self.gate.num_waiting
             self.counts["held_seconds"] += time.monotonic() - since
-            holding.cancel()
-            await asyncio.wait({holding})
-            if not holding.cancelled():
+            if holding.cancel():
+                await asyncio.wait({holding})
+            else:  # At once: a release that is cancelled in a wait before it would leave the calls waiting for ever.
                 await holding.result().aclose()
 
     async def end(self, reason: str) -> None:

@@ -31,6 +31,7 @@ from agentlightning.engine.servers.open import open_servers
 from agentlightning.engine.servers.pool import ReplicaPool
 from agentlightning.gateway.app import Gateway
 from agentlightning.resources import ProxyLLM
+from agentlightning.server.joining import JoinedPolicy
 from agentlightning.server.serve import serve
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import ScriptedEngine
@@ -586,6 +587,22 @@ async def test_a_pause_that_was_given_up_before_calls_had_ended_says_nothing_of_
     assert (await trainer.state()).json()["counts"]["updates"] == 1
     assert (await asyncio.wait_for(held, 5))[0].status_code == 200
     given_up.cancel()
+
+
+async def test_the_gate_opens_though_the_end_of_a_lease_is_cancelled(trainer: Trainer, hub: Hub):
+    """As it is by a trainer that joins again in that moment."""
+    await trainer.join()
+    policy = hub.gateway.router.resolve("policy").engine
+    assert isinstance(policy, JoinedPolicy)
+    await trainer.pause()
+    waiting = asyncio.create_task(hub.ask())
+    await hub.held()
+    ending = asyncio.create_task(policy.end("gone"))
+    await asyncio.sleep(0)
+    ending.cancel()
+    await asyncio.wait_for(waiting, 5)
+    assert (await trainer.join()).status_code == 200
+    assert (await trainer.pause())["paused"], "the next update is held as any"
 
 
 @pytest.mark.parametrize("error", [KeyError("version"), RuntimeError("closed"), asyncio.CancelledError()], ids=repr)
