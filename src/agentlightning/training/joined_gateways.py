@@ -123,7 +123,7 @@ class JoinedGateways:
         config = self._config
         if not isinstance(policy, ServedPolicy):
             raise ConfigError(f"run.gateways={list(config.run.gateways)}: the policy is not sampled by model servers")
-        chat, self._policy = policy.chat, policy
+        packed, chat, self._policy = pack_tokenizer(policy.chat), policy.chat, policy
         assert isinstance(chat, HFChatFormat)
         self._request = JoinRequest(
             **dict(self._state()),
@@ -137,7 +137,7 @@ class JoinedGateways:
             structured_output=config.gateway.structured_output,
             record_top_logprobs=config.gateway.record_top_logprobs,
             lease_seconds=self._lease,
-            tokenizer=base64.b64encode(pack_tokenizer(chat)).decode(),
+            tokenizer=base64.b64encode(packed).decode(),
             tool_calls=chat.option,
             eos_token_ids=chat.eos_token_ids,
             probe=probe_tokens(chat),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import create_autospec
 
 import pytest
 
 from agentlightning.config import RunConfig, TrainConfig
+from agentlightning.engine.servers.clients.http import ModelServerError
 from agentlightning.engine.servers.joining import JoinRequest, JoinStatus
 from agentlightning.errors import ConfigError
 from agentlightning.policy.served import ServedPolicy
@@ -82,7 +84,7 @@ async def test_a_run_that_one_gateway_refuses_leaves_those_that_were_slower_to_t
     refusing, slow = joined._gateways
 
     async def refuse(path: str, content: dict[str, Any]) -> Any:
-        raise refusing._status_error(path, 422, b"another version")
+        raise ModelServerError(f"{path} answered 422: another version", retryable=False, status=422)
 
     async def take(path: str, content: dict[str, Any]) -> Any:
         await asyncio.sleep(0.05)
@@ -94,4 +96,18 @@ async def test_a_run_that_one_gateway_refuses_leaves_those_that_were_slower_to_t
     with pytest.raises(ConfigError, match=r"cannot join its gateways: .*another version"):
         await joined._ask("", request)
     assert joined._here == [slow], "which is left with the others"
+    await joined.close()
+
+
+async def test_a_chat_format_that_cannot_be_sent_to_a_gateway_is_refused_by_name() -> None:
+    """Such as that of a model of one's own, which model servers serve."""
+
+    class ChatOfOnesOwn: ...
+
+    config = TrainConfig(run=RunConfig(gateways=("http://127.0.0.1:9",)))
+    joined = JoinedGateways(config, None, "run-1", lambda text: None)
+    policy = create_autospec(ServedPolicy, instance=True, chat=ChatOfOnesOwn())
+    with pytest.raises(ConfigError, match="ChatOfOnesOwn is no tokenizer of transformers"):
+        async with joined.join(policy):
+            pass
     await joined.close()
