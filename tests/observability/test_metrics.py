@@ -90,6 +90,18 @@ async def test_a_store_that_does_not_answer_is_down_and_the_rest_is_still_said(p
     assert ("agentlightning_spans_received_total",) in seen
 
 
+async def test_a_store_of_ones_own_may_leave_counts_out(parts):
+    bare, _, metrics = parts
+
+    async def counted():
+        return {"rollouts.running": 2, "attempts": 3}
+
+    bare.statistics = counted
+    seen = read(await metrics.render())
+    assert (seen["agentlightning_up",], seen["agentlightning_attempts",]) == (1, 3)
+    assert ("agentlightning_store_bytes",) not in seen
+
+
 async def test_requests_are_counted_by_route_and_status_and_ids_make_no_series(parts):
     _, store, metrics = parts
     async with (
