@@ -208,6 +208,22 @@ async def test_a_request_that_does_not_come_to_its_end_gets_408_and_frees_its_pl
     assert text(await other.answer()) == "one"
 
 
+async def test_an_error_with_one_connection_does_not_end_the_watch_of_the_others(serve, dial, caplog):
+    server, path = await serve(["one"], bounds={"stalled_seconds": 0.05})
+    broken, stalled = await dial(server), await dial(server)
+    await until(lambda: len(server._connections.connections) == 2)
+    (first, _) = server._connections.connections
+    first.check_timeouts = None
+    for line in (broken, stalled):
+        line.send(post(path)[:-5])
+    answered = [asyncio.create_task(line.answer()) for line in (broken, stalled)]
+    done, _ = await asyncio.wait(answered, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+    assert [task.result()[0] for task in done] == [408]
+    assert "'NoneType' object is not callable" in caplog.text
+    for task in answered:
+        task.cancel()
+
+
 async def test_a_client_that_drips_bytes_is_not_waited_for(serve, dial):
     server, path = await serve(["one"], bounds={"stalled_seconds": 0.1})
     line = await dial(server)

@@ -68,9 +68,9 @@ class Bounds:
         """Check all connections for timeouts, again and again."""
         while True:
             await asyncio.sleep(min(5.0, self.stalled_seconds / 4))
-            now = asyncio.get_running_loop().time()
-            for each in list(connections):
-                each.check_timeouts(now)
+            loop = asyncio.get_running_loop()
+            for each in connections:  # Not called here: an error with one must not end the watch of all.
+                loop.call_soon(each.check_timeouts, loop.time())
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
