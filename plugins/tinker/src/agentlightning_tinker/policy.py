@@ -28,6 +28,7 @@ from agentlightning.engine.base import (
     room_for_answer,
 )
 from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.models import checkpoint
 from agentlightning.models.resolve import resolve_model
 from agentlightning.policy.base import UPDATE, Capabilities, Columns, ScoreColumn, UpdateOptions
 from agentlightning.policy.config import LocalPolicyConfig, TinkerConfig
@@ -191,19 +192,13 @@ class TinkerPolicy:
                 "policy_version": self._version,
                 **self._updater.state_dict(),
             }
-            await asyncio.to_thread(self._write, Path(directory), about)
-
-    def _write(self, directory: Path, about: Mapping[str, Any]) -> None:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._tokenizer.save_pretrained(directory)
-            beside = directory / f".{CHECKPOINT}"
-            beside.write_bytes(orjson.dumps(about, option=orjson.OPT_INDENT_2))
-            beside.replace(directory / CHECKPOINT)
-        except OSError as error:
-            raise PolicyError(
-                f"cannot save a checkpoint to {directory}: {error}; free space or choose another"
-            ) from error
+            await asyncio.to_thread(
+                checkpoint.save,
+                Path(directory),
+                None,
+                self._tokenizer.save_pretrained,
+                lambda new: (new / CHECKPOINT).write_bytes(orjson.dumps(about, option=orjson.OPT_INDENT_2)),
+            )
 
     async def load(self, directory: Path, *, in_flight: bool = False, above: int = 0) -> None:
         """See `Policy.load`. Raises PolicyError where the server no longer has the weights."""

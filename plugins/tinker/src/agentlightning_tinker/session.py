@@ -38,7 +38,7 @@ class LossRow:
     """A row of tokens, and for each but the last one what the loss needs of the next [T - 1]."""
 
     token_ids: tuple[int, ...]
-    inputs: Mapping[str, FloatArray]
+    inputs: dict[str, FloatArray]
 
 
 class TinkerSession:

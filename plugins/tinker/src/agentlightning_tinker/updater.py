@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final, cast
 
 import numpy as np
@@ -156,8 +155,7 @@ class RemoteUpdater(Updater):
         table, batches = self.rows(trees)
         found = np.zeros(len(table.call), np.float32)
         for batch in batches:
-            zeros = np.zeros(len(batch.places), np.float32)
-            found[batch.places] = self._send(batch, "cross_entropy", {}, {"weights": zeros}, backward=False).numpy()
+            found[batch.places] = self._logprobs(batch).numpy()
         return table.by_node(found)
 
     def _step(self, part: TokenTable, options: UpdateOptions) -> dict[str, float]:
@@ -173,22 +171,21 @@ class RemoteUpdater(Updater):
         """See `Updater.accumulate`; `batches` are the one of `RowPlanner`."""
         losses, [batch] = token_losses(loss), batches
         within = batch.table.corrections
-        entropy_N = torch.zeros(len(batch.places))
+        no_entropy = cast(Any, None)
         own = native(losses[0]) if len(losses) == 1 and not within else None
         if own is not None:
-            unknown = self._tokens(batch, torch.zeros(len(batch.places)), entropy_N, None)
-            logprobs_N = self._native(batch, _tokens_with_all(unknown, losses[0]), losses[0], *own)
+            unknown = self._tokens(batch, torch.zeros(len(batch.places)), no_entropy, None)
+            logprobs_N = self._native(batch, unknown, losses[0], *own)
         else:
-            zeros = np.zeros(len(batch.places), np.float32)
-            logprobs_N = self._send(batch, "cross_entropy", {}, {"weights": zeros}, backward=False).requires_grad_()
-        tokens = replace(self._tokens(batch, logprobs_N, entropy_N, None), entropy=None)
+            logprobs_N = self._logprobs(batch).requires_grad_()
+        tokens = self._tokens(batch, logprobs_N, no_entropy, None)
         value, sums = sum_of_losses(losses, tokens, within)
         if own is None:
             if not bool(torch.isfinite(value)):
                 raise PolicyError("the loss of this step is not finite; nothing was sent to be learned from")
             value.backward()
             assert logprobs_N.grad is not None
-            self._send(batch, "cross_entropy", {}, {"weights": -logprobs_N.grad.numpy()})
+            self._send(batch, "cross_entropy", {}, {"weights": -logprobs_N.grad})
         found = {"loss": value.detach(), "entropy": -logprobs_N.detach().sum(), **sums}
         return {
             **{name: float(each) for name, each in found.items()},
@@ -200,58 +197,59 @@ class RemoteUpdater(Updater):
     def _native(
         self, batch: MicroBatch, tokens: TokenBatch, loss: TokenLoss, name: str, settings: Mapping[str, float]
     ) -> Tensor:
-        weights = (tokens.weights * loss.coefficient_at(tokens.step)).numpy()
+        weights_N = torch.zeros(len(batch.places))
+        weights_N[tokens.columns[weights_name(loss, tokens.columns)] != 0] = tokens_of(tokens, loss).weights
+        weights_N *= loss.coefficient_at(tokens.step)
         if name == "cross_entropy":
-            return self._send(batch, name, settings, {"weights": weights})
-        advantages = weights * tokens.columns[ADVANTAGES].numpy()
-        return self._send(batch, name, settings, {"advantages": advantages, "logprobs": tokens.old_logprobs.numpy()})
+            return self._send(batch, name, settings, {"weights": weights_N})
+        advantages_N = weights_N * tokens.columns[ADVANTAGES]
+        return self._send(batch, name, settings, {"advantages": advantages_N, "logprobs": tokens.old_logprobs})
+
+    def _logprobs(self, batch: MicroBatch) -> Tensor:
+        """logprobs_N of the trained tokens under the present weights."""
+        return self._send(batch, "cross_entropy", {}, {"weights": torch.zeros(len(batch.places))}, backward=False)
 
     def _send(
         self,
         batch: MicroBatch,
         loss: str,
         settings: Mapping[str, float],
-        columns: Mapping[str, np.ndarray[Any, Any]],
+        columns: Mapping[str, Tensor],
         *,
         backward: bool = True,
     ) -> Tensor:
         """Compute a loss with these columns of the trained tokens [N] on the server; returns their logprobs_N."""
-        rows: list[LossRow] = []
-        start = 0
-        for row in batch.rows:
-            end = start + len(row.targets)
-            inputs = {name: np.zeros(len(row.token_ids) - 1, np.float32) for name in columns}
-            for name, values in columns.items():
-                inputs[name][row.targets - 1] = values[start:end]
-            rows.append(LossRow(row.token_ids, inputs))
-            start = end
+        rows = [LossRow(row.token_ids, dict[str, FloatArray]()) for row in batch.rows]
+        for name, values in columns.items():
+            parts = values.split([len(row.targets) for row in batch.rows])
+            for row, sent, part in zip(batch.rows, rows, parts, strict=True):
+                sent.inputs[name] = np.zeros(row.length, np.float32)
+                sent.inputs[name][row.targets - 1] = part.numpy()
         found = self.session.forward_backward(rows, loss, settings, backward=backward)
         return torch.from_numpy(
             np.concatenate([own[row.targets - 1] for own, row in zip(found, batch.rows, strict=True)])
         )
 
 
-def _tokens_with_all(tokens: TokenBatch, loss: TokenLoss) -> TokenBatch:
-    """All tokens, with the weights of the loss's stream: those that have none keep a weight of 0."""
-    name = weights_name(loss, tokens.columns)
-    chosen = tokens_of(tokens, loss)
-    weights_N = torch.zeros(len(tokens.trained_logprobs))
-    weights_N[tokens.columns[name] != 0] = chosen.weights
-    return replace(tokens, columns={**tokens.columns, "weights": weights_N})
+LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
+NATIVE: Final[Mapping[type[TokenLoss], str]] = {
+    NLLLoss: "cross_entropy",
+    ImportanceLoss: "importance_sampling",
+    PPOLoss: "ppo",
+    CISPOLoss: "cispo",
+}
+"""What the API has, and its name there."""
 
 
 def native(loss: TokenLoss) -> tuple[str, Mapping[str, float]] | None:
-    """The API's name for a loss, and its settings there; None for one that it lacks."""
-    low, high = "clip_low_threshold", "clip_high_threshold"
-    if isinstance(loss, NLLLoss):
-        return "cross_entropy", {}
-    if isinstance(loss, ImportanceLoss) and loss.level == "token":
-        return "importance_sampling", {}
-    if isinstance(loss, PPOLoss) and loss.dual_clip is None:
-        return "ppo", {low: 1 - loss.clip_low, high: 1 + loss.clip_high}
-    if isinstance(loss, CISPOLoss):
-        return "cispo", {low: 0.0 if loss.clip_low is None else 1 - loss.clip_low, high: 1 + loss.clip_high}
-    return None
+    """The API's name for a loss, and its settings there; None for one that it lacks, as those are that a user has
+    derived from one of its own."""
+    name = NATIVE.get(type(loss))
+    if name is None or loss.model_dump(exclude={"type", "coefficient", "clip_low", "clip_high"}, exclude_defaults=True):
+        return None
+    if not isinstance(loss, PPOLoss | CISPOLoss):
+        return name, {}
+    return name, {LOW: 0.0 if loss.clip_low is None else 1 - loss.clip_low, HIGH: 1 + loss.clip_high}
 
 
 def check_losses(losses: Sequence[TokenLoss]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -29,16 +29,16 @@ from agentlightning.engine.local.kv_cache import vocab_size
 from agentlightning.engine.local.scheduler import ContinuousBatcher
 from agentlightning.engine.local.worker import EngineWorker
 from agentlightning.errors import PolicyError
-from agentlightning.models import SHARED
+from agentlightning.models import SHARED, checkpoint
 from agentlightning.models.checkpoint import refusing
 from agentlightning.models.lora import Adapter, Adapters, find_layers, read_weights, write_adapter
 from agentlightning.models.resolve import shared_name
 from agentlightning.policy.config import LocalPolicyConfig
-from agentlightning.policy.losses import ADVANTAGES, SAMPLED_LOGPROBS, WEIGHTS, TokenBatch, TokenLoss
+from agentlightning.policy.losses import WEIGHTS, TokenBatch, TokenLoss
 from agentlightning.policy.model_loading import find_device, load_model, usable_context_length
 from agentlightning.policy.update.forward import Forward
 from agentlightning.trajectory import FloatArray
-from agentlightning_tinker.server.wire import AdamParams, LoraShape, Saved
+from agentlightning_tinker.server.wire import ABOUT, AdamParams, LoraShape, Saved
 
 ALPHA: Final = 32.0
 """The numerator of the scale of every adapter."""
@@ -66,10 +66,8 @@ class Datum:
     inputs: tuple[int, ...]
     targets: tuple[int, ...]
     """The token to predict after each of `inputs`."""
-    weights: FloatArray
-    advantages: FloatArray | None = None
-    logprobs: FloatArray | None = None
-    """log p of the targets when they were sampled."""
+    columns: Mapping[str, FloatArray]
+    """By the names that losses have for them; every datum of a loss has the same."""
 
 
 class AdapterHost:
@@ -139,18 +137,19 @@ class AdapterHost:
         return self._adapters.add(name, r=shape.rank, alpha=ALPHA, targets=targets, seed=seed, head=shape.train_unembed)
 
     @in_worker
-    def remove(self, name: str) -> None:
-        """Forget an adapter that learns; saved weights stay."""
-        del self._trained[name]
-        self._adapters.remove(name)
+    def remove(self, prefix: str) -> None:
+        """Forget the adapters that learn and whose names begin so; saved weights stay."""
+        for name in [each for each in self._trained if each.startswith(prefix)]:
+            del self._trained[name]
+            self._adapters.remove(name)
 
     @in_worker
     def gradient(
         self, name: str, data: Sequence[Datum], loss: TokenLoss, *, backward: bool = True
     ) -> tuple[float, list[FloatArray]]:
         """Add the gradient of a loss, summed over all tokens, to that of an adapter; without `backward`, compute the
-        loss alone. Returns the loss, and log p of the targets of each datum. Raises PolicyError for a loss that is not
-        finite: its gradient is dropped, and so is what was accumulated before it."""
+        loss alone. Returns the loss, and log p of the targets of each datum. Raises PolicyError for a gradient of a
+        loss that is not finite: it is dropped, and so is what was accumulated before it."""
         total = 0.0
         found: dict[int, FloatArray] = {}
         self._model.eval()
@@ -164,7 +163,7 @@ class AdapterHost:
                 total += float(value.detach())
                 ends = np.cumsum([len(each.inputs) for each in part])[:-1]
                 found |= dict(zip(numbers, np.split(logprobs_N.detach().float().cpu().numpy(), ends), strict=True))
-        if not math.isfinite(total):
+        if backward and not math.isfinite(total):
             self._trained[name][1].zero_grad()
             raise PolicyError(
                 f"the loss of {len(data)} sequences is {total}: an input or a log-probability among them is not finite;"
@@ -199,15 +198,17 @@ class AdapterHost:
         return {"grad_norm:mean": float(norm)}
 
     @in_worker
-    def save(self, name: str, directory: Path, *, with_optimizer: bool = False) -> None:
-        """Write an adapter as the peft library does, and the state of its optimiser beside it."""
+    def save(self, name: str, saved: Saved, *, with_optimizer: bool = False) -> None:
+        """Write an adapter as the peft library does, what it fits, and the state of its optimiser beside it. The
+        directory is complete, or as it was. Raises PolicyError."""
         adapter, optimizer = self._trained[name]
-        try:
-            write_adapter(directory, adapter, shared_name(self.config.model))
-            if with_optimizer:
-                torch.save(optimizer.state_dict(), directory / OPTIMIZER)
-        except (OSError, RuntimeError) as error:
-            raise PolicyError(f"cannot save weights to {directory}: {error}; free space or choose another") from error
+        checkpoint.save(
+            saved.directory,
+            None,
+            lambda new: write_adapter(new, adapter, shared_name(self.config.model)),
+            lambda new: torch.save(optimizer.state_dict(), new / OPTIMIZER) if with_optimizer else None,
+            lambda new: (new / ABOUT).write_text(saved.model_dump_json(exclude={"directory"})),
+        )
 
     @in_worker
     def load(self, name: str, directory: Path, *, with_optimizer: bool = False) -> None:
@@ -242,12 +243,12 @@ class AdapterHost:
         async with self._held(copy) as name:
             return await self._score(name, tokens)
 
-    async def drop_copies(self, names: Iterable[str]) -> None:
-        """Free the memory of copies that nobody samples from."""
+    async def drop_copies(self, directories: Iterable[Path]) -> None:
+        """Free the memory of copies of what was saved there, where nobody samples from them."""
+        prefixes = tuple(f"{each}@" for each in directories)
         async with self._loading:
-            for name in names:
-                if self._copies.get(name) == 0:
-                    await self._drop_copy(name)
+            for name in [each for each, running in self._copies.items() if not running and each.startswith(prefixes)]:
+                await self._drop_copy(name)
 
     async def close(self) -> None:
         await self.worker.close()
@@ -326,14 +327,10 @@ def _batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 def _token_batch(data: Sequence[Datum], logprobs_N: torch.Tensor) -> TokenBatch:
     """The tokens of a few rows. Those without a weight are part of no ratio."""
-    numbers_N = np.repeat(np.arange(len(data)), [len(each.inputs) for each in data])
-    counts_N = np.concatenate([each.weights != 0 for each in data])
-    columns = {WEIGHTS: [each.weights for each in data]}
-    if data[0].advantages is not None:
-        columns[ADVANTAGES] = [cast(FloatArray, each.advantages) for each in data]
-    if data[0].logprobs is not None:
-        columns[SAMPLED_LOGPROBS] = [cast(FloatArray, each.logprobs) for each in data]
     device = logprobs_N.device
-    kept = {name: torch.from_numpy(np.concatenate(rows)[counts_N]).to(device) for name, rows in columns.items()}
+    columns = {name: np.concatenate([each.columns[name] for each in data]) for name in data[0].columns}
+    counts_N = columns[WEIGHTS] != 0
+    numbers_N = np.repeat(np.arange(len(data)), [len(each.inputs) for each in data])
+    kept = {name: torch.from_numpy(values[counts_N]).to(device) for name, values in columns.items()}
     group = torch.from_numpy(np.unique(numbers_N[counts_N], return_inverse=True)[1]).to(device)
     return TokenBatch(logprobs_N[torch.from_numpy(counts_N).to(device)], kept, call=group, rollout=group)
