@@ -454,19 +454,13 @@ SYNONYMS = {
 def _synonym(name: str, known: Sequence[str]) -> str | None:
     """The setting that has this name in another trainer; settings of the algorithm come first."""
     section, _, last = name.rpartition(".")
-    for ending in SYNONYMS.get(last.lower(), ()):
-        found = [other for other in known if other == ending or other.endswith(f".{ending}")]
-        if found:
-            return min(
-                found,
-                key=lambda other: (
-                    not other.startswith(section),
-                    not other.startswith("algorithm"),
-                    other.count("."),
-                    other,
-                ),
-            )
-    return None
+
+    def distance(other: str) -> tuple[bool, bool, int, str]:
+        return not other.startswith(section), not other.startswith("algorithm"), other.count("."), other
+
+    endings = SYNONYMS.get(last.lower(), ())
+    found = [[other for other in known if f".{other}".endswith(f".{ending}")] for ending in endings]
+    return min(next(filter(None, found), ()), key=distance, default=None)
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
@@ -510,19 +504,18 @@ def _shown(value: Any) -> str:
     return "none" if value is None else json.dumps(value, ensure_ascii=False, default=str)
 
 
+COMPLAINTS = {
+    "missing": "is required; set it",
+    "union_tag_invalid": "has no type {tag!r}; it should be {expected_tags}",
+    "union_tag_not_found": "does not say which one it is; set its {discriminator}",
+    **dict.fromkeys(("value_error", "assertion_error"), "cannot work: {error}"),
+}
+"""By the type of pydantic's error."""
+
+
 def _complaint(error: ErrorDetails) -> str:
-    context: Mapping[str, Any] = error.get("ctx", {})
-    match error["type"]:
-        case "missing":
-            return "is required; set it"
-        case "union_tag_invalid":
-            return f"has no type {context['tag']!r}; it should be {context['expected_tags']}"
-        case "union_tag_not_found":
-            return f"does not say which one it is; set its {context['discriminator']}"
-        case "value_error" | "assertion_error":
-            return f"cannot work: {context['error']}"
-        case _:
-            return error["msg"].replace("Input should", "should", 1)
+    own = COMPLAINTS.get(error["type"])
+    return own.format(**error.get("ctx", {})) if own else error["msg"].replace("Input should", "should", 1)
 
 
 def _origin(path: Sequence[str], sources: Sequence[_Source]) -> str:
@@ -546,44 +539,41 @@ def _sets(value: Any, path: Sequence[str]) -> bool:
 
 def dump_toml(settings: BaseModel) -> str:
     """All settings, including defaults, as TOML that `load_settings` reads back, each with its description."""
-    return "\n".join(_lines(settings, settings.model_dump(), "")).strip("\n") + "\n"
+    return "\n".join(_lines(settings, "")).strip("\n") + "\n"
 
 
-def _lines(settings: BaseModel, values: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    fields = type(settings).model_fields
-    sections = {name: getattr(settings, name) for name in fields if isinstance(getattr(settings, name), BaseModel)}
-    texts = field_texts(type(settings))
-    for name in fields:
-        if name not in sections:
+def _lines(settings: BaseModel, prefix: str) -> Iterator[str]:
+    texts, sections = field_texts(type(settings)), dict[str, BaseModel]()
+    for name, value in _fields(settings).items():
+        if isinstance(value, BaseModel):
+            sections[name] = value
+        else:
             yield from _comment(texts, name)
-            yield f"{name} = {_value(_plain(getattr(settings, name), values[name]), prefix + name)}"
+            yield f"{name} = {_value(value, prefix + name)}"
     for name, section in sections.items():
         yield ""
         yield from _comment(texts, name)
         yield f"[{prefix}{name}]"
-        yield from _lines(section, values[name], f"{prefix}{name}.")
+        yield from _lines(section, f"{prefix}{name}.")
 
 
-def _plain(value: Any, dumped: Any) -> Any:
-    """The value as TOML can hold it; models in a list or table without fields that have their default."""
-    if isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
-        models = cast(tuple[BaseModel, ...], value)
-        return [_set_fields(model) for model in models]
-    if isinstance(value, dict) and any(isinstance(item, BaseModel) for item in cast(Table, value).values()):
-        table = cast(dict[str, Any], value)
-        return {key: _set_fields(item) if isinstance(item, BaseModel) else item for key, item in table.items()}
-    return NONE if dumped is None else dumped
+def _fields(model: BaseModel) -> Table:
+    """The settings as files have them, but for models, which stay, also in a list or a table."""
+    dumped, parts = model.model_dump(), (BaseModel, tuple, dict)
+    return {
+        name: NONE if value is None else value if isinstance(value, parts) else dumped[name] for name, value in model
+    }
 
 
 def _set_fields(model: BaseModel) -> dict[str, Any]:
     """The settings that are not at their default, and `type`, which says whose settings they are. With a preset, all of
     them: it fills in what is not there."""
-    whole, found = getattr(model, "preset", None) is not None, dict[str, Any]()
-    for name, dumped in model.model_dump().items():
-        value, field = getattr(model, name), type(model).model_fields[name]
-        if whole or name == "type" or value != field.get_default(call_default_factory=True):
-            found[name] = _set_fields(value) if isinstance(value, BaseModel) else _plain(value, dumped)
-    return found
+    whole, fields = getattr(model, "preset", None) is not None, type(model).model_fields
+    return {
+        name: value
+        for name, value in _fields(model).items()
+        if whole or name == "type" or getattr(model, name) != fields[name].get_default(call_default_factory=True)
+    }
 
 
 def _comment(texts: Mapping[str, str], name: str) -> Iterator[str]:
@@ -612,6 +602,8 @@ def field_texts(kind: type) -> dict[str, str]:
 def _value(value: Any, name: str) -> str:
     import tomlkit
 
+    if isinstance(value, BaseModel):
+        value = _set_fields(value)
     if isinstance(value, dict):
         items = cast(Table, value).items()
         inner = ", ".join(f"{tomlkit.key(key).as_string()} = {_value(item, name)}" for key, item in items)

@@ -244,8 +244,8 @@ class AdapterHost:
             return await self._score(name, tokens)
 
     async def drop_copies(self, directories: Iterable[Path]) -> None:
-        """Free the memory of copies of what was saved there, where nobody samples from them."""
-        prefixes = tuple(f"{each}@" for each in directories)
+        """Free the memory of copies of what was saved below, where nobody samples from them."""
+        prefixes = tuple(map(str, directories))
         async with self._loading:
             for name in [each for each, running in self._copies.items() if not running and each.startswith(prefixes)]:
                 await self._drop_copy(name)

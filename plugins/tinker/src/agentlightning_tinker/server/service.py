@@ -33,9 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SCHEME: Final = "tinker://"
-WEIGHTS, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
-SNAPSHOT: Final = "%2Esnapshot-"
-"""With what the directories begin of weights without a name, which end with the session."""
+KINDS = WEIGHTS, SAMPLER, EXTERNAL, SNAPSHOTS = "weights", "sampler_weights", "external_weights", "snapshots"
+"""Of saved weights; snapshots have no name, and end with their session."""
 SESSION_SECONDS: Final = 900.0
 
 
@@ -45,7 +44,8 @@ class Session:
     models: dict[str, Model] = field(default_factory=dict[str, "Model"])
     samplers: dict[str, Sampler] = field(default_factory=dict[str, "Sampler"])
     slots: dict[str, Semaphore] = field(default_factory=dict[str, Semaphore])
-    """By model, for answers at the same time: those of another session do not wait for all that one has asked for."""
+    """By model, for answers at the same time, three quarters of those that are sampled in one batch: those of another
+    session do not wait for all that one has asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class TinkerService:
         self.requests.forget(name)
         for host in self.hosts.values():  # behind what is still made of the session in there
             await host.remove(f"{name}:")
-        snapshots = await asyncio.to_thread(lambda: list(self._folder.glob(f"{name}%3A*/{SAMPLER}/{SNAPSHOT}*")))
+        snapshots = await asyncio.to_thread(lambda: list(self._folder.glob(f"{name}%3A*/{SNAPSHOTS}")))
         for host in self.hosts.values():
             await host.drop_copies(snapshots)
         for directory in snapshots:
@@ -199,7 +199,7 @@ class TinkerService:
         if request.sampling_session_seq_id is None:
             path = await self._save(request.model_id, SAMPLER, request.path)
             return {"type": "save_weights_for_sampler", "path": path}
-        copy = await self._saved(await self._save(request.model_id, SAMPLER, f".snapshot-{token_hex(4)}"))
+        copy = await self._saved(await self._save(request.model_id, SNAPSHOTS))
         sampler = Sampler(copy.base, copy, None)
         name = self._add_sampler(owner_of(request.model_id), request.sampling_session_seq_id, sampler)
         return {"type": "save_weights_for_sampler", "sampling_session_id": name}
@@ -234,7 +234,7 @@ class TinkerService:
         shape = saved.shape.model_dump(include={"train_unembed", "train_mlp", "train_attn"})
         return {"base_model": saved.base, "is_lora": True, "lora_rank": saved.shape.rank, **shape}
 
-    async def _save(self, model_id: str, kind: str, given: str | None, *, overwrite: bool = False) -> str:
+    async def _save(self, model_id: str, kind: str, given: str | None = None, *, overwrite: bool = False) -> str:
         model, name = self.model(model_id), given or f"save-{token_hex(4)}"
         path = f"{SCHEME}{quote(model_id, safe=':')}/{kind}/{quote(name, safe='')}"
         directory = self._directory(path)
@@ -247,7 +247,7 @@ class TinkerService:
     def _directory(self, path: str) -> Path:
         """Where the weights of a path are. Raises ConfigError for what is no path."""
         parts = path.removeprefix(SCHEME).split("/")
-        if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in (WEIGHTS, SAMPLER, EXTERNAL):
+        if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS:
             raise ConfigError(f"{path!r} is no path of saved weights; one is {SCHEME}MODEL/{WEIGHTS}/NAME")
         model, kind, name = (quote(unquote(part), safe="").replace(".", "%2E") for part in parts)
         return self._folder / model / kind / name
@@ -297,7 +297,8 @@ class TinkerService:
         host = self.hosts[sampler.base]
         tokens = _checked(request.prompt.tokens, host)
         room_for_answer(tokens, host.context_length)
-        slots = self.session(owner).slots.setdefault(sampler.base, Semaphore(most_answers(host)))
+        most = host.config.max_batch_size - host.config.max_batch_size // 4
+        slots = self.session(owner).slots.setdefault(sampler.base, Semaphore(most))
         name = self.requests.start(owner, lambda: _sample(host, sampler.copy, tokens, request, slots))
         sequences = [f"{name}:{number}" for number in range(request.num_samples)]
         return {"request_id": name, "sample_sequence_ids": sequences}
@@ -314,11 +315,6 @@ class TinkerService:
 
     def _host_of(self, model: str) -> AdapterHost:
         return self.hosts[self.model(model).base]
-
-
-def most_answers(host: AdapterHost) -> int:
-    """Three quarters of those that are sampled in one batch: the most of one session at the same time."""
-    return host.config.max_batch_size - host.config.max_batch_size // 4
 
 
 def _data(request: Any, host: AdapterHost) -> list[Datum]:
