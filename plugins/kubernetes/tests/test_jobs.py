@@ -260,9 +260,9 @@ def test_an_api_server_that_refuses_is_asked_no_more_often_than_one_that_answers
     asked = []
 
     class Refusing:
-        def list_jobs(self, selector):
+        def list(self, kind, selector):
             asked.append(selector)
-            raise KubernetesError(429, "TooManyRequests", "too many requests")
+            raise KubernetesError(429, "too many requests")
 
     states = JobStates(Refusing(), "host=me")
     monkeypatch.setattr("agentlightning_kubernetes.job_agent.time.monotonic", lambda: 100.0)
@@ -278,12 +278,12 @@ async def test_in_a_pod_the_service_account_is_used_and_its_token_read_anew(tmp_
     async with Cluster(token=lambda: (tmp_path / "token").read_text()) as cluster:
         api = KubernetesApi(cluster.url, None, account=tmp_path)
         assert api.namespace == "agents"
-        assert await asyncio.to_thread(api.list_jobs, "") == []
+        assert await asyncio.to_thread(api.list, "jobs", "") == []
         (tmp_path / "token").write_text("second")
-        assert await asyncio.to_thread(api.list_jobs, "") == []
+        assert await asyncio.to_thread(api.list, "jobs", "") == []
         nobody = KubernetesApi(cluster.url, "agents", account=tmp_path / "none")
         with pytest.raises(KubernetesError, match="Unauthorized"):
-            await asyncio.to_thread(nobody.list_jobs, "")
+            await asyncio.to_thread(nobody.list, "jobs", "")
         api.close()
         nobody.close()
 

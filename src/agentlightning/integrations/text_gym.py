@@ -41,12 +41,12 @@ class Game(Protocol):
         ...
 
 
+@dataclass
 class GymGame:
     """A single-player environment in the way of gymnasium: `reset(seed=)` returns (observation, info) and `step(text)`
     returns (observation, reward, terminated, truncated, info). Older ones without `info` or `truncated` work, too."""
 
-    def __init__(self, env: Any) -> None:
-        self.env = env
+    env: Any
 
     def start(self, seed: int) -> Turn:
         found = self.env.reset(seed=seed)

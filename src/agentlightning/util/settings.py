@@ -22,7 +22,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, TypeAlias, TypeVar, Union, cast, get_args, get_origin
+from typing import Annotated, Any, TypeAlias, TypeGuard, TypeVar, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic.fields import FieldInfo
@@ -53,6 +53,14 @@ class Section(BaseModel):
     """The base of sections of settings: unknown keys are refused, values do not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def is_table(value: Any) -> TypeGuard[Table]:
+    return isinstance(value, dict)
+
+
+def is_list(value: Any) -> TypeGuard[list[Any]]:
+    return isinstance(value, list)
 
 
 def by_type(value: Any) -> Any:
@@ -86,7 +94,7 @@ class Chosen:
                 name = reference_to(self.registry.check(type(value)))
         else:
             given = self.registry.canonical(value)
-            table = dict(cast(Table, given)) if isinstance(given, Mapping) else {"type": given}
+            table = _as_table(given)
             name = table.pop("type", None)
             model = _settings_class(self.registry.find(name))
             _read_none(table, dict(_known(model)))
@@ -113,6 +121,10 @@ def _settings_class(part: Any) -> type[BaseModel]:
     return getattr(part, "config_class", part)
 
 
+def _as_table(setting: Any) -> Table:
+    return dict(cast(Table, setting)) if isinstance(setting, Mapping) else {"type": setting}
+
+
 def _dump(value: BaseModel, info: Any) -> Any:
     return value.model_dump(mode=info.mode)
 
@@ -127,7 +139,7 @@ def chosen(setting: Any, registry: Registry) -> Any:
     try:
         return Chosen(registry).read(setting)
     except ValidationError as error:
-        table: Table = dict(cast(Table, setting)) if isinstance(setting, Mapping) else {"type": setting}
+        table = _as_table(setting)
         known = [name for name, _ in _known(_settings_class(registry.find(table["type"])))]
         lines = _explain(error.errors(), table, [], known)
         raise ConfigError(f'{registry.noun} "{table["type"]}" cannot be used: {"; ".join(lines)}') from error
@@ -239,9 +251,9 @@ def _read_file(path: Path) -> Table:
         raise ConfigError(f"{found} settings file {str(path)!r}; give the path of a TOML file") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not {kind}: {error}") from error
-    if not isinstance(table, dict):
+    if not is_table(table):
         raise ConfigError(f"{path} holds a JSON {type(table).__name__}; it must hold an object")
-    return cast(Table, table)
+    return table
 
 
 def _read_override(text: str) -> Table:
@@ -273,25 +285,25 @@ def _read_value(text: str) -> Any:
 def _merge(into: Any, table: Table, name: str = "") -> None:
     """Set what the table sets: keys of a table, and items of a list by their place, as in `stages.1.steps=50`."""
     for key, value in table.items():
-        if isinstance(into, list) and int(key) >= len(cast(list[Any], into)):
+        if is_list(into) and int(key) >= len(into):
             raise ConfigError(f"there is no {name}.{key}: {name} has {len(into)} items, counted from 0")
-        place: Any = int(key) if isinstance(into, list) else key
-        inner = into[place] if isinstance(into, list) else into.get(key)
-        is_place = isinstance(inner, list) and isinstance(value, dict) and all(map(str.isdecimal, cast(Table, value)))
-        if isinstance(value, dict) and (is_place or isinstance(inner, dict)):
-            _merge(inner, cast(Table, value), key)
+        place: Any = int(key) if is_list(into) else key
+        inner = into.get(key) if is_table(into) else into[place]
+        is_place = is_list(inner) and is_table(value) and all(map(str.isdecimal, value))
+        if is_table(value) and (is_place or is_table(inner)):
+            _merge(inner, value, key)
         else:
             into[place] = value
 
 
 def _read_none(table: Table, known: Mapping[str, FieldInfo], prefix: str = "") -> None:
     for key, value in table.items():
-        if isinstance(value, dict):
-            _read_none(cast(Table, value), known, f"{prefix}{key}.")
-        elif isinstance(value, list):
-            for item in cast(list[Any], value):
-                if isinstance(item, dict):
-                    _read_none(cast(Table, item), known, f"{prefix}{key}.{_ITEM}.")
+        if is_table(value):
+            _read_none(value, known, f"{prefix}{key}.")
+        elif is_list(value):
+            for item in value:
+                if is_table(item):
+                    _read_none(item, known, f"{prefix}{key}.{_ITEM}.")
         elif value == NONE and (field := known.get(prefix + key)) is not None and _optional(field.annotation):
             table[key] = None
 
@@ -300,8 +312,8 @@ def _fill(table: Table, defaults: Mapping[str, Any]) -> None:
     """Complete partial sections from the defaults: pydantic would use those of the class, not of the section."""
     for name, default in defaults.items():
         given = table.get(name)
-        if isinstance(given, dict) and isinstance(default, BaseModel):
-            section, inner = _expanded(type(default), cast(Table, given)), dict(default)
+        if is_table(given) and isinstance(default, BaseModel):
+            section, inner = _expanded(type(default), given), dict(default)
             if section.get("type", inner.get("type")) == inner.get("type"):
                 _fill(section, inner)
                 table[name] = {**inner, **section}
@@ -377,10 +389,10 @@ def _path(error: ErrorDetails, table: Table) -> list[str]:
     path: list[str] = []
     value: Any = table
     for number, part in enumerate(error["loc"], 1):
-        if isinstance(value, dict) and part in value:
-            value = cast(Table, value)[str(part)]
-        elif isinstance(value, list) and isinstance(part, int):
-            value = cast(list[Any], value)[part]
+        if is_table(value) and part in value:
+            value = value[str(part)]
+        elif is_list(value) and isinstance(part, int):
+            value = value[part]
         elif not (error["type"] == "missing" and number == len(error["loc"])):
             continue
         path.append(str(part))
@@ -388,10 +400,10 @@ def _path(error: ErrorDetails, table: Table) -> list[str]:
 
 
 def _leaves(path: list[str], value: Any) -> Iterator[list[str]]:
-    if not isinstance(value, dict) or not value:
+    if not is_table(value) or not value:
         yield path
         return
-    for key, inner in cast(Table, value).items():
+    for key, inner in value.items():
         yield from _leaves([*path, key], inner)
 
 
@@ -488,7 +500,9 @@ def _subject(path: Sequence[str], error: ErrorDetails, sources: Sequence[_Source
         return f"what comes {', '.join(source.name for source in sources)} " if sources else ""
     if error["type"] == "missing":
         return f"{'.'.join(path)} "
-    shown = f" = {_shown(error['input'])}" if _may_be_shown(path, error["input"]) else ""
+    value, shown = error["input"], ""
+    if _may_be_shown(path, value):
+        shown = f" = {NONE if value is None else json.dumps(value, ensure_ascii=False, default=str)}"
     return f"{'.'.join(path)}{shown}{_origin(path, sources)} "
 
 
@@ -496,12 +510,8 @@ def _may_be_shown(path: Sequence[str], value: Any) -> bool:
     """Whether a message may show the value: no tables, as their settings are named, and no secrets."""
     if isinstance(value, dict | BaseModel):
         return False
-    items = cast(list[Any], value) if isinstance(value, list) else []
+    items = value if is_list(value) else []
     return not any(map(is_secret, path)) and all(_may_be_shown((), inner) for inner in items)
-
-
-def _shown(value: Any) -> str:
-    return "none" if value is None else json.dumps(value, ensure_ascii=False, default=str)
 
 
 COMPLAINTS = {
@@ -526,11 +536,11 @@ def _origin(path: Sequence[str], sources: Sequence[_Source]) -> str:
 
 def _sets(value: Any, path: Sequence[str]) -> bool:
     for part in path:
-        if not isinstance(value, dict):
+        if not is_table(value):
             return True
         if part not in value:
             return False
-        value = cast(Table, value)[part]
+        value = value[part]
     return True
 
 
@@ -604,12 +614,12 @@ def _value(value: Any, name: str) -> str:
 
     if isinstance(value, BaseModel):
         value = _set_fields(value)
-    if isinstance(value, dict):
-        items = cast(Table, value).items()
+    if is_table(value):
+        items = value.items()
         inner = ", ".join(f"{tomlkit.key(key).as_string()} = {_value(item, name)}" for key, item in items)
         return f"{{{inner}}}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_value(item, name) for item in cast(list[Any], value))}]"
+        return f"[{', '.join(_value(item, name) for item in value)}]"
     if value is None:
         raise ConfigError(f"{name} holds a None inside, which TOML cannot represent; leave that key out")
     return tomlkit.item(to_jsonable_python(value)).as_string()

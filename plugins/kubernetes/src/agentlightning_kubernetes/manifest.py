@@ -33,21 +33,13 @@ def read_template(path: Path, words: Sequence[str], api: str | None, start_secon
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"the Job in {path} cannot be read: {error.strerror}") from error
-    manifest = _parse(text, path)
+    kind, parse = ("JSON", orjson.loads) if path.suffix == ".json" else ("YAML", yaml.safe_load)
+    try:
+        manifest = parse(text)
+    except (orjson.JSONDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} is not valid {kind}: {error}") from error
     check_template(manifest, str(path))
     return JobTemplate(orjson.dumps(manifest), tuple(words), api, start_seconds)
-
-
-def _parse(text: str, path: Path) -> Any:
-    if path.suffix == ".json":
-        try:
-            return orjson.loads(text)
-        except orjson.JSONDecodeError as error:
-            raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
 
 
 def check_template(manifest: Any, source: str) -> None:

@@ -55,7 +55,7 @@ class TinkerPolicy:
     ) -> None:
         self.config, self.model = config, config.name
         self.chat = HFChatFormat(tokenizer, tool_calls=config.tool_calls)
-        self.context_length = config.max_context or _context_length(tokenizer)
+        self.context_length = config.max_context or min(int(tokenizer.model_max_length), DEFAULT_CONTEXT)
         self.vocab_size: int | None = len(tokenizer)
         self._tokenizer, self._session, self._updater = tokenizer, session, updater
         self._version = 0
@@ -259,7 +259,3 @@ def _tokenizer(config: LocalPolicyConfig) -> PreTrainedTokenizerBase:
             f"policy.model={config.model} has no tokenizer that transformers loads: {error}; give the directory or hub"
             " name of the model, and its name on the server as policy.tinker.base_model"
         ) from error
-
-
-def _context_length(tokenizer: PreTrainedTokenizerBase) -> int:
-    return min(int(tokenizer.model_max_length), DEFAULT_CONTEXT)

@@ -70,15 +70,17 @@ class TinkerSession:
             service = tinker.ServiceClient(base_url=url, api_key=key)
             session = cls(config, service, base)
             try:
-                making = service.create_lora_training_client(
-                    base,
-                    rank=rank,
-                    seed=seed,
-                    train_mlp=config.mlp,
-                    train_attn=config.attention,
-                    train_unembed=config.head,
+                session._training = session._result(
+                    lambda: service.create_lora_training_client(
+                        base,
+                        rank=rank,
+                        seed=seed,
+                        train_mlp=config.mlp,
+                        train_attn=config.attention,
+                        train_unembed=config.head,
+                    ),
+                    f"make an adapter over {base!r}",
                 )
-                session._training = asyncio.run(session._wait(making.future(), f"make an adapter over {base!r}"))
             except BaseException:
                 _end(service, "errored")
                 raise

@@ -110,7 +110,8 @@ class Bucket:
         try:
             self._files: Any
             self._files, self._root = fsspec.url_to_fs(url)
-            self._has_folders = OBJECT_STORES.isdisjoint(_protocols(self._files))
+            protocol: str | tuple[str, ...] = self._files.protocol
+            self._has_folders = OBJECT_STORES.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
         except (ImportError, ValueError) as error:
             raise ConfigError(
                 f"{url} cannot be opened: {error}; give file:///DIR, s3://BUCKET/DIR (pip install s3fs), gs://BUCKET/DIR"
@@ -192,11 +193,6 @@ class Bucket:
                 f"cannot {what} at {self.url}: {type(error).__name__}: {error}; check the address, its permissions and"
                 " credentials"
             ) from error
-
-
-def _protocols(files: Any) -> tuple[str, ...]:
-    found: str | tuple[str, ...] = files.protocol
-    return (found,) if isinstance(found, str) else tuple(found)
 
 
 def folder_of(version: int) -> str:

@@ -65,7 +65,8 @@ class WeightPuller:
             return None
         chain = self._chain(newest, current)
         try:
-            self._apply(chain, current)
+            for manifest in chain:
+                self._write(manifest)
         except DamagedDifferenceError as error:
             raise self._refusal(newest, error) from error
         return Pulled(newest, self._place(newest), self._read, time.monotonic() - since, len(chain))
@@ -100,13 +101,7 @@ class WeightPuller:
     def _want_full(self) -> None:
         self.bucket.write(f"{WANTED}/{self._host}.json", orjson.dumps({"since": time.time()}))
 
-    def _apply(self, chain: list[Manifest], current: tuple[int, str] | None) -> None:
-        base = None if current is None else self._place(current[0])
-        for manifest in chain:
-            self._write(manifest, None if manifest.base is None else base)
-            base = self._place(manifest.version)
-
-    def _write(self, manifest: Manifest, base: Path | None) -> None:
+    def _write(self, manifest: Manifest) -> None:
         place = self._place(manifest.version)
         beside = place.with_name(f".{place.name}")
         shutil.rmtree(beside, ignore_errors=True)
@@ -114,7 +109,7 @@ class WeightPuller:
             for entry in manifest.files:
                 target = beside / entry.name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                self._file(manifest.version, entry, base, target)
+                self._file(manifest, entry, target)
             shutil.rmtree(place, ignore_errors=True)
             beside.rename(place)
             state = self.directory / f".{STATE}"
@@ -126,15 +121,18 @@ class WeightPuller:
             shutil.rmtree(beside, ignore_errors=True)
         self._prune(manifest.version)
 
-    def _file(self, version: int, entry: FileEntry, base: Path | None, target: Path) -> None:
-        name = f"{folder_of(version)}/{entry.name}"
-        if entry.kind == "xor":
-            data = self._fetch(name + DIFFERENCE, sum(part.stored for part in entry.parts))
-            if base is None or not (base / entry.name).exists():
+    def _file(self, manifest: Manifest, entry: FileEntry, target: Path) -> None:
+        name = f"{folder_of(manifest.version)}/{entry.name}"
+        base = None if manifest.base is None else self._place(manifest.base[0]) / entry.name
+        if entry.kind == "whole":
+            data = self._fetch(name, entry.size)
+        else:
+            changes = self._fetch(name + DIFFERENCE, sum(part.stored for part in entry.parts))
+            if base is None or not base.exists():
                 raise DamagedDifferenceError(f"{entry.name}: the version before is not here")
-            apply(base / entry.name, entry, data, target)
-            return
-        data = self._fetch(name, entry.size) if entry.kind == "whole" else _read(base, entry.name)
+            if entry.kind == "xor":
+                return apply(base, entry, changes, target)
+            data = base.read_bytes()
         if digest(data) != entry.digest:
             raise DamagedDifferenceError(f"{entry.name} is not the file that was published")
         target.write_bytes(data)
@@ -154,9 +152,3 @@ class WeightPuller:
 
     def _place(self, version: int) -> Path:
         return self.directory / f"version-{version:06d}"
-
-
-def _read(base: Path | None, name: str) -> bytes:
-    if base is None or not (base / name).exists():
-        raise DamagedDifferenceError(f"{name}: the version before is not here")
-    return (base / name).read_bytes()

@@ -89,7 +89,7 @@ class AdapterHost:
         self.vocab_size = vocab_size(model)
         self.copies_read = 0
         """How often a copy was read from the disk."""
-        self._model, self._tokenizer = model, tokenizer
+        self._model = model
         self._max_copies, self._token_budget = max_copies, token_budget
         self._adapters = Adapters(model)
         self._forward = Forward(model)
@@ -98,10 +98,10 @@ class AdapterHost:
         self._copies: OrderedDict[str, int] = OrderedDict()
         """The copies in memory, the one used last at the end, with their running answers."""
         self._loading = asyncio.Lock()
-        batcher = ContinuousBatcher(
+        self._batcher = ContinuousBatcher(
             model,
             eos_token_ids=self.chat.eos_token_ids,
-            decode=self._decode,
+            decode=self.chat.decode,
             context_length=self.context_length,
             max_batch_size=config.max_batch_size,
             kv_cache_bytes=config.kv_cache_bytes,
@@ -110,8 +110,7 @@ class AdapterHost:
             seed=config.seed,
             adapters=self._adapters,
         )
-        self._batcher = batcher
-        self.worker = EngineWorker(batcher, threads=config.threads)
+        self.worker = EngineWorker(self._batcher, threads=config.threads)
 
     @classmethod
     def open(cls, config: LocalPolicyConfig, **options: int) -> AdapterHost:
@@ -297,20 +296,14 @@ class AdapterHost:
             self._adapters.remove(copy.name)
             raise
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return cast(str, text)
-
 
 def _layers(model: PreTrainedModel, shape: LoraShape) -> list[str] | None:
     """The names of the layers beside the head; None: all of them."""
     if shape.train_attn and shape.train_mlp:
         return None
-    return [name for name in find_layers(model) if (shape.train_attn if _is_attention(name) else shape.train_mlp)]
-
-
-def _is_attention(name: str) -> bool:
-    return any("attn" in part or "attention" in part for part in name.split("."))
+    layers = find_layers(model)
+    attention = {name for name in layers if "attn" in name or "attention" in name}
+    return [name for name in layers if (shape.train_attn if name in attention else shape.train_mlp)]
 
 
 def _batches(lengths: Sequence[int], budget: int) -> list[list[int]]:

@@ -9,10 +9,11 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
 import orjson
@@ -26,12 +27,9 @@ from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.open import policy_config
 from agentlightning.store.http.endpoint import ClientDisconnected, receive_body
 from agentlightning_tinker.server import messages, wire
+from agentlightning_tinker.server.host import AdapterHost
 from agentlightning_tinker.server.requests import JSON, PROTOBUF
 from agentlightning_tinker.server.service import SCHEME, TinkerService
-
-if TYPE_CHECKING:
-    from agentlightning_tinker.server.host import AdapterHost
-
 
 BASE: Final = "/api/v1"
 DOWNLOAD: Final = "/download"
@@ -67,8 +65,6 @@ async def open_routes(
     named = [model.partition("=") for model in models]
     paths = {name if equals else Path(name).name.removesuffix(".gguf"): path or name for name, equals, path in named}
     configs = [policy_config(PolicyConfig(), path).model_copy(update={"name": name}) for name, path in paths.items()]
-    from agentlightning_tinker.server.host import AdapterHost
-
     hosts = {config.name: await asyncio.to_thread(AdapterHost.open, config) for config in configs}
     async with tinker_routes(hosts, folder, token, max_body_bytes=max_body_bytes) as routes:
         yield routes
@@ -180,16 +176,17 @@ async def _unknown(request: Request) -> Response:
     return _error(404, f"{request.method} {request.url.path} is not offered by this server of the Tinker API")
 
 
+@dataclass
 class _Endpoints:
     """Reads requests, and answers with what the service returns."""
 
-    def __init__(self, service: TinkerService, max_body_bytes: int) -> None:
-        self._service, self._max = service, max_body_bytes
-        self._links: dict[str, tuple[Path, float]] = {}
-        """The files that may be downloaded, by a random name, and until when."""
+    service: TinkerService
+    max_body_bytes: int
+    links: dict[str, tuple[Path, float]] = field(default_factory=dict[str, tuple[Path, float]])
+    """The files that may be downloaded, by a random name, and until when."""
 
     async def _body(self, request: Request) -> bytes:
-        return await receive_body(request.headers, request.receive, self._max, SMALLER)
+        return await receive_body(request.headers, request.receive, self.max_body_bytes, SMALLER)
 
     def reading(self, kind: type[wire.WireRequest], handler: Handler) -> Endpoint:
         """At once, or in the turn of its model, of which also an error is the result: later requests are not kept
@@ -204,7 +201,7 @@ class _Endpoints:
             async def work() -> Mapping[str, Any]:
                 return await handler(_parsed(body, kind, path))
 
-            return await _answer(self._service.requests.enqueue(place.model_id, place.seq_id, work))
+            return await _answer(self.service.requests.enqueue(place.model_id, place.seq_id, work))
 
         return answer
 
@@ -216,11 +213,11 @@ class _Endpoints:
                 f" server reads {PROTOBUF}: use version {wire.OLDEST_SDK} or newer of the tinker package"
             )
         given = messages.read_request(await self._body(request))
-        work = partial(self._service.forward_backward, given)
-        return await _answer(self._service.requests.enqueue(given.model_id, given.seq_id, work))
+        work = partial(self.service.forward_backward, given)
+        return await _answer(self.service.requests.enqueue(given.model_id, given.seq_id, work))
 
     async def fetch(self, given: wire.RequestId) -> Any:
-        result = await self._service.requests.fetch(given.request_id, POLL_SECONDS)
+        result = await self.service.requests.fetch(given.request_id, POLL_SECONDS)
         if result is None:
             return {"type": "try_again", "request_id": given.request_id, "queue_state": "active"}
         return Response(result.body, media_type=result.media_type)
@@ -229,16 +226,16 @@ class _Endpoints:
         """A URL for each file, at the address by which the client reaches this server."""
         given, now = request.path_params, time.time()
         path = f"{SCHEME}{given['model']}/{given['kind']}/{quote(given['name'], safe='')}"
-        links = {secrets.token_urlsafe(32): each for each in (await self._service.external_files(path)).items()}
-        self._links = {link: known for link, known in self._links.items() if known[1] > now}
-        self._links |= {link: (file, now + LINK_SECONDS) for link, (_, file) in links.items()}
+        links = {secrets.token_urlsafe(32): each for each in (await self.service.external_files(path)).items()}
+        self.links = {link: known for link, known in self.links.items() if known[1] > now}
+        self.links |= {link: (file, now + LINK_SECONDS) for link, (_, file) in links.items()}
         root = f"{request.url.scheme}://{request.url.netloc}{BASE}{DOWNLOAD}"
         urls = {name: f"{root}/{link}" for link, (name, _) in links.items()}
         return _json({"urls": urls, "expires": datetime.fromtimestamp(now + LINK_SECONDS, UTC).isoformat()})
 
     async def download(self, request: Request) -> Response:
         """A file, for who has its URL."""
-        file, until = self._links.get(request.path_params["link"], (None, 0.0))
+        file, until = self.links.get(request.path_params["link"], (None, 0.0))
         if file is None or until < time.time():
             return _error(403, "this URL is not one of this server, or has expired; ask for another one")
         if not file.is_file():

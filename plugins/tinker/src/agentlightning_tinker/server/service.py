@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import randbits, token_hex
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from urllib.parse import quote, unquote
 
 import orjson
@@ -24,11 +24,9 @@ import orjson
 from agentlightning.engine.base import Sample, SamplingParams, room_for_answer
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning_tinker.server import messages, wire
+from agentlightning_tinker.server.host import AdapterHost, Datum
 from agentlightning_tinker.server.losses import columns_of, make_loss
 from agentlightning_tinker.server.requests import PROTOBUF, UNKNOWN_MODEL, Requests, Result, owner_of
-
-if TYPE_CHECKING:
-    from agentlightning_tinker.server.host import AdapterHost, Datum
 
 logger = logging.getLogger(__name__)
 
@@ -319,8 +317,6 @@ class TinkerService:
 
 def _data(request: Any, host: AdapterHost) -> list[Datum]:
     """Raises ConfigError for sequences that the loss or the model cannot use."""
-    from agentlightning_tinker.server.host import Datum
-
     found: list[Datum] = []
     for tokens, inputs in messages.rows_of(request):
         columns = columns_of(request.loss_fn, len(tokens), inputs)
