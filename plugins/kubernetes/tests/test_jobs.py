@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 from plugins.kubernetes.tests.cluster import Cluster
@@ -12,6 +13,7 @@ from tests.support.waiting import until
 
 from agentlightning.attempt_address import attempt_secret
 from agentlightning.errors import ConfigError
+from agentlightning.runner import JobTemplate
 from agentlightning.server.app import Server
 from agentlightning_kubernetes.api import KubernetesApi, KubernetesError
 from agentlightning_kubernetes.job_agent import JobStates
@@ -332,17 +334,10 @@ def as_kubernetes_expands(value, variables):
 )
 def test_nothing_in_a_variable_of_an_attempt_is_expanded_by_kubernetes(text):
     variables = {"AGL_TASK": json.dumps({"question": text}), "AGL_KEY": text}
-    job = attempt_job(
-        TEMPLATE,
-        words=(),
-        rollout_id="ro-1",
-        attempt_id="at-1",
-        labels={},
-        variables=variables,
-        timeout_seconds=None,
-        start_seconds=1.0,
-        owner=None,
+    rollout = SimpleNamespace(
+        rollout_id="ro-1", attempt=SimpleNamespace(attempt_id="at-1"), config=SimpleNamespace(timeout_seconds=None)
     )
+    job = attempt_job(TEMPLATE, JobTemplate(b""), rollout, labels={}, variables=variables, owner=None)
     env = {each["name"]: each["value"] for each in agent_container(job)["env"]}
     seen = {name: as_kubernetes_expands(env[name], {"OPENAI_API_KEY": "sk-real"}) for name in variables}
     assert seen == variables

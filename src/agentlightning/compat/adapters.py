@@ -59,7 +59,8 @@ class TracerTraceToTriplet:
         self.agent_match = agent_match
 
     def adapt(self, source: Sequence[Span], /) -> list[Triplet]:
-        found = [span for span in calls(source) if self._is_chosen(span)]
+        matches = re.compile(self.agent_match or "").search
+        found = [span for span in calls(source) if matches(str(span.attributes.get(names.AGENT_NAME) or ""))]
         ends = [*(span.sequence_id for span in found[1:]), math.inf]
         rewards = sorted((span for span in source if span.name == names.REWARD), key=lambda each: each.sequence_id)
         return [
@@ -68,10 +69,6 @@ class TracerTraceToTriplet:
         ]
 
     __call__ = adapt
-
-    def _is_chosen(self, span: Span) -> bool:
-        name = str(span.attributes.get(names.AGENT_NAME) or "")
-        return self.agent_match is None or re.search(self.agent_match, name) is not None
 
     @staticmethod
     def _triplet(call: Span, rewards: Sequence[Span]) -> Triplet:

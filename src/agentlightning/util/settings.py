@@ -20,15 +20,17 @@ from datetime import date, time
 from difflib import SequenceMatcher
 from functools import cache
 from itertools import pairwise
+from operator import eq
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, TypeAlias, TypeGuard, TypeVar, Union, cast, get_args, get_origin
+from typing import Annotated, Any, TypeAlias, TypeVar, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, core_schema, to_jsonable_python
 
 from agentlightning.errors import ConfigError
+from agentlightning.util.json_values import is_list, is_table
 from agentlightning.util.plugins import Registry, reference_to
 
 M = TypeVar("M", bound=BaseModel)
@@ -53,14 +55,6 @@ class Section(BaseModel):
     """The base of sections of settings: unknown keys are refused, values do not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-def is_table(value: Any) -> TypeGuard[Table]:
-    return isinstance(value, dict)
-
-
-def is_list(value: Any) -> TypeGuard[list[Any]]:
-    return isinstance(value, list)
 
 
 def by_type(value: Any) -> Any:
@@ -336,7 +330,7 @@ def _known(model: type[BaseModel], prefix: str = "", outer: tuple[Any, ...] = ()
         for member in _members(Annotated[field.annotation, None, *field.metadata]):
             items = _members(get_args(member)[0]) if get_origin(member) in (tuple, list) else ()
             for part, start in ((member, f"{full}."), *((item, f"{full}.{_ITEM}.") for item in items)):
-                if isinstance(part, type) and get_origin(part) is None and issubclass(part, BaseModel):
+                if isinstance(part, type) and issubclass(part, BaseModel):
                     yield from _known(part, start, (*outer, model)) if part not in (*outer, model) else ()
 
 
@@ -534,14 +528,9 @@ def _origin(path: Sequence[str], sources: Sequence[_Source]) -> str:
     return f" ({found})" if sources else ""
 
 
-def _sets(value: Any, path: Sequence[str]) -> bool:
-    for part in path:
-        if not is_table(value):
-            return True
-        if part not in value:
-            return False
-        value = value[part]
-    return True
+def _sets(table: Table, path: Sequence[str]) -> bool:
+    """Whether a table sets a setting, or one that holds it."""
+    return any(all(map(eq, leaf, path)) for leaf in _leaves([], table) if leaf)
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
@@ -600,12 +589,11 @@ def field_texts(kind: type) -> dict[str, str]:
         with suppress(OSError, TypeError):
             [tree] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
             for field, text in pairwise(cast(ast.ClassDef, tree).body):
-                if (
-                    isinstance(field, ast.AnnAssign)
-                    and isinstance(text, ast.Expr)
-                    and isinstance(text.value, ast.Constant)
-                ):
-                    found[ast.unparse(field.target)] = inspect.cleandoc(str(text.value.value))
+                match field, text:
+                    case ast.AnnAssign(target=target), ast.Expr(value=ast.Constant(value=str(own))):
+                        found[ast.unparse(target)] = inspect.cleandoc(own)
+                    case _:
+                        pass
     return found
 
 

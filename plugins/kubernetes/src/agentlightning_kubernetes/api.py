@@ -58,11 +58,7 @@ class KubernetesApi:
 
     def create_job(self, job: Mapping[str, Any]) -> None:
         """Raises KubernetesError. A Job that exists already is one whose creation was not acknowledged."""
-        try:
-            self._request("POST", self._path("jobs"), json=job, params={"fieldValidation": "Strict"})
-        except KubernetesError as error:
-            if error.status != 409:
-                raise
+        self._request("POST", self._path("jobs"), 409, json=job, params={"fieldValidation": "Strict"})
 
     def list(self, kind: Literal["jobs", "pods"], selector: str) -> list[dict[str, Any]]:
         return self._request("GET", self._path(kind), params={"labelSelector": selector}).json()["items"]
@@ -70,11 +66,7 @@ class KubernetesApi:
     def delete_job(self, name: str, patience: float = PATIENCE_SECONDS) -> None:
         """Delete a Job and its pods. Harmless if it is gone."""
         body = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"}
-        try:
-            self._request("DELETE", f"{self._path('jobs')}/{name}", json=body, patience=patience)
-        except KubernetesError as error:
-            if error.status != 404:
-                raise
+        self._request("DELETE", f"{self._path('jobs')}/{name}", 404, patience, json=body)
 
     def log(self, pod: str, container: str) -> str:
         """The end of a container's log, stdout and stderr together."""
@@ -85,24 +77,27 @@ class KubernetesApi:
         group = "/apis/batch/v1" if kind == "jobs" else "/api/v1"
         return f"{group}/namespaces/{self.namespace}/{kind}"
 
-    def _request(self, method: str, path: str, patience: float = PATIENCE_SECONDS, **options: Any) -> httpx.Response:
+    def _request(
+        self, method: str, path: str, harmless: int = 200, patience: float = PATIENCE_SECONDS, **options: Any
+    ) -> httpx.Response:
+        """The answer, of success or with the status `harmless`."""
         until, pause = time.monotonic() + patience, 0.1
         while True:
             try:
-                return self._try(method, path, **options)
+                return self._try(method, path, harmless, **options)
             except KubernetesError as error:
                 if not error.may_pass or error.status == 403 or time.monotonic() + pause > until:
                     raise
             time.sleep(pause)
             pause = min(2 * pause, 5.0)
 
-    def _try(self, method: str, path: str, **options: Any) -> httpx.Response:
+    def _try(self, method: str, path: str, harmless: int, **options: Any) -> httpx.Response:
         token = {} if self._account is None else {"authorization": f"Bearer {(self._account / 'token').read_text()}"}
         try:
             response = self._http.request(method, path, headers=token, **options)
         except httpx.TransportError as error:
             raise KubernetesError(0, f"the API server at {self.url} does not respond: {error}") from error
-        if response.is_success:
+        if response.is_success or response.status_code == harmless:
             return response
         message = f"{response.status_code} {response.reason_phrase}"
         with suppress(ValueError):

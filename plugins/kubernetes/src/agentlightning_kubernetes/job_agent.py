@@ -120,19 +120,15 @@ class JobAgent:
         """Run the Job of an attempt and return its output. Raises JobError."""
         with self._lock:
             api, states = self._api, self._states
-        attempt = invocation.rollout.attempt
         task = task_variable(invocation.task)
         if not task:
             raise JobError("the task is too long for a variable of a container; give a reference to where it is stored")
         job = attempt_job(
             self._manifest,
-            words=self._template.words,
-            rollout_id=invocation.rollout.rollout_id,
-            attempt_id=attempt.attempt_id,
+            self._template,
+            invocation.rollout,
             labels=self._labels,
             variables={**invocation.environment, **task},
-            timeout_seconds=invocation.rollout.config.timeout_seconds,
-            start_seconds=self._template.start_seconds,
             owner=_owner(),
         )
         running = RunningJob(api, states, job, self._template.start_seconds)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Final, cast
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from agentlightning.errors import ConfigError, PolicyError, UnfaithfulSampleError
-from agentlightning.policy.base import UPDATE, Sharing, UpdateOptions
+from agentlightning.policy.base import UPDATE, UpdateOptions
 from agentlightning.policy.config import OptimizerConfig
 from agentlightning.policy.losses import (
     ADVANTAGES,
@@ -52,26 +53,6 @@ ROW_BUDGET: Final = 1 << 40
 """All rows are sent at once; the server divides them."""
 
 
-class RowPlanner:
-    """Stands for `Forward`: which rows are computed."""
-
-    def plan(
-        self, batch: TokenTable | Sequence[TrainingSample], *, token_budget: int, sharing: Sharing = "auto"
-    ) -> list[MicroBatch]:
-        """All rows as one micro-batch; calls of a rollout are merged where one continues another. `token_budget` is for
-        the server to decide. Raises ConfigError for a way of sharing that needs the model."""
-        if sharing == "shared":
-            raise ConfigError(
-                'sharing="shared" is for a model on this machine; leave it out with policy.kind = "tinker"'
-            )
-        batches = plan(batch, token_budget=ROW_BUDGET, sharing="rows" if sharing == "rows" else "merged", join=False)
-        lines = tuple(line for batch in batches for line in batch.lines)
-        return [MicroBatch(lines, batches[0].table)] if lines else []
-
-    def tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
-        return torch.from_numpy(values)
-
-
 class RemoteOptimizer:
     """Stands for `Optimizer`: the learning rate of each step is computed here, the step is made on the server."""
 
@@ -95,14 +76,7 @@ class RemoteOptimizer:
         assert self.config.lr is not None
         return self.config.lr * self.config.factor(self.steps) * self.lr_factor
 
-    def grad_norm(self) -> Tensor:
-        """Not known before the step."""
-        return torch.zeros(())
-
-    def zero_grad(self) -> None:
-        """The server drops a gradient by its step alone, and by a loss that is not finite."""
-
-    def step(self, loss: float = 0.0, norm: Tensor | None = None) -> dict[str, float]:
+    def step(self, loss: float) -> dict[str, float]:
         """Raises PolicyError for a loss that is not finite."""
         if not math.isfinite(loss):
             raise PolicyError(
@@ -127,7 +101,7 @@ class RemoteUpdater(Updater):
         """Raises ConfigError for an optimiser that the API lacks."""
         self.session = session
         self.optimizer = cast(Any, RemoteOptimizer(session, optimizer))
-        self.forward = cast(Any, RowPlanner())
+        self.forward = cast(Any, SimpleNamespace(tensor=torch.from_numpy))
         self.value_head = self.value_optimizer = self.average = None
         self.entropy = EntropyHistory()
 
@@ -148,7 +122,7 @@ class RemoteUpdater(Updater):
     def rows(self, trees: Sequence[TokenTree]) -> tuple[TokenTable, list[MicroBatch]]:
         """The sampled tokens of trees, and the rows that have them."""
         table = token_table(map(TrainingSample, trees))
-        return table, self.forward.plan(table, token_budget=ROW_BUDGET)
+        return table, self._plan(table, UPDATE)
 
     def logprobs(self, trees: Sequence[TokenTree]) -> list[tuple[FloatArray, ...]]:
         """log p of every sampled token of each tree under the present weights, as `Policy.score` has it."""
@@ -167,8 +141,20 @@ class RemoteUpdater(Updater):
             return {}
         return {**sums, **self.optimizer.step(sums["loss"]), "rollouts_not_finite": float(len(broken))}
 
+    def _plan(self, part: TokenTable, options: UpdateOptions) -> list[MicroBatch]:
+        """All rows as one micro-batch; calls of a rollout are merged where one continues another. `token_budget` is for
+        the server to decide. Raises ConfigError for a way of sharing that needs the model."""
+        if options.sharing == "shared":
+            raise ConfigError(
+                'sharing="shared" is for a model on this machine; leave it out with policy.kind = "tinker"'
+            )
+        sharing = "rows" if options.sharing == "rows" else "merged"
+        batches = plan(part, token_budget=ROW_BUDGET, sharing=sharing, join=False)
+        lines = tuple(line for batch in batches for line in batch.lines)
+        return [MicroBatch(lines, part)] if lines else []
+
     def accumulate(self, batches: Sequence[MicroBatch], loss: LossSetting = "ppo") -> dict[str, float]:
-        """See `Updater.accumulate`; `batches` are the one of `RowPlanner`."""
+        """See `Updater.accumulate`; `batches` are the one of `_plan`."""
         losses, [batch] = token_losses(loss), batches
         within = batch.table.corrections
         no_entropy = cast(Any, None)

@@ -68,7 +68,13 @@ class WeightPuller:
             for manifest in chain:
                 self._write(manifest)
         except DamagedDifferenceError as error:
-            raise self._refusal(newest, error) from error
+            if chain[-1].base is None:
+                raise WeightStoreError(f"the full version {newest} at {self.bucket.url} is damaged: {error}") from error
+            self._want_full()
+            raise WeightStoreError(
+                f"version {newest} at {self.bucket.url} is refused: {error}; a full version was asked for, which the"
+                " next publication is"
+            ) from error
         return Pulled(newest, self._place(newest), self._read, time.monotonic() - since, len(chain))
 
     def _chain(self, version: int, current: tuple[int, str] | None) -> list[Manifest]:
@@ -88,15 +94,6 @@ class WeightPuller:
                 )
             manifest = before
         return chain[::-1]
-
-    def _refusal(self, newest: int, error: DamagedDifferenceError) -> WeightStoreError:
-        if self.bucket.manifest(newest).base is None:
-            return WeightStoreError(f"the full version {newest} at {self.bucket.url} is damaged: {error}")
-        self._want_full()
-        return WeightStoreError(
-            f"version {newest} at {self.bucket.url} is refused: {error}; a full version was asked for, which the next"
-            " publication is"
-        )
 
     def _want_full(self) -> None:
         self.bucket.write(f"{WANTED}/{self._host}.json", orjson.dumps({"since": time.time()}))

@@ -145,12 +145,12 @@ class AdapterHost:
     @in_worker
     def gradient(
         self, name: str, data: Sequence[Datum], loss: TokenLoss, *, backward: bool = True
-    ) -> tuple[float, list[FloatArray]]:
+    ) -> tuple[float, list[torch.Tensor]]:
         """Add the gradient of a loss, summed over all tokens, to that of an adapter; without `backward`, compute the
         loss alone. Returns the loss, and log p of the targets of each datum. Raises PolicyError for a gradient of a
         loss that is not finite: it is dropped, and so is what was accumulated before it."""
         total = 0.0
-        found: dict[int, FloatArray] = {}
+        found: dict[int, torch.Tensor] = {}
         self._model.eval()
         with self._adapters.use(name), torch.set_grad_enabled(backward):
             for numbers in _batches([len(each.inputs) for each in data], self._token_budget):
@@ -160,8 +160,8 @@ class AdapterHost:
                 if backward:
                     value.backward()
                 total += float(value.detach())
-                ends = np.cumsum([len(each.inputs) for each in part])[:-1]
-                found |= dict(zip(numbers, np.split(logprobs_N.detach().float().cpu().numpy(), ends), strict=True))
+                rows = logprobs_N.detach().float().cpu().split([len(each.inputs) for each in part])
+                found |= dict(zip(numbers, rows, strict=True))
         if backward and not math.isfinite(total):
             self._trained[name][1].zero_grad()
             raise PolicyError(
