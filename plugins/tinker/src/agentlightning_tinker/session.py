@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, cast
 
 import httpx
@@ -46,7 +47,7 @@ class TinkerSession:
 
     def __init__(self, config: TinkerConfig, service: Any, base_model: str) -> None:
         self.config, self.base_model = config, base_model
-        self._service, self._training = service, cast(Any, None)
+        self._service, self._training, self._base = service, cast(Any, None), cast(Any, None)
         self._url = server_of(config)
         self._asked = self._alive = self._silent = time.monotonic()
         """When the server was asked for a sign of life, when it last gave one, and when it last gave none."""
@@ -138,9 +139,13 @@ class TinkerSession:
         """What samples from the weights as they are now."""
         return self._result(self._training.save_weights_and_get_sampling_client, "publish the weights")
 
-    def base_sampler(self) -> Any:
-        """What samples from the model below the adapter."""
-        return self._result(lambda: self._service.create_sampling_client(base_model=self.base_model), "open its base")
+    def base_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float | None]]:
+        """log p of each token of each row under the model below the adapter, None for the first."""
+        if self._base is None:
+            opening = partial(self._service.create_sampling_client, base_model=self.base_model)
+            self._base = self._result(opening, "open its base")
+        inputs = [types.ModelInput.from_ints(list(row)) for row in rows]
+        return [self._result(partial(self._base.compute_logprobs, each), "score tokens") for each in inputs]
 
     def close(self) -> None:
         """End the session on the server; what was saved stays. Never fails: the server may be gone."""
@@ -198,12 +203,6 @@ class TinkerSession:
         with _errors(self.config, "sample"):
             call = sampler.sample(tokens, 1, settings, topk_sample_logprobs=top)
             return (await self._wait(call.future(), "sample")).sequences[0]
-
-    async def prompt_logprobs(self, sampler: Any, tokens: Sequence[int]) -> list[float | None]:
-        """log p of each token, None for the first."""
-        with _errors(self.config, "score tokens"):
-            call = sampler.compute_logprobs(types.ModelInput.from_ints(list(tokens)))
-            return await self._wait(call.future(), "score tokens")
 
 
 def server_of(config: TinkerConfig) -> str | None:

@@ -119,18 +119,19 @@ class RemoteUpdater(Updater):
                 check_sampling(sample.tree)
         return super().step(samples, options)
 
-    def rows(self, trees: Sequence[TokenTree]) -> tuple[TokenTable, list[MicroBatch]]:
-        """The sampled tokens of trees, and the rows that have them."""
+    def logprobs(self, trees: Sequence[TokenTree], *, of_base: bool = False) -> list[tuple[FloatArray, ...]]:
+        """log p of every sampled token of each tree under the present weights, or those below the adapter, as
+        `Policy.score` has it."""
         table = token_table(map(TrainingSample, trees))
-        return table, self._plan(table, UPDATE)
-
-    def logprobs(self, trees: Sequence[TokenTree]) -> list[tuple[FloatArray, ...]]:
-        """log p of every sampled token of each tree under the present weights, as `Policy.score` has it."""
-        table, batches = self.rows(trees)
         found = np.zeros(len(table.call), np.float32)
-        for batch in batches:
-            found[batch.places] = self._logprobs(batch).numpy()
+        for batch in self._plan(table, UPDATE):
+            found[batch.places] = self._base_logprobs(batch) if of_base else self._logprobs(batch).numpy()
         return table.by_node(found)
+
+    def _base_logprobs(self, batch: MicroBatch) -> FloatArray:
+        scores = self.session.base_logprobs([row.token_ids for row in batch.rows])
+        own = [np.asarray(each, np.float32)[row.targets] for each, row in zip(scores, batch.rows, strict=True)]
+        return np.concatenate(own)
 
     def _step(self, part: TokenTable, options: UpdateOptions) -> dict[str, float]:
         """Rollouts whose data is not finite are left out before anything is sent."""
