@@ -13,14 +13,17 @@ import numpy as np
 import pytest
 from tests.support.models import tiny_checkpoint
 
+from agentlightning.errors import PolicyError
 from agentlightning.policy.config import LocalPolicyConfig
+from agentlightning.policy.losses import NLLLoss
 from agentlightning.server.app import Server
 from agentlightning.store.sql.store import SqlStore
 from agentlightning_tinker.server import messages
-from agentlightning_tinker.server.host import AdapterHost
+from agentlightning_tinker.server.host import AdapterHost, Datum
 from agentlightning_tinker.server.routes import LINK_SECONDS, tinker_routes
 from agentlightning_tinker.server.service import TinkerService
 from agentlightning_tinker.server.wire import (
+    AdamParams,
     CreateModel,
     CreateSampler,
     CreateSession,
@@ -169,6 +172,25 @@ async def test_a_loss_that_is_not_finite_changes_no_weight(client: Client) -> No
     assert (failed["category"], "not finite" in failed["error"]) == ("server", True)
     assert "no gradient" in (await client.step())["error"]
     assert await client.sample(await client.sampler()) == before
+
+
+async def test_a_gradient_that_fails_half_way_is_dropped(model: Path) -> None:
+    host = AdapterHost.open(LocalPolicyConfig(model=model, device="cpu"), token_budget=4)
+    await host.create("a", LoraShape(rank=4))
+    datum = Datum(tuple(TOKENS[:4]), tuple(TOKENS[1:5]), {"weights": np.ones(4, np.float32)})
+    passed: list[Any] = []
+
+    def loss(tokens: Any) -> Any:
+        passed.append(tokens)
+        if len(passed) == 2:
+            raise MemoryError
+        return NLLLoss()(tokens)
+
+    with pytest.raises(PolicyError, match="out of memory"):
+        await host.gradient("a", [datum, datum], loss)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(PolicyError, match="no gradient"):
+        await host.optim_step("a", AdamParams())
+    await host.close()
 
 
 async def test_a_forward_pass_leaves_the_gradient_as_it_is(client: Client) -> None:

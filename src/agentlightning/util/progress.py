@@ -225,13 +225,13 @@ class Progress:
 
 def _format(name: str, value: Metric) -> str:
     words = name.replace("_", " ")
+    unit = words.removesuffix(" per second")
     if isinstance(value, str):
         return f"{words} {value}"
     if math.isnan(value):
-        return f"{words.removesuffix(' per second')} -"
-    if words.endswith(" per second"):
-        digits = 0 if abs(value) >= 10 else 1
-        return f"{value:,.{digits}f} {words.removesuffix(' per second')}/s"
+        return f"{unit} -"
+    if unit != words:
+        return f"{value:,.{0 if abs(value) >= 10 else 1}f} {unit}/s"
     return f"{words} {value:,}" if isinstance(value, int) else f"{words} {value:.3f}"
 
 

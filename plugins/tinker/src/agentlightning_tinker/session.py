@@ -47,7 +47,9 @@ class TinkerSession:
 
     def __init__(self, config: TinkerConfig, service: Any, base_model: str) -> None:
         self.config, self.base_model = config, base_model
-        self._service, self._training, self._base = service, cast(Any, None), cast(Any, None)
+        self._service = service
+        self._training: Any = None
+        self._base: Any = None
         self._url = server_of(config)
         self._asked = self._alive = self._silent = time.monotonic()
         """When the server was asked for a sign of life, when it last gave one, and when it last gave none."""

@@ -68,13 +68,7 @@ class RemoteOptimizer:
         if config.schedule != "constant" and config.total_steps is None:
             raise ConfigError(f'schedule="{config.schedule}" needs total_steps')
         self.config, self.steps, self.lr_factor = config, 0, 1.0
-        self._session = session
-
-    @property
-    def lr(self) -> float:
-        """The learning rate at this point of the schedule."""
-        assert self.config.lr is not None
-        return self.config.lr * self.config.factor(self.steps) * self.lr_factor
+        self._session, self._lr = session, config.lr
 
     def step(self, loss: float) -> dict[str, float]:
         """Raises PolicyError for a loss that is not finite."""
@@ -82,7 +76,8 @@ class RemoteOptimizer:
             raise PolicyError(
                 f"the loss of this step is {loss}, and the server cannot drop its gradient; resume the run"
             )
-        metrics, lr = self._session.optim_step(self.lr, self.config, EPS), self.lr
+        lr = self._lr * self.config.factor(self.steps) * self.lr_factor
+        metrics = self._session.optim_step(lr, self.config, EPS)
         self.steps += 1
         found = next((value for name, value in metrics.items() if name.startswith("grad_norm")), math.nan)
         return {"lr": lr, "grad_norm": float(found), "optimizer_steps": 1.0, "skipped_steps": 0.0}

@@ -137,7 +137,7 @@ class WeightPuller:
     def _fetch(self, name: str, size: int) -> bytes:
         if not size:
             return b""  # some stores refuse a range of an empty object
-        data = self.bucket.read_at_most(name, size)
+        data = self.bucket.read(name, size)
         self._read += len(data)
         return data
 

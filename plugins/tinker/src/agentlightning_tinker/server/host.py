@@ -147,27 +147,31 @@ class AdapterHost:
         self, name: str, data: Sequence[Datum], loss: TokenLoss, *, backward: bool = True
     ) -> tuple[float, list[torch.Tensor]]:
         """Add the gradient of a loss, summed over all tokens, to that of an adapter; without `backward`, compute the
-        loss alone. Returns the loss, and log p of the targets of each datum. Raises PolicyError for a gradient of a
-        loss that is not finite: it is dropped, and so is what was accumulated before it."""
+        loss alone. Returns the loss, and log p of the targets of each datum. A gradient that fails, or is of a loss
+        that is not finite (PolicyError), is dropped, and so is what was accumulated before it."""
         total = 0.0
         found: dict[int, torch.Tensor] = {}
         self._model.eval()
-        with self._adapters.use(name), torch.set_grad_enabled(backward):
-            for numbers in _batches([len(each.inputs) for each in data], self._token_budget):
-                part = [data[number] for number in numbers]
-                logprobs_N = self._forward.of_targets([d.inputs for d in part], [d.targets for d in part])
-                value = loss(_token_batch(part, logprobs_N)).loss
-                if backward:
-                    value.backward()
-                total += float(value.detach())
-                rows = logprobs_N.detach().float().cpu().split([len(each.inputs) for each in part])
-                found |= dict(zip(numbers, rows, strict=True))
-        if backward and not math.isfinite(total):
-            self._trained[name][1].zero_grad()
-            raise PolicyError(
-                f"the loss of {len(data)} sequences is {total}: an input or a log-probability among them is not finite;"
-                " the gradient accumulated so far was dropped"
-            )
+        try:
+            with self._adapters.use(name), torch.set_grad_enabled(backward):
+                for numbers in _batches([len(each.inputs) for each in data], self._token_budget):
+                    part = [data[number] for number in numbers]
+                    logprobs_N = self._forward.of_targets([d.inputs for d in part], [d.targets for d in part])
+                    value = loss(_token_batch(part, logprobs_N)).loss
+                    if backward:
+                        value.backward()
+                    total += float(value.detach())
+                    rows = logprobs_N.detach().float().cpu().split([len(each.inputs) for each in part])
+                    found |= dict(zip(numbers, rows, strict=True))
+            if backward and not math.isfinite(total):
+                raise PolicyError(
+                    f"the loss of {len(data)} sequences is {total}: an input or a log-probability among them is not"
+                    " finite; the gradient accumulated so far was dropped"
+                )
+        except Exception:
+            if backward:
+                self._trained[name][1].zero_grad()
+            raise
         return total, [found[number] for number in range(len(data))]
 
     @in_worker
