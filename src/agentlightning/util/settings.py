@@ -35,6 +35,8 @@ from agentlightning.util.plugins import Registry, reference_to
 
 M = TypeVar("M", bound=BaseModel)
 Table = dict[str, Any]
+Source = tuple[str, Table]
+"""Where settings are from, in words, and what it sets."""
 
 NONE = "none"
 _SECRET = re.compile(r"(^|_)(key|token|secret|password)$|^(headers|proxy)$", re.IGNORECASE)
@@ -159,11 +161,11 @@ def load_settings(model: type[M], *, toml: Path | None = None, overrides: Sequen
     ConfigError with a line for each setting that is unknown (with the nearest known one, if one is like it) or has an
     invalid value.
     """
-    sources = [] if toml is None else [_Source(f"from {toml}", _read_file(toml))]
-    sources += [_Source(f"from the override {_named(text)}", _read_override(text)) for text in overrides]
+    sources = [] if toml is None else [(f"from {toml}", _read_file(toml))]
+    sources += [(f"from the override {_named(text)}", _read_override(text)) for text in overrides]
     table: Table = {}
-    for source in sources:
-        _merge(table, deepcopy(source.table))
+    for _, own in sources:
+        _merge(table, deepcopy(own))
     _read_none(table, dict(_known(model)))
     _fill(table, _defaults(model))
     return _validated(model, table, sources)
@@ -173,7 +175,7 @@ def _defaults(model: type[BaseModel]) -> Table:
     return {name: field.get_default(call_default_factory=True) for name, field in model.model_fields.items()}
 
 
-def _validated(model: type[M], table: Table, sources: Sequence[_Source]) -> M:
+def _validated(model: type[M], table: Table, sources: Sequence[Source]) -> M:
     try:
         return model.model_validate(table, extra="forbid")
     except ValidationError as error:
@@ -212,7 +214,7 @@ def settings_from(
     """
     table = _expanded(model, dict(values))
     _fill(table, _defaults(model) if base is None else dict(base))
-    made = _validated(model, table if base is None else {**dict(base), **table}, [_Source(source, dict(values))])
+    made = _validated(model, table if base is None else {**dict(base), **table}, [(source, dict(values))])
     if base is None:
         return made
     changed = {name: value for name, value in made if name in table or value != getattr(base, name)}
@@ -228,12 +230,6 @@ def is_secret(name: str) -> bool:
 def _named(override: str) -> str:
     name, _, value = override.partition("=")
     return f"{name}=..." if is_secret(name.strip()) or "{" in value else override
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    name: str
-    table: Table
 
 
 def _read_file(path: Path) -> Table:
@@ -355,7 +351,7 @@ def _optional(annotation: Any) -> bool:
 
 
 def _explain(
-    errors: Sequence[ErrorDetails], table: Table, sources: Sequence[_Source], known: Sequence[str]
+    errors: Sequence[ErrorDetails], table: Table, sources: Sequence[Source], known: Sequence[str]
 ) -> list[str]:
     """One line for each setting. The errors of the members of a union are joined."""
     lines: dict[str, str] = {}
@@ -401,7 +397,7 @@ def _leaves(path: list[str], value: Any) -> Iterator[list[str]]:
         yield from _leaves([*path, key], inner)
 
 
-def _unknown(path: Sequence[str], sources: Sequence[_Source], known: Sequence[str]) -> str:
+def _unknown(path: Sequence[str], sources: Sequence[Source], known: Sequence[str]) -> str:
     name, numbers = ".".join(path), [part for part in path if part.isdecimal()]
     shape = ".".join(_ITEM if part.isdecimal() else part for part in path)
     if shape in known:
@@ -489,9 +485,9 @@ ALIKE = 0.7
 """The least similarity of a name to one that may be meant: "dir" and "editor" have 0.67."""
 
 
-def _subject(path: Sequence[str], error: ErrorDetails, sources: Sequence[_Source]) -> str:
+def _subject(path: Sequence[str], error: ErrorDetails, sources: Sequence[Source]) -> str:
     if not path:
-        return f"what comes {', '.join(source.name for source in sources)} " if sources else ""
+        return f"what comes {', '.join(name for name, _ in sources)} " if sources else ""
     if error["type"] == "missing":
         return f"{'.'.join(path)} "
     value, shown = error["input"], ""
@@ -522,9 +518,9 @@ def _complaint(error: ErrorDetails) -> str:
     return own.format(**error.get("ctx", {})) if own else error["msg"].replace("Input should", "should", 1)
 
 
-def _origin(path: Sequence[str], sources: Sequence[_Source]) -> str:
+def _origin(path: Sequence[str], sources: Sequence[Source]) -> str:
     """The last source that sets the setting, in brackets; empty where no sources are known."""
-    found = next((source.name for source in reversed(sources) if _sets(source.table, path)), "the default")
+    found = next((name for name, table in reversed(sources) if _sets(table, path)), "the default")
     return f" ({found})" if sources else ""
 
 
