@@ -213,7 +213,8 @@ class BatchHandler:
     async def _add_spans(self, calls: Sequence[Call]) -> None:
         """Add the spans of all calls in one call of the store, which is much faster. If that fails, each call is made
         on its own, so that only those fail that have to."""
-        sent = [_spans_of(call) for call in calls]
+        given = [call.arguments for call in calls]
+        sent = [arguments["spans"] if "spans" in arguments else [arguments["span"]] for arguments in given]
         try:
             stored = iter(await self.store.add_many_spans([span for spans in sent for span in spans]))
         except (AgentLightningError, OverflowError, UnicodeError):
@@ -262,10 +263,6 @@ def _span_result(sent: Span, stored: Span) -> int | Span:
         stored.attributes is sent.attributes and stored.span_id == sent.span_id and stored.attempt_id == sent.attempt_id
     )
     return stored.sequence_id if same else stored
-
-
-def _spans_of(call: Call) -> Sequence[Span]:
-    return call.arguments["spans"] if "spans" in call.arguments else [call.arguments["span"]]
 
 
 # -- REST ------------------------------------------------------------------------------------------------------------

@@ -53,8 +53,7 @@ LONG_PROMPT: Final = 256
 """Bytes from which a prompt is kept apart from its span."""
 _has_null: Final = re.compile(b"null").search  # a third faster than `in` on JSON text
 _TOKENS: Final = frozenset(TOKEN_ATTRIBUTES)
-_FEW: Final = 2
-_SHORT: Final = {8}
+_SHORT: Final = 8
 """The length of a row that ends after `attributes`."""
 _AT_ONCE: Final = 65536
 """Token ids that are packed at once: meanwhile no other thread runs."""
@@ -228,7 +227,7 @@ def unpack(
     numbers = _Numbers(data, prompt)
     rows = loads(json)
     ids = rollout_id, attempt_id
-    if len(rows) > _FEW and set(map(len, rows)) == _SHORT:
+    if len(rows) > 2 and set(map(len, rows)) == {_SHORT}:
         return _read_short(rows, ids, span_ids, sequence_ids, superseded)
     spans: list[Span] = []
     resource: dict[str, Any] = {}
@@ -236,7 +235,7 @@ def unpack(
         name, start, end, trace_id, parent, code, message, attributes = row[:8]
         events: tuple[SpanEvent, ...] = ()
         resource_of: dict[str, Any] = {}
-        if len(row) > 8:
+        if len(row) > _SHORT:
             events = tuple([SpanEvent(*event) for event in row[8]])
             resource_of = resource.copy() if row[9] is True else row[9] or {}
             if row[10]:

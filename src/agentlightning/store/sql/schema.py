@@ -229,7 +229,7 @@ class Schema(Protocol):
         """The table `about`; nothing for an empty database."""
         ...
 
-    def execute(self, statement: str) -> Any:
+    def execute(self, statement: str, /) -> Any:
         """Execute one statement in the SQL of this database."""
         ...
 

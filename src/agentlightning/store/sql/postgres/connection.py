@@ -32,7 +32,7 @@ from agentlightning.store.sql.postgres.server import (
 )
 from agentlightning.store.sql.rollouts import NEXT_WAITING
 from agentlightning.store.sql.schema import FIND_VERSION, check_version, migrate
-from agentlightning.store.sql.tx import Connection, Statement, Wake, chunks
+from agentlightning.store.sql.tx import Connection, Statement, Wake, chunks, explained
 
 MIN_VERSION: Final = 130_000
 """PostgreSQL 13."""
@@ -532,17 +532,14 @@ class PostgresDatabase(PostgresServer):
 
     is_fatal, may_retry = staticmethod(is_fatal), staticmethod(may_retry)
     next_waiting = (
-        f"SELECT r.key FROM queues q CROSS JOIN LATERAL {NEXT_WAITING.format('w.key', ' FOR UPDATE SKIP LOCKED')} r "
-        "WHERE q.name = ANY (?)"
+        "SELECT q.name, r.key FROM queues q CROSS JOIN LATERAL "
+        f"{NEXT_WAITING.format('w.key', ' FOR UPDATE SKIP LOCKED')} r WHERE q.name = ANY (?)"
     )
 
     def prepare(self) -> None:
-        try:
-            with contextlib.closing(self.open()) as connection:
-                self._check(connection)
-                migrate(PostgresSchema(connection, self.name, self.schema))
-        except self.errors as error:
-            raise self.explain(error) from error
+        with explained(self), contextlib.closing(self.open()) as connection:
+            self._check(connection)
+            migrate(PostgresSchema(connection, self.name, self.schema))
 
     def _check(self, connection: psycopg.Connection[Any]) -> None:
         if connection.info.server_version < MIN_VERSION:
@@ -551,13 +548,9 @@ class PostgresDatabase(PostgresServer):
             raise StoreError(f"{self.name} is a standby, which takes no writes; give the address of the primary")
 
     def connect(self, read_only: bool) -> PostgresConnection:
-        try:
+        with explained(self):
             return PostgresConnection(self, read_only)
-        except self.errors as error:
-            raise self.explain(error) from error
 
     def listen(self, wake: Wake) -> PostgresListener:
-        try:
+        with explained(self):
             return PostgresListener(self.open, self.channel, self.id, wake, self.closing)
-        except self.errors as error:
-            raise self.explain(error) from error
