@@ -93,15 +93,18 @@ def _forward(name: str) -> Callable[..., Any]:
     async def method(self: _InstrumentedStore, *arguments: Any, **options: Any) -> Any:
         for observer in self.observers:
             observer.on_start(name)
-        start = time.perf_counter()
+        start, call = time.perf_counter(), CallRecord(name, arguments, options, 0.0)
         try:
             new = await _new(self.store, *arguments, **options) if name == "add_records" else []
-            result = await getattr(self.store, name)(*arguments, **options)
+            call.result = result = await getattr(self.store, name)(*arguments, **options)
+            added = {"add_span": [result], "add_many_spans": result, "add_records": new if result else ()}
+            call.spans = added.get(name, ())
         except BaseException as error:
-            self.notify_end(CallRecord(name, arguments, options, time.perf_counter() - start, error=error))
+            call.error = error
             raise
-        spans = {"add_span": [result], "add_many_spans": result, "add_records": new if result else ()}.get(name, ())
-        self.notify_end(CallRecord(name, arguments, options, time.perf_counter() - start, result, spans=spans))
+        finally:
+            call.seconds = time.perf_counter() - start
+            self.notify_end(call)
         return result
 
     return method

@@ -295,11 +295,9 @@ class RestApi:
         if operation.with_attempts:
             rollout = await self.store.get_rollout_by_id(**arguments)
             result = call.encode(rollout and (await self._with_attempts([rollout]))[0])
-        elif limit_wait(call):
-            with cancel_on_disconnect(request.receive):
-                result = await execute(self.store, call)
         else:
-            result = await execute(self.store, call)
+            with cancel_on_disconnect(request.receive) if limit_wait(call) else nullcontext():
+                result = await execute(self.store, call)
         return respond(result, operation.status)
 
     async def _page(self, operation: Operation, arguments: dict[str, Any]) -> AsyncIterator[bytes]:

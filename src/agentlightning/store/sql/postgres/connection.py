@@ -498,19 +498,14 @@ class PostgresSchema:
         lock = "SELECT pg_advisory_lock(hashtextextended('agentlightning ' || %s, 0))"
         self.connection.execute(lock, [self._place])
         with self.connection.transaction():
-            if self._has("about"):
+            if self.has("about"):
                 self.execute("LOCK TABLE about")
             yield
-
-    def about(self) -> dict[str, str]:
-        if not self._has("about"):
-            return {}
-        return dict(self.connection.execute("SELECT name, value FROM about").fetchall())
 
     def create(self) -> None:
         if self._place:
             self.connection.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(sql.Identifier(self._place)))
-        taken = min([name for name in TABLES if self._has(name)], default=None)
+        taken = min([name for name in TABLES if self.has(name)], default=None)
         if taken is not None:
             raise StoreError(
                 f"{self.name} has a table {taken!r} that is not ours; give another database, or a schema of its own "
@@ -519,7 +514,7 @@ class PostgresSchema:
         for statement in _DDL:
             self.execute(statement)
 
-    def _has(self, table: str) -> bool:
+    def has(self, table: str) -> bool:
         row = self.connection.execute("SELECT to_regclass(%s) IS NOT NULL", [table]).fetchone()
         return bool(row and row[0])
 
