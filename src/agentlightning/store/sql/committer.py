@@ -557,21 +557,13 @@ class Committer(DatabaseThread):
     def _prefetch(self, commands: list[Command]) -> None:
         """Load the rows that the commands name: on a shared database, in the one order in which rows are locked."""
         tx = self.tx
-        rollouts, attempts, workers, beats, keys = list[str](), list[str](), list[str](), list[str](), list[str]()
-        tx.new_rollouts = 0
-        for command in commands:
-            rollouts += command.rollouts
-            attempts += command.attempts
-            workers += command.workers
-            tx.new_rollouts += command.new_rollouts
-            if command.name == "update_worker":
-                beats += command.workers
-            if command.idempotent is not None:
-                keys.append(command.idempotent.key)
-        self._answered.load(tx, keys)
-        tx.load_workers(workers)
-        tx.load_open_attempts(beats)
+        tx.new_rollouts = sum([command.new_rollouts for command in commands])
+        self._answered.load(tx, [command.idempotent.key for command in commands if command.idempotent is not None])
+        tx.load_workers([name for command in commands for name in command.workers])
+        tx.load_open_attempts([name for each in commands if each.name == "update_worker" for name in each.workers])
+        attempts = [name for command in commands for name in command.attempts]
         tx.load_owners(attempts)
+        rollouts = [name for command in commands for name in command.rollouts]
         tx.load([*rollouts, *filter(None, map(tx.owners.get, attempts))])
 
     # -- running commands --------------------------------------------------------------------------------------------

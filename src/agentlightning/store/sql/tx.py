@@ -429,8 +429,7 @@ class Tx:
                 self.open_attempts[worker_id].append((rollout_id, attempt_id))
 
     def find_rollout(self, rollout_id: str) -> RolloutRow | None:
-        if rollout_id not in self.rollouts:
-            self.load([rollout_id])
+        self.load([rollout_id])
         return self.rollouts[rollout_id]
 
     def rollout(self, rollout_id: str) -> RolloutRow:
@@ -463,8 +462,7 @@ class Tx:
 
     def worker(self, worker_id: str) -> WorkerRow:
         """A worker; one that is unknown is new."""
-        if worker_id not in self.workers:
-            self.load_workers([worker_id])
+        self.load_workers([worker_id])
         return self.workers[worker_id]
 
     def check_resources(self, resources_id: str | None) -> None:
