@@ -147,10 +147,7 @@ def custom_arguments(text: str) -> str:
 
 def custom_input(arguments: str) -> str:
     """The input in the arguments of a call of a custom tool; the arguments as they are if they hold none."""
-    try:
-        given = orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        return arguments
+    given = json_of(arguments)
     text = cast("Json", given).get(CUSTOM_INPUT) if isinstance(given, dict) else None
     return text if isinstance(text, str) else arguments
 
@@ -213,11 +210,7 @@ class _PartialToolCall:
         last = self.deltas[-1].rstrip() if self.deltas else ""
         if self.is_custom or (last and last[-1] not in _LAST_CHARACTERS):  # Most deltas end in the middle of a value.
             return False
-        try:
-            loads(self.arguments)
-        except orjson.JSONDecodeError:
-            return False
-        return True
+        return json_of(self.arguments) is not NOT_JSON
 
     def is_followed_by(self, id: str, name: str, text: str) -> bool:
         """Whether a fragment of the same place that has a name begins the next call. Some servers give all calls one
@@ -538,6 +531,17 @@ def _token(given: Json) -> Json:
     return {"token": text, "logprob": given["logprob"], "bytes": list(text.encode()) if known is None else known}
 
 
+NOT_JSON: Final = object()
+
+
+def json_of(text: str) -> Any:
+    """The value of a JSON text; NOT_JSON for any other text."""
+    try:
+        return loads(text)
+    except orjson.JSONDecodeError:
+        return NOT_JSON
+
+
 def objects(value: Any) -> list[Json]:
     """The objects of a list; none if it is no list."""
     listed = cast("list[Any]", value) if isinstance(value, list) else ()
@@ -552,8 +556,7 @@ def object_of(data: Json, name: str) -> Json:
 
 def logprob_entries(listed: Any) -> list[Json]:
     """The well-formed entries of a list of log-probabilities."""
-    entries = cast("list[Any]", listed) if isinstance(listed, list) else ()
-    return [entry for entry in entries if isinstance(entry, dict) and "logprob" in entry]
+    return [entry for entry in objects(listed) if "logprob" in entry]
 
 
 # -- the response of a provider ----------------------------------------------------------------------------------------

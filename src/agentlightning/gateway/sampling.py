@@ -145,9 +145,7 @@ async def constrain_sampling(
 
 def _needs_grammar(chat: ChatFormat, constraint: Constraint, markers: ThoughtMarkers | None) -> bool:
     """Whether the constraint needs more than to stop after the first tool call."""
-    stops = chat.tool_calls.closing is not None and markers is None
-    needed = constraint.requires_tool_call or constraint.names is not None or constraint.arguments or constraint.content
-    return bool(needed) or (constraint.single_tool_call and not stops)
+    return constraint.can_be_violated(stops_after_call=chat.tool_calls.closing is not None and markers is None)
 
 
 def _outlines(constraint: Constraint, tools: Sequence[Json], markers: ThoughtMarkers | None) -> Iterator[AnswerShape]:

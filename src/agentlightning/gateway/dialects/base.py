@@ -24,7 +24,7 @@ import orjson
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import RANGES, Engine, SamplingParams, out_of_range
 from agentlightning.errors import AgentLightningError
-from agentlightning.gateway.answer import Answer, Event, ProviderResponse, Usage, object_of
+from agentlightning.gateway.answer import NOT_JSON, Answer, Event, ProviderResponse, Usage, json_of, object_of
 from agentlightning.gateway.dialects.response_store import Attempt, ResponseLookup, ResponseStore
 from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.gateway.http import parse
@@ -93,41 +93,31 @@ class Constraint:
     """The field of the request that sets `content`."""
 
     def __bool__(self) -> bool:
-        return bool(
-            self.requires_tool_call or self.names is not None or self.single_tool_call or self.arguments or self.content
-        )
+        return self.can_be_violated()
+
+    def can_be_violated(self, stops_after_call: bool = False) -> bool:
+        """Whether there are answers that violate it; with `stops_after_call`, of those that end with their first tool
+        call."""
+        others = self.requires_tool_call or self.names is not None or self.arguments or self.content
+        return bool(others) or (self.single_tool_call and not stops_after_call)
 
     def evaluate(self, answer: Answer) -> tuple[Verdict, list[str]]:
         """(verdict, fields of the request that the answer violates)."""
-        failed = [name for name, holds in self._checks(answer) if not holds]
-        if failed:
+        calls, names, strict = answer.tool_calls, self.names, self.arguments
+        holds = {
+            "tool_choice": (calls or not self.requires_tool_call)
+            and all(names is None or call.name in names for call in calls),
+            "parallel_tool_calls": not self.single_tool_call or len(calls) <= 1,
+            "tools": all(strict[call.name](call.arguments) for call in calls if call.name in strict),
+            self.content_field: calls or self.content is None or self.content.check(answer.prefill + answer.content),
+        }
+        if failed := [name for name, is_met in holds.items() if not is_met]:
             return "violated", failed
-        free = self.requires_tool_call or self.names is not None or self.arguments or self.content is not None
-        free = free or (self.single_tool_call and not answer.stops_after_tool_call)
-        return ("checked" if free and not answer.is_constrained else "enforced"), failed
-
-    def _checks(self, answer: Answer) -> list[tuple[str, bool]]:
-        calls = answer.tool_calls
-        chosen = (calls or not self.requires_tool_call) and all(
-            self.names is None or call.name in self.names for call in calls
-        )
-        strict = all(self.arguments[call.name](call.arguments) for call in calls if call.name in self.arguments)
-        return [
-            ("tool_choice", bool(chosen)),
-            ("parallel_tool_calls", not self.single_tool_call or len(calls) <= 1),
-            ("tools", strict),
-            (
-                self.content_field,
-                bool(calls) or self.content is None or self.content.check(answer.prefill + answer.content),
-            ),
-        ]
+        is_free = self.can_be_violated(answer.stops_after_tool_call) and not answer.is_constrained
+        return "checked" if is_free else "enforced", []
 
 
-def _is_object(text: str) -> bool:
-    return isinstance(_parse(text), dict)
-
-
-JSON_OBJECT: Final = OutputSchema('{"type":"object"}', _is_object)
+JSON_OBJECT: Final = OutputSchema('{"type":"object"}', lambda text: isinstance(json_of(text), dict))
 """Any JSON object."""
 
 
@@ -146,8 +136,8 @@ def json_schema(where: str, schema: Any) -> OutputSchema:
         raise bad_request(where, f"{where} is no JSON schema that can be checked: {reason}") from None
 
     def check(text: str) -> bool:
-        value = _parse(text)
-        return value is not _NOT_JSON and valid(value)
+        value = json_of(text)
+        return value is not NOT_JSON and valid(value)
 
     return OutputSchema(written, check)
 
@@ -156,16 +146,6 @@ def json_schema(where: str, schema: Any) -> OutputSchema:
 def _validator(schema: bytes) -> jsonschema_rs.Validator:
     """Cached, since agents send the same schema with every call. References to other documents are never fetched."""
     return jsonschema_rs.validator_for(loads(schema), offline=True, pattern_options=_MATCHING)
-
-
-_NOT_JSON: Final = object()
-
-
-def _parse(text: str) -> Any:
-    try:
-        return loads(text)
-    except orjson.JSONDecodeError:
-        return _NOT_JSON
 
 
 def strict_arguments(tools: Sequence[Json] | None) -> dict[str, Check]:
@@ -444,8 +424,13 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple((int(token), read(bias)) for token, bias in value.items())
 
 
+def is_token_list(value: Any) -> bool:
+    """Whether it is a list of token ids."""
+    return isinstance(value, list) and all(type(token) is int and 0 <= token < 2**31 for token in value)
+
+
 def _token_ids(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 2**31 for token in value):
+    if not is_token_list(value):
         raise ValueError("use a list of token ids")
     return tuple(value)
 
@@ -574,8 +559,8 @@ def text_format(where: str, value: Any, nested: bool) -> OutputSchema | None:
         return None
     if kind == "json_object":
         return JSON_OBJECT
-    details = value.get("json_schema") if kind == "json_schema" and nested else value
-    if kind == "json_schema" and isinstance(details, dict):
+    details = (value.get(kind) if nested else value) if kind == "json_schema" else None
+    if isinstance(details, dict):
         known = {
             key: details[key] for key in ("name", "schema", "strict", "description") if details.get(key) is not None
         }
@@ -602,15 +587,7 @@ def content_format(data: Json) -> tuple[OutputSchema | None, str]:
     name, schema = ("guided_json", guided) if guided is not None else ("structured_outputs", details.get("json"))
     if schema is None:
         return JSON_OBJECT, name
-    return json_schema(f"{name}.json", _parsed(schema)), name
-
-
-def _parsed(schema: Any) -> Any:
-    """The schema, which may come as JSON text."""
-    try:
-        return loads(schema) if isinstance(schema, str) else schema
-    except orjson.JSONDecodeError:
-        return schema
+    return json_schema(f"{name}.json", json_of(schema) if isinstance(schema, str) else schema), name
 
 
 # -- server-sent events ------------------------------------------------------------------------------------------------
@@ -699,14 +676,10 @@ def loads_tolerantly(data: bytes) -> Any:
         if b"\\u" not in data:
             raise
     try:
-        text = json.dumps(json.loads(data, parse_constant=_reject), ensure_ascii=False)
+        text = json.dumps(json.loads(data), ensure_ascii=False, allow_nan=False)
         return loads(valid_text(text).encode())
     except RecursionError:
         raise ValueError("JSON that is nested too deep") from None
-
-
-def _reject(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
@@ -720,19 +693,3 @@ def error_body(api_error: ApiError) -> bytes:
 def error_event(api_error: ApiError) -> bytes:
     """An error in the middle of a stream, on which the official SDK raises APIError."""
     return encode_event({"error": api_error.error_object()})
-
-
-def include_usage(data: Json) -> bool:
-    """Whether a stream ends with an extra chunk that has the usage and no choice. Raises ApiError 400 for an invalid
-    option."""
-    wanted = (optional(data, "stream_options", dict) or {}).get("include_usage")
-    return bool(require_type("stream_options.include_usage", wanted, bool)) if wanted is not None else False
-
-
-def end_of_stream(chunks: Sequence[Json], usage: Json, *, apart: bool) -> bytes:
-    """The last chunks of a stream. The usage gets a chunk of its own (`apart`) only if that was asked for, since a
-    plain loop over `chunk.choices[0]` fails on it. Otherwise it is part of the last chunk with a choice, since some
-    frameworks count tokens by it."""
-    *others, last = chunks
-    final = [last, {**last, "choices": [], "usage": usage}] if apart else [{**last, "usage": usage}]
-    return b"".join(map(encode_event, [*others, *final])) + DONE

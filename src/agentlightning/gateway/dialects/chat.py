@@ -29,6 +29,7 @@ from agentlightning.gateway.answer import (
     object_of,
 )
 from agentlightning.gateway.dialects.base import (
+    DONE,
     OPENAI_PARAMS,
     OPENAI_UNSUPPORTED,
     VLLM_FORMAT_FIELDS,
@@ -39,15 +40,15 @@ from agentlightning.gateway.dialects.base import (
     Request,
     content_format,
     encode_event,
-    end_of_stream,
     error_body,
     error_event,
-    include_usage,
     integer,
+    is_token_list,
     num_output_tokens,
     optional,
     read_json,
     read_shared,
+    require_type,
     shorten,
     tool_choice,
     top_logprobs,
@@ -106,7 +107,7 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
         _UNSUPPORTED | _LOCAL_ONLY if attachments else _UNSUPPORTED,
     )
     request = with_tools(request, lambda tool: tool, *tool_choice(data, nested=True), *content_format(data))
-    include_usage(data)
+    _include_usage(data)
     messages, prefill = _split_prefill(data, _messages(data.get("messages"), attachments))
     return replace(
         request,
@@ -120,6 +121,13 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _include_usage(data: Json) -> bool:
+    """Whether a stream ends with an extra chunk that has the usage and no choice. Raises ApiError 400 for an invalid
+    option."""
+    wanted = (optional(data, "stream_options", dict) or {}).get("include_usage")
+    return wanted is not None and require_type("stream_options.include_usage", wanted, bool)
 
 
 def _messages(value: Any, attachments: bool) -> list[Message]:
@@ -180,11 +188,18 @@ class ChatReplyWriter(ReplyWriter):
         return encode_event(self._chunk(self._choice(answer, self._delta(event), answer.next_logprobs)))
 
     def end(self, answers: Sequence[Answer]) -> bytes:
-        closing = [
+        """The usage gets a chunk of its own only if that was asked for, since a plain loop over `chunk.choices[0]`
+        fails on it. Otherwise it is part of the last chunk with a choice, since some frameworks count tokens by it."""
+        chunks = [
             self._chunk(self._choice(answer, self._delta(None), answer.remaining_logprobs, answer.finish_reason))
             for answer in answers
         ]
-        return end_of_stream(closing, self._usage(answers), apart=include_usage(self.request.raw))
+        usage = {"usage": self._usage(answers)}
+        if _include_usage(self.request.raw):
+            chunks.append(chunks[-1] | {"choices": []} | usage)
+        else:
+            chunks[-1] |= usage
+        return b"".join(map(encode_event, chunks)) + DONE
 
     def _usage(self, answers: Sequence[Answer]) -> Json:
         usage, sampled = self.head.usage, num_output_tokens(answers)
@@ -372,17 +387,16 @@ def _merged(chunks: Sequence[Json]) -> Json:
 
 def chat_usage(usage: Json) -> Usage:
     """Of chat completions, or with the names of responses."""
-    prompt, output = (usage.get(_USED[name]) or usage.get(name) for name in _USED)
-    given, thought = _details(usage, "input"), _details(usage, "output").get("reasoning_tokens")
+    prompt, output = (usage.get(f"{old}_tokens") or usage.get(f"{new}_tokens") for old, new in _SIDES)
+    given, spent = (
+        usage.get(f"{old}_tokens_details") or usage.get(f"{new}_tokens_details") or {} for old, new in _SIDES
+    )
     cached = given.get("cached_tokens") or usage.get("cached_tokens")
-    return Usage.counted(prompt, output, cached, given.get("cache_write_tokens"), 0, thought)
+    return Usage.counted(prompt, output, cached, given.get("cache_write_tokens"), 0, spent.get("reasoning_tokens"))
 
 
-_USED: Final = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens"}
-
-
-def _details(usage: Json, side: str) -> Json:
-    return usage.get(f"{_USED[f'{side}_tokens']}_details") or usage.get(f"{side}_tokens_details") or {}
+_SIDES: Final = (("prompt", "input"), ("completion", "output"))
+"""What chat completions and responses call the two sides of a call."""
 
 
 def _add_call(place: int, call: Json, answer: Answer, whole: bool) -> None:
@@ -470,7 +484,7 @@ _MAX_PROMPTS: Final = 1024
 def read_completion(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> Request:
     """See `ReadRequest`."""
     data = read_json(body)
-    include_usage(data)
+    _include_usage(data)
     prompts = _prompts(data.get("prompt"))
     asked = optional(data, "return_token_ids", bool)
     # Whoever sends token ids reads them, too: agents of Agent Lightning 1.0 do so without asking for them.
@@ -488,7 +502,7 @@ def read_completion(body: Body, recall: ResponseLookup | None = None, attachment
 
 
 def _prompts(value: Any) -> tuple[str | list[int], ...]:
-    prompts = [value] if isinstance(value, str) or _is_tokens(value) else value
+    prompts = [value] if _is_prompt(value) else value
     if not isinstance(prompts, list) or not 0 < len(prompts) <= _MAX_PROMPTS or not all(map(_is_prompt, prompts)):
         shapes = f"a text, a list of token ids, or a list of at most {_MAX_PROMPTS} of either, none of them empty"
         raise bad_request("prompt", f"prompt={shorten(value)} must be {shapes}")
@@ -496,11 +510,7 @@ def _prompts(value: Any) -> tuple[str | list[int], ...]:
 
 
 def _is_prompt(value: Any) -> bool:
-    return (isinstance(value, str) and value != "") or _is_tokens(value)
-
-
-def _is_tokens(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(token) is int and 0 <= token < 2**31 for token in value)
+    return bool(value) and (isinstance(value, str) or is_token_list(value))
 
 
 class CompletionReplyWriter(ChatReplyWriter):

@@ -19,10 +19,10 @@ import orjson
 from agentlightning.chat.base import Message
 from agentlightning.chat.messages import read_parts
 from agentlightning.errors import DatasetError
-from agentlightning.gateway.answer import object_of
+from agentlightning.gateway.answer import NOT_JSON, json_of, object_of
 from agentlightning.gateway.errors import bad_request
 from agentlightning.tracing.messages import IMAGES, image_url, url_of
-from agentlightning.util.json_values import Json, dumps, loads
+from agentlightning.util.json_values import Json, dumps
 
 
 class TextPart(TypedDict):
@@ -192,10 +192,8 @@ def _call_meaning(call: Json) -> list[Any]:
 
 def normalized_arguments(arguments: str) -> str:
     """Arguments as canonical JSON with sorted keys; unchanged if they are not JSON."""
-    try:
-        return dumps(loads(arguments), option=orjson.OPT_SORT_KEYS).decode()
-    except orjson.JSONDecodeError:
-        return arguments
+    value = json_of(arguments)
+    return arguments if value is NOT_JSON else dumps(value, option=orjson.OPT_SORT_KEYS).decode()
 
 
 def extend_digest(digest: bytes, message: Message) -> bytes:

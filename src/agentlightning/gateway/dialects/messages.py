@@ -26,6 +26,7 @@ from agentlightning.gateway.answer import (
     RefusalDelta,
     ToolCall,
     Usage,
+    json_of,
     object_of,
 )
 from agentlightning.gateway.dialects.base import (
@@ -49,7 +50,7 @@ from agentlightning.gateway.dialects.base import (
 from agentlightning.gateway.dialects.content_parts import BILLING, read_content, text_of
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.errors import ApiError, bad_request
-from agentlightning.util.json_values import Json, dumps, loads
+from agentlightning.util.json_values import Json, dumps
 
 RAW_ARGUMENTS: Final = "_raw_arguments"
 """The field for the arguments of a tool call that are no JSON object, which this format cannot carry otherwise."""
@@ -320,10 +321,7 @@ def _tool_use(call: ToolCall, input: Any) -> Json:
 
 def _input(call: ToolCall) -> Any:
     """The arguments as they were written, if they are a JSON object."""
-    try:
-        is_object = isinstance(loads(call.arguments), dict)
-    except orjson.JSONDecodeError:
-        is_object = False
+    is_object = isinstance(json_of(call.arguments), dict)
     return orjson.Fragment(call.arguments) if is_object else {RAW_ARGUMENTS: call.arguments}
 
 

@@ -16,11 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Final
 
-import orjson
-
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
-from agentlightning.gateway.answer import THOUGHTS, object_of
+from agentlightning.gateway.answer import THOUGHTS, json_of, object_of
 from agentlightning.gateway.config import Provider
 from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import MESSAGES_PARAMS, RESPONSES_PARAMS, ApiPath, Request, shorten
@@ -36,7 +34,7 @@ from agentlightning.gateway.dialects.content_parts import (
 )
 from agentlightning.gateway.dialects.messages import RAW_ARGUMENTS
 from agentlightning.gateway.errors import ApiError, bad_request
-from agentlightning.util.json_values import Json, loads
+from agentlightning.util.json_values import Json
 
 TurnLookup = Callable[[bytes], list[Json]]
 """Finds a turn as its provider wrote it, by its key; empty if it is not known."""
@@ -447,10 +445,7 @@ def _turns(messages: Sequence[Message], find_turn: TurnLookup) -> tuple[str, lis
 
 def _tool_use(call: Json) -> Json:
     function = call["function"]
-    try:
-        given = loads(function["arguments"])
-    except orjson.JSONDecodeError:
-        given = None
+    given = json_of(function["arguments"])
     arguments = given if isinstance(given, dict) else {RAW_ARGUMENTS: function["arguments"]}
     return {"type": "tool_use", "id": call.get("id"), "name": function["name"], "input": arguments}
 
