@@ -32,7 +32,7 @@ class Translated:
     def __init__(self, path):
         self.response = DIALECTS[path].response()
         self.response.choices[0] = Answer(call_prefix="call_")
-        self.answer, self.head = self.response.choice(0), ReplyMetadata("x", "theirs", 0)
+        self.answer, self.head = self.response.choice(0), ReplyMetadata("x", "theirs", 0, Usage())
 
     def read(self, data):
         self.response.read(data)
@@ -164,7 +164,7 @@ def test_a_whole_response_has_its_log_probabilities_with_each_of_its_messages():
         answer.take_new()
     answer.end("stop")
     dialect = DIALECTS["responses"]
-    reply = dialect.reply(dialect.read(orjson.dumps(ITEMS), ResponseLookup()), ReplyMetadata("x", "ours", 0))
+    reply = dialect.reply(dialect.read(orjson.dumps(ITEMS), ResponseLookup()), ReplyMetadata("x", "ours", 0, Usage()))
     first, _, last = orjson.loads(reply.body([answer]))["output"]
     tokens = [[each["token"] for each in item["content"][0]["logprobs"]] for item in (first, last)]
     assert tokens == [["a", "b"], ["c", "d", "e"]]

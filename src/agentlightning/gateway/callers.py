@@ -247,10 +247,6 @@ class AttemptContext:
         self.answered += 1
         return llm.max_calls
 
-    def undo_turn(self) -> None:
-        """A counted call was not answered."""
-        self.answered -= 1
-
 
 class AttemptTable:
     """The attempts that made calls and still run, as far as the store said. Beyond `limit`, those whose last call is

@@ -188,13 +188,13 @@ class Conversations:
         length, path = _longest_path(memory, digests, variant, messages)
         cut = _suffix_after(chat, messages, tools, length, path.ended) if path else None
         known = path.all_tokens() if path and cut else []
-        added = cut and encode_after(chat, cut[0], cut[1] + chat.escape(prefill), len(known), context)
+        added = cut and _encode(chat, cut[1] + chat.escape(prefill), context, cut[0], len(known))
         continues, reason = path, None
         if added and added[1]:
             tokens = known + added[0]
         else:
             text = chat.render(messages, tools) + chat.escape(prefill)
-            tokens, known, continues, length = encode_within(chat, text, context), [], None, 0
+            (tokens, _), known, continues, length = _encode(chat, text, context), [], None, 0
         if drift := _resembles_known_answer(memory, digests, messages, length):
             reason = "edited" if continues else _drift_reason(memory, digests, path is not None)
         return Prompt(tokens, continues, len(known), drift, digests, variant, reason, prefill=prefill)
@@ -220,13 +220,13 @@ class Conversations:
         memory = self._paths_of(attempt)
         found = memory.raw.longest(raw) if memory else None
         if found is None:
-            return Prompt(encode_within(chat, prompt, context) if isinstance(prompt, str) else prompt, raw=raw)
+            return Prompt(_encode(chat, prompt, context)[0] if isinstance(prompt, str) else prompt, raw=raw)
         length, path = found
         known = path.all_tokens()
         if isinstance(prompt, str):
             rest = raw[length:].decode("utf-8", "surrogatepass")
             before = raw[len(_raw(model, "")) : length].decode("utf-8", "surrogatepass")
-            prompt = known + encode_after(chat, before, rest, len(known), context)[0]
+            prompt = known + _encode(chat, rest, context, before, len(known))[0]
         return Prompt(prompt, path, len(known), raw=raw)
 
     def add_answer(
@@ -264,25 +264,17 @@ class Conversations:
             self.tokens -= memory.tokens
 
 
-def encode_after(chat: ChatFormat, before: str, text: str, known: int, context: int | None) -> tuple[list[int], bool]:
-    """`ChatFormat.encode_after`, after `known` tokens. Raises ContextLengthError as `_check_length` does."""
-    _check_length(chat, text, known, context)
-    return chat.encode_after(before, text)
-
-
-def encode_within(chat: ChatFormat, text: str, context: int | None) -> list[int]:
-    """The tokens of a rendered text. Raises ContextLengthError as `_check_length` does."""
-    _check_length(chat, text, 0, context)
-    return chat.encode(text)
-
-
-def _check_length(chat: ChatFormat, text: str, known: int, context: int | None) -> None:
-    """Raises ContextLengthError, before encoding, if `known` tokens and those of a text certainly exceed `context`."""
+def _encode(
+    chat: ChatFormat, text: str, context: int | None, before: str | None = None, known: int = 0
+) -> tuple[list[int], bool]:
+    """The tokens of a text; of one after the text `before`, which has `known` tokens, as `ChatFormat.encode_after`.
+    Raises ContextLengthError, before encoding, if all tokens certainly exceed `context`."""
     if context is not None and (count := known + chat.min_token_count(text, context - known)) > context:
         raise ContextLengthError(
             f"the prompt has more than {count} tokens and the context holds {context}; shorten the prompt, or use a "
             "model with a longer context"
         )
+    return (chat.encode(text), True) if before is None else chat.encode_after(before, text)
 
 
 # -- raw prompts -----------------------------------------------------------------------------------------------------
@@ -368,16 +360,13 @@ def _suffix_after(
     answer is the same, and the answer parses to the same message.
     """
     history = [{key: each[key] for key in each if key != "reasoning_content"} for each in messages[:length]]
-    text, ends = chat.render([*history, *messages[length:]], tools), _end_of_turn_texts(chat)
+    text = chat.render([*history, *messages[length:]], tools)
+    ends = [end for token in chat.eos_token_ids if (end := chat.decode([token]))]
     parts = _by_prefix(chat, text, history, tools, ends) or _by_reading(chat, text, history, tools, ends)
     if parts is None:
         return None
     start, after = parts
     return text[: after if ended else start], text[after if ended else start :]
-
-
-def _end_of_turn_texts(chat: ChatFormat) -> list[str]:
-    return [text for token in chat.eos_token_ids if (text := chat.decode([token]))]
 
 
 def _by_prefix(

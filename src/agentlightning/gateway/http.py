@@ -9,7 +9,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from typing import Any, Final, TypeVar, cast
 
@@ -125,22 +125,17 @@ async def run_to_completion(work: Awaitable[object]) -> None:
 # thousands of calls may wait for one policy while others are served.
 
 
-class Slot:
-    """One slot of the calls in progress."""
+class Slot(ExitStack):
+    """One slot of the calls in progress; `close` releases it, if it is taken."""
 
     def __init__(self, limit: asyncio.Semaphore) -> None:
+        super().__init__()
         self._limit = limit
-        self._is_taken = False
         _current.set(self)
 
     async def acquire(self) -> None:
         await self._limit.acquire()
-        self._is_taken = True
-
-    def release(self) -> None:
-        if self._is_taken:
-            self._is_taken = False
-            self._limit.release()
+        self.callback(self._limit.release)
 
 
 _current: ContextVar[Slot | None] = ContextVar("slot", default=None)
@@ -152,7 +147,7 @@ async def released_slot() -> AsyncGenerator[None]:
     """Release the slot of the current call inside the context, and take one again after it unless it raised."""
     slot = _current.get()
     if slot is not None:
-        slot.release()
+        slot.close()
     yield
     if slot is not None:
         await slot.acquire()
@@ -210,6 +205,13 @@ class ResponseWriter:
                 head = [*_STREAM, *self.extra_headers]
                 await self._send({"type": "http.response.start", "status": 200, "headers": head})
             await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def finish(self, end: bytes, stream: bool) -> None:
+        """Send the end of an event stream, or a whole JSON response."""
+        if not stream:
+            return await self.send_json(200, end)
+        await self.send_events(end)
+        await self.close()
 
     @contextmanager
     def kept_alive(self, may_start: Callable[[], bool] = lambda: True) -> Generator[None]:

@@ -73,7 +73,7 @@ class AgentMatcher:
                     raise ConfigError(f"the model name {model!r} belongs to two agents; leave it to one")
                 self._aliases[model] = rule
         self._patterns = [
-            (rule.name, rule.contains or "", re.compile(rule.matches) if rule.matches else None)
+            (rule.name, rule.contains or "", re.compile(rule.matches or ""))
             for rule in rules
             if rule.contains is not None or rule.matches is not None
         ]
@@ -104,11 +104,7 @@ class AgentMatcher:
 
     def _by_pattern(self, system: str) -> str | None:
         for name, text, pattern in self._patterns:
-            if text not in system:
-                continue
-            if pattern is None:
-                return name
-            if (match := pattern.search(system)) is not None:
+            if text in system and (match := pattern.search(system)) is not None:
                 agent = name or match.groupdict().get("agent")
                 return agent[:MAX_NAME_CHARACTERS] if agent else None
         return None

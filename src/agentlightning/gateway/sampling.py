@@ -10,7 +10,7 @@ calls are sampled with the caller's parameters. Overridden parameters are logged
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
@@ -22,16 +22,17 @@ from agentlightning.chat.reasoning import find_reasoning_markers
 from agentlightning.chat.tool_calls.format import CallReader, Tools, partial_marker_length
 from agentlightning.engine.base import Engine, Sample, SamplingParams
 from agentlightning.gateway.answer import Answer, Event, ReasoningDelta, ToolCall
-from agentlightning.gateway.callers import AttemptContext
-from agentlightning.gateway.dialects.base import NO_PARAMETERS, Constraint, json_schema
+from agentlightning.gateway.dialects.base import NO_PARAMETERS, Constraint, Request, json_schema
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.http import offload
 from agentlightning.gateway.record import Counters
+from agentlightning.gateway.routing import ResolvedCall
 from agentlightning.util.json_values import Json
 
 logger = logging.getLogger(__name__)
 
 NEUTRAL: Final[Json] = {
+    "temperature": 1.0,
     "seed": None,
     "top_p": 1.0,
     "top_k": 0,
@@ -42,60 +43,42 @@ NEUTRAL: Final[Json] = {
     "repetition_penalty": 1.0,
     "min_tokens": 0,
 }
-"""Fields of `SamplingParams` -> neutral values."""
-_WIRE_NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
-    **{name: () if value is None else (value,) for name, value in NEUTRAL.items()},
-    "top_k": (0, -1),
-    "logit_bias": ({},),
-    "temperature": (),
-}
-"""Fields of a request -> values that need no override."""
-
-
-def is_policy(context: AttemptContext, model: str) -> bool:
-    """Whether a model is the policy of a rollout: its resources name this model, or none at all."""
-    return not context.llms or model in context.llms
-
-
-def is_training(context: AttemptContext, url_mode: str | None, model: str) -> bool:
-    """Whether a call is for training. `url_mode` (1.0) counts if the rollout has no mode."""
-    return (context.mode or url_mode) == "train" and is_policy(context, model)
+"""Fields of `SamplingParams`, and of requests -> neutral values."""
+_ALSO_NEUTRAL: Final[Json] = {"top_k": -1, "logit_bias": {}}
+"""Other neutral values in a request."""
 
 
 class OnPolicySampling:
-    """Overrides sampling parameters, and logs each name once."""
+    """Says how calls are sampled, whatever the agent asks for, and logs each name that is overridden once."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
         self._logged: set[str] = set()
 
-    def neutral_params(self, params: SamplingParams) -> SamplingParams:
-        """The parameters of a training rollout, before its LLM resource is applied."""
-        warm = {"temperature": 1.0} if params.temperature == 0 else {}
-        return replace(params, **NEUTRAL, **warm)
+    def forced_params(self, call: ResolvedCall, learns: bool = True) -> tuple[str, Json, list[str]]:
+        """(name of the LLM resource, parameters that it or a URL of 1.0 sets, names of those of the request that are
+        overridden). `learns`: the answer has tokens, so that it may be learned from if the model is the policy of the
+        rollout: its resources name this model, or none at all."""
+        context, mode, model = call.context, call.caller.mode, call.route.name
+        if context is None:
+            return "", {}, []
+        resource, forced = context.sampling_parameters(model)
+        is_policy = model in context.llms or (learns and not context.llms)
+        is_trained = learns and is_policy and (context.mode or mode) == "train"
+        overridden = self._overridden(call.body, forced) if is_trained else []
+        if call.caller.temperature is not None and is_policy:
+            forced = {"temperature": call.caller.temperature, **forced}
+        return resource, forced, overridden
 
-    def strip_request(self, request: Json, forced: Json) -> tuple[Json, tuple[str, ...]]:
-        """(a request without the overridden parameters, their names). `forced` are those that the LLM resource sets."""
-        is_warm = "temperature" in forced or request.get("temperature") != 0
-        changed = tuple(
+    def _overridden(self, request: Json, forced: Json) -> list[str]:
+        """The parameters of a request that are overridden, which are counted; of temperatures without one that is
+        `forced`, only 0 is."""
+        changed = [
             name
-            for name, neutral in _WIRE_NEUTRAL.items()
-            if request.get(name) not in (None, *neutral) and not (name == "temperature" and is_warm)
-        )
-        self._report(changed)
-        return {name: value for name, value in request.items() if name not in changed}, changed
-
-    def report_overridden(self, requested: SamplingParams, used: SamplingParams) -> tuple[str, ...]:
-        """Count the overridden parameters of a request, and return their names."""
-        changed = tuple(
-            name
-            for name, default in ({"temperature": 1.0} | dict(NEUTRAL)).items()
-            if getattr(requested, name) not in (getattr(used, name), default)
-        )
-        self._report(changed)
-        return changed
-
-    def _report(self, changed: tuple[str, ...]) -> None:
+            for name, neutral in NEUTRAL.items()
+            if request.get(name) not in (None, neutral, _ALSO_NEUTRAL.get(name), forced.get(name))
+            and (name != "temperature" or name in forced or request[name] == 0)
+        ]
         self._counters.overridden += bool(changed)
         if new := [name for name in changed if name not in self._logged]:
             self._logged.update(new)
@@ -104,31 +87,19 @@ class OnPolicySampling:
                 "itself (evaluation uses it); set it in the sampling_parameters of the LLM resource to force it",
                 ", ".join(new),
             )
+        return changed
 
 
 # -- constrained sampling ----------------------------------------------------------------------------------------------
 
-EnforcementMode = Literal["auto", "always", "never"]
-"""Which answers are constrained to their schema: `auto` those that nobody learns from (rollouts in the modes val
-and test, and calls of no rollout), `always` all, `never` none."""
-
 
 async def constrain_sampling(
-    engine: Engine,
-    chat: ChatFormat,
-    params: SamplingParams,
-    constraint: Constraint,
-    *,
-    tools: Tools,
-    trainable: bool,
-    mode: EnforcementMode,
-    size: int = 0,
+    engine: Engine, chat: ChatFormat, params: SamplingParams, request: Request, size: int
 ) -> SamplingParams:
-    """`params` with the schema or grammar of the answer, if it is to be enforced and the engine can.
-
-    `tools` are those of the request. `trainable`: the answer may become training data. Work for a request of `size`
-    bytes leaves the event loop if it is large."""
-    if mode == "never" or (mode == "auto" and trainable) or not constraint:
+    """`params` with the schema or grammar of the answer, if the request has any and the engine can enforce it. Work for
+    a request of `size` bytes leaves the event loop if it is large."""
+    constraint, tools = request.constraint, request.tools
+    if not constraint:
         return params
     markers = find_reasoning_markers(chat)
     if not tools and markers is None:
@@ -275,12 +246,11 @@ class SampledAnswer(Answer):
     chat: ChatFormat
     stop_tokens: tuple[int, ...] = ()
     """Further tokens that end the answer, besides those that end a turn; they are not part of the text."""
-    reads_tool_calls: bool = True
-    """If False, the request offers no tools, and a tool call is ordinary content."""
     single_tool_call: bool = False
     """The request allows at most one tool call."""
     tools: Tools = None
-    """The tools of the request; some formats read the types of arguments from them."""
+    """The tools of the request, from which some formats read the types of arguments; None: it offers none, and a tool
+    call is ordinary content."""
     top_logprobs: int = 0
     """The number of likeliest tokens that the caller is told; spans may keep more."""
     call_ids: Sequence[str] = ()
@@ -327,7 +297,7 @@ class SampledAnswer(Answer):
         self.end(sample.finish_reason)
         rest = self._stop.feed(self._text.feed((), is_last=True)) + self._stop.finish()
         self._read(*self._reasoning_filter.feed(rest, is_last=True))
-        if self.reads_tool_calls:
+        if self.tools is not None:
             self._add(self._call_reader.finish())
         return events + self.take_new()
 
@@ -372,7 +342,7 @@ class SampledAnswer(Answer):
     def _read(self, thought: str, content: str) -> None:
         if thought:
             self._append(ReasoningDelta(thought))
-        if self.reads_tool_calls:
+        if self.tools is not None:
             self._add(self._call_reader.feed(content))
         elif content:
             self._append(content)

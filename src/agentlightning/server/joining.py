@@ -48,7 +48,7 @@ from agentlightning.engine.servers.open import open_servers
 from agentlightning.engine.servers.pool import PooledEngine, ReplicaPool
 from agentlightning.errors import AgentLightningError, ConfigError, ConflictError
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.local import LocalSettings, UpdateGates
+from agentlightning.gateway.local import UpdateGates
 from agentlightning.observability.metrics import counters
 from agentlightning.store.http.encoding import RequestError
 from agentlightning.store.http.endpoint import endpoint, read_body, respond
@@ -273,7 +273,7 @@ class JoinedPolicies:
             policy = self._policies[model] = JoinedPolicy(request, servers, gateway.gates)
             policy.watch = asyncio.create_task(self._watch(policy))
             self._counts.append(policy.counts)
-        gateway.add_policy(model, policy, LocalSettings(request.structured_output, request.record_top_logprobs))
+        gateway.add_policy(model, policy, request)
         self._events["joins"] += 1
         log.info("run %s joined as %s, with weights of version %d", request.run_id, model, request.version)
         return policy.status()

@@ -241,5 +241,5 @@ def test_a_custom_call_of_a_function_provider_is_written_as_one():
     for event in response_events([item]):
         response.read(json.loads(event.partition(b"data: ")[2]))
     response.choices[0].take_new(done=True)
-    body = json.loads(RESPONSES.reply(request, ReplyMetadata("resp_x", "m", 0)).body([response.choices[0]]))
+    body = json.loads(RESPONSES.reply(request, ReplyMetadata("resp_x", "m", 0, Usage())).body([response.choices[0]]))
     assert (body["output"][0]["type"], body["output"][0]["input"]) == ("custom_tool_call", "no JSON")

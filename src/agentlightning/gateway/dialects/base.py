@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
+import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -22,7 +24,7 @@ import jsonschema_rs
 import orjson
 
 from agentlightning.chat.base import Message
-from agentlightning.engine.base import RANGES, Engine, SamplingParams, out_of_range
+from agentlightning.engine.base import RANGES, SamplingParams, out_of_range
 from agentlightning.errors import AgentLightningError
 from agentlightning.gateway.answer import NOT_JSON, Answer, Event, ProviderResponse, Usage, json_of, object_of
 from agentlightning.gateway.dialects.response_store import Attempt, ResponseLookup, ResponseStore
@@ -203,7 +205,7 @@ class ReplyMetadata:
     model: str
     created: int
     """Seconds since the epoch."""
-    usage: Usage = Usage()  # noqa: RUF009 - it is frozen
+    usage: Usage
     """Of all prompts, each counted once. A provider reports it at the end of its answer. `num_output_tokens` tells the
     output."""
 
@@ -272,6 +274,12 @@ class Dialect:
     """An error in the middle of a stream."""
     ping: bytes = b": keep-alive\n\n"
     """What is sent while a stream is silent; the official SDKs skip it."""
+
+    def new_reply(self, request: Request, model: str, usage: Usage) -> ReplyWriter:
+        """Begins the reply to a request that `model` answers, with an id of its own."""
+        return self.reply(
+            request, ReplyMetadata(self.id_prefix + secrets.token_hex(12), model, int(time.time()), usage)
+        )
 
 
 def num_output_tokens(answers: Sequence[Answer]) -> int:
@@ -355,7 +363,7 @@ def sampling_params(data: Json, readers: Readers, base: SamplingParams, source: 
             values[target] = read(data[name])
         except (TypeError, ValueError) as error:
             raise bad_request(name, f"{source} sets {name}={shorten(data[name])}; {error}") from None
-    return replace(base, **values)
+    return replace(base, **values) if values else base
 
 
 def read_shared(
@@ -389,12 +397,6 @@ def apply_resource_params(params: SamplingParams, resource: str, forced: Json) -
         message = f"the LLM resource {resource!r} sets {', '.join(unknown)}, which cannot be honoured; known: {known}"
         raise bad_request("sampling_parameters", message)
     return sampling_params(forced, OPENAI_PARAMS, params, f"the LLM resource {resource!r}")
-
-
-def refuse_unsupported(engine: Engine, params: SamplingParams) -> None:
-    """Raises ApiError 400, naming the field, for parameters that the engine would ignore."""
-    for name in params.unsupported(engine.supported_params):
-        raise bad_request(name, f"{name} cannot be honoured by what serves {engine.model}; leave it out")
 
 
 def _within(name: str) -> tuple[str, Callable[[Any], float]]:

@@ -91,9 +91,14 @@ def content_of(parts: Iterable[Part], between: str = "") -> Content:
     return found
 
 
-def joined(first: Content | None, second: Content | None) -> Content:
-    """Two contents as that of one message."""
-    return content_of([*non_empty_parts(first), *non_empty_parts(second)])
+def merged_turns(first: Message, second: Message) -> Message:
+    """Two messages of the assistant as one."""
+    parts = [*non_empty_parts(first.get("content")), *non_empty_parts(second.get("content"))]
+    merged: Message = {**first, "content": content_of(parts)}
+    for name in ("tool_calls", "reasoning_content"):
+        if name in second:
+            merged[name] = merged[name] + second[name] if name in merged else second[name]
+    return merged
 
 
 def non_empty_parts(content: Content | None) -> list[Part]:

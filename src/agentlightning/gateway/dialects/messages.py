@@ -299,12 +299,9 @@ class MessagesReplyWriter(ReplyWriter):
 
 
 def _stop_fields(answer: Answer) -> dict[str, str | None]:
-    reason = answer.finish_reason
-    if answer.is_refusal:
-        return {"stop_reason": "refusal", "stop_sequence": None}
-    if reason == "stop" and answer.stop_string is not None:
-        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_string}
-    return {"stop_reason": _STOP_REASONS.get(reason), "stop_sequence": None}
+    stop = answer.stop_string if answer.finish_reason == "stop" and not answer.is_refusal else None
+    kind = "content_filter" if answer.is_refusal else answer.finish_reason
+    return {"stop_reason": _STOP_REASONS.get(kind) if stop is None else "stop_sequence", "stop_sequence": stop}
 
 
 _STOP_REASONS: Final = {

@@ -52,7 +52,7 @@ from agentlightning.gateway.dialects.base import (
     with_tools,
 )
 from agentlightning.gateway.dialects.chat import chat_usage
-from agentlightning.gateway.dialects.content_parts import has_attachments, joined, message_digests, read_content
+from agentlightning.gateway.dialects.content_parts import has_attachments, merged_turns, message_digests, read_content
 from agentlightning.gateway.dialects.response_store import Attempt, ResponseLookup, ResponseStore
 from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.util.json_values import Json, dumps
@@ -135,31 +135,27 @@ def _as_items(value: Any, role: str) -> Any:
 
 
 def _read_items(where: str, items: Any, recall: ResponseLookup, attachments: bool) -> list[Message]:
-    messages: list[Message] = []
-    reasoning = ""
+    messages, thought = list[Message](), ""
     for index, item in enumerate(require_type(where, items, list)):
         place = f"{where}[{index}]"
         item = require_type(place, item, dict)
         if item.get("type") == "item_reference":
             item = recall.item(require_type(f"{place}.id", item.get("id"), str))
         if item.get("type") == "reasoning":
-            reasoning += _reasoning_text(place, item)
+            thought += _reasoning_text(place, item)
             continue
-        first = len(messages)
-        _add_item(place, messages, item, attachments)
-        if reasoning:
-            _add_reasoning(messages, first, reasoning)
-        reasoning = ""
+        message, last = _message(place, item, attachments), messages[-1] if messages else {}
+        if thought and message["role"] != "assistant":
+            messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
+        elif thought:
+            message["reasoning_content"] = thought
+        thought = ""
+        # The calls of one turn, and the text before and after them, are one message.
+        if message["role"] == last.get("role") == "assistant" and "tool_calls" in (*message, *last):
+            messages[-1] = merged_turns(last, message)
+        else:
+            messages.append(message)
     return messages
-
-
-def _add_reasoning(messages: list[Message], first: int, reasoning: str) -> None:
-    """Add reasoning to the assistant's turn that follows it, or as a turn of its own."""
-    turn = messages[-1]
-    if turn["role"] != "assistant":
-        turn = {"role": "assistant", "content": ""}
-        messages.insert(first, turn)
-    turn["reasoning_content"] = turn.get("reasoning_content", "") + reasoning
 
 
 def _reasoning_text(where: str, item: Json) -> str:
@@ -169,47 +165,36 @@ def _reasoning_text(where: str, item: Json) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
-def _add_item(where: str, messages: list[Message], item: Json, attachments: bool) -> None:
+def _message(where: str, item: Json, attachments: bool) -> Message:
     match item.get("type") or "message":
         case "message":
-            _add_message(where, messages, item, attachments)
+            return _spoken(where, item, attachments)
         case "function_call" | "custom_tool_call":
-            _add_call(where, messages, item)
+            return {"role": "assistant", "content": "", "tool_calls": [_call(where, item)]}
         case "function_call_output" | "custom_tool_call_output":
             call_id = require_type(f"{where}.call_id", item.get("call_id"), str)
             output = read_content(f"{where}.output", item.get("output"), _TEXT_FIELDS, attachments)
-            messages.append({"role": "tool", "content": output, "tool_call_id": call_id})
+            return {"role": "tool", "content": output, "tool_call_id": call_id}
         case kind:
             raise bad_request(where, f"{where} is an item of type {shorten(kind)}, which cannot be read here")
 
 
-def _add_message(where: str, messages: list[Message], item: Json, attachments: bool) -> None:
+def _spoken(where: str, item: Json, attachments: bool) -> Message:
     role, content = item.get("role"), read_content(f"{where}.content", item.get("content"), _TEXT_FIELDS, attachments)
     if role not in _ROLES:
         raise bad_request(where, f"{where} has the role {shorten(role)}; use {', '.join(_ROLES)}")
-    if role == "assistant" and messages and messages[-1].get("tool_calls"):
-        messages[-1]["content"] = joined(messages[-1]["content"], content)  # Text after a tool call in the same turn.
-        return
     message: Message = {"role": "system" if role == "developer" else role, "content": content}
-    if isinstance(name := item.get("name"), str):
-        message["name"] = name
-    messages.append(message)
+    return message | ({"name": item["name"]} if isinstance(item.get("name"), str) else {})
 
 
-def _add_call(where: str, messages: list[Message], item: Json) -> None:
-    """The calls of one turn and the text before them become one message."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
+def _call(where: str, item: Json) -> Json:
     call_id = require_type(f"{where}.call_id", item.get("call_id"), str)
     name = require_type(f"{where}.name", item.get("name"), str)
     if item["type"] == "custom_tool_call":
         arguments = custom_arguments(require_type(f"{where}.input", item.get("input"), str))
     else:
         arguments = arguments_text(item.get("arguments"))
-    function = {"name": name, "arguments": arguments}
-    message = messages[-1] = dict(messages[-1])
-    call = {"id": call_id, "type": "function", "function": function}
-    message["tool_calls"] = [*message.get("tool_calls", ()), call]
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

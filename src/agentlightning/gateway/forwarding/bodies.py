@@ -27,7 +27,7 @@ from agentlightning.gateway.dialects.content_parts import (
     Content,
     Part,
     has_attachments,
-    joined,
+    merged_turns,
     non_empty_parts,
     same_meaning,
     turn_key,
@@ -162,12 +162,10 @@ def turns_of(messages: Sequence[Message]) -> list[Message]:
     merged: list[Message] = []
     for message in results_first(messages):
         last = merged[-1] if merged else None
-        if last is None or message["role"] != "assistant" or last["role"] != "assistant":
+        if last is not None and message["role"] == last["role"] == "assistant":
+            merged[-1] = merged_turns(last, message)
+        else:
             merged.append(message)
-            continue
-        merged[-1] = {**last, "content": joined(last.get("content"), message.get("content"))}
-        if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
-            merged[-1]["tool_calls"] = calls
     return merged
 
 
@@ -464,10 +462,8 @@ def _message_tools(request: Request) -> Json:
         choice = {"type": "tool", "name": tools[0]["name"]} if len(tools) == 1 else {"type": "any"}
     if constraint.single_tool_call:
         choice["disable_parallel_tool_use"] = True
-    shown = {"tools": [_message_tool(tool) for tool in tools], "tool_choice": choice}
-    if choice == {"type": "auto"}:
-        del shown["tool_choice"]
-    return shown if tools else {}
+    shown = {"tools": [_message_tool(tool) for tool in tools]}
+    return shown | ({} if choice == {"type": "auto"} else {"tool_choice": choice}) if tools else {}
 
 
 def _message_tool(function: Json) -> Json:
@@ -558,8 +554,12 @@ def body_of(
     if "max_tokens" not in params:  # Reasoning counts as output: its budget comes on top of our default limit.
         budget = object_of(body, "thinking").get("budget_tokens")
         body |= {"max_tokens": body["max_tokens"] + budget} if type(budget) is int and budget > 0 else {}
-    dropped = tuple(name for name in request.ignored_fields if name not in taken)
-    return body, dropped + _dropped_inside(path, request)
+    dropped = [name for name in request.ignored_fields if name not in taken]
+    if path != "messages" and "effort" in object_of(request.raw, "output_config"):
+        dropped.append("output_config.effort")
+    if path != "chat/completions" and any("name" in message for message in request.messages):
+        dropped.append("messages.name")
+    return body, tuple(dropped)
 
 
 def _merged(body: Json, others: Json) -> Json:
@@ -568,13 +568,3 @@ def _merged(body: Json, others: Json) -> Json:
         known = body.get(name)
         body[name] = {**value, **known} if isinstance(known, dict) else value
     return body
-
-
-def _dropped_inside(path: str, request: Request) -> tuple[str, ...]:
-    """Nested fields that were dropped from fields that were sent."""
-    dropped: list[str] = []
-    if path != "messages" and "effort" in object_of(request.raw, "output_config"):
-        dropped.append("output_config.effort")
-    if path != "chat/completions" and any("name" in message for message in request.messages):
-        dropped.append("messages.name")
-    return tuple(dropped)

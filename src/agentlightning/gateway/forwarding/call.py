@@ -22,7 +22,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import secrets
 import time
 from array import array
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -55,7 +54,6 @@ from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import (
     ApiPath,
     Constraint,
-    ReplyMetadata,
     ReplyWriter,
     apply_resource_params,
     encode_event,
@@ -65,7 +63,7 @@ from agentlightning.gateway.dialects.base import (
 from agentlightning.gateway.dialects.chat import ChatResponse
 from agentlightning.gateway.dialects.content_parts import turn_key
 from agentlightning.gateway.dialects.messages import count_reply
-from agentlightning.gateway.dialects.response_store import ResponseStore
+from agentlightning.gateway.dialects.response_store import ResponseLookup, ResponseStore
 from agentlightning.gateway.dialects.responses import LAST_EVENTS
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.bodies import (
@@ -91,7 +89,7 @@ from agentlightning.gateway.record import (
     request_attributes,
 )
 from agentlightning.gateway.routing import ModelRoute, ResolvedCall
-from agentlightning.gateway.sampling import OnPolicySampling, is_training
+from agentlightning.gateway.sampling import OnPolicySampling
 from agentlightning.gateway.upstream.call import (
     ServerPool,
     UpstreamCall,
@@ -217,21 +215,21 @@ class ProviderRecord(CallRecord):
         attributes |= output_attributes(choice, choice.recorded_reason, self.constraint)
         prompt = choice.prompt_token_ids or self.response.prompt_token_ids
         token_ids, logprobs = choice.token_ids, choice.logprobs
+        attributes[names.TOKENS] = "none"
         if not (choice.is_finished and prompt and token_ids and len(token_ids) == len(logprobs)):
-            return attributes | {names.TOKENS: "none"}
-        try:
+            return attributes
+        with suppress(TypeError, ValueError, OverflowError):
             _ = array("i", prompt), array("i", token_ids), array("f", logprobs)  # as they are recorded
-        except (TypeError, ValueError, OverflowError):
-            return attributes | {names.TOKENS: "none"}
-        if changed := distribution_changes(self.data | self.forced):
-            attributes[names.RESHAPED] = changed
-        return attributes | {
-            names.TOKENS: "provider",
-            names.OUTPUT_TOKENS: len(token_ids),
-            names.PROMPT_TOKEN_IDS: prompt,
-            names.RESPONSE_TOKEN_IDS: token_ids,
-            names.LOGPROBS: logprobs,
-        }
+            if changed := distribution_changes(self.data | self.forced):
+                attributes[names.RESHAPED] = changed
+            attributes |= {
+                names.TOKENS: "provider",
+                names.OUTPUT_TOKENS: len(token_ids),
+                names.PROMPT_TOKEN_IDS: prompt,
+                names.RESPONSE_TOKEN_IDS: token_ids,
+                names.LOGPROBS: logprobs,
+            }
+        return attributes
 
     def _attributes(self) -> Json:
         response, model = self.response, self.data.get("model")
@@ -305,14 +303,16 @@ def upstream_call(record: ProviderRecord, headers: Mapping[str, str], added: Add
         body[wire_name(name, path, provider)] = value
     if path in ("chat/completions", "completions"):
         added.request(path, body, provider)
-    passed = [(name, value) for name, value in headers.items() if name in _PASSED_HEADERS and value]
+    passed = [
+        (name.encode(), value.encode("latin-1")) for name, value in headers.items() if name in _PASSED_HEADERS and value
+    ]
     limits = [limit for name in LIMITS if isinstance(limit := body.get(name), int) and limit > 0]
     return UpstreamCall(
         route.servers,
         path,
         dumps(body),
         body.get("stream") is True,
-        [(name.encode(), value.encode("latin-1")) for name, value in passed],
+        passed,
         record.caller.affinity,
         record.caller.rollout_id or "",
         0 if path == "embeddings" else max(limits, default=provider.max_output_tokens) * num_sampled(body),
@@ -333,7 +333,7 @@ class ForwardedCall:
     record: ProviderRecord
     headers: Mapping[str, str]
     """Of the request, by lower-case name."""
-    is_recorded: bool = field(default=False, init=False)
+
     _call: UpstreamCall = field(init=False)
     _added: AddedFields = field(default_factory=AddedFields, init=False)
     _unread: list[bytes] = field(default_factory=list[bytes], init=False)
@@ -367,7 +367,7 @@ class ForwardedCall:
         except BaseException as error:
             if call.status and not writer.started:
                 writer.extra_headers = call.visible_headers()
-            if not self.is_recorded:
+            if not record.span_id:
                 await self._record(error)
             raise
         finally:  # Note the provider that stores a response, whatever became of its stream.
@@ -398,10 +398,7 @@ class ForwardedCall:
         end = self._ending() if call.stream else self._whole(data)
         await self._record()
         self._remember(b"" if call.stream else end)
-        if not call.stream:
-            return await writer.send_json(200, end)
-        await writer.send_events(end)
-        await writer.close()
+        await writer.finish(end, call.stream)
 
     def _settle(self) -> None:
         """Account for the usage. What is answered in the background costs what the last poll says."""
@@ -411,7 +408,7 @@ class ForwardedCall:
         """Record the call if it has an attempt, even if this task is cancelled meanwhile."""
         if self.record.caller.attempt is None:
             return
-        self.is_recorded, make = True, partial(self.record.spans, self._call.attributes(), error)
+        make = partial(self.record.spans, self._call.attributes(), error)
 
         async def keep() -> None:
             await self.service.record(await offload(len(self._call.content) // PASSED, make))
@@ -476,25 +473,19 @@ _FAILED_REASONS: Final = {"insufficient_system_resource": 503, "overloaded": 503
 """Finish reasons that finish nothing -> the status of the error that the caller gets; 502 for any other."""
 
 
-def translate(
-    service: ForwardingService,
-    call: ResolvedCall,
-    resource: str = "",
-    forced: Json | None = None,
-) -> TranslatedCall:
+def translate(service: ForwardingService, call: ResolvedCall, resource: str, forced: Json) -> TranslatedCall:
     """The call to a provider of another dialect. `forced`: the sampling parameters of the LLM resource `resource`.
     Raises ApiError 400 for an invalid request, and for what the provider's dialect cannot express."""
     provider, route, caller, raw = call.route.provider, call.route, call.caller, call.body
     assert provider is not None
     target, dialect = translation_target(call.path, provider), DIALECTS[call.path]
-    lookup, sent = service.responses.lookup(caller.attempt), dumps(raw)
-    request = replace(dialect.read(dict(raw), lookup, attachments=True), raw=raw)
-    params = apply_resource_params(request.params, resource, forced or {})
-    given = given_params(raw, params, forced or {})
+    lookup, sent = ResponseLookup(service.responses, caller.attempt), dumps(raw)
+    request = dialect.read(raw, lookup, attachments=True)
+    params = apply_resource_params(request.params, resource, forced)
+    given = given_params(raw, params, forced)
     body, lost = body_of(target, request, provider, route.send_model, given, lookup.turn)
     service.counters.count_unknown(lost + tuple(name for name, mark in _LOST_FIELDS.items() if mark in sent))
-    request = replace(request, params=params)
-    head = ReplyMetadata(dialect.id_prefix + secrets.token_hex(12), route.name, int(time.time()))
+    reply = dialect.new_reply(replace(request, params=params), route.name, Usage())
     answer = Answer(0, own_stops(target, params.stop), dialect.call_prefix, provider.name)
     record = ProviderRecord(
         caller=caller,
@@ -502,13 +493,13 @@ def translate(
         path=target,
         route=route,
         data=body,
-        extra_attributes={names.REQUEST_MODEL: request.model or route.name, names.RESPONSE_ID: head.id},
+        extra_attributes={names.REQUEST_MODEL: request.model or route.name, names.RESPONSE_ID: reply.head.id},
         constraint=request.constraint,
     )
     record.response.choices[0] = answer
     beta = f"{provider.dialect}-beta"  # What the caller enables in this provider's header.
     headers = {beta: call.headers.get(beta, "")}
-    return TranslatedCall(service, record, headers, dialect.reply(request, head), answer)
+    return TranslatedCall(service, record, headers, reply, answer)
 
 
 @dataclass(slots=True)
@@ -759,16 +750,8 @@ class ForwardingService:
         assert route.servers is not None
         if route.servers.provider.serves("messages"):
             body = await offload(size // PASSED, partial(dumps, request | {"model": route.send_model}))
-            affinity, model = call.caller.affinity, route.send_model
-            upstream = UpstreamCall(
-                route.servers,
-                COUNT_TOKENS_PATH,
-                body,
-                affinity=affinity,
-                max_output_tokens=0,
-                price=Price(),
-                model=model,
-            )
+            path, affinity = COUNT_TOKENS_PATH, call.caller.affinity
+            upstream = UpstreamCall(route.servers, path, body, affinity=affinity, model=route.send_model)
             try:
                 async with upstream:
                     upstream.settle(Usage())
@@ -778,7 +761,7 @@ class ForwardingService:
                     raise
         else:
             limited = call._replace(path="messages", body={"max_tokens": 1} | request)
-            request = (await offload(size // PASSED, partial(translate, self, limited))).record.data
+            request = (await offload(size // PASSED, partial(translate, self, limited, "", {}))).record.data
             counted = await self._count_tokens(route.servers, request, size)
         writer.extra_headers = [(HEADER, b"estimate" if counted is None else b"tokenizer")]
         if counted is None:
@@ -806,18 +789,12 @@ class ForwardingService:
         return None
 
     def _prepare(self, call: ResolvedCall) -> ForwardedCall:
-        path, headers, caller, context, data, route = call
+        path, headers, caller, _, data, route = call
         assert route.provider is not None
-        provider, resource, forced, overridden = route.provider, "", Json(), tuple[str, ...]()
-        if context is not None:
-            resource, forced = context.sampling_parameters(route.name)
-            # A provider that reports tokens may serve a model in training; any other is a third party.
-            reports = provider.token_ids
-            if caller.temperature is not None and (reports or route.name in context.llms):
-                forced = {"temperature": caller.temperature, **forced}
-            if reports and is_training(context, caller.mode, route.name):
-                data, overridden = self.on_policy.strip_request(data, forced)
-        if provider.serves(path):
+        # A provider that reports tokens may serve a model in training; any other is a third party.
+        resource, forced, overridden = self.on_policy.forced_params(call, learns=route.provider.token_ids)
+        data = {name: value for name, value in data.items() if name not in overridden}
+        if route.provider.serves(path):
             record = ProviderRecord(
                 caller=caller, trace_id=call.trace_id, path=path, route=route, data=data, forced=forced
             )
@@ -825,7 +802,7 @@ class ForwardingService:
         else:
             forwarded = translate(self, call._replace(body=data), resource, forced)
         if overridden:
-            forwarded.record.extra_attributes[names.OVERRIDDEN] = list(overridden)
+            forwarded.record.extra_attributes[names.OVERRIDDEN] = overridden
         return forwarded
 
     # -- the record ------------------------------------------------------------------------------------------------

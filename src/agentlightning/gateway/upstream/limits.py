@@ -242,13 +242,10 @@ class TokenBucket:
         """When the bucket is full again."""
 
     def seconds_until(self, amount: float, most: float = 60.0) -> float:
-        """Seconds until a call of `amount` may start. One beyond the capacity starts when the bucket is full."""
+        """Seconds until a call of `amount` may start. One beyond the capacity starts when the bucket is full; with
+        `most` infinite, when `amount` is available in full."""
         seconds = max(0.0, self._full_at - self._clock()) + min(most, amount * self._seconds) - 60
         return seconds if seconds > _ROUNDING else 0.0
-
-    def seconds_for(self, amount: float) -> float:
-        """Seconds until `amount` is available in full."""
-        return self.seconds_until(amount, math.inf)
 
     def take(self, amount: float) -> None:
         """Take an amount; the balance may become negative."""
@@ -278,8 +275,8 @@ class RateLimiter:
         if not self._waiting and self._may_start(tokens):
             return self._record_start(tokens)
         # The duration of the calls in flight is unknown.
-        queued = self._tokens.seconds_for(tokens + sum(self._waiting))
-        seconds = max(self._requests.seconds_for(len(self._waiting) + 1), queued)
+        queued = self._tokens.seconds_until(tokens + sum(self._waiting), math.inf)
+        seconds = max(self._requests.seconds_until(len(self._waiting) + 1, math.inf), queued)
         if seconds > self._max_wait_seconds or self._max_wait_seconds == 0:
             raise self._limit_error(seconds)
         self._waiting.append(tokens)
