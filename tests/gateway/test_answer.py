@@ -164,7 +164,7 @@ def test_a_whole_response_has_its_log_probabilities_with_each_of_its_messages():
         answer.take_new()
     answer.end("stop")
     dialect = DIALECTS["responses"]
-    reply = dialect.reply(dialect.read(orjson.dumps(ITEMS), ResponseLookup()), ReplyMetadata("x", "ours", 0, Usage()))
+    reply = dialect.reply(dialect.read(ITEMS, ResponseLookup()), ReplyMetadata("x", "ours", 0, Usage()))
     first, _, last = orjson.loads(reply.body([answer]))["output"]
     tokens = [[each["token"] for each in item["content"][0]["logprobs"]] for item in (first, last)]
     assert tokens == [["a", "b"], ["c", "d", "e"]]
@@ -281,7 +281,7 @@ def assert_written(pieces, answer):
     """Every dialect has words for it."""
     for path, body in ((CHAT, {"messages": HI}), (MESSAGES, {"messages": HI}), ("responses", ITEMS)):
         dialect = DIALECTS[path]
-        request = dialect.read(orjson.dumps(body), ResponseLookup())
+        request = dialect.read(body, ResponseLookup())
         reply, whole = dialect.reply(request, answer.head), dialect.reply(request, answer.head)
         parts = [reply.start([answer.answer]), *(reply.event(answer.answer, piece) for piece in pieces)]
         events = b"".join([*parts, reply.end([answer.answer])]).split(b"\n\n")

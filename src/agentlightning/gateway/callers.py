@@ -31,7 +31,7 @@ import math
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -39,7 +39,6 @@ from typing import Any, Final, Literal, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from agentlightning import span as names
 from agentlightning.attempt_address import (
@@ -133,7 +132,10 @@ class RecordedAnswer:
         if beginning is not None:
             return cls(model, prompt, begun + tokens[:beginning], None)
         replays = [*found.get(names.REPLAYS, (span.rollout_id, span.span_id))]
-        return cls(model, prompt, begun, sample, replays, _call_ids(found))
+        messages: Any = loads(found[names.OUTPUT_MESSAGES])
+        parts = [part for message in messages for part in message["parts"]]
+        call_ids = tuple(part["id"] for part in parts if part["type"] == "tool_call")
+        return cls(model, prompt, begun, sample, replays, call_ids)
 
 
 @dataclass(slots=True)
@@ -169,11 +171,6 @@ async def load_replay(store: LightningStoreBase, branch: Any) -> Replay:
     spans = {span.span_id: span for span in await store.query_spans(branch["rollout_id"])}
     wanted = [(span_id, None) for span_id in branch["span_ids"]] + [*branch.get("kept", {}).items()]
     return Replay([RecordedAnswer.of(spans[span_id], beginning) for span_id, beginning in wanted if span_id in spans])
-
-
-def _call_ids(attributes: Json) -> tuple[str, ...]:
-    messages: Any = loads(attributes[names.OUTPUT_MESSAGES])
-    return tuple(part["id"] for message in messages for part in message["parts"] if part["type"] == "tool_call")
 
 
 # -- the table of attempts ---------------------------------------------------------------------------------------------
@@ -221,11 +218,6 @@ class AttemptContext:
     def trainable(self) -> bool:
         """Whether its calls may serve as training data; false in the modes val and test."""
         return self.mode not in ("val", "test")
-
-    @property
-    def given(self) -> Mapping[str, tuple[str, LLM]]:
-        """The `llms` that the rollout itself names."""
-        return self.llms if self.names_resources else {}
 
     def sampling_parameters(self, model: str) -> tuple[str, Json]:
         """(name of the resource, its sampling parameters) of the LLM resource of a model; empty if there is none."""
@@ -495,16 +487,6 @@ _REWARD_CALL: Final = (
 )
 
 
-def _hints(trace_id: str | None, baggage: str | None) -> list[Hint]:
-    """Claims of the trace and the baggage, by precedence."""
-    entries = read_baggage(baggage or "")
-    hints = (
-        Hint("trace", None, trace_id and attempt_of_trace(trace_id)),
-        Hint("baggage", entries.get(ROLLOUT_BAGGAGE), entries.get(ATTEMPT_BAGGAGE)),
-    )
-    return [hint for hint in hints if hint.rollout_id or hint.attempt_id]
-
-
 def read_baggage(header: str) -> dict[str, str]:
     """The decoded entries of a W3C `baggage` header, without properties and malformed entries."""
     entries: dict[str, str] = {}
@@ -594,13 +576,6 @@ class Caller(Struct, frozen=True):
         """Calls with the same one go to the same server while it is healthy."""
         return "/".join(self.attempt or ())
 
-    def with_agent(self, agent: Agent, served: Container[str]) -> Caller:
-        """A copy with its agent. 1.0 had one model only, so a call to 1.0's URL may name any: a model that is not
-        `served` counts as unnamed."""
-        if self.mode is not None and agent.model is not None and agent.model not in served:
-            agent = replace(agent, model=None)
-        return replace(self, agent=agent)
-
     def attributes(self) -> Json:
         """Attributes of the call's span that describe the caller."""
         agent = self.agent
@@ -651,7 +626,12 @@ class Attribution:
         named, worker_id = self._read(headers, path_params)
         traced = _TRACEPARENT.match(headers.get("traceparent", ""))
         trace_id, parent_id = traced.groups() if traced else (None, None)
-        hints = _hints(trace_id, headers.get("baggage"))
+        baggage = read_baggage(headers.get("baggage", ""))
+        claims = (
+            Hint("trace", None, trace_id and attempt_of_trace(trace_id)),
+            Hint("baggage", baggage.get(ROLLOUT_BAGGAGE), baggage.get(ATTEMPT_BAGGAGE)),
+        )
+        hints = [claim for claim in claims if claim.rollout_id or claim.attempt_id]
         attempt, source = (
             named[0]
             if named

@@ -57,8 +57,6 @@ _array: Final = msgspec.json.Decoder(list[msgspec.Raw])
 
 def parse(body: bytes) -> Any:
     """Raises orjson.JSONDecodeError."""
-    if len(body) <= MAX_CHUNK_BYTES:
-        return loads(body)
     try:
         return _parse(memoryview(body))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # UnicodeDecodeError: of a key

@@ -38,7 +38,6 @@ from agentlightning.gateway.dialects.response_store import ResponseLookup, Respo
 from agentlightning.gateway.errors import bad_request
 from agentlightning.gateway.http import PASSED, ResponseWriter, offload, released_slot, run_to_completion
 from agentlightning.gateway.record import (
-    OPERATIONS,
     CallRecord,
     Counters,
     as_json,
@@ -241,7 +240,7 @@ class LocalService:
         """Prepare the prompts and parameters of a request of `size` bytes. Raises ApiError."""
         request, engine, chat = await self._read(call, size)
         caller, context, model, dialect = call.caller, call.context, call.route.name, DIALECTS[call.path]
-        operation = OPERATIONS[call.path]
+
         trainable = context is not None and context.trainable
         resource, forced, overridden = self.on_policy.forced_params(call)
         neutral = {name: NEUTRAL[name] for name in overridden}
@@ -289,7 +288,7 @@ class LocalService:
             engine,
             request,
             params,
-            CallRecord(f"{operation} {model}", caller, call.trace_id),
+            CallRecord(f"{dialect.operation} {model}", caller, call.trace_id),
             dialect.new_reply(request, model, usage),
             [
                 Choice(prompt, said, answer(index, prompt_token_ids=prompt.token_ids))
@@ -298,7 +297,7 @@ class LocalService:
             context,
             again,
             {
-                names.OPERATION_NAME: operation,
+                names.OPERATION_NAME: dialect.operation,
                 names.OVERRIDDEN: overridden or None,
                 names.REPLAYS: again and again.replays,
                 names.BEGUN: len(begun or ()) or None,

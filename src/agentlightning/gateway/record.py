@@ -24,6 +24,7 @@ from agentlightning.attempt_address import attempt_trace_id
 from agentlightning.errors import StoreError
 from agentlightning.gateway.answer import MALFORMED, Answer, HostedCall, ReasoningDelta, RefusalDelta, ToolCall, objects
 from agentlightning.gateway.callers import Caller
+from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import ApiPath, Constraint
 from agentlightning.gateway.errors import ApiError, to_api_error
 from agentlightning.gateway.http import offload, parse_object
@@ -154,7 +155,7 @@ async def record_rejection(
     if caller.attempt is None or api_error.code in _NO_ATTEMPT:
         return
     request = await offload(len(body), partial(parse_object, body)) or {}
-    name, model = OPERATIONS[path], request.get("model")
+    name, model = DIALECTS[path].operation, request.get("model")
     attributes: Json = {names.OPERATION_NAME: name}
     if isinstance(model, str):
         name, attributes[names.REQUEST_MODEL] = f"{name} {model}", model
@@ -170,14 +171,6 @@ async def record_rejection(
 
 # -- what a request asks for -------------------------------------------------------------------------------------------
 
-OPERATIONS: Final = {
-    "chat/completions": "chat",
-    "completions": "text_completion",
-    "responses": "chat",
-    "messages": "chat",
-    "embeddings": "embeddings",
-}
-"""Path -> OpenTelemetry's name for the operation."""
 
 LIMITS: Final = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 """Fields with the limit of output tokens."""

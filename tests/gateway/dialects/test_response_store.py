@@ -1,6 +1,5 @@
 """Replies that later requests name: stored for their attempt, each message once, within bounds."""
 
-import orjson
 import pytest
 
 from agentlightning.gateway.dialects.content_parts import extend_digest, message_digests
@@ -109,11 +108,11 @@ def test_turns_that_a_provider_wants_back_count_and_make_room():
 def test_a_reply_to_an_image_is_not_gone_on_with_by_a_model_that_reads_text():
     image = {"type": "input_image", "image_url": "https://host/a.png"}
     body = {"input": [{"role": "user", "content": [image, {"type": "input_text", "text": "What is it?"}]}]}
-    messages = RESPONSES.read(orjson.dumps(body), ResponseLookup(), attachments=True).messages
+    messages = RESPONSES.read(body, ResponseLookup(), attachments=True).messages
     store, attempt = ResponseStore(), ("ro", "at")
     digests = (b"agentlightning", extend_digest(b"agentlightning", messages[0]))
     store.add(attempt, "resp_1", digests, messages, {"role": "assistant", "content": "A cat."}, None, ())
-    more = orjson.dumps({"input": "Sure?", "previous_response_id": "resp_1"})
+    more = {"input": "Sure?", "previous_response_id": "resp_1"}
     assert len(RESPONSES.read(more, ResponseLookup(store, attempt), attachments=True).messages) == 3
     with pytest.raises(ApiError, match="continues a conversation with images or files"):
         RESPONSES.read(more, ResponseLookup(store, attempt))

@@ -233,9 +233,7 @@ async def test_calls_with_one_index_reach_the_record_and_both_other_dialects(ask
 
 
 def test_a_custom_call_of_a_function_provider_is_written_as_one():
-    request = RESPONSES.read(
-        orjson.dumps({"input": "hi", "tools": [{"type": "custom", "name": "apply_patch"}]}), ResponseLookup()
-    )
+    request = RESPONSES.read({"input": "hi", "tools": [{"type": "custom", "name": "apply_patch"}]}, ResponseLookup())
     response = DIALECTS["responses"].response()
     item = {"id": "fc_1", "type": "function_call", "call_id": "c1", "name": "apply_patch", "arguments": "no JSON"}
     for event in response_events([item]):

@@ -4,7 +4,6 @@ import json
 
 import anthropic
 import openai
-import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -407,7 +406,7 @@ def _texts(value):
 def test_an_image_and_the_text_beside_it_are_read_and_written_as_they_were(url, text):
     part = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
     conversation = [{"role": "user", "content": [part, {"type": "text", "text": text}]}]
-    (message,) = CHAT.read(orjson.dumps({"messages": conversation}), ResponseLookup(), attachments=True).messages
+    (message,) = CHAT.read({"messages": conversation}, ResponseLookup(), attachments=True).messages
     assert openai_content(message["content"], chat_part) == [part] + ([{"type": "text", "text": text}] if text else [])
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol, cast
 
 import jsonschema_rs
 import orjson
@@ -35,8 +35,6 @@ from agentlightning.util.json_values import Json, dumps, loads
 
 ApiPath = Literal["chat/completions", "completions", "responses", "embeddings", "messages"]
 """Paths of the API that are model calls."""
-Body = bytes | Json
-"""The body of a request, as received or parsed."""
 
 
 # -- constraints on the answer -----------------------------------------------------------------------------------------
@@ -249,11 +247,20 @@ class ReplyWriter:
 class ReadRequest(Protocol):
     """Reads a request."""
 
-    def __call__(self, body: Body, recall: ResponseLookup, attachments: bool = False) -> Request:
+    def __call__(self, data: Json, recall: ResponseLookup, attachments: bool = False) -> Request:
         """Thread-safe. With `attachments`, images and files become parts of the messages (`content_parts`); otherwise
-        they are rejected. Raises ApiError 400, naming the field, for a body that is no request or asks for what is not
-        supported."""
+        they are rejected. Raises ApiError 400, naming the field, for an object that is no request or asks for what is
+        not supported."""
         ...
+
+
+def _error_body(api_error: ApiError) -> bytes:
+    return dumps({"error": api_error.error_object()})
+
+
+def _error_event(api_error: ApiError) -> bytes:
+    """The official SDK raises APIError on it."""
+    return encode_event({"error": api_error.error_object()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,15 +269,17 @@ class Dialect:
 
     id_prefix: str
     """Prefix of the ids of replies."""
-    call_prefix: str
-    """Prefix of the ids of tool calls."""
     read: ReadRequest
     reply: type[ReplyWriter]
     response: type[ProviderResponse]
     """Reads what a provider answers."""
-    error_body: Callable[[ApiError], bytes]
+    operation: str = "chat"
+    """OpenTelemetry's name for the operation."""
+    call_prefix: str = "call_"
+    """Prefix of the ids of tool calls."""
+    error_body: Callable[[ApiError], bytes] = _error_body
     """The body of an error reply."""
-    error_event: Callable[[ApiError], bytes]
+    error_event: Callable[[ApiError], bytes] = _error_event
     """An error in the middle of a stream."""
     ping: bytes = b": keep-alive\n\n"
     """What is sent while a stream is silent; the official SDKs skip it."""
@@ -292,15 +301,23 @@ def num_output_tokens(answers: Sequence[Answer]) -> int:
 MAX_TOP_LOGPROBS: Final = 20
 
 
-def read_json(body: Body) -> Json:
-    """The body as a JSON object, parsed unless it is one already. Raises ApiError 400 if it is none."""
+def read_json(body: bytes) -> Json:
+    """The body as a JSON object. Raises ApiError 400 if it is none."""
     try:
-        data = body if isinstance(body, dict) else parse(body)
+        data = parse(body)
     except orjson.JSONDecodeError as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(data, dict):
         raise ApiError(400, f"the body is a JSON {type(data).__name__}, not an object", code="invalid_json")
     return data
+
+
+def given_messages(data: Json) -> list[Any]:
+    """The messages of a request, at least one."""
+    messages = data.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise bad_request("messages", "messages must be a list with at least one message")
+    return cast("list[Any]", messages)
 
 
 def reject_unsupported(data: Json, fields: Mapping[str, tuple[Any, ...]]) -> None:
@@ -575,6 +592,11 @@ def text_format(where: str, value: Any, nested: bool) -> OutputSchema | None:
 
 VLLM_FORMAT_FIELDS = ("structured_outputs", "guided_json")
 """vLLM's fields for the format of the content."""
+FORMAT_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
+    **dict.fromkeys(VLLM_FORMAT_FIELDS, ()),
+    "chat_template_kwargs": ({},),
+}
+"""Fields that only our own engines support, and only in chat completions, for `reject_unsupported`."""
 
 
 def content_format(data: Json) -> tuple[OutputSchema | None, str]:
@@ -682,16 +704,3 @@ def loads_tolerantly(data: bytes) -> Any:
         return loads(valid_text(text).encode())
     except RecursionError:
         raise ValueError("JSON that is nested too deep") from None
-
-
-# -- writing ---------------------------------------------------------------------------------------------------------
-
-
-def error_body(api_error: ApiError) -> bytes:
-    """The body of an error reply."""
-    return dumps({"error": api_error.error_object()})
-
-
-def error_event(api_error: ApiError) -> bytes:
-    """An error in the middle of a stream, on which the official SDK raises APIError."""
-    return encode_event({"error": api_error.error_object()})

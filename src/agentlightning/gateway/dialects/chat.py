@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain, groupby
-from typing import Any, Final, NoReturn, cast
+from typing import Annotated, Any, Final, NoReturn, cast
+
+from msgspec import Meta, Struct, ValidationError, convert
 
 from agentlightning.chat.base import Message
 from agentlightning.chat.messages import read_message
@@ -30,23 +32,21 @@ from agentlightning.gateway.answer import (
 )
 from agentlightning.gateway.dialects.base import (
     DONE,
+    FORMAT_UNSUPPORTED,
     OPENAI_PARAMS,
     OPENAI_UNSUPPORTED,
     VLLM_FORMAT_FIELDS,
-    Body,
     Dialect,
     ReplyMetadata,
     ReplyWriter,
     Request,
     content_format,
     encode_event,
-    error_body,
-    error_event,
+    given_messages,
     integer,
     is_token_list,
     num_output_tokens,
     optional,
-    read_json,
     read_shared,
     require_type,
     shorten,
@@ -84,15 +84,13 @@ _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
 _LOCAL_ONLY: Final[dict[str, tuple[Any, ...]]] = {
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
-    "chat_template_kwargs": ({},),
-    **dict.fromkeys(VLLM_FORMAT_FIELDS, ()),
+    **FORMAT_UNSUPPORTED,
 }
 """Fields that only our own engines support, for `reject_unsupported` in a request that is translated."""
 
 
-def read_request(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> Request:
+def read_request(data: Json, recall: ResponseLookup, attachments: bool = False) -> Request:
     """See `ReadRequest`."""
-    data = read_json(body)
     if data.get("functions"):
         raise bad_request("functions", "functions are not read here; send them as tools")
     logprobs, top = bool(optional(data, "logprobs", bool)), top_logprobs(data)
@@ -108,7 +106,8 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
     )
     request = with_tools(request, lambda tool: tool, *tool_choice(data, nested=True), *content_format(data))
     _include_usage(data)
-    messages, prefill = _split_prefill(data, _messages(data.get("messages"), attachments))
+    messages = [_message(index, message, attachments) for index, message in enumerate(given_messages(data))]
+    messages, prefill = _split_prefill(data, messages)
     return replace(
         request,
         messages=messages,
@@ -128,12 +127,6 @@ def _include_usage(data: Json) -> bool:
     option."""
     wanted = (optional(data, "stream_options", dict) or {}).get("include_usage")
     return wanted is not None and require_type("stream_options.include_usage", wanted, bool)
-
-
-def _messages(value: Any, attachments: bool) -> list[Message]:
-    if not isinstance(value, list) or not value:
-        raise bad_request("messages", "messages must be a list with at least one message")
-    return [_message(index, message, attachments) for index, message in enumerate(value)]
 
 
 def _split_prefill(data: Json, messages: list[Message]) -> tuple[list[Message], str]:
@@ -281,7 +274,7 @@ class ChatResponse(ProviderResponse):
         """As one, what follows each other and has nothing but more text of one choice, perhaps with its tokens: most of
         a stream, in a tenth of the time."""
         merged: list[tuple[bytes, Any]] = []
-        for plain, run in groupby(events, lambda each: _plain_choice(each[1])):
+        for plain, run in groupby(events, lambda each: _text_choice(each[1])):
             found = list(run)
             if plain is not None and len(found) > 1:
                 found = [(b"".join([event for event, _ in found]), _merged([data for _, data in found]))]
@@ -345,33 +338,45 @@ class ChatResponse(ProviderResponse):
                 answer.add_reasoning(each.get("text") if isinstance(each, dict) else each)
 
 
-_PLAIN: Final = frozenset({"index", "delta", "finish_reason", "logprobs", "token_ids"})
+class _Text(Struct, forbid_unknown_fields=True):
+    content: str
 
 
-def _plain_choice(chunk: Any) -> tuple[Any, ...] | None:
-    """(index, id, model) of a chunk whose only choice has more text, perhaps with its tokens, and nothing else."""
+class _Logprobs(Struct):
+    content: list[Any]
+
+
+class _TextChoice(Struct, forbid_unknown_fields=True):
+    index: Annotated[int, Meta(ge=0)]
+    delta: _Text
+    finish_reason: None = None
+    logprobs: _Logprobs | None = None
+    token_ids: list[Any] | None = None
+
+
+class _TextChunk(Struct):
+    """A chunk whose only choice has more text, perhaps with its tokens, and nothing else."""
+
+    choices: tuple[_TextChoice]
+    id: Any = None
+    model: Any = None
+    usage: None = None
+    error: None = None
+    x_groq: None = None
+    prompt_token_ids: None = None
+
+
+def _text_choice(chunk: Any) -> tuple[Any, ...] | None:
+    """(index, id, model) of a `_TextChunk`; None for any other."""
     try:
-        (choice,) = chunk["choices"]
-        (text,) = choice["delta"].items()
-        logprobs, ids = choice.get("logprobs"), choice.get("token_ids")
-        is_plain = (
-            _PLAIN.issuperset(choice)
-            and text[0] == "content"
-            and type(text[1]) is str
-            and choice.get("finish_reason") is None
-            and type(choice["index"]) is int
-            and choice["index"] >= 0
-            and (logprobs is None or type(logprobs["content"]) is list)
-            and (ids is None or type(ids) is list)
-            and not (chunk.get("usage") or chunk.get("error") or chunk.get("x_groq") or chunk.get("prompt_token_ids"))
-        )
-    except (AttributeError, KeyError, TypeError, ValueError):
+        plain = convert(chunk, _TextChunk)
+    except ValidationError:
         return None
-    return (choice["index"], chunk.get("id"), chunk.get("model")) if is_plain else None
+    return plain.choices[0].index, plain.id, plain.model
 
 
 def _merged(chunks: Sequence[Json]) -> Json:
-    """Plain chunks of one choice as one."""
+    """Text chunks of one choice as one."""
     choices = [chunk["choices"][0] for chunk in chunks]
     logged = [logprobs["content"] for choice in choices if (logprobs := choice.get("logprobs"))]
     ids = [ids for choice in choices if (ids := choice.get("token_ids"))]
@@ -423,19 +428,16 @@ def _joined(values: list[Any]) -> Any:
     if not all(isinstance(value, list) for value in values):
         return values[-1]
     details: list[Json] = []
-    for piece in [piece for value in values for piece in value]:
-        last = details[-1] if details else {}
-        if not _same_detail(last, piece):
-            details.append(dict(piece))
+    # Pieces of OpenRouter's `reasoning_details` that follow each other belong together, by their type and index.
+    for (kind, _), run in groupby(chain.from_iterable(values), lambda piece: (piece.get("type"), piece.get("index"))):
+        pieces: list[Json] = list(run)
+        if kind == "reasoning.encrypted" or len(pieces) == 1:
+            details += pieces
             continue
-        texts = {name: last.get(name, "") + piece[name] for name in ("text", "summary") if piece.get(name)}
-        last |= {name: value for name, value in piece.items() if value is not None} | texts
+        whole = {name: value for piece in pieces for name, value in piece.items() if value is not None}
+        texts = {name: "".join([piece.get(name) or "" for piece in pieces]) for name in ("text", "summary")}
+        details.append(pieces[0] | whole | {name: text for name, text in texts.items() if text})
     return details
-
-
-def _same_detail(last: Json, piece: Json) -> bool:
-    """Whether two pieces of OpenRouter's `reasoning_details` belong together."""
-    return last.get("type") == piece.get("type") != "reasoning.encrypted" and last.get("index") == piece.get("index")
 
 
 def _add_tokens(choice: Json, answer: Answer) -> None:
@@ -449,15 +451,7 @@ def _add_tokens(choice: Json, answer: Answer) -> None:
     answer.add_tokens(prompt, token_ids, values, entries)
 
 
-CHAT: Final = Dialect(
-    id_prefix="chatcmpl-",
-    call_prefix="call_",
-    read=read_request,
-    reply=ChatReplyWriter,
-    response=ChatResponse,
-    error_body=error_body,
-    error_event=error_event,
-)
+CHAT: Final = Dialect("chatcmpl-", read_request, ChatReplyWriter, ChatResponse)
 
 
 # -- completions -------------------------------------------------------------------------------------------------------
@@ -467,8 +461,7 @@ _COMPLETIONS_KNOWN: Final = frozenset(
 )
 _COMPLETIONS_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     **OPENAI_UNSUPPORTED,
-    **dict.fromkeys(VLLM_FORMAT_FIELDS, ()),
-    "chat_template_kwargs": ({},),
+    **FORMAT_UNSUPPORTED,
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
@@ -481,9 +474,8 @@ _DEFAULT: Final = SamplingParams(max_tokens=16)
 _MAX_PROMPTS: Final = 1024
 
 
-def read_completion(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> Request:
+def read_completion(data: Json, recall: ResponseLookup, attachments: bool = False) -> Request:
     """See `ReadRequest`."""
-    data = read_json(body)
     _include_usage(data)
     prompts = _prompts(data.get("prompt"))
     asked = optional(data, "return_token_ids", bool)
@@ -567,25 +559,17 @@ def _tops(listed: Sequence[Json]) -> list[dict[str, float]] | None:
     return [{top["token"]: top["logprob"] for top in reversed(each)} for each in tops] if any(tops) else None
 
 
-COMPLETIONS: Final = Dialect(
-    id_prefix="cmpl-",
-    call_prefix="call_",
-    read=read_completion,
-    reply=CompletionReplyWriter,
-    response=ChatResponse,
-    error_body=error_body,
-    error_event=error_event,
-)
+COMPLETIONS: Final = Dialect("cmpl-", read_completion, CompletionReplyWriter, ChatResponse, "text_completion")
 
 
 # -- embeddings --------------------------------------------------------------------------------------------------------
 
 
-def _read_embedding(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> NoReturn:
+def _read_embedding(data: Json, recall: ResponseLookup, attachments: bool = False) -> NoReturn:
     """Raises ApiError 404: requests that are read are those for our engines."""
-    model = optional(read_json(body), "model", str)
+    model = optional(data, "model", str)
     message = f"the model {model!r} makes no embeddings here; add a route that leads it to a provider that does"
     raise ApiError(404, message, code="model_not_supported", param="model")
 
 
-EMBEDDINGS: Final = replace(COMPLETIONS, id_prefix="embd-", read=_read_embedding)
+EMBEDDINGS: Final = Dialect("embd-", _read_embedding, CompletionReplyWriter, ChatResponse, "embeddings")

@@ -31,16 +31,15 @@ from agentlightning.gateway.answer import (
 )
 from agentlightning.gateway.dialects.base import (
     MESSAGES_PARAMS,
-    Body,
     Choice,
     Dialect,
     ReplyWriter,
     Request,
     encode_event,
+    given_messages,
     loads_tolerantly,
     num_output_tokens,
     optional,
-    read_json,
     read_shared,
     require_type,
     shorten,
@@ -61,9 +60,8 @@ _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {"mcp_servers": ([],), "contai
 _TEXT_FIELDS: Final = {"text": "text"}
 
 
-def read_request(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> Request:
+def read_request(data: Json, recall: ResponseLookup, attachments: bool = False) -> Request:
     """See `ReadRequest`."""
-    data = read_json(body)
     if data.get("thread") is not None:  # On this error, the SDK's tool runner sends the whole history instead.
         details = {"error_code": "thread_unsupported_request"}
         raise ApiError(400, "threads are not stored here; send the full conversation", param="thread", details=details)
@@ -112,10 +110,7 @@ def _format(data: Json) -> tuple[str, Any]:
 
 
 def _conversation(data: Json, dropped: list[str], attachments: bool) -> list[Message]:
-    given = data.get("messages")
-    if not isinstance(given, list) or not given:
-        raise bad_request("messages", "messages must be a list with at least one message")
-    system = _system(data.get("system"))
+    given, system = given_messages(data), _system(data.get("system"))
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for index, message in enumerate(given):
         messages += _message(f"messages[{index}]", message, dropped, attachments)
@@ -458,11 +453,11 @@ def messages_usage(usage: Json) -> Usage:
 
 
 MESSAGES: Final = Dialect(
-    id_prefix="msg_",
+    "msg_",
+    read_request,
+    MessagesReplyWriter,
+    MessagesResponse,
     call_prefix="toolu_",
-    read=read_request,
-    reply=MessagesReplyWriter,
-    response=MessagesResponse,
     error_body=error_body,
     error_event=error_event,
     ping=b'event: ping\ndata: {"type": "ping"}\n\n',

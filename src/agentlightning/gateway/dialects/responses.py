@@ -29,20 +29,17 @@ from agentlightning.gateway.answer import (
     object_of,
 )
 from agentlightning.gateway.dialects.base import (
+    FORMAT_UNSUPPORTED,
     OPENAI_UNSUPPORTED,
     RESPONSES_PARAMS,
-    VLLM_FORMAT_FIELDS,
-    Body,
     Dialect,
     ReplyMetadata,
     ReplyWriter,
     Request,
     encode_event,
-    error_body,
     kind_of,
     num_output_tokens,
     optional,
-    read_json,
     read_shared,
     require_type,
     shorten,
@@ -66,8 +63,7 @@ _KNOWN: Final = frozenset(
 )
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     **OPENAI_UNSUPPORTED,
-    **dict.fromkeys(VLLM_FORMAT_FIELDS, ()),
-    "chat_template_kwargs": ({},),
+    **FORMAT_UNSUPPORTED,
     "background": (False,),
     "conversation": (),
     "prompt": (),
@@ -79,9 +75,8 @@ _ROLES: Final = ("assistant", "developer", "system", "user")
 _TEXT_FIELDS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
 
-def read_request(body: Body, recall: ResponseLookup, attachments: bool = False) -> Request:
+def read_request(data: Json, recall: ResponseLookup, attachments: bool = False) -> Request:
     """See `ReadRequest`. Also raises ApiError 400 for a reply that is not stored."""
-    data = read_json(body)
     top = top_logprobs(data)
     logprobs = top > 0 or _LOGPROBS in (optional(data, "include", list) or ())
     base = SamplingParams(top_logprobs=top, stream_logprobs=logprobs)
@@ -485,12 +480,4 @@ def error_event(api_error: ApiError) -> bytes:
     return encode_event({"type": "error", "sequence_number": 0, **fields, "error": error}, "error")
 
 
-RESPONSES: Final = Dialect(
-    id_prefix=_PREFIX,
-    call_prefix="call_",
-    read=read_request,
-    reply=ResponsesReplyWriter,
-    response=ResponsesResponse,
-    error_body=error_body,
-    error_event=error_event,
-)
+RESPONSES: Final = Dialect(_PREFIX, read_request, ResponsesReplyWriter, ResponsesResponse, error_event=error_event)

@@ -46,7 +46,6 @@ ApiError 400, and UnsupportedContentError."""
 
 
 _READERS: Final = {**RESPONSES_PARAMS, **MESSAGES_PARAMS}
-_NEUTRAL: Final = SamplingParams()
 
 
 def given_params(raw: Json, params: SamplingParams, forced: Json) -> Json:
@@ -78,9 +77,7 @@ def reject_unsupported(path: ApiPath, request: Request, provider: Provider, para
         wrong[next((name for name in _LOGPROBS if request.raw.get(name)), "logprobs")] = True
     if path == "messages" and (temperature := params.get("temperature") or 0) > 1:
         wrong["temperature"] = temperature
-    wrong |= {
-        name: value for name, value in params.items() if name not in _PARAMS[path] and value != getattr(_NEUTRAL, name)
-    }
+    wrong |= {name: params[name] for name in request.params.changed(params) if name not in _PARAMS[path]}
     for name, value in wrong.items():
         message = f"{name}={shorten(value)} cannot be sent to the provider {provider.name!r}, which speaks /v1/{path}"
         raise bad_request(name, f"{message}; leave it out")
@@ -501,16 +498,19 @@ _INSIDE: Final = {"reasoning_effort": ("reasoning", "effort"), "verbosity": ("te
 def _settings(path: ApiPath, request: Request, model: str) -> tuple[Json, set[str]]:
     """(fields of the body, the fields of the request that say it; others are dropped). Raises ApiError 400 for an
     effort that is not known."""
-    raw, known, kind = (request.raw, _ANTHROPIC_FIELDS, dict) if path == "messages" else (request.raw, _SAME, str)
+    raw, (known, kind) = request.raw, (_ANTHROPIC_FIELDS, dict) if path == "messages" else (_SAME, str)
     body: Json = {name: raw[name] for name in known if isinstance(raw.get(name), kind) and raw[name] != "standard_only"}
     taken = set(body)
     for name, (outer, inner) in _INSIDE.items():
-        given = [(raw.get(name), name), (object_of(raw, outer).get(inner), outer)]
-        for value, field in [each for each in given if each[0]][:1]:
-            found = {name: value} if path == "chat/completions" else {outer: {inner: value}}
-            if path == "messages":
-                found = _thinking(field, value, request, model) if name == "reasoning_effort" else {}
-            body, taken = _merged(body, found), taken | ({field} if found else set())
+        field, value = (name, raw[name]) if raw.get(name) else (outer, object_of(raw, outer).get(inner))
+        found: Json = {outer: {inner: value}}
+        if path == "chat/completions":
+            found = {name: value}
+        elif path == "messages":
+            found = _thinking(field, value, request, model) if value and name == "reasoning_effort" else {}
+        if value and found:
+            body = _merged(body, found)
+            taken.add(field)
     return body, taken
 
 

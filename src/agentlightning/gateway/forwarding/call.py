@@ -77,7 +77,6 @@ from agentlightning.gateway.forwarding.bodies import (
 from agentlightning.gateway.http import PASSED, ResponseWriter, offload, parse_object, run_to_completion
 from agentlightning.gateway.record import (
     LIMITS,
-    OPERATIONS,
     CallRecord,
     Counters,
     distribution_changes,
@@ -143,8 +142,8 @@ class ProviderRecord(CallRecord):
     response: ProviderResponse = field(init=False)
 
     def __post_init__(self) -> None:
-        self.name = f"{OPERATIONS[self.path]} {self.route.name}"
-        self.response = DIALECTS[self.path].response()
+        dialect = DIALECTS[self.path]
+        self.name, self.response = f"{dialect.operation} {self.route.name}", dialect.response()
 
     def to_json(self) -> Json:
         """What `of_poll` needs, in whichever process of the server the poll comes."""
@@ -234,7 +233,7 @@ class ProviderRecord(CallRecord):
     def _attributes(self) -> Json:
         response, model = self.response, self.data.get("model")
         attributes: Json = {
-            names.OPERATION_NAME: OPERATIONS[self.path],
+            names.OPERATION_NAME: DIALECTS[self.path].operation,
             names.REQUEST_MODEL: model if isinstance(model, str) else self.route.name,
             names.RESPONSE_MODEL: response.model or self.route.send_model,
             **request_attributes(self.data | self.forced),
@@ -481,12 +480,12 @@ def translate(service: ForwardingService, call: ResolvedCall, resource: str, for
     target, dialect = translation_target(call.path, provider), DIALECTS[call.path]
     lookup, sent = ResponseLookup(service.responses, caller.attempt), dumps(raw)
     request = dialect.read(raw, lookup, attachments=True)
-    params = apply_resource_params(request.params, resource, forced)
-    given = given_params(raw, params, forced)
+    request = replace(request, params=apply_resource_params(request.params, resource, forced))
+    given = given_params(raw, request.params, forced)
     body, lost = body_of(target, request, provider, route.send_model, given, lookup.turn)
     service.counters.count_unknown(lost + tuple(name for name, mark in _LOST_FIELDS.items() if mark in sent))
-    reply = dialect.new_reply(replace(request, params=params), route.name, Usage())
-    answer = Answer(0, own_stops(target, params.stop), dialect.call_prefix, provider.name)
+    reply = dialect.new_reply(request, route.name, Usage())
+    answer = Answer(0, own_stops(target, request.params.stop), dialect.call_prefix, provider.name)
     record = ProviderRecord(
         caller=caller,
         trace_id=call.trace_id,
