@@ -14,7 +14,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import GatewayConfig, Price, Provider, RouteRule
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.local import UpdateGates
-from agentlightning.gateway.routing import Router
+from agentlightning.gateway.routing import AgentMatcher, Router
 from agentlightning.gateway.upstream.call import ServerPool
 from agentlightning.testing import ScriptedEngine
 from agentlightning.transport import Transport
@@ -29,7 +29,9 @@ def providers(**options):
 
 
 def table(*rules, engines=ENGINES, them=None, **options):
-    return Router(engines, [RouteRule.model_validate(rule) for rule in rules], them or providers(), **options)
+    return Router(
+        engines, [RouteRule.model_validate(rule) for rule in rules], them or providers(), AgentMatcher(), **options
+    )
 
 
 def test_the_first_rule_that_fits_decides_and_engines_come_after_all_rules():

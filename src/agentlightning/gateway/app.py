@@ -156,7 +156,7 @@ class Gateway:
     def metrics(self) -> dict[str, int | float]:
         """Counters by name."""
         providers = self.providers.values()
-        return {name: value for name, value in asdict(self.counters).items() if isinstance(value, int)} | {
+        return asdict(self.counters) | {
             "provider_retries": sum(pool.num_retries for pool in providers),
             "provider_dollars": sum(pool.dollars for pool in providers),
             "over_budget": self.budgets.num_rejected,

@@ -214,11 +214,6 @@ class AttemptContext:
     calls: set[asyncio.Task[Any]] = field(default_factory=set[asyncio.Task[Any]])
     """The calls in progress."""
 
-    @property
-    def trainable(self) -> bool:
-        """Whether its calls may serve as training data; false in the modes val and test."""
-        return self.mode not in ("val", "test")
-
     def sampling_parameters(self, model: str) -> tuple[str, Json]:
         """(name of the resource, its sampling parameters) of the LLM resource of a model; empty if there is none."""
         name, llm = self.llms.get(model, ("", None))
@@ -525,7 +520,7 @@ def repeat_attributes(headers: Mapping[str, str], path: str, body: bytes) -> Jso
     return attributes
 
 
-MODE_TEMPERATURES: Final[Mapping[str, float]] = {"train": 1.0, "val": 0.7}
+MODE_TEMPERATURES: Final = {"train": 1.0, "val": 0.7}
 """The modes in 1.0's URLs, and the temperature that 1.0 samples with in each, whatever the agent asks for."""
 
 
@@ -555,8 +550,6 @@ class Caller(Struct, frozen=True):
     """The part of the request that names the attempt."""
     mode: str | None = None
     """The mode in a URL of 1.0."""
-    temperature: float | None = None
-    """The temperature of this mode, unless the trainer sets another."""
     ignored: tuple[str, ...] = ()
     """Contradicting claims that were ignored."""
     agent: Agent = UNKNOWN
@@ -570,6 +563,11 @@ class Caller(Struct, frozen=True):
         if self.rollout_id is None or self.attempt_id is None:
             return None
         return self.rollout_id, self.attempt_id
+
+    @property
+    def temperature(self) -> float | None:
+        """The temperature of the mode, unless the trainer sets another."""
+        return MODE_TEMPERATURES.get(self.mode or "")
 
     @property
     def affinity(self) -> str:
@@ -643,9 +641,8 @@ class Attribution:
         if doubt and (not named or _may_be_stale(path_params)):
             raise self._refuse(doubt, attempt)
         mode = path_params.get("mode")
-        temperature = MODE_TEMPERATURES.get(mode or "")
         if attempt is None:
-            return Caller(trace_id=trace_id, parent_id=parent_id, mode=mode, temperature=temperature)
+            return Caller(trace_id=trace_id, parent_id=parent_id, mode=mode)
         others = [f"{ids[1]} of the {part}" for ids, part in named[1:] if ids != attempt]
         if others and source != "header":
             self.conflicts += 1
@@ -662,7 +659,7 @@ class Attribution:
             self.traces.claim(trace_id, attempt)
         if parent_id is not None and parent_id == root_span_id_of(attempt[1]):  # A placeholder; no such span is stored.
             parent_id = None
-        return Caller(*attempt, trace_id, parent_id, source, mode, temperature, (*others, *map(str, mismatches)))
+        return Caller(*attempt, trace_id, parent_id, source, mode, (*others, *map(str, mismatches)))
 
     def check_key(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> None:
         """Check a request that is not a model call. Raises ApiError 401 if keys are required and it has none; the

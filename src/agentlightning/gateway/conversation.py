@@ -78,7 +78,7 @@ DriftReason = Literal["template", "tools", "edited"]
 """See `span.DRIFT_REASON`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prompt:
     """A prompt and its origin."""
 
@@ -101,15 +101,9 @@ class Prompt:
     """The tokens after the reused ones, as a `TokenPath` holds them; packed in the thread that makes the prompt."""
 
     def __post_init__(self) -> None:
-        own = array("i")
+        self.own = array("i")
         for start in range(self.num_reused, len(self.token_ids), _AT_ONCE):
-            own.extend(self.token_ids[start : start + _AT_ONCE])
-        object.__setattr__(self, "own", own)
-
-    @property
-    def continued_span(self) -> str | None:
-        """The span whose complete tokens the prompt begins with."""
-        return self.continues.span_id if self.continues and self.continues.is_complete else None
+            self.own.extend(self.token_ids[start : start + _AT_ONCE])
 
 
 class PrefixIndex:

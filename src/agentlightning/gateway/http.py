@@ -101,7 +101,8 @@ async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) ->
     ClientDisconnected."""
     try:
         body = await receive_body(headers, receive, limit, "shorten the conversation")
-        return await decompress(body, headers.get("content-encoding", ""), limit)
+        coding = headers.get("content-encoding")
+        return await decompress(body, coding, limit) if coding else body
     except (RequestError, CodingError) as error:
         code = "body_too_large" if error.status == 413 else "content_encoding"
         raise ApiError(error.status, str(error), code=code) from None

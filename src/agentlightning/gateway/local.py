@@ -240,8 +240,8 @@ class LocalService:
         """Prepare the prompts and parameters of a request of `size` bytes. Raises ApiError."""
         request, engine, chat = await self._read(call, size)
         caller, context, model, dialect = call.caller, call.context, call.route.name, DIALECTS[call.path]
-
-        trainable = context is not None and context.trainable
+        # In the modes val and test, calls never serve as training data.
+        trainable = context is not None and context.mode not in ("val", "test")
         resource, forced, overridden = self.on_policy.forced_params(call)
         neutral = {name: NEUTRAL[name] for name in overridden}
         params = replace(request.params, **neutral) if neutral else request.params
@@ -311,7 +311,7 @@ class LocalService:
         engine, lookup = call.route.engine, ResponseLookup(self.responses, call.caller.attempt)
         assert engine is not None
         request = await offload(size, partial(DIALECTS[call.path].read, call.body, lookup))
-        self.counters.count_unknown(request.ignored_fields)
+        self.counters.unknown_fields += len(request.ignored_fields)
         return request, engine, await offload(size, partial(_chat_format, engine, request))
 
     def _build_prompts(self, call: ResolvedCall, request: Request, engine: Engine, chat: ChatFormat) -> list[Prompt]:
@@ -504,7 +504,7 @@ class LocalCall:
     def _remember_answers(self) -> None:
         """Count the tokens, and let later calls of the attempt continue the answers."""
         attempt, service = self.attempt, self.service
-        service.counters.prompt_tokens += self.reply.head.usage.input_tokens
+        service.counters.prompt_tokens += self.reply.usage.input_tokens
         for choice in self.choices:
             answer, prompt, span_id = choice.answer, choice.prompt, choice.span_id
             if (sample := answer.sample) is None:
@@ -556,19 +556,20 @@ class LocalCall:
         return self.record.span(attributes, failure, span_id=choice.span_id)
 
     def _attributes(self, choice: Choice) -> Json:
-        params, prompt, head = self._params(choice.answer), choice.prompt, self.reply.head
+        params, prompt, reply = self._params(choice.answer), choice.prompt, self.reply
+        continued = prompt.continues
         attributes: Json = {
             names.PROVIDER_NAME: "agentlightning",
-            names.REQUEST_MODEL: self.request.model or head.model,
-            names.RESPONSE_MODEL: head.model,
-            names.RESPONSE_ID: head.id,
+            names.REQUEST_MODEL: self.request.model or reply.model,
+            names.RESPONSE_MODEL: reply.model,
+            names.RESPONSE_ID: reply.id,
             names.INPUT_TOKENS: len(prompt.token_ids),
             names.INPUT_MESSAGES: as_json([shown_message(message) for message in choice.messages]),
             **request_attributes({name: getattr(params, name) for name in _PARAMS} | {"tools": self.request.tools}),
             names.REQUEST_PRESENCE_PENALTY: params.presence_penalty or None,
             names.REQUEST_FREQUENCY_PENALTY: params.frequency_penalty or None,
             names.RESHAPED: list(params.distribution_params) or None,
-            names.CONTINUES: prompt.continued_span,
+            names.CONTINUES: continued.span_id if continued and continued.is_complete else None,
             names.DRIFT: prompt.drift or None,
             names.DRIFT_REASON: prompt.reason,
         }

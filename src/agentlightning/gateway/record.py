@@ -12,8 +12,7 @@ import asyncio
 import json
 import logging
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 MAX_RECORDED_BYTES: Final = 256 * 1024
 """Above this size, the messages of a rejected request are not recorded."""
-MAX_UNKNOWN_NAMES: Final = 200
+
 _NO_ATTEMPT: Final = frozenset({"rollout_not_found", "attempt_not_found", "store_unavailable", "store_error"})
 
 
@@ -66,14 +65,6 @@ class Counters:
     response_tokens: int = 0
     unknown_fields: int = 0
     """Request fields that were ignored."""
-    unknown_names: Counter[str] = field(default_factory=Counter[str])
-    """Count by name, for the first names."""
-
-    def count_unknown(self, unknown: tuple[str, ...]) -> None:
-        self.unknown_fields += len(unknown)
-        for name in unknown:
-            if name in self.unknown_names or len(self.unknown_names) < MAX_UNKNOWN_NAMES:
-                self.unknown_names[name] += 1
 
 
 @dataclass(slots=True)
@@ -182,7 +173,7 @@ _PARAMS: Final = (
     (names.REQUEST_SEED, ("seed",), (int,)),
 )
 
-_DISTRIBUTION_FIELDS: Final[Mapping[str, tuple[Any, ...]]] = {
+_DISTRIBUTION_FIELDS: Final = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens"), (0,)),
     "repetition_penalty": (1,),
     "logit_bias": ({},),

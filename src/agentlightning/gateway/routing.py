@@ -191,16 +191,16 @@ class Router:
     def __init__(
         self,
         engines: Mapping[str, Engine],
-        rules: Sequence[RouteRule] = (),
-        servers: Mapping[str, ServerPool] | None = None,
-        agents: AgentMatcher | None = None,
+        rules: Sequence[RouteRule],
+        servers: Mapping[str, ServerPool],
+        agents: AgentMatcher,
         *,
         default_model: str | None = None,
         accept_any_model: bool = False,
         takes_runs: bool = False,
     ) -> None:
-        self._engines, self._rules, self.servers = _with_views(engines), tuple(rules), dict(servers or {})
-        self._agents, self._accept_any, self._takes_runs = agents or AgentMatcher(), accept_any_model, takes_runs
+        self._engines, self._rules, self.servers = _with_views(engines), rules, servers
+        self._agents, self._accept_any, self._takes_runs = agents, accept_any_model, takes_runs
         for number, rule in enumerate(rules, 1):
             if rule.engine is not None and rule.engine not in self._engines:
                 where = f"rule {number} (model={rule.model!r}, agent={rule.agent!r})"

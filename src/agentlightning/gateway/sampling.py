@@ -31,7 +31,7 @@ from agentlightning.util.json_values import Json
 
 logger = logging.getLogger(__name__)
 
-NEUTRAL: Final[Json] = {
+NEUTRAL: Final = {
     "temperature": 1.0,
     "seed": None,
     "top_p": 1.0,
@@ -44,7 +44,7 @@ NEUTRAL: Final[Json] = {
     "min_tokens": 0,
 }
 """Fields of `SamplingParams`, and of requests -> neutral values."""
-_ALSO_NEUTRAL: Final[Json] = {"top_k": -1, "logit_bias": {}}
+_ALSO_NEUTRAL: Final = {"top_k": -1, "logit_bias": {}}
 """Other neutral values in a request."""
 
 
@@ -102,11 +102,11 @@ async def constrain_sampling(
     if not constraint:
         return params
     markers = find_reasoning_markers(chat)
+    stops_after_call = chat.tool_calls.closing is not None and markers is None
     if not tools and markers is None:
-        schema = constraint.content.schema if constraint.content else None
-        enforceable = schema is not None and await engine.can_enforce(schema)
-        return replace(params, json_schema=schema) if enforceable else params
-    if "grammar" in engine.supported_params and _needs_grammar(chat, constraint, markers):
+        if constraint.content and await engine.can_enforce(constraint.content.schema):
+            return replace(params, json_schema=constraint.content.schema)
+    elif "grammar" in engine.supported_params and constraint.can_be_violated(stops_after_call):
         for outline in await offload(size, lambda: list(_outlines(constraint, tools or (), markers))):
             grammar = await offload(size, partial(answer_grammar, chat, outline))
             if grammar is not None and await engine.can_enforce(grammar, "grammar"):
@@ -114,15 +114,15 @@ async def constrain_sampling(
     return params
 
 
-def _needs_grammar(chat: ChatFormat, constraint: Constraint, markers: ThoughtMarkers | None) -> bool:
-    """Whether the constraint needs more than to stop after the first tool call."""
-    return constraint.can_be_violated(stops_after_call=chat.tool_calls.closing is not None and markers is None)
-
-
 def _outlines(constraint: Constraint, tools: Sequence[Json], markers: ThoughtMarkers | None) -> Iterator[AnswerShape]:
     """The shape of the answer; then, as a fallback, the same with any arguments for tools that are not strict, whose
     schemas may use what cannot be enforced."""
-    schemas = _argument_schemas(constraint, tools)
+    functions, names = [tool["function"] for tool in tools], constraint.names
+    schemas = {
+        function["name"]: _argument_schema(function.get("parameters"))
+        for function in functions
+        if names is None or function["name"] in names
+    }
     loose = {name: schema if name in constraint.arguments else "{}" for name, schema in schemas.items()}
     for arguments in (schemas,) if loose == schemas else (schemas, loose):
         yield AnswerShape(
@@ -134,18 +134,8 @@ def _outlines(constraint: Constraint, tools: Sequence[Json], markers: ThoughtMar
         )
 
 
-def _argument_schemas(constraint: Constraint, tools: Sequence[Json]) -> dict[str, str]:
-    """The argument schemas of the tools that may be called, by name. A tool without parameters takes no arguments; one
-    whose parameters are no schema takes any."""
-    schemas: dict[str, str] = {}
-    for function in (tool["function"] for tool in tools):
-        name = function["name"]
-        if constraint.names is None or name in constraint.names:
-            schemas[name] = _argument_schema(function.get("parameters"))
-    return schemas
-
-
 def _argument_schema(parameters: Any) -> str:
+    """A tool without parameters takes no arguments; one whose parameters are no schema takes any."""
     try:
         return json_schema("tools.parameters", parameters or NO_PARAMETERS).schema
     except ApiError:  # Only strict tools need a valid schema.
@@ -196,7 +186,7 @@ class ReasoningFilter:
     """Separates the reasoning at the start of an answer from its content; drops whitespace next to the markers."""
 
     def __init__(self, markers: ThoughtMarkers | None) -> None:
-        self._markers = markers
+        self._start, self._end = (markers.start, markers.end) if markers else ("", "")
         self._buffer = ""
         self._part: Literal["start", "thought", "content"] = "content" if markers is None else "start"
         """What the buffer is part of; `start`: not known yet."""
@@ -219,14 +209,14 @@ class ReasoningFilter:
         return thought, content
 
     def _begin(self, is_last: bool) -> None:
-        start, begins = self._markers.start if self._markers else "", self._buffer.lstrip()
+        start, begins = self._start, self._buffer.lstrip()
         if begins.startswith(start):
             self._part, self._trims, self._buffer = "thought", True, begins[len(start) :]
         elif is_last or not start.startswith(begins):
             self._part = "content"
 
     def _think(self, is_last: bool) -> str:
-        marker, buffer = self._markers.end if self._markers else "", self._trimmed()
+        marker, buffer = self._end, self._trimmed()
         thought, end, rest = buffer.partition(marker)
         if end:
             self._part, self._trims, self._buffer = "content", True, rest

@@ -12,7 +12,6 @@ from tests.support.provider_streams import response_answer, response_events
 from agentlightning import span as names
 from agentlightning.gateway.answer import Answer, Usage
 from agentlightning.gateway.dialects import DIALECTS
-from agentlightning.gateway.dialects.base import ReplyMetadata
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.responses import RESPONSES
 from agentlightning.gateway.record import input_messages, output_messages
@@ -239,5 +238,5 @@ def test_a_custom_call_of_a_function_provider_is_written_as_one():
     for event in response_events([item]):
         response.read(json.loads(event.partition(b"data: ")[2]))
     response.choices[0].take_new(done=True)
-    body = json.loads(RESPONSES.reply(request, ReplyMetadata("resp_x", "m", 0, Usage())).body([response.choices[0]]))
+    body = json.loads(RESPONSES.reply(request, "resp_x", "m", 0, Usage()).body([response.choices[0]]))
     assert (body["output"][0]["type"], body["output"][0]["input"]) == ("custom_tool_call", "no JSON")

@@ -60,7 +60,7 @@ Verdict = Literal["enforced", "checked", "violated"]
 Check = Callable[[str], bool]
 """Whether a text meets a constraint."""
 
-NO_PARAMETERS: Final[Json] = {"type": "object", "properties": {}, "additionalProperties": False}
+NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 MAX_SCHEMA_BYTES: Final = 120_000
 """Limit in bytes for a JSON schema: compiling one holds the interpreter lock. OpenAI has the same limit."""
 _MATCHING: Final = jsonschema_rs.FancyRegexOptions(backtrack_limit=100_000)
@@ -195,10 +195,11 @@ class Request:
     """The request as received."""
 
 
-@dataclass(slots=True)
-class ReplyMetadata:
-    """What the header of a reply says, before its first token."""
+@dataclass
+class ReplyWriter:
+    """Writes the reply to one request: either `body`, or `more` with the events as they come, and then `end`."""
 
+    request: Request
     id: str
     model: str
     created: int
@@ -206,14 +207,10 @@ class ReplyMetadata:
     usage: Usage
     """Of all prompts, each counted once. A provider reports it at the end of its answer. `num_output_tokens` tells the
     output."""
+    _is_open = False
 
-
-class ReplyWriter:
-    """Writes the reply to one request: either `body`, or `more` with the events as they come, and then `end`."""
-
-    def __init__(self, request: Request, head: ReplyMetadata) -> None:
-        self.request, self.head = request, head
-        self._is_open = False
+    def __post_init__(self) -> None:
+        """Where a dialect has state of its own, it is made here."""
 
     def more(self, answers: Sequence[Answer], events: Sequence[tuple[Answer, Event]] = ()) -> bytes:
         """More of a stream, from its start on."""
@@ -286,9 +283,7 @@ class Dialect:
 
     def new_reply(self, request: Request, model: str, usage: Usage) -> ReplyWriter:
         """Begins the reply to a request that `model` answers, with an id of its own."""
-        return self.reply(
-            request, ReplyMetadata(self.id_prefix + secrets.token_hex(12), model, int(time.time()), usage)
-        )
+        return self.reply(request, self.id_prefix + secrets.token_hex(12), model, int(time.time()), usage)
 
 
 def num_output_tokens(answers: Sequence[Answer]) -> int:
@@ -460,11 +455,11 @@ def _flag(value: Any) -> bool:
     return value
 
 
-SHARED_PARAMS: Final[Readers] = {
+SHARED_PARAMS: Final = {
     **{name: _within(name) for name in ("temperature", "top_p", "max_tokens")},
     "top_k": ("top_k", _top_k),
 }
-OPENAI_PARAMS: Final[Readers] = {
+OPENAI_PARAMS: Final = {
     **SHARED_PARAMS,
     **{name: _within(name) for name in RANGES if name not in (*SHARED_PARAMS, "logit_bias")},
     "max_completion_tokens": _within("max_tokens"),
@@ -473,10 +468,10 @@ OPENAI_PARAMS: Final[Readers] = {
     "stop_token_ids": ("stop_token_ids", _token_ids),
     "ignore_eos": ("ignore_eos", _flag),
 }
-MESSAGES_PARAMS: Final[Readers] = {**SHARED_PARAMS, "stop_sequences": ("stop", _stop)}
-RESPONSES_PARAMS: Final[Readers] = {**OPENAI_PARAMS, "max_output_tokens": _within("max_tokens")}
+MESSAGES_PARAMS: Final = {**SHARED_PARAMS, "stop_sequences": ("stop", _stop)}
+RESPONSES_PARAMS: Final = {**OPENAI_PARAMS, "max_output_tokens": _within("max_tokens")}
 
-OPENAI_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
+OPENAI_UNSUPPORTED: Final = {
     "length_penalty": (1,),
     "typical_p": (1,),
     "bad_words": ([],),
@@ -592,7 +587,7 @@ def text_format(where: str, value: Any, nested: bool) -> OutputSchema | None:
 
 VLLM_FORMAT_FIELDS = ("structured_outputs", "guided_json")
 """vLLM's fields for the format of the content."""
-FORMAT_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
+FORMAT_UNSUPPORTED: Final = {
     **dict.fromkeys(VLLM_FORMAT_FIELDS, ()),
     "chat_template_kwargs": ({},),
 }

@@ -37,7 +37,6 @@ from agentlightning.gateway.dialects.base import (
     OPENAI_UNSUPPORTED,
     VLLM_FORMAT_FIELDS,
     Dialect,
-    ReplyMetadata,
     ReplyWriter,
     Request,
     content_format,
@@ -72,7 +71,7 @@ _ROLES: Final = ("assistant", "system", "tool", "user")
 _MESSAGE_FIELDS: Final = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content"})
 _TEXT_FIELDS: Final = {"text": "text", "refusal": "refusal"}
 
-_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
+_UNSUPPORTED: Final = {
     **OPENAI_UNSUPPORTED,
     "best_of": (1,),
     "chat_template": (),
@@ -81,7 +80,7 @@ _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
 }
 
 
-_LOCAL_ONLY: Final[dict[str, tuple[Any, ...]]] = {
+_LOCAL_ONLY: Final = {
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
     **FORMAT_UNSUPPORTED,
@@ -195,7 +194,7 @@ class ChatReplyWriter(ReplyWriter):
         return b"".join(map(encode_event, chunks)) + DONE
 
     def _usage(self, answers: Sequence[Answer]) -> Json:
-        usage, sampled = self.head.usage, num_output_tokens(answers)
+        usage, sampled = self.usage, num_output_tokens(answers)
         used: Json = {"prompt_tokens": usage.input_tokens, "completion_tokens": sampled}
         used["total_tokens"] = usage.input_tokens + sampled
         used["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
@@ -225,8 +224,8 @@ class ChatReplyWriter(ReplyWriter):
     # -- what completions write in another way -----------------------------------------------------------------------
 
     def _head(self, choices: Sequence[Json], kind: str = "") -> Json:
-        head = {"id": self.head.id, "object": f"chat.completion{kind}", "created": self.head.created}
-        return head | {"model": self.head.model, "choices": choices}
+        head = {"id": self.id, "object": f"chat.completion{kind}", "created": self.created}
+        return head | {"model": self.model, "choices": choices}
 
     def _whole(self, answer: Answer) -> Json:
         return {"message": {**answer.message, "refusal": None}}
@@ -459,7 +458,7 @@ CHAT: Final = Dialect("chatcmpl-", read_request, ChatReplyWriter, ChatResponse)
 _COMPLETIONS_KNOWN: Final = frozenset(
     {"model", "prompt", "stream", "stream_options", "n", "logprobs", "user", "return_token_ids"}
 )
-_COMPLETIONS_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
+_COMPLETIONS_UNSUPPORTED: Final = {
     **OPENAI_UNSUPPORTED,
     **FORMAT_UNSUPPORTED,
     "best_of": (1,),
@@ -506,8 +505,7 @@ def _is_prompt(value: Any) -> bool:
 
 
 class CompletionReplyWriter(ChatReplyWriter):
-    def __init__(self, request: Request, head: ReplyMetadata) -> None:
-        super().__init__(request, head)
+    def __post_init__(self) -> None:
         self._offsets: dict[int, int] = {}
         """For each answer, the text offset of its next token."""
         self._with_prompt: set[int] = set()

@@ -56,7 +56,7 @@ RAW_ARGUMENTS: Final = "_raw_arguments"
 _KNOWN: Final = frozenset(
     {"model", "messages", "system", "tools", "tool_choice", "stream", "thread", "output_config", "output_format"}
 )
-_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {"mcp_servers": ([],), "container": ()}
+_UNSUPPORTED: Final = {"mcp_servers": ([],), "container": ()}
 _TEXT_FIELDS: Final = {"text": "text"}
 
 
@@ -247,12 +247,12 @@ class MessagesReplyWriter(ReplyWriter):
         return self._close() + _event("message_delta", used) + _event("message_stop", {})
 
     def _message(self, content: list[Json]) -> Json:
-        head = {"id": self.head.id, "type": "message", "role": "assistant", "model": self.head.model}
+        head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
         return head | {"content": content}
 
     def _usage(self, num_sampled: int) -> Json:
         """Here, cached tokens are not part of the input tokens."""
-        usage = self.head.usage
+        usage = self.usage
         read, written = usage.cached_tokens, usage.written_tokens + usage.written_hour_tokens
         cache = {"cache_creation_input_tokens": written, "cache_read_input_tokens": read}
         used = {"input_tokens": max(0, usage.input_tokens - read - written), "output_tokens": num_sampled} | cache
@@ -289,7 +289,7 @@ class MessagesReplyWriter(ReplyWriter):
         """End the open block."""
         kind, self._open = self._open, None
         # Clients send thinking without a signature back as text, or not at all; this one means nothing.
-        signed = self._extend("signature", self.head.id) if kind == "thinking" else b""
+        signed = self._extend("signature", self.id) if kind == "thinking" else b""
         return signed + self._end() if kind else b""
 
 
@@ -362,6 +362,8 @@ _ERROR_TYPES: Final = {
 
 _OWN: Final = (*THOUGHTS, "text", "tool_use")
 """Types of the blocks that the model writes; hosted tools write the others."""
+_DELTA_FIELDS: Final = {"text": "text", "thinking": "thinking", "input_json": "partial_json"}
+"""Kind of a delta -> its field."""
 
 
 class MessagesResponse(ProviderResponse):
@@ -417,16 +419,11 @@ class MessagesResponse(ProviderResponse):
 
     def _delta(self, place: Any, delta: Json) -> None:
         kind = str(delta.get("type")).removesuffix("_delta")
-        if kind in ("text", "thinking"):
-            self._extend(place, kind, delta)
-            self._add_text(kind, delta)
-        elif kind == "signature":
+        if kind == "signature":
             self._blocks[place][kind] = delta[kind]
-        elif kind == "input_json":
-            self._extend(place, "partial_json", delta)
-
-    def _extend(self, place: Any, name: str, delta: Json) -> None:
-        self._deltas.setdefault(place, {}).setdefault(name, []).append(delta[name])
+        elif name := _DELTA_FIELDS.get(kind):
+            self._deltas.setdefault(place, {}).setdefault(name, []).append(delta[name])
+            self._add_text(kind, delta)
 
     def _end(self, place: Any) -> None:
         block, answer = self._blocks.pop(place), self.choice()

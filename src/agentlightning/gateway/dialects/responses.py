@@ -33,7 +33,6 @@ from agentlightning.gateway.dialects.base import (
     OPENAI_UNSUPPORTED,
     RESPONSES_PARAMS,
     Dialect,
-    ReplyMetadata,
     ReplyWriter,
     Request,
     encode_event,
@@ -61,7 +60,7 @@ _KNOWN: Final = frozenset(
         *("tools", "tool_choice", "parallel_tool_calls", "text", "include", "user", "top_logprobs"),
     }
 )
-_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
+_UNSUPPORTED: Final = {
     **OPENAI_UNSUPPORTED,
     **FORMAT_UNSUPPORTED,
     "background": (False,),
@@ -199,8 +198,7 @@ _INCOMPLETE: Final = {"stop": None, "tool_calls": None, "length": "max_output_to
 
 
 class ResponsesReplyWriter(ReplyWriter):
-    def __init__(self, request: Request, head: ReplyMetadata) -> None:
-        super().__init__(request, head)
+    def __post_init__(self) -> None:
         self.items: list[Json] = []
         """The output items; all but the last are complete."""
         self._open: str | None = None
@@ -253,7 +251,7 @@ class ResponsesReplyWriter(ReplyWriter):
         is_stored = request.raw.get("store") is not False
         store.add(
             attempt,
-            self.head.id,
+            self.id,
             digests or message_digests(request.messages),
             request.messages,
             answer.message,
@@ -322,7 +320,7 @@ class ResponsesReplyWriter(ReplyWriter):
 
     def _name(self, prefix: str) -> str:
         """The id of the next item."""
-        return f"{prefix}{self.head.id.removeprefix(_PREFIX)}{len(self.items)}"
+        return f"{prefix}{self.id.removeprefix(_PREFIX)}{len(self.items)}"
 
     def _add(self, item: Json) -> bytes:
         """Start an item."""
@@ -341,7 +339,7 @@ class ResponsesReplyWriter(ReplyWriter):
     def _final(self, answer: Answer) -> Json:
         cut = _INCOMPLETE.get(answer.finish_reason, answer.finish_reason)
         response = self._response("incomplete" if cut else "completed")
-        usage, num_sampled = self.head.usage, num_output_tokens([answer])
+        usage, num_sampled = self.usage, num_output_tokens([answer])
         written = usage.written_tokens + usage.written_hour_tokens
         return response | {
             "incomplete_details": {"reason": cut} if cut else None,
@@ -358,11 +356,11 @@ class ResponsesReplyWriter(ReplyWriter):
     def _response(self, status: str) -> Json:
         raw, params = self.request.raw, self.request.params
         return {
-            "id": self.head.id,
+            "id": self.id,
             "object": "response",
-            "created_at": self.head.created,
+            "created_at": self.created,
             "status": status,
-            "model": self.head.model,
+            "model": self.model,
             "output": [],
             "error": None,
             "incomplete_details": None,
@@ -375,7 +373,7 @@ class ResponsesReplyWriter(ReplyWriter):
         }
 
 
-_REPEATED: Final[Json] = {
+_REPEATED: Final = {
     **{"instructions": None, "metadata": {}, "parallel_tool_calls": True, "previous_response_id": None, "store": True},
     **{"text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": []},
 }

@@ -12,7 +12,7 @@ import base64
 import binascii
 import mimetypes
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any, Final
 
@@ -38,11 +38,6 @@ from agentlightning.util.json_values import Json
 
 TurnLookup = Callable[[bytes], list[Json]]
 """Finds a turn as its provider wrote it, by its key; empty if it is not known."""
-
-
-Write = Callable[[Request, Provider, str, TurnLookup], Json]
-"""Writes the body for one path: of a request, for a provider and its model, without sampling parameters. Raises
-ApiError 400, and UnsupportedContentError."""
 
 
 _READERS: Final = {**RESPONSES_PARAMS, **MESSAGES_PARAMS}
@@ -516,12 +511,13 @@ def _settings(path: ApiPath, request: Request, model: str) -> tuple[Json, set[st
 
 # -- the targets -------------------------------------------------------------------------------------------------------
 
-_WRITERS: Final[Mapping[ApiPath, Write]] = {
+_WRITERS: Final[dict[ApiPath, Callable[..., Json]]] = {
     "chat/completions": chat_body,
     "messages": messages_body,
     "responses": responses_body,
 }
-"""What writes the body for each path at a provider."""
+"""What writes the body for each path at a provider, without sampling parameters. Raises ApiError 400, and
+UnsupportedContentError."""
 _UNTRANSLATED: Final = frozenset({"completions", "embeddings"})
 
 

@@ -466,8 +466,8 @@ def is_final(event: bytes, data: Any) -> bool:
 
 # -- translation -------------------------------------------------------------------------------------------------------
 
-_LOST_FIELDS: Final = {name: b'"%b":' % name.encode() for name in ("cache_control", "citations")}
-"""Fields other dialects cannot express -> JSON key bytes to search for (string values are escaped, so cannot match)."""
+_LOST_FIELDS: Final = (b'"cache_control":', b'"citations":')
+"""Fields other dialects cannot express, as JSON keys to search for (string values are escaped, so cannot match)."""
 _FAILED_REASONS: Final = {"insufficient_system_resource": 503, "overloaded": 503, "timeout": 504}
 """Finish reasons that finish nothing -> the status of the error that the caller gets; 502 for any other."""
 
@@ -483,7 +483,7 @@ def translate(service: ForwardingService, call: ResolvedCall, resource: str, for
     request = replace(request, params=apply_resource_params(request.params, resource, forced))
     given = given_params(raw, request.params, forced)
     body, lost = body_of(target, request, provider, route.send_model, given, lookup.turn)
-    service.counters.count_unknown(lost + tuple(name for name, mark in _LOST_FIELDS.items() if mark in sent))
+    service.counters.unknown_fields += len(lost) + sum(mark in sent for mark in _LOST_FIELDS)
     reply = dialect.new_reply(request, route.name, Usage())
     answer = Answer(0, own_stops(target, request.params.stop), dialect.call_prefix, provider.name)
     record = ProviderRecord(
@@ -492,7 +492,7 @@ def translate(service: ForwardingService, call: ResolvedCall, resource: str, for
         path=target,
         route=route,
         data=body,
-        extra_attributes={names.REQUEST_MODEL: request.model or route.name, names.RESPONSE_ID: reply.head.id},
+        extra_attributes={names.REQUEST_MODEL: request.model or route.name, names.RESPONSE_ID: reply.id},
         constraint=request.constraint,
     )
     record.response.choices[0] = answer
@@ -547,8 +547,8 @@ class TranslatedCall(ForwardedCall):
     def _finish(self) -> None:
         """Report the usage. Raises ApiError for an answer that its provider did not finish: the caller may ask
         again."""
-        self.reply.head.usage = self._call.usage or Usage()
-        self.answer.num_tokens = self.reply.head.usage.output_tokens
+        self.reply.usage = self._call.usage or Usage()
+        self.answer.num_tokens = self.reply.usage.output_tokens
         if self.answer.is_finished:
             return
         pool, reason = self._call.pool, self.answer.given_reason or "it holds no choice with a finish reason"
@@ -670,16 +670,17 @@ class ForwardingService:
         with suppress(ValueError):
             ended.response.read(loads_tolerantly(body))
         usage, price = ended.response.usage or Usage(), ended.route.price
+        dollars = price.dollars(usage) if price else 0.0
         used: Json = {names.INPUT_TOKENS: usage.input_tokens, names.OUTPUT_TOKENS: usage.output_tokens}
-        used |= {names.COST: price.dollars(usage)} if price else {}
+        used |= {names.COST: dollars} if price else {}
         with ExitStack() as undo:
             undo.callback(self.responses.note_provider, attempt, response_id, pool.provider.name, call)
             if not ended.response.choices or ended.is_pending:
                 return
             await run_to_completion(self.record(ended.spans(used)))
             undo.pop_all()
-        pool.dollars += used.get(names.COST, 0.0)
-        pool.budgets.spend(attempt[0], used.get(names.COST, 0.0), usage.tokens)
+        pool.dollars += dollars
+        pool.budgets.spend(attempt[0], dollars, usage.tokens)
         self.count_tokens(usage)
 
     async def forward_as_is(self, pool: ServerPool, request: Request, caller: Caller, body: bytes) -> Response:
@@ -701,11 +702,11 @@ class ForwardingService:
             if caller.attempt is not None:
                 await run_to_completion(self.record([record.span(attributes, error and failure_of(error))]))
 
-        query = f"?{request.url.query}" if request.url.query else ""
+        target = "?".join(filter(None, (path, request.url.query)))
         try:
             response = await pool.transport.send(
                 request.method,
-                provider.url(server.url, path) + query,
+                provider.url(server.url, target),
                 _headers(request.headers.raw, server.headers),
                 body,
                 connect_seconds=provider.connect_seconds,
@@ -726,8 +727,9 @@ class ForwardingService:
                             yield last
                         last = pool.redactor.redact_body(chunk)
                         start += last if len(start) < _MAX_READ_BYTES else b""
-                text = pool.redactor.text(start.decode(errors="replace")) if status >= 400 else ""
-                error = ApiError(status, text, code=str(status)) if status >= 400 else None
+                error = None
+                if status >= 400:
+                    error = ApiError(status, pool.redactor.text(start.decode(errors="replace")), code=str(status))
             except TransportError as broken:
                 error = failure = from_transport(pool, broken)
             finally:
