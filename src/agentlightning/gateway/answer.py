@@ -193,7 +193,7 @@ class _PartialToolCall:
     place: Any
     id: str = ""
     name: str = ""
-    deltas: list[str] = field(default_factory=list[str])
+    deltas: list[str] = field(default_factory=list)
     is_custom: bool = False
     """The arguments are free text: the input of a custom tool."""
     extra: Json | None = None
@@ -258,33 +258,31 @@ class Answer:
     is_constrained: bool = False
     """The engine sampled no token that the request's constraint forbids."""
     prompt_token_ids: Sequence[int] = ()
-    token_ids: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     """Of `token_ids`, as a provider reports them."""
     num_tokens: int = 0
     """Sampled tokens."""
-    events: list[Event] = field(default_factory=list[Event])
+    events: list[Event] = field(default_factory=list)
     """Those that were taken."""
-    tool_calls: list[ToolCall] = field(default_factory=list[ToolCall])
+    tool_calls: list[ToolCall] = field(default_factory=list)
     is_refusal: bool = False
     """The content is the reason why the model does not answer."""
     protocol_error: str = ""
     """What the provider did that events cannot express any more."""
-    blocks: list[Json] = field(default_factory=list[Json])
+    blocks: list[Json] = field(default_factory=list)
     """The content blocks or items as the provider wrote them, where the format has any."""
     given_reason: str | None = None
     """Why it ended, in the words of its source."""
     given_stop: str | None = None
     """The stop string that ended it, according to its provider."""
     _stop: StopFilter = field(init=False)
-    _waiting: deque[tuple[Event | _PartialToolCall, int]] = field(
-        default_factory=deque[tuple[Event | _PartialToolCall, int]]
-    )
+    _waiting: deque[tuple[Event | _PartialToolCall, int]] = field(default_factory=deque)
     """What was not taken yet, with the number of tokens up to then."""
-    _calls: list[_PartialToolCall] = field(default_factory=list[_PartialToolCall])
-    _tokens: list[Any] = field(default_factory=list[Any])
+    _calls: list[_PartialToolCall] = field(default_factory=list)
+    _tokens: list[Any] = field(default_factory=list)
     """Tokens with their log-probabilities: entries as chat completions shows them, unless a subclass has others."""
-    _event_ends: deque[int] = field(default_factory=deque[int])
+    _event_ends: deque[int] = field(default_factory=deque)
     """For each event that was taken and is not written, the number of tokens up to then."""
     _assigned: int = 0
     """The number of tokens that belong to an event."""

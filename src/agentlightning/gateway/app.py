@@ -131,7 +131,7 @@ class Gateway:
         parts = store, self.attempts, self.counters, OnPolicySampling(self.counters), self.responses
 
         self._forwarding = ForwardingService(*parts)
-        self._local = LocalService(*parts, self.conversations, self.gates, config)
+        self._local = LocalService(*parts, self.conversations, self.gates, config, {})
         self._models = ModelsEndpoint(self.router, self.attribution.check_key)
         self._limit = asyncio.Semaphore(max_concurrency)
         self._max_body_bytes = max_body_bytes

@@ -142,7 +142,7 @@ class RecordedAnswer:
 class Replay:
     """The recorded answers that an attempt has not been given yet, in their order."""
 
-    left: list[RecordedAnswer] = field(default_factory=list[RecordedAnswer])
+    left: list[RecordedAnswer] = field(default_factory=list)
 
     def take(
         self, model: str, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams
@@ -192,14 +192,14 @@ class AttemptContext:
 
     rollout_id: str
     attempt_id: str
-    llms: dict[str, tuple[str, LLM]] = field(default_factory=dict[str, tuple[str, LLM]])
+    llms: dict[str, tuple[str, LLM]]
     """model -> (name of the resource, the resource)."""
-    names_resources: bool = False
+    names_resources: bool
     """Whether the rollout names its resources, as those of training runs do; others get the latest."""
-    trace_id: str = ""
-    mode: RolloutMode | None = None
+    trace_id: str
+    mode: RolloutMode | None
     """The mode of the rollout."""
-    replay: Replay = field(default_factory=Replay)
+    replay: Replay
     """The answers of another rollout that it is given."""
     answered: int = 0
     """Calls of the policy that were answered or are being answered."""
@@ -211,7 +211,7 @@ class AttemptContext:
     """When the last call began."""
     ended: ApiError | None = None
     """Why the attempt takes no more calls."""
-    calls: set[asyncio.Task[Any]] = field(default_factory=set[asyncio.Task[Any]])
+    calls: set[asyncio.Task[Any]] = field(default_factory=set)
     """The calls in progress."""
 
     def sampling_parameters(self, model: str) -> tuple[str, Json]:

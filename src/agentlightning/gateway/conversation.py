@@ -23,7 +23,6 @@ from __future__ import annotations
 import hashlib
 import re
 from array import array
-from bisect import bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -86,13 +85,13 @@ class Prompt:
     continues: TokenPath | None = None
     num_reused: int = 0
     """Number of tokens that are those of `continues`."""
-    drift: bool = False
+    drift: DriftReason | None = None
+    """Why no path is continued, although the request looks like a continuation."""
     digests: tuple[bytes, ...] = ()
     """Digests of the first 0, 1, 2, ... messages."""
     variant: bytes = b""
     """Digest of what a rendering depends on besides the messages."""
-    reason: DriftReason | None = None
-    """Why there is drift."""
+
     raw: bytes | None = None
     """The raw prompt in the form that `Conversations` compares."""
     prefill: str = ""
@@ -110,20 +109,17 @@ class PrefixIndex:
     """Finds the longest known prefix of a byte string. Stores only lengths and digests."""
 
     def __init__(self) -> None:
-        self._lengths: list[int] = []
-        """Sorted, without duplicates."""
         self._values: dict[tuple[int, bytes], TokenPath] = {}
 
     def add(self, data: bytes, value: TokenPath) -> None:
-        if len(data) not in self._lengths:
-            insort(self._lengths, len(data))
         self._values[len(data), _hasher(data).digest()] = value
 
     def longest(self, data: bytes) -> tuple[int, TokenPath] | None:
         """(length, value) of the longest known prefix of `data`. Reads `data` once."""
         longest: tuple[int, TokenPath] | None = None
         hasher, start = _hasher(b""), 0
-        for length in self._lengths[: bisect_right(self._lengths, len(data))]:
+        lengths = {length for length, _ in list(self._values)}  # A copy: another thread may add prompts.
+        for length in sorted(each for each in lengths if each <= len(data)):
             hasher.update(data[start:length])
             start = length
             value = self._values.get((length, hasher.copy().digest()))
@@ -139,11 +135,11 @@ def _hasher(data: bytes) -> hashlib.blake2b:
 class _AttemptPaths:
     """The paths of one attempt."""
 
-    paths: dict[tuple[bytes, bytes], TokenPath] = field(default_factory=dict[tuple[bytes, bytes], TokenPath])
+    paths: dict[tuple[bytes, bytes], TokenPath] = field(default_factory=dict)
     """(digest of messages and answer, variant) -> path."""
-    answered: set[bytes] = field(default_factory=set[bytes])
+    answered: set[bytes] = field(default_factory=set)
     """Digests of the messages before each answer."""
-    call_ids: set[str] = field(default_factory=set[str])
+    call_ids: set[str] = field(default_factory=set)
     """Ids of the tool calls in answers."""
     raw: PrefixIndex = field(default_factory=PrefixIndex)
     """Raw prompt with its answer -> path."""
@@ -182,16 +178,17 @@ class Conversations:
         length, path = _longest_path(memory, digests, variant, messages)
         cut = _suffix_after(chat, messages, tools, length, path.ended) if path else None
         known = path.all_tokens() if path and cut else []
+        drift = None
         added = cut and _encode(chat, cut[1] + chat.escape(prefill), context, cut[0], len(known))
-        continues, reason = path, None
+        continues = path
         if added and added[1]:
             tokens = known + added[0]
         else:
             text = chat.render(messages, tools) + chat.escape(prefill)
             (tokens, _), known, continues, length = _encode(chat, text, context), [], None, 0
-        if drift := _resembles_known_answer(memory, digests, messages, length):
-            reason = "edited" if continues else _drift_reason(memory, digests, path is not None)
-        return Prompt(tokens, continues, len(known), drift, digests, variant, reason, prefill=prefill)
+        if _resembles_known_answer(memory, digests, messages, length):
+            drift = "edited" if continues else _drift_reason(memory, digests, path is not None)
+        return Prompt(tokens, continues, len(known), drift, digests, variant, prefill=prefill)
 
     def _paths_of(self, attempt: AttemptIds | None) -> _AttemptPaths | None:
         """The paths of an attempt, marked as recently used; None without an attempt."""

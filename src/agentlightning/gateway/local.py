@@ -223,7 +223,7 @@ class LocalService:
     gates: UpdateGates
     settings: LocalSettings
     """Those of engines that have none of their own."""
-    settings_of: dict[UpdateGate, LocalSettings] = field(default_factory=dict[UpdateGate, LocalSettings])
+    settings_of: dict[UpdateGate, LocalSettings]
     """Those of training runs elsewhere, by the gate of their policy."""
 
     async def count(self, call: ResolvedCall, size: int, writer: ResponseWriter) -> None:
@@ -259,7 +259,7 @@ class LocalService:
         prompts = await offload(size, partial(self._build_prompts, call, request, engine, chat))
         self.counters.unattributed += caller.attempt is None
         self.counters.continued += sum(prompt.continues is not None for prompt in prompts)
-        self.counters.drift += sum(prompt.drift for prompt in prompts)
+        self.counters.drift += sum(prompt.drift is not None for prompt in prompts)
         replay, tokens_of = context.replay if context else Replay(), [prompt.token_ids for prompt in prompts]
         again, differs = replay.take(model, tokens_of, request.n, params)
         if begun := again and again.begun:
@@ -335,13 +335,12 @@ def _input_messages(request: Request, engine: Engine) -> list[list[Message]]:
 
 def _chat_format(engine: Engine, request: Request) -> ChatFormat:
     """The chat format with the template variables of a request. Raises ApiError 400 if the template rejects them."""
+    chat = engine.chat
     if request.template:
         try:
-            chat = engine.chat.with_template_kwargs(request.template)
+            chat = chat.with_template_kwargs(request.template)
         except ConfigError as error:
             raise bad_request("chat_template_kwargs", str(error)) from None
-    else:
-        chat = engine.chat
     if request.prefill and (markers := find_reasoning_markers(chat)) is not None and markers.opened:
         raise bad_request(
             "messages", f"answers of {engine.model} begin with reasoning, so they cannot continue the last message"
@@ -373,17 +372,17 @@ class LocalCall:
     record: CallRecord
     reply: ReplyWriter
     choices: list[Choice]
-    context: AttemptContext | None = None
+    context: AttemptContext | None
     """Of its attempt."""
-    recorded: RecordedAnswer | None = None
+    recorded: RecordedAnswer | None
     """What is given again: a whole answer, or its beginning, which is then the end of the prompt."""
-    marks: Json = field(default_factory=Json)
+    marks: Json
     """Attributes of its spans that are known before it is sampled; None: absent."""
     is_sampled: bool = field(default=False, init=False)
     """All answers are complete. From here on the call must not be cancelled."""
     end_reason: BaseException | None = field(default=None, init=False)
     """What cancelled the call."""
-    _events: list[tuple[Answer, Event]] = field(default_factory=list[tuple[Answer, Event]], init=False)
+    _events: list[tuple[Answer, Event]] = field(default_factory=list, init=False)
     """Of a streamed reply, not sent yet."""
     _progress: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Set with each of these, and once the sampling has ended."""
@@ -570,7 +569,7 @@ class LocalCall:
             names.REQUEST_FREQUENCY_PENALTY: params.frequency_penalty or None,
             names.RESHAPED: list(params.distribution_params) or None,
             names.CONTINUES: continued.span_id if continued and continued.is_complete else None,
-            names.DRIFT: prompt.drift or None,
-            names.DRIFT_REASON: prompt.reason,
+            names.DRIFT: prompt.drift is not None or None,
+            names.DRIFT_REASON: prompt.drift,
         }
         return {name: value for name, value in (self.marks | attributes).items() if value is not None}

@@ -225,11 +225,9 @@ def as_json(value: Any) -> str:
     try:
         return dumps(value).decode()
     except TypeError:
-        pass
-    try:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    except RecursionError:
-        return "[]"
+        with suppress(RecursionError):
+            return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return "[]"
 
 
 def num_sampled(request: Json) -> int:

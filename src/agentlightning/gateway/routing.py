@@ -392,7 +392,7 @@ class ModelsEndpoint:
             "created_at": f"{started:%Y-%m-%dT%H:%M:%SZ}",
         }
         """What is said of each model of ours."""
-        self._listings: dict[ServerPool, UpstreamModels] = {}
+        self._listings = {pool: UpstreamModels(pool) for pool in router.servers.values()}
 
     async def list(self, request: Request) -> Response:
         """GET /v1/models: all models on one page. Raises ApiError."""
@@ -420,8 +420,7 @@ class ModelsEndpoint:
         models = {name: describe_model({"id": name} | self._own, dialect) for name in router.names(dialect)}
         open_ended = [rule.provider for rule in router.rules_of(dialect) if rule.provider and rule.is_pattern]
         pools = [router.servers[provider] for provider in dict.fromkeys(open_ended)]
-        listings = [self._listings.setdefault(pool, UpstreamModels(pool)) for pool in pools]
-        lists = await asyncio.gather(*(listing.models() for listing in listings))
+        lists = await asyncio.gather(*(self._listings[pool].models() for pool in pools))
         for pool, listed in zip(pools, lists, strict=True):
             for model in listed:
                 if model["id"] not in models and router.serves_under_own_name(model["id"], dialect, pool):

@@ -251,7 +251,7 @@ class SampledAnswer(Answer):
     _text: Detokenizer = field(init=False)
     _reasoning_filter: ReasoningFilter = field(init=False)
     _call_reader: CallReader = field(init=False)
-    _written_ids: list[int] = field(default_factory=list[int], init=False)
+    _written_ids: list[int] = field(default_factory=list, init=False)
     """Tokens of the log-probabilities written last."""
 
     def __post_init__(self) -> None:

@@ -67,8 +67,7 @@ class Agent:
     def drift(self, turn):
         """False, or why."""
         prompt = self.turns[turn][0]
-        assert prompt.drift == (prompt.reason is not None)
-        return prompt.drift and prompt.reason
+        return prompt.drift or False
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ class Constraint:
     """The only tools that may be called; None: any."""
     single_tool_call: bool = False
     """At most one tool call."""
-    arguments: Mapping[str, Check] = field(default_factory=dict[str, Check])
+    arguments: Mapping[str, Check] = field(default_factory=dict)
     """The checks of strict tools, by name."""
     content: OutputSchema | None = None
     content_field: str = "response_format"
@@ -167,7 +167,7 @@ class Request:
 
     model: str | None
     params: SamplingParams
-    messages: list[Message] = field(default_factory=list[Message])
+    messages: list[Message] = field(default_factory=list)
     """The conversation; empty if the request has `prompts`."""
     prompts: tuple[str | list[int], ...] = ()
     """Raw prompts, as text or as token ids, each of which gets `n` answers."""

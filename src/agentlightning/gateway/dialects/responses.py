@@ -275,7 +275,8 @@ class ResponsesReplyWriter(ReplyWriter):
         """Start the item of a part: reasoning, or a message."""
         self._open, is_message = kind, kind != "reasoning_text"
         own = {"type": "message", "role": "assistant"} if is_message else {"type": "reasoning", "summary": []}
-        started = self._add({"id": self._name("msg_" if is_message else "rs_")} | own | {"content": []})
+        name = f"{'msg_' if is_message else 'rs_'}{self.id.removeprefix(_PREFIX)}{len(self.items)}"
+        started = self._add({"id": name} | own | {"content": []})
         part: Json = {"type": kind} | ({"refusal": ""} if kind == "refusal" else {"text": ""})
         part |= {"annotations": [], "logprobs": []} if kind == "output_text" else {}
         self.items[-1]["content"].append(part)
@@ -317,10 +318,6 @@ class ResponsesReplyWriter(ReplyWriter):
 
     def _place(self) -> Json:
         return self._item() | {"content_index": 0}
-
-    def _name(self, prefix: str) -> str:
-        """The id of the next item."""
-        return f"{prefix}{self.id.removeprefix(_PREFIX)}{len(self.items)}"
 
     def _add(self, item: Json) -> bytes:
         """Start an item."""

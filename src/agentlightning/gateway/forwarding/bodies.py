@@ -361,8 +361,8 @@ def _items(messages: Sequence[Message], find_turn: TurnLookup) -> tuple[str, lis
 
 def _call(call: Json) -> Json:
     function = call["function"]
-    fields = {"name": function["name"], "arguments": function["arguments"]}
-    return {"type": "function_call", "call_id": call.get("id"), **fields}
+    named = {"type": "function_call", "call_id": call.get("id"), "name": function["name"]}
+    return named | {"arguments": function["arguments"]}
 
 
 def _tool(tool: Json) -> Json:

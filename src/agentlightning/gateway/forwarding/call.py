@@ -251,7 +251,7 @@ class AddedFields:
     """Fields that were requested for the record, and are removed from the response."""
 
     usage: bool = False
-    fields: set[str] = field(default_factory=set[str])
+    fields: set[str] = field(default_factory=set)
     """Those of the response and its choices: `prompt_token_ids`, `token_ids`, `logprobs`."""
 
     def request(self, path: ApiPath, body: Json, provider: Provider) -> None:
@@ -335,9 +335,9 @@ class ForwardedCall:
 
     _call: UpstreamCall = field(init=False)
     _added: AddedFields = field(default_factory=AddedFields, init=False)
-    _unread: list[bytes] = field(default_factory=list[bytes], init=False)
+    _unread: list[bytes] = field(default_factory=list, init=False)
     """Events that were passed on and are not read yet."""
-    _final_events: list[bytes] = field(default_factory=list[bytes], init=False)
+    _final_events: list[bytes] = field(default_factory=list, init=False)
     """The end of a stream, which waits until the response is recorded."""
 
     def __post_init__(self) -> None:
@@ -631,7 +631,7 @@ class ForwardingService:
     on_policy: OnPolicySampling
     responses: ResponseStore
     """What later requests may refer to."""
-    _skipped_until: dict[str, float] = field(default_factory=dict[str, float], init=False)
+    _skipped_until: dict[str, float] = field(default_factory=dict, init=False)
     """Names of providers without a tokenizer -> when to try it again."""
 
     async def prepare(self, call: ResolvedCall, size: int) -> ForwardedCall:

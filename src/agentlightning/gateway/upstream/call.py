@@ -208,10 +208,9 @@ class ServerPool(ServerSet[ProviderServer]):
 
     def take_retry(self) -> bool:
         """Take one retry from the retry budget, which is for outages; False if it is empty."""
-        if self._retry_budget < 1:
-            return False
-        self._retry_budget -= 1
-        return True
+        is_left = self._retry_budget >= 1
+        self._retry_budget -= is_left
+        return is_left
 
     def record_start(self) -> None:
         """Count the first try of a call."""
