@@ -88,10 +88,10 @@ def test_a_rule_may_be_for_callers_of_one_dialect():
         {"model": "reference", "dialect": "openai", "provider": "o"},
         them=both,
     )
-    assert routes.resolve("claude-x", path="messages").provider.name == "a"
+    assert routes.resolve("claude-x", path="messages").servers.provider.name == "a"
     for path in ("chat/completions", "responses", "completions", "embeddings"):
-        assert routes.resolve("claude-x", path=path).provider.name == "o"
-    assert routes.resolve("claude-x", path="messages").provider.name == "a"
+        assert routes.resolve("claude-x", path=path).servers.provider.name == "o"
+    assert routes.resolve("claude-x", path="messages").servers.provider.name == "a"
     assert routes.resolve("reference", path="messages").engine is ENGINES["reference"]
     assert routes.resolve("only-messages", path="messages").engine is ENGINES["policy"]
     with pytest.raises(ApiError, match="'only-messages' is not served here to callers of this dialect"):
@@ -268,7 +268,7 @@ def test_an_agent_is_answered_by_its_own_adapter_whatever_name_it_asks_for():
     assert routes.resolve("any-model", "writer").engine is writer.engine
     assert routes.resolve("policy:writer").engine is writer.engine, "also by the name of the adapter"
     assert routes.resolve("policy", "editor").engine is engine
-    assert routes.resolve("gpt-4o", "writer").provider.name == "them", "routes to elsewhere hold for it too"
+    assert routes.resolve("gpt-4o", "writer").servers.provider.name == "them", "routes to elsewhere hold for it too"
     assert routes.models == ("policy", "policy:writer", "gpt-4o")
     led = table({"model": "helper", "engine": "policy"}, engines={"policy": engine})
     assert led.resolve("helper", "writer").engine is writer.engine

@@ -536,9 +536,6 @@ class Agent(Struct, frozen=True):
     """Other names in the call that were ignored."""
 
 
-UNKNOWN: Final = Agent()
-
-
 class Caller(Struct, frozen=True):
     """The caller of a model call. A call without an attempt is served, where allowed, and not recorded."""
 
@@ -552,7 +549,7 @@ class Caller(Struct, frozen=True):
     """The mode in a URL of 1.0."""
     ignored: tuple[str, ...] = ()
     """Contradicting claims that were ignored."""
-    agent: Agent = UNKNOWN
+    agent: Agent = Agent()
     """Set once the body is parsed."""
     repeat: Json = {}
     """`repeat_attributes`, once the body is read."""

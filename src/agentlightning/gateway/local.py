@@ -85,9 +85,6 @@ class InFlightCall:
     name: str
     since: float = field(default_factory=time.monotonic)
 
-    def __str__(self) -> str:
-        return f"{self.name} ({time.monotonic() - self.since:.0f} s)"
-
 
 class UpdateGate:
     """Calls enter an open gate at once. At a closed one they wait, and enter in order when it opens."""
@@ -177,9 +174,10 @@ class UpdateGate:
                 await asyncio.wait_for(self._drained.wait(), until - elapsed)
 
     def _names(self) -> str:
-        oldest = sorted(self._in_flight, key=lambda call: call.since)
-        more = len(oldest) - MAX_NAMED
-        return ", ".join(map(str, oldest[:MAX_NAMED])) + (f" and {more} more" if more > 0 else "")
+        oldest, now = sorted(self._in_flight, key=lambda call: call.since), time.monotonic()
+        named = [f"{call.name} ({now - call.since:.0f} s)" for call in oldest[:MAX_NAMED]]
+        more = len(oldest) - len(named)
+        return ", ".join(named) + (f" and {more} more" if more else "")
 
 
 class UpdateGates:

@@ -34,7 +34,7 @@ from agentlightning.engine.servers.joining import RENEW_SECONDS
 from agentlightning.errors import ConfigError, ConflictError
 from agentlightning.gateway.answer import object_of, objects
 from agentlightning.gateway.callers import Agent, AttemptContext, Caller, read_baggage
-from agentlightning.gateway.config import MAX_NAME_CHARACTERS, AgentRule, Price, Provider, RouteRule
+from agentlightning.gateway.config import MAX_NAME_CHARACTERS, AgentRule, Price, RouteRule
 from agentlightning.gateway.dialects.base import ApiPath, optional
 from agentlightning.gateway.dialects.content_parts import BILLING
 from agentlightning.gateway.errors import ApiError, bad_request, conflict
@@ -152,14 +152,10 @@ class ModelRoute:
     """The model name in replies and spans."""
     engine: Engine | None = None
     servers: ServerPool | None = None
-    """The servers of `provider`."""
+    """Those of a provider."""
     send_model: str = ""
     """The provider's name of the model."""
     price: Price | None = None
-
-    @property
-    def provider(self) -> Provider | None:
-        return self.servers.provider if self.servers else None
 
 
 class ResolvedCall(NamedTuple):

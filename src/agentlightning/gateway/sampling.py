@@ -20,7 +20,7 @@ from agentlightning.chat.answer_grammar import AnswerShape, answer_grammar
 from agentlightning.chat.base import ChatFormat, ParsedToolCall, ThoughtMarkers
 from agentlightning.chat.reasoning import find_reasoning_markers
 from agentlightning.chat.tool_calls.format import CallReader, Tools, partial_marker_length
-from agentlightning.engine.base import Engine, Sample, SamplingParams
+from agentlightning.engine.base import Engine, Sample, SamplingParams, TopLogprobs
 from agentlightning.gateway.answer import Answer, Event, ReasoningDelta, ToolCall
 from agentlightning.gateway.dialects.base import NO_PARAMETERS, Constraint, Request, json_schema
 from agentlightning.gateway.errors import ApiError
@@ -149,8 +149,7 @@ def _argument_schema(parameters: Any) -> str:
 # reasoning marker. The emitted events together are exactly `message`, however the tokens were split. If the engine
 # streams log-probabilities, each event carries those of its own tokens; otherwise the last event carries all.
 
-TopLogprobs = tuple[tuple[int, float], ...]
-"""(token, log-probability), most likely first."""
+
 Token = tuple[int, float, TopLogprobs]
 """A sampled token, its log-probability, and the most likely tokens at its position if requested."""
 

@@ -629,8 +629,6 @@ class EventTooLongError(AgentLightningError):
 class SSEDecoder:
     """Splits the bytes of a stream into events, in time linear in the bytes however they are chunked."""
 
-    __slots__ = ("_buffer", "_has_cr", "_limit", "_searched")
-
     def __init__(self, limit: int = MAX_EVENT_BYTES) -> None:
         self._limit = limit
         self._buffer = bytearray()

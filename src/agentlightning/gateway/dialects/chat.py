@@ -65,8 +65,7 @@ _KNOWN: Final = frozenset(
         *("return_token_ids", "continue_final_message", "add_generation_prompt", *VLLM_FORMAT_FIELDS),
     }
 )
-_TOKEN_FIELDS: Final = frozenset({"return_token_ids"})
-"""Fields that providers of other dialects cannot honour: ignored in a request that is translated."""
+
 _ROLES: Final = ("assistant", "system", "tool", "user")
 _MESSAGE_FIELDS: Final = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content"})
 _TEXT_FIELDS: Final = {"text": "text", "refusal": "refusal"}
@@ -100,7 +99,7 @@ def read_request(data: Json, recall: ResponseLookup, attachments: bool = False) 
         data,
         OPENAI_PARAMS,
         SamplingParams(top_logprobs=top, stream_logprobs=logprobs or token_ids),
-        _KNOWN - _TOKEN_FIELDS if attachments else _KNOWN,
+        _KNOWN - {"return_token_ids"} if attachments else _KNOWN,  # providers of other dialects return none
         _UNSUPPORTED | _LOCAL_ONLY if attachments else _UNSUPPORTED,
     )
     request = with_tools(request, lambda tool: tool, *tool_choice(data, nested=True), *content_format(data))
@@ -541,20 +540,16 @@ class CompletionReplyWriter(ChatReplyWriter):
         return choice
 
     def _logprobs(self, answer: Answer, listed: list[Json]) -> Json:
-        texts = [entry["token"] for entry in listed]
+        texts, tops = [entry["token"] for entry in listed], [entry["top_logprobs"] for entry in listed]
+        # Of two likely tokens with the same text, the likelier one.
+        likeliest = [{top["token"]: top["logprob"] for top in reversed(each)} for each in tops]
         *offsets, self._offsets[answer.index] = accumulate(map(len, texts), initial=self._offsets.get(answer.index, 0))
         return {
             "tokens": texts,
             "token_logprobs": [entry["logprob"] for entry in listed],
-            "top_logprobs": _tops(listed),
+            "top_logprobs": likeliest if any(tops) else None,
             "text_offset": offsets,
         }
-
-
-def _tops(listed: Sequence[Json]) -> list[dict[str, float]] | None:
-    """The likeliest tokens at each place by their text; of two tokens with the same text, the likelier one."""
-    tops = [entry["top_logprobs"] for entry in listed]
-    return [{top["token"]: top["logprob"] for top in reversed(each)} for each in tops] if any(tops) else None
 
 
 COMPLETIONS: Final = Dialect("cmpl-", read_completion, CompletionReplyWriter, ChatResponse, "text_completion")

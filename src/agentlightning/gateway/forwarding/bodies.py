@@ -201,13 +201,6 @@ def split_system(messages: Sequence[Message]) -> tuple[str, list[tuple[Message |
     return "\n\n".join(texts), list(zip([None, *messages], messages, strict=False))[len(system) :]
 
 
-def split_attachments(content: Content) -> tuple[str, list[Json]]:
-    """(the text, each image and file as a part for chat completions). Raises UnsupportedContentError as `chat_part`."""
-    parts = non_empty_parts(content)
-    words = [part["text"] for part in parts if part["type"] == "text"]
-    return "\n".join(words), [chat_part(part) for part in parts if part["type"] != "text"]
-
-
 def chat_part(part: Part) -> Json:
     """For chat completions. Raises UnsupportedContentError for a file given by its address."""
     if part["type"] == "text":
@@ -299,8 +292,9 @@ def _chat_messages(messages: Sequence[Message], provider: Provider, find_turn: T
             attachments = []
         content = message.get("content") or ""
         if message["role"] == "tool":
-            content, images = split_attachments(content)
-            attachments += images
+            parts = non_empty_parts(content)
+            attachments += [chat_part(part) for part in parts if part["type"] != "text"]
+            content = "\n".join([part["text"] for part in parts if part["type"] == "text"])
         fields = {key: value for key, value in message.items() if key in known}
         fields["content"] = None if not content and message.get("tool_calls") else openai_content(content, chat_part)
         if message["role"] == "assistant":

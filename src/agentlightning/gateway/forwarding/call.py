@@ -475,8 +475,9 @@ _FAILED_REASONS: Final = {"insufficient_system_resource": 503, "overloaded": 503
 def translate(service: ForwardingService, call: ResolvedCall, resource: str, forced: Json) -> TranslatedCall:
     """The call to a provider of another dialect. `forced`: the sampling parameters of the LLM resource `resource`.
     Raises ApiError 400 for an invalid request, and for what the provider's dialect cannot express."""
-    provider, route, caller, raw = call.route.provider, call.route, call.caller, call.body
-    assert provider is not None
+    route, caller, raw = call.route, call.caller, call.body
+    assert route.servers is not None
+    provider = route.servers.provider
     target, dialect = translation_target(call.path, provider), DIALECTS[call.path]
     lookup, sent = ResponseLookup(service.responses, caller.attempt), dumps(raw)
     request = dialect.read(raw, lookup, attachments=True)
@@ -791,11 +792,11 @@ class ForwardingService:
 
     def _prepare(self, call: ResolvedCall) -> ForwardedCall:
         path, headers, caller, _, data, route = call
-        assert route.provider is not None
+        assert route.servers is not None
         # A provider that reports tokens may serve a model in training; any other is a third party.
-        resource, forced, overridden = self.on_policy.forced_params(call, learns=route.provider.token_ids)
+        resource, forced, overridden = self.on_policy.forced_params(call, learns=route.servers.provider.token_ids)
         data = {name: value for name, value in data.items() if name not in overridden}
-        if route.provider.serves(path):
+        if route.servers.provider.serves(path):
             record = ProviderRecord(
                 caller=caller, trace_id=call.trace_id, path=path, route=route, data=data, forced=forced
             )
