@@ -166,11 +166,13 @@ class ProviderRecord(CallRecord):
     @property
     def is_pending(self) -> bool:
         """Whether polls bring the answer: its provider works on it in the background, even if its stream broke."""
+        if self.path != "responses":
+            return False
         reasons = {choice.given_reason for choice in self.response.choices.values()}
         if not PENDING.isdisjoint(reasons):
             return True
         is_cut = self.response.id and not self.response.error and not any(reasons)
-        return self.path == "responses" and self.data.get("background") is True and bool(is_cut)
+        return self.data.get("background") is True and bool(is_cut)
 
     def spans(self, of_call: Json, error: BaseException | None = None) -> list[Span]:
         """One span for each choice; the first has the cost of the call. `of_call` are `UpstreamCall.attributes`. After
@@ -795,7 +797,8 @@ class ForwardingService:
         assert route.servers is not None
         # A provider that reports tokens may serve a model in training; any other is a third party.
         resource, forced, overridden = self.on_policy.forced_params(call, learns=route.servers.provider.token_ids)
-        data = {name: value for name, value in data.items() if name not in overridden}
+        if overridden:
+            data = {name: value for name, value in data.items() if name not in overridden}
         if route.servers.provider.serves(path):
             record = ProviderRecord(
                 caller=caller, trace_id=call.trace_id, path=path, route=route, data=data, forced=forced
