@@ -118,8 +118,8 @@ class PrefixIndex:
         """(length, value) of the longest known prefix of `data`. Reads `data` once."""
         longest: tuple[int, TokenPath] | None = None
         hasher, start = _hasher(b""), 0
-        lengths = {length for length, _ in list(self._values)}  # A copy: another thread may add prompts.
-        for length in sorted(each for each in lengths if each <= len(data)):
+        known = list(self._values)  # A copy: another thread may add prompts.
+        for length in sorted({length for length, _ in known if length <= len(data)}):
             hasher.update(data[start:length])
             start = length
             value = self._values.get((length, hasher.copy().digest()))

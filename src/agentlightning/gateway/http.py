@@ -36,9 +36,8 @@ MAX_INLINE_BYTES: Final = 8 * 1024
 """Largest request handled in the loop: reading, rendering and encoding it takes some milliseconds."""
 PASSED: Final = 8
 """How many times faster a request is passed on, or shown in a span, than it is read: its size is divided by this."""
-_WORKERS: Final = 4
 
-_pool: Final = ThreadPoolExecutor(_WORKERS, thread_name_prefix="gateway-request")
+_pool: Final = ThreadPoolExecutor(4, thread_name_prefix="gateway-request")
 
 
 async def offload(size: int, work: Callable[[], T]) -> T:

@@ -171,8 +171,8 @@ class ProviderRecord(CallRecord):
         reasons = {choice.given_reason for choice in self.response.choices.values()}
         if not PENDING.isdisjoint(reasons):
             return True
-        is_cut = self.response.id and not self.response.error and not any(reasons)
-        return self.data.get("background") is True and bool(is_cut)
+        is_cut = bool(self.response.id) and not (self.response.error or any(reasons))
+        return is_cut and self.data.get("background") is True
 
     def spans(self, of_call: Json, error: BaseException | None = None) -> list[Span]:
         """One span for each choice; the first has the cost of the call. `of_call` are `UpstreamCall.attributes`. After
