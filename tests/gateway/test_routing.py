@@ -45,7 +45,7 @@ def test_the_first_rule_that_fits_decides_and_engines_come_after_all_rules():
     assert routes.resolve("policy", "writer").engine is ENGINES["policy"]
     assert routes.resolve("policy").engine is ENGINES["policy"]
     exact, pattern = routes.resolve("gpt-4o"), routes.resolve("gpt-5")
-    assert (exact.name, exact.send_model, exact.provider.name) == ("gpt-4o", "gpt-4o-2024", "them")
+    assert (exact.name, exact.send_model, exact.servers.provider.name) == ("gpt-4o", "gpt-4o-2024", "them")
     assert (pattern.name, pattern.send_model) == ("gpt-5", "gpt-5")
     assert routes.resolve("policy", "judge-1").send_model == "big"
     assert routes.models == ("policy", "reference", "gpt-4o")
