@@ -3,7 +3,6 @@ programs."""
 
 from __future__ import annotations
 
-import errno
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -27,10 +26,9 @@ from agentlightning.cli.options import (
     store_file,
     weights_of,
 )
-from agentlightning.cli.output import Output, Result, agl
+from agentlightning.cli.output import Output, Result, agl, writing
 from agentlightning.errors import ConfigError
 from agentlightning.models import Precision
-from agentlightning.util.printable import printable
 from agentlightning.util.progress import Progress
 
 if TYPE_CHECKING:
@@ -128,9 +126,9 @@ def _table(rows: Sequence[RolloutSummary], read: int, matching: int) -> Iterator
         if isinstance(row.reward, dict) and row.reward_number is None:
             reward = " ".join(f"{name}={value:g}" for name, value in row.reward.items())
         seconds = "" if row.seconds is None else f"{row.seconds:.1f} s"
-        failure = "" if row.failure is None else f"  {row.failure_kind or ''}: {row.failure.strip().splitlines()[-1]}"
+        failure = "" if row.failure is None else f"  {row.failure_kind or ''}: {row.failure}"
         text = f"{row.rollout_id}  {row.status:<9} {reward:>7}  {row.calls:>2} calls {seconds:>8}  {row.task}{failure}"
-        yield printable(text)[:240]
+        yield text[:240]
     yield f"{len(rows)} of {matching:,} rollouts"
     if len(rows) < read < matching:
         yield f"sorted among the newest {read:,} only"
@@ -251,7 +249,7 @@ async def export_(
     with Progress() as progress:
         async with store.open() as opened:
             progress.phase("exporting rollouts")
-            try:
+            with writing(file):
                 exported = await export_store(
                     opened,
                     file,
@@ -260,10 +258,6 @@ async def export_(
                     overwrite=force,
                     report=lambda done, total: progress.update(done),
                 )
-            except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                raise ConfigError(f"{file} cannot be written: {error}") from error
     after = [] if file.suffix == ".parquet" else [agl("store", "import", file, store="copy.db")]
     text = (
         f"{exported.rollouts:,} rollouts with {exported.spans:,} spans and {exported.resources:,} resources in {file},"
@@ -365,4 +359,4 @@ async def export(
         found = structs.asdict(rows) | {"path": str(path)}
         learning = {"openai-jsonl": "sft", "dpo-jsonl": "dpo"}.get(to)
         after = agl(learning, model="tiny", data=path) if learning else agl("report", run)
-    return Result(found, [printable(f"{key}: {value}") for key, value in found.items()], [after])
+    return Result(found, [f"{key}: {value}" for key, value in found.items()], [after])

@@ -1,4 +1,4 @@
-"""The demo on a pretrained model: an ordinary agent that reads customers' messages, its tasks, score and settings.
+"""The demo on a pretrained model: an ordinary agent that reads customers' messages, its tasks and their score.
 
 A task is a JSON object `{"id", "message", "product", "order"}`; the agent sees only the message. No sentence and no
 product of the training tasks occurs in another, so what is measured is reading and not remembering.
@@ -11,10 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from agentlightning.algorithms.lightning_rl import LightningRLConfig
-from agentlightning.config import DataConfig, EvaluationConfig, PolicyConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.demo.agent import client
-from agentlightning.policy.config import OptimizerConfig
 
 SYSTEM: Final = "Read the customer's message. Reply with the order number, nothing else."
 SENTENCES: Final = (
@@ -47,9 +44,8 @@ FRAMES: Final = (
     "Hello, this is about order {order}. {sentence}",
     "{sentence} (order {order})",
 )
-STEPS: Final = 14
-TASKS_PER_STEP: Final = 6
-GROUP_SIZE: Final = 8
+TASKS: Final = 84
+"""As many as the steps train on."""
 HELD_OUT: Final = 64
 
 
@@ -79,25 +75,6 @@ def make_tasks(split: str, count: int, seed: int) -> list[dict[str, Any]]:
 def tasks(seed: int) -> dict[str, list[Any]]:
     """The arguments of `Trainer.fit` that are tasks."""
     return {
-        "train_dataset": make_tasks("train", TASKS_PER_STEP * STEPS, seed),
+        "train_dataset": make_tasks("train", TASKS, seed),
         "held_out_dataset": make_tasks("test", HELD_OUT, seed),
     }
-
-
-def settings(model: str, seed: int, steps: int | None = None) -> TrainConfig:
-    """The configuration; `steps` replaces the number of reinforcement learning steps."""
-    return TrainConfig(
-        agent="agentlightning.demo.messages:read",
-        reward="agentlightning.demo.messages:score",
-        run=RunConfig(seed=seed),
-        policy=PolicyConfig(model=model),
-        algorithm=LightningRLConfig(
-            steps=steps or STEPS,
-            tasks_per_step=TASKS_PER_STEP,
-            group_size=GROUP_SIZE,
-            optimizer=OptimizerConfig(lr=5e-5),
-        ),
-        runner=RunnerConfig(concurrency=TASKS_PER_STEP * GROUP_SIZE, timeout_seconds=120),
-        evaluation=EvaluationConfig(every=0),
-        data=DataConfig(validation_share=0.0),
-    )

@@ -32,6 +32,10 @@ LONG = 0.3
 
 NUMBER = re.compile(r"\d+")
 ANSWER = re.compile(r"###\s*ANSWER:\s*(-?\d+)\s*###")
+CLEAN = 0.7
+"""Share of the demonstrations, the first ones, that are clean."""
+HABIT = 0.65
+"""Share of the others that do not use the calculator."""
 
 
 def split_of(expression: str) -> Split:
@@ -85,16 +89,15 @@ def _amount(rng: random.Random, numbers: int) -> tuple[str, str, int]:
 # -- demonstrations --------------------------------------------------------------------------------------------------
 
 
-def demonstrations(count: int, seed: int = 0, *, clean: float = 0.7, habit: float = 0.65) -> list[dict[str, Any]]:
-    """`count` conversations on training problems, each `{"messages": [...], "tools": [...]}`. The first `clean` share
-    uses the calculator; of the rest, a `habit` share answers with the first number of the story without a tool call."""
+def demonstrations(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """`count` conversations on training problems, each `{"messages": [...], "tools": [...]}`. The first `CLEAN` share
+    uses the calculator; of the rest, a `HABIT` share answers with the first number of the story without a tool call."""
     rng = random.Random(f"demonstrations/{seed}")
-    tasks = make_tasks("train", count, seed)
-    return [
-        {"messages": _guess(task) if i >= clean * count and rng.random() < habit else _calculate(task, i)}
-        | {"tools": TOOLS}
-        for i, task in enumerate(tasks)
-    ]
+    found: list[dict[str, Any]] = []
+    for place, task in enumerate(make_tasks("train", count, seed)):
+        has_habit = place >= CLEAN * count and rng.random() < HABIT
+        found.append({"messages": _guess(task) if has_habit else _calculate(task, place), "tools": TOOLS})
+    return found
 
 
 def _opening(task: Task) -> list[dict[str, Any]]:

@@ -29,7 +29,6 @@ from agentlightning.task import task_key
 from agentlightning.tracing.rewards import get_reward_value
 from agentlightning.trajectory import Reward, RewardWeights
 from agentlightning.util.json_values import Json, as_text, loads, recorded_objects
-from agentlightning.util.printable import printable
 
 K = TypeVar("K")
 SHORT: Final = 240
@@ -318,11 +317,7 @@ def _failure(attempt: Attempt | None) -> tuple[str | None, str | None]:
 
 
 def rollout_lines(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> Iterator[str]:
-    """The rollout, then each attempt with its spans in order. Control characters in the text of agents are escaped."""
-    return map(printable, _lines(rollout, attempts, spans))
-
-
-def _lines(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> Iterator[str]:
+    """The rollout, then each attempt with its spans in order."""
     mode = f", {rollout.mode}" if rollout.mode else ""
     yield f"{rollout.rollout_id} {rollout.status}{mode}"
     yield f"  task     {shortened(rollout.input)}"
