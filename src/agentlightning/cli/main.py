@@ -69,20 +69,19 @@ PLAIN: Final[dict[str, Any]] = {"no_args_is_help": True, "pretty_exceptions_enab
 
 def with_groups(verb: Callable[..., Any]) -> Callable[..., Any]:
     """The verb with a parameter for each field of its parameters that are dataclasses: options that belong together."""
-    own = inspect.signature(verb, eval_str=True)
-    hints: dict[str, Any] = {name: each.annotation for name, each in own.parameters.items()}
-    groups: dict[str, Any] = {name: each for name, each in hints.items() if is_dataclass(each)}
-    options = {name: dict(inspect.signature(group, eval_str=True).parameters) for name, group in groups.items()}
+    own = inspect.signature(verb, eval_str=True).parameters
+    groups: dict[str, Any] = {name: each.annotation for name, each in own.items() if is_dataclass(each.annotation)}
+    options = {name: inspect.signature(group, eval_str=True).parameters for name, group in groups.items()}
 
     @wraps(verb)
     def call(**given: Any) -> Any:
         made = {name: group(**{each: given.pop(each) for each in options[name]}) for name, group in groups.items()}
         return verb(**given, **made)
 
-    flat = {key: each for name, one in own.parameters.items() for key, each in options.get(name, {name: one}).items()}
-    call.__annotations__ = {name: each.annotation for name, each in flat.items()}
-    call.__signature__ = own.replace(  # pyright: ignore[reportAttributeAccessIssue]
-        parameters=[each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in flat.values()]
+    all_of = [each for name, one in own.items() for each in options.get(name, {name: one}).values()]
+    call.__annotations__ = {each.name: each.annotation for each in all_of}
+    call.__signature__ = inspect.Signature(  # pyright: ignore[reportAttributeAccessIssue]
+        [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in all_of]
     )
     return call
 

@@ -241,9 +241,18 @@ async def _run(
         if isinstance(error, AgentTimeoutError):
             status = "timeout"
         await store.update_attempt(*ids, status=status, metadata=metadata)
-        summary = _summary(await store.query_spans(*ids), target, None if error is None else str(error))
-        head = {"rollout_id": ids[0], "attempt_id": ids[1], "status": status, "exit_code": code}
-        return {**head, "seconds": round(seconds, 3), **summary}
+        found = {
+            "rollout_id": ids[0],
+            "attempt_id": ids[1],
+            "status": status,
+            "exit_code": code,
+            "seconds": round(seconds, 3),
+            **_recorded(await store.query_spans(*ids)),
+            "store": target.name,
+            "redirected": target.redirect,
+            "error": None if error is None else str(error),
+        }
+        return found | {"advice": run_advice(found)}
 
 
 async def _send_heartbeats(store: LightningStoreBase, worker_id: str) -> None:
@@ -322,48 +331,43 @@ def _without_secrets(words: Sequence[str], environment: Mapping[str, str]) -> li
 # -- output ------------------------------------------------------------------------------------------------------------
 
 
-def _summary(spans: Sequence[Span], target: RecordingTarget, error: str | None) -> dict[str, Any]:
-    """What was recorded, and what it lacks."""
+def _recorded(spans: Sequence[Span]) -> dict[str, Any]:
+    """What was recorded."""
     from agentlightning import span as names
     from agentlightning.tracing.rewards import find_final_reward
 
     calls = [span for span in spans if names.ATTRIBUTION in span.attributes]
-    reward, failed = find_final_reward(spans), sum(span.status_code == "ERROR" for span in calls)
 
     def total(name: str) -> Any:
         return sum(span.attributes.get(name) or 0 for span in calls)
 
     return {
         "calls": len(calls),
-        "failed_calls": failed,
+        "failed_calls": sum(span.status_code == "ERROR" for span in calls),
         "input_tokens": total(names.INPUT_TOKENS),
         "output_tokens": total(names.OUTPUT_TOKENS),
         "dollars": float(total(names.COST)),
         "agents": list(dict.fromkeys(filter(None, (span.attributes.get(names.AGENT_NAME) for span in calls)))),
-        "reward": reward,
-        "store": target.name,
-        "redirected": target.redirect,
-        "error": error,
-        "advice": run_advice(
-            error=error, redirected=target.redirect, calls=len(calls), failed_calls=failed, rewarded=reward is not None
-        ),
+        "reward": find_final_reward(spans),
     }
 
 
-def run_advice(*, error: str | None, redirected: bool, calls: int, failed_calls: int, rewarded: bool) -> list[str]:
+def run_advice(found: Mapping[str, Any]) -> list[str]:
     """What a recorded rollout lacks for training, the first cause first; empty where it lacks nothing."""
-    found: list[str] = []
-    if not redirected:
-        found.append(NOT_REDIRECTED)
-    elif not calls:  # before the error, which it often causes
-        found.append(NO_CALLS)
-    elif failed_calls:
-        found.append(f"{failed_calls} of {calls} model calls failed; `agl store show` has their messages")
-    if error is not None:
-        found.append(f"{error}; run the command by itself to see why")
-    if not rewarded and error is None:
-        found.append(NO_REWARD)
-    return found
+    advice: list[str] = []
+    if not found["redirected"]:
+        advice.append(NOT_REDIRECTED)
+    elif not found["calls"]:  # before the error, which it often causes
+        advice.append(NO_CALLS)
+    elif found["failed_calls"]:
+        advice.append(
+            f"{found['failed_calls']} of {found['calls']} model calls failed; `agl store show` has their messages"
+        )
+    if found["error"] is not None:
+        advice.append(f"{found['error']}; run the command by itself to see why")
+    elif found["reward"] is None:
+        advice.append(NO_REWARD)
+    return advice
 
 
 def _summary_lines(found: Mapping[str, Any]) -> Iterator[str]:

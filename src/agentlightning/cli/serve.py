@@ -38,6 +38,7 @@ from agentlightning.cli.options import (
     read_routing,
     read_size,
     retention_from,
+    store_file,
 )
 from agentlightning.cli.output import Output, Result, agl, open_output
 from agentlightning.errors import ConfigError, ServerError, StoreAuthError, StoreError, StoreServerError
@@ -151,9 +152,8 @@ class Options:
         if self.workers == 1:
             return
         from agentlightning.store.base import store_url
-        from agentlightning.store.sql.sqlite import locate
 
-        in_memory = not str(store_url(self.store)).startswith(DATABASES) and locate(self.store) is None
+        in_memory = store_file(self.store) is None and not str(store_url(self.store)).startswith(DATABASES)
         served = "serve it with vLLM or SGLang, and name that in --routes as a provider with token_ids"
         for what, is_given, otherwise in (
             ("a store in memory", in_memory, "give a file or a PostgreSQL database"),

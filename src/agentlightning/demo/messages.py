@@ -9,41 +9,19 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
+
+import orjson
 
 from agentlightning.demo.agent import client
 
 SYSTEM: Final = "Read the customer's message. Reply with the order number, nothing else."
-SENTENCES: Final = (
-    "I was charged twice for my {product}.",
-    "I want my money back for the {product}.",
-    "My {product} has not arrived yet.",
-    "The parcel with the {product} is {days} days late.",
-    "Where is my {product}? The tracking page shows nothing.",
-    "You sent the {product} to the wrong address.",
-    "The courier left my {product} in the rain.",
-    "When will the {product} be delivered?",
-    "The {product} does not turn on.",
-    "The screen of my {product} flickers.",
-    "My {product} makes a loud noise and stops.",
-    "The {product} shows an error after the update.",
-    "The battery of the {product} is empty after {days} days.",
-    "How do I reset the {product}?",
-    "My invoice for the {product} shows the wrong amount.",
-    "Can you send the {product} by express mail?",
-)
-PRODUCTS: Final = (
-    "kettle", "lamp", "phone", "printer", "camera", "router", "speaker", "watch",
-    "blender", "heater", "fridge", "radio", "toaster", "scale", "drill", "tent",
-)  # fmt: skip
+WORDS: Final[Any] = orjson.loads(Path(__file__).with_name("words.json").read_bytes())["messages"]
+SENTENCES: Final[list[str]] = WORDS["sentences"]
+PRODUCTS: Final[list[str]] = WORDS["products"]
 UNSEEN: Final = 4
 """The last of SENTENCES and PRODUCTS, which no training task has."""
-FRAMES: Final = (
-    "{sentence} My order is {order}.",
-    "Order {order}: {sentence}",
-    "Hello, this is about order {order}. {sentence}",
-    "{sentence} (order {order})",
-)
 TASKS: Final = 84
 """As many as the steps train on."""
 HELD_OUT: Final = 64
@@ -67,7 +45,7 @@ def make_tasks(split: str, count: int, seed: int) -> list[dict[str, Any]]:
     for number in range(count):
         product, order = rng.choice(PRODUCTS[seen]), f"{rng.choice('ABKRTX')}{rng.randint(1000, 9999)}"
         sentence = rng.choice(SENTENCES[seen]).format(product=product, days=rng.randint(2, 30))
-        message = rng.choice(FRAMES).format(sentence=sentence, order=order)
+        message = rng.choice(WORDS["frames"]).format(sentence=sentence, order=order)
         tasks.append({"id": f"{split}-{number}", "message": message, "product": product, "order": order})
     return tasks
 
