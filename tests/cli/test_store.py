@@ -86,12 +86,13 @@ def test_stats_shows_what_there_is(agl: Agl, path: str) -> None:
 
 
 def test_what_an_agent_wrote_moves_no_cursor_and_is_shown_as_it_is(agl: Agl) -> None:
-    rollout = Rollout("ro-1", "say \x1b[2J :fire: [red]", 0.0, status="failed", end_time=1.0)
+    rollout = Rollout("ro-1\x1b[2J", "say \x1b[2J :fire: [red]", 0.0, status="failed", end_time=1.0)
     error = {"type": "KeyError", "message": "\x1b]0;title\x07"}
-    attempt = Attempt("ro-1", "at-1", 1, 0.0, "failed", 1.0, metadata={"error": error})
-    spans = [Span("ro-1", "at-1", "name\nattempt 2 at-2 succeeded\x9b1A", 0.0, sequence_id=1, span_id="1")]
+    attempt = Attempt(rollout.rollout_id, "at-1", 1, 0.0, "failed", 1.0, metadata={"error": error})
+    ids = rollout.rollout_id, "at-1"
+    spans = [Span(*ids, "name\nattempt 2 at-2 succeeded\x9b1A", 0.0, sequence_id=1, span_id="1")]
     call = {OPERATION_NAME: "chat", REQUEST_MODEL: "m"}
-    spans.append(Span("ro-1", "at-1", "chat \x1b[1A", 0.0, sequence_id=2, span_id="2", attributes=call))
+    spans.append(Span(*ids, "chat \x1b[1A", 0.0, sequence_id=2, span_id="2", attributes=call))
 
     async def fill() -> None:
         store = LightningStore("written.db")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 from rich.console import RenderableType
@@ -95,7 +95,12 @@ def evaluate(
     for each in settings:
         if not each.startswith(("runner.", "prompts.")):
             raise ConfigError(f"{each} is no setting of an evaluation; use runner.key=value, prompts.NAME=TEXT")
-    run, config = _source(run, subject)
+    config = None
+    if run is None and subject.agent is None and subject.env is None:
+        if subject.data is None and (any(RUNS.glob("*/state.json")) or not CONFIG_FILE.is_file()):
+            run = run_or_newest(None, "give --agent and --data, --env, or --run RUN")
+        else:
+            config = own_config()
     after = agl("train", "--dry-run", **vars(subject)) if run is None else agl("report", run)
     changes = overrides({"env": subject.env, "agent": subject.agent, "reward": subject.reward}, settings)
     known, model, tasks, resources = _subject(run, config, changes, subject)
@@ -122,16 +127,6 @@ def evaluate(
     if out is not None:
         result.save(out)
     return Result(evaluation_record(result, aa), _evaluation_lines(result, aa), [after])
-
-
-def _source(run: Path | None, given: Subject) -> tuple[Path | None, Path | None]:
-    """The run, or the settings file, that says what is measured; no file where an agent is named. Raises ConfigError
-    where nothing says it."""
-    if given.agent is not None or given.env is not None or run is not None:
-        return run, None
-    if given.data is None and (any(RUNS.glob("*/state.json")) or not CONFIG_FILE.is_file()):
-        return run_or_newest(None, "give --agent and --data, --env, or --run RUN"), None
-    return None, own_config()
 
 
 def _subject(
@@ -456,4 +451,4 @@ def _count(rollouts: float) -> str:
     return f"{rollouts:,.0f}" if math.isfinite(rollouts) else "no signal"
 
 
-CREDIT: Final = {"compare": compare_rules}
+CREDIT = {"compare": compare_rules}

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, quote
 
 from rich.console import RenderableType
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from agentlightning.training.health.examination import Examination
 
 
-LOOK: Final = {"finished": ("report",), "unfinished": ("train", "--resume")}
+LOOK = {"finished": ("report",), "unfinished": ("train", "--resume")}
 """The verb that leads on from a run, by its status."""
 
 
@@ -113,7 +113,7 @@ def _status_lines(record: dict[str, Any], rewards: list[float | None]) -> Iterat
 # -- of a server elsewhere --------------------------------------------------------------------------------------------
 
 
-TIMEOUT: Final = 30.0
+TIMEOUT = 30.0
 
 
 def remote_status(link: str, token: str | None, name: str | None) -> tuple[dict[str, Any], list[float | None]]:

@@ -10,7 +10,7 @@ from functools import cache, wraps
 from importlib import import_module
 from importlib.metadata import version
 from itertools import islice
-from typing import Any, Final
+from typing import Any
 
 import typer
 from typer import Option
@@ -20,7 +20,7 @@ from typer.main import get_command, get_group
 from agentlightning.errors import ConfigError
 from agentlightning.util.plugins import installed, load_plugin, plugin_names
 
-GROUPS: Final = {
+GROUPS = {
     "Train": {
         "init": ("start:init", "Make a folder to train an agent in."),
         "demo": ("train:demo", "Train an example agent on this machine."),
@@ -54,7 +54,7 @@ GROUPS: Final = {
     },
 }
 """The verbs: where each is below this package, and its line in the help of the program; a plugin has its own."""
-EARLIER: Final = {
+EARLIER = {
     "--store": "--db",
     "--data": "--dataset",
     "--out": "--output",
@@ -63,8 +63,8 @@ EARLIER: Final = {
     "--target-agent": "--agent",
 }
 """Names of options, and what they were called before, which is accepted where no other option has that name."""
-NOW: Final = {before: now for now, before in EARLIER.items()}
-PLAIN: Final[dict[str, Any]] = {"no_args_is_help": True, "pretty_exceptions_enable": False, "rich_markup_mode": None}
+NOW = {before: now for now, before in EARLIER.items()}
+PLAIN: dict[str, Any] = {"no_args_is_help": True, "pretty_exceptions_enable": False, "rich_markup_mode": None}
 
 
 def with_groups(verb: Callable[..., Any]) -> Callable[..., Any]:

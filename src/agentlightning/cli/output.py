@@ -11,8 +11,9 @@ import sys
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import typer
@@ -34,9 +35,9 @@ from agentlightning.util.printable import printable, printable_lines
 if TYPE_CHECKING:
     from agentlightning.training.health.examination import Failures
 
-INVALID_INPUT: Final = (ConfigError, DatasetError, ResumeError, ServerError)
-DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
-EXTRAS: Final = {
+INVALID_INPUT = (ConfigError, DatasetError, ResumeError, ServerError)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+EXTRAS = {
     "torch": "train",
     "transformers": "train",
     "tokenizers": "train",
@@ -83,12 +84,12 @@ class Output:
         if self.as_json:
             sys.stdout.write(dumps(result.record).decode() + "\n")
             return
-        for line in result.text.split("\n") if isinstance(result.text, str) else result.text:
+        lines = result.text.split("\n") if isinstance(result.text, str) else result.text
+        commands = (f"{'' if number else 'next':<5} {command}" for number, command in enumerate(result.after))
+        for line in chain(lines, commands):
             if isinstance(line, Text):  # agents wrote parts of it
                 line.plain = printable(line.plain.expandtabs())
             self.console.print(printable(line.expandtabs()) if isinstance(line, str) else line)
-        for number, command in enumerate(result.after):
-            self.console.print(f"{'' if number else 'next':<5} {command}")
 
     def fail(self, kind: str, message: str, status: int) -> typer.Exit:
         plain_console(stderr=True).print(f"error: {printable_lines(message)}")

@@ -268,11 +268,9 @@ async def _open(options: Options, stack: AsyncExitStack, process: ServerProcess 
     data = Catalog(store, roots=() if options.runs is None else [options.runs], writable=True)
     stack.push_async_callback(data.close)
     token, routing = options.token or None, options.routing
-    parts: dict[str, Any] = {"host": options.host, "port": options.port}
     if process is not None:
         await stack.enter_async_context(process.sharing(metrics))
         routing = routing.divided(process.number, options.workers)
-        parts |= {"listener": process.listener, "shared": process.directory}
     serving = serve(
         store,
         await open_engines(options.models or (), routing, stack),
@@ -291,7 +289,10 @@ async def _open(options: Options, stack: AsyncExitStack, process: ServerProcess 
         allow_unattributed=options.allow_unattributed,
         max_body_bytes=options.max_body_bytes,
         grace_seconds=options.grace_seconds,
-        **parts,
+        host=options.host,
+        port=options.port,
+        listener=process and process.listener,
+        shared=process and process.directory,
     )
     server = await stack.enter_async_context(serving)
     if options.retention is not None and (process is None or process.number == 1):

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
 from msgspec import structs
@@ -84,7 +84,7 @@ async def show(
 
 
 Order = Literal["newest", "reward", "seconds"]
-MOST_READ: Final = 5000
+MOST_READ = 5000
 """Rollouts that are read to sort them by what their spans say, the newest."""
 
 
@@ -293,7 +293,7 @@ async def import_(store: AnyStore, file: Path = Argument(help="Written by `agl s
     return Result({"file": str(file), **asdict(imported)}, text, [agl("store", "list", store=store.store)])
 
 
-VERBS: Final = {
+VERBS = {
     "stats": stats,
     "list": list_rollouts,
     "show": show,
@@ -309,7 +309,7 @@ VERBS: Final = {
 
 Form = Literal["hf", "gguf-ready", "gguf", "openai-jsonl", "trl-jsonl", "dpo-jsonl"]
 """What is written."""
-SUFFIXES: Final = {"hf": "", "gguf-ready": "", "gguf": ".gguf"}
+SUFFIXES = {"hf": "", "gguf-ready": "", "gguf": ".gguf"}
 """What the names of weights end in; of rollouts, it is `.jsonl`."""
 
 
@@ -350,12 +350,14 @@ async def export(
         }
         if unused := [name for name, value in only.items() if value is not None]:
             raise ConfigError(f"{', '.join(unused)} select rollouts, and --to {to} writes weights; leave them out")
-        weights = export_weights(run, to, path, precision or "f16")
+        with writing(path):
+            weights = export_weights(run, to, path, precision or "f16")
         found = {"path": str(path), "files": list(weights.files), "merged": weights.merged}
         after = agl("serve", "--allow-unattributed", model=path)
     else:
         selection = Selection(min_reward, target_agent, weights_of(reward_weights, run))
-        rows = await export_dataset(run, to, path, selection, store)
+        with writing(path):
+            rows = await export_dataset(run, to, path, selection, store)
         found = structs.asdict(rows) | {"path": str(path)}
         learning = {"openai-jsonl": "sft", "dpo-jsonl": "dpo"}.get(to)
         after = agl(learning, model="tiny", data=path) if learning else agl("report", run)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import typer
@@ -27,7 +27,7 @@ from agentlightning.cli.options import (
     own_config,
     weights_of,
 )
-from agentlightning.cli.output import Output, Result, agl, failure_lines, prompt_changes
+from agentlightning.cli.output import Output, Result, agl, failure_lines, prompt_changes, writing
 from agentlightning.errors import ConfigError
 from agentlightning.models.resolve import TINY
 from agentlightning.util.progress import Progress
@@ -121,7 +121,7 @@ def train(
     return report_of(trainer.train() if trainer.is_recorded else trainer.fit())
 
 
-SHORTCUTS: Final = {"data": "data.train", "model": "policy.model", "seed": "run.seed"}
+SHORTCUTS = {"data": "data.train", "model": "policy.model", "seed": "run.seed"}
 """Options whose setting has another name."""
 
 
@@ -160,25 +160,19 @@ class Recorded:
         from agentlightning.trainer import Trainer
 
         directory = output.run_dir = Path(self.resume or self.run or RUNS / time.strftime(f"{verb}-%Y%m%d-%H%M%S"))
-        algorithm = make() if self.resume is None else None
-        parts: Any = {"store": self.sessions, "reward": self.reward, "progress": Progress(console=output.console)}
+        parts: Any = {"reward": self.reward, "progress": Progress(console=output.console)}
         if self.resume is None:
+            parts["algorithm"] = make()
             if self.model is None:
                 raise ConfigError("--model is missing: give a directory, a .gguf file, a short or hub name, or tiny")
-            every: Any = {} if self.checkpoint_every is None else {"checkpoint_every": self.checkpoint_every}
-            trainer = Trainer(
-                TrainConfig(run=RunConfig(**every)),
-                algorithm=algorithm,
-                run_dir=directory,
-                model=self.model,
-                seed=self.seed,
-                **parts,
-            )
+            config = TrainConfig(run=RunConfig(checkpoint_every=self.checkpoint_every))
+            parts |= {"run_dir": directory, "model": self.model, "seed": self.seed}
+            trainer = Trainer(config, store=self.sessions, **parts)
         else:
             named = {"settings": self.settings, "--model": self.model, "--data": data, "--run": self.run}
             if kept := [name for name, value in named.items() if value]:
                 raise ConfigError(f"--resume uses the run's own settings and data; leave out {', '.join(kept)}")
-            trainer = Trainer.resume(directory, **parts)
+            trainer = Trainer.resume(directory, store=self.sessions, **parts)
         return report_of(trainer.train(eval_agent=self.eval_agent, held_out_dataset=self.held_out))
 
 
@@ -290,7 +284,8 @@ def demo(
     changes: Any = {"policy__model": model, "run__seed": seed, "algorithm__steps": steps}
     file, tasks = "messages.toml", messages.tasks(seed)
     if model == TINY:
-        changes["warm_start__dataset"] = job.write_demonstrations(directory / "demonstrations.jsonl", seed)
+        with writing(directory):
+            changes["warm_start__dataset"] = job.write_demonstrations(directory / "demonstrations.jsonl", seed)
         file, tasks = "calculator.toml", job.tasks(seed)
     trainer = Trainer(job.settings(file, **changes), run_dir=directory, progress=Progress(ctx.obj.console))
     return report_of(trainer.fit(**tasks))
@@ -299,10 +294,10 @@ def demo(
 # -- a dry run --------------------------------------------------------------------------------------------------------
 
 
-OUTCOME_STYLES: Final = {"ok": "green", "warning": "yellow", "failed": "red"}
-MOST_OF_MESSAGE: Final = 400
+OUTCOME_STYLES = {"ok": "green", "warning": "yellow", "failed": "red"}
+MOST_OF_MESSAGE = 400
 """Characters of a message that are shown."""
-LAST_LINES: Final = 8
+LAST_LINES = 8
 """Lines of a traceback that are shown, the last ones."""
 
 
@@ -351,9 +346,9 @@ def _short(value: object) -> str:
 # -- the report -------------------------------------------------------------------------------------------------------
 
 
-TRANSCRIPT_LINES: Final = 6
+TRANSCRIPT_LINES = 6
 """Of a transcript, the last ones."""
-TRANSCRIPT_WIDTH: Final = 300
+TRANSCRIPT_WIDTH = 300
 
 
 def report_of(result: TrainingResult) -> Result:

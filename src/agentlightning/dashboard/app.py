@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import orjson
 from starlette.requests import Request
@@ -32,9 +32,9 @@ from agentlightning.store.http.encoding import RequestError
 from agentlightning.store.http.endpoint import endpoint, read_body, respond
 from agentlightning.util.json_values import Json
 
-PATH: Final = "/dashboard"
-MAX_BODY: Final = 256 * 1024
-HEADERS: Final = {
+PATH = "/dashboard"
+MAX_BODY = 256 * 1024
+HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self';"
         " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -43,9 +43,9 @@ HEADERS: Final = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-UNCACHED: Final = {**HEADERS, "cache-control": "no-store"}
-STATIC: Final = Path(__file__).parent / "static"
-VIEWS: Final[Mapping[str, Callable[[Any, Query], Awaitable[Json]]]] = {
+UNCACHED = {**HEADERS, "cache-control": "no-store"}
+STATIC = Path(__file__).parent / "static"
+VIEWS: Mapping[str, Callable[[Any, Query], Awaitable[Json]]] = {
     "/runs": runs.list_runs,
     "/compare": runs.compare,
     "/runs/{run}": runs.show_run,

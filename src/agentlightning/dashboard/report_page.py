@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
 
 from jinja2 import Environment, PackageLoader
 
@@ -12,8 +11,8 @@ from agentlightning.dashboard.views.runs import charts_of, held_out, warnings_of
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.report.result import as_html, markdown_report
 
-COLORS: Final = ("#1d4ed8", "#c2410c", "#0f766e", "#7e22ce", "#a16207", "#be185d", "#475569", "#15803d")
-STYLE: Final = (
+COLORS = ("#1d4ed8", "#c2410c", "#0f766e", "#7e22ce", "#a16207", "#be185d", "#475569", "#15803d")
+STYLE = (
     "figure{display:inline-block;margin:.5rem;max-width:100%}figcaption{font-weight:600}svg{max-width:100%;height:auto}"
     "polyline{fill:none;stroke-width:1.8;stroke-linecap:round;vector-effect:non-scaling-stroke}.band{fill:#1d4ed8;fill-opacity:.15}"
     ".key{font-size:13px;margin-right:.8rem}text{font:11px system-ui,sans-serif;fill:#475569}"

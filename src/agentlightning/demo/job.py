@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import orjson
 
@@ -12,12 +12,12 @@ from agentlightning.config import TrainConfig
 from agentlightning.demo.problems import demonstrations, make_tasks
 from agentlightning.util.settings import load_settings
 
-DEMONSTRATIONS: Final = 6400
+DEMONSTRATIONS = 6400
 """As many as the warm start shows."""
-TASKS: Final = 288
+TASKS = 288
 """As many as the steps train on."""
-HELD_OUT: Final = 128
-VALIDATION: Final = 64
+HELD_OUT = 128
+VALIDATION = 64
 FRESH = 1_000_000
 """Added to the seed of the training tasks, so that few of them occur in the demonstrations."""
 

@@ -10,21 +10,21 @@ import random
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import orjson
 
 from agentlightning.demo.agent import client
 
-SYSTEM: Final = "Read the customer's message. Reply with the order number, nothing else."
-WORDS: Final[Any] = orjson.loads(Path(__file__).with_name("words.json").read_bytes())["messages"]
-SENTENCES: Final[list[str]] = WORDS["sentences"]
-PRODUCTS: Final[list[str]] = WORDS["products"]
-UNSEEN: Final = 4
+SYSTEM = "Read the customer's message. Reply with the order number, nothing else."
+WORDS: Any = orjson.loads(Path(__file__).with_name("words.json").read_bytes())["messages"]
+SENTENCES: list[str] = WORDS["sentences"]
+PRODUCTS: list[str] = WORDS["products"]
+UNSEEN = 4
 """The last of SENTENCES and PRODUCTS, which no training task has."""
-TASKS: Final = 84
+TASKS = 84
 """As many as the steps train on."""
-HELD_OUT: Final = 64
+HELD_OUT = 64
 
 
 def read(message: str, base_url: str, model: str = "policy") -> str:

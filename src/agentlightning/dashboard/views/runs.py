@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from msgspec import structs
 
@@ -43,12 +43,12 @@ from agentlightning.util.json_values import Json
 
 
 T = TypeVar("T")
-MOST_POINTS: Final = 2000
+MOST_POINTS = 2000
 """Steps that are sent."""
 
 
-PLAIN: Final[Json] = {"metrics": {}, "others": "", "unit": "", "spread": "", "log": False}
-CHARTS: Final[list[Json]] = [
+PLAIN: Json = {"metrics": {}, "others": "", "unit": "", "spread": "", "log": False}
+CHARTS: list[Json] = [
     PLAIN | each for each in tomllib.loads((Path(__file__).parents[1] / "charts.toml").read_text())["chart"]
 ]
 
@@ -106,7 +106,7 @@ def thinned(values: Sequence[T], most: int = MOST_POINTS) -> Sequence[T]:
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 
-WINDOW: Final = 5
+WINDOW = 5
 """Steps that the reward at the start and the reward now are means of."""
 
 
@@ -281,10 +281,10 @@ def _checkpoints(files: RunFiles, state: RunState) -> list[Json]:
 # -- several runs -----------------------------------------------------------------------------------------------------
 
 
-MOST_RUNS: Final = 24
-MOST_TASKS: Final = 100
+MOST_RUNS = 24
+MOST_TASKS = 100
 """Tasks that are listed as won, and as lost."""
-METRICS: Final = (
+METRICS = (
     "reward",
     "validation_greedy",
     "validation_sampled",
@@ -395,10 +395,10 @@ def _mode(rows: Sequence[tuple[float | None, float | None, Any]]) -> Json:
 # measuring rollouts, as far as the store still has them.
 
 
-SETS: Final = ("held_out", "validation")
-MOST_MEASUREMENTS: Final = 12
+SETS = ("held_out", "validation")
+MOST_MEASUREMENTS = 12
 """Measurements in the table of tasks; of more, the first, the last and some between."""
-MOST_OF_SET: Final = 500
+MOST_OF_SET = 500
 """Tasks in the table, those that changed most first."""
 Points = Mapping[str, Sequence[RolloutSummary]]
 """Label of a measurement -> its rollouts."""
@@ -471,9 +471,14 @@ def _by_task(points: Points) -> Json:
             first, last = ([each["cells"][place]["mean"] for each in found] for place in (0, -1))
             gain, error = paired_gain(first, last), ""
             changes = [each["change"] for each in found if each["change"] is not None]
-            better, worse = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
-            counts = {"tasks": len(changes), "better": better, "worse": worse, "left_out": len(found) - len(changes)}
-            result = {"gain": gain.gain, "interval": gain.interval, **counts}
+            result = {
+                "gain": gain.gain,
+                "interval": gain.interval,
+                "tasks": len(changes),
+                "better": sum(change > 0 for change in changes),
+                "worse": sum(change < 0 for change in changes),
+                "left_out": len(found) - len(changes),
+            }
         except RewardError as problem:
             error = str(problem)
     found.sort(key=lambda each: (each["change"] is None, -abs(each["change"] or 0.0), each["change"] or 0.0))
@@ -497,8 +502,8 @@ def _task(key: str, measurements: Sequence[Sequence[RolloutSummary]]) -> Json:
 # -- prompts and weights ----------------------------------------------------------------------------------------------
 
 
-PAGE: Final = 50
-MOST_LINES: Final = 2000
+PAGE = 50
+MOST_LINES = 2000
 
 
 async def list_resources(run: RunData, query: Query) -> Json:
@@ -582,7 +587,7 @@ def _record(record: AuditRecord, kept: set[str], resumes: Resumes) -> Json:
 # -- a prompt search --------------------------------------------------------------------------------------------------
 
 
-TRIAL: Final = re.compile(r"-([0-9a-f]{16})-(train|validation)\d{5}-\d+(-again|$)")
+TRIAL = re.compile(r"-([0-9a-f]{16})-(train|validation)\d{5}-\d+(-again|$)")
 """In the id of a rollout: a digest of the candidate's texts, and the tasks that it was tried on."""
 
 
