@@ -86,7 +86,7 @@ def test_stats_shows_what_there_is(agl: Agl, path: str) -> None:
 
 
 def test_what_an_agent_wrote_moves_no_cursor_and_is_shown_as_it_is(agl: Agl) -> None:
-    rollout = Rollout("ro-1\x1b[2J", "say \x1b[2J :fire: [red]", 0.0, status="failed", end_time=1.0)
+    rollout = Rollout("ro-1", "say \x1b[2J :fire: [red]", 0.0, status="failed", end_time=1.0)
     error = {"type": "KeyError", "message": "\x1b]0;title\x07"}
     attempt = Attempt(rollout.rollout_id, "at-1", 1, 0.0, "failed", 1.0, metadata={"error": error})
     ids = rollout.rollout_id, "at-1"
