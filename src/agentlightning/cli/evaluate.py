@@ -421,7 +421,7 @@ async def _read_groups(
     """The newest groups of several finished rollouts, and rollouts that cannot be read by reason."""
     from agentlightning.credit import group_trajectories
     from agentlightning.credit.rejection import count_reasons
-    from agentlightning.training.sources.collector import TrajectoryReader, find_groups
+    from agentlightning.training.sources.collector import RolloutPlan, TrajectoryReader, find_groups
 
     async with store.open() as opened:
         found = await find_groups(opened, None if mode is None else [mode])
@@ -433,7 +433,8 @@ async def _read_groups(
         several = [each for each in found if len(each[1]) > 1] or found  # measurements have one rollout of each task
         chosen = {rollout_id: group for group, ids in several[-groups:] for rollout_id in ids}
         tasks = {each.rollout_id: each.input for each in await opened.query_rollouts(rollout_id_in=list(chosen))}
-        trajectories, rejected = await TrajectoryReader(opened).read(chosen, tasks=tasks)
+        plans = [RolloutPlan(key, tasks.get(key), group) for key, group in chosen.items()]
+        trajectories, rejected = await TrajectoryReader(opened).read(plans)
     return group_trajectories(trajectories), count_reasons(rejected)
 
 

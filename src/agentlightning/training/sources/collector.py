@@ -14,6 +14,7 @@ import inspect
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias, TypeVar, cast
@@ -65,9 +66,24 @@ from agentlightning.util.json_values import dumps, recorded_objects
 # eight calls, a thread takes a ninth of the time of a process, and delays a heartbeat by at most 24 ms instead of 380.
 
 NO_REWARDS: Mapping[str, float] = MappingProxyType({})
-NO_TASKS: Mapping[str, Any] = MappingProxyType({})
 Readings = tuple[tuple[Trajectory, ...], tuple[Rejection, ...]]
 """The usable trajectories and the rejected rollouts, each in the order requested."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutPlan:
+    """One rollout to run."""
+
+    rollout_id: str
+    task: Any
+    group: str
+    """The same for the rollouts of one task within a step."""
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What its rollout records beside the group. `BRANCH`: the `rollout_id` of the rollout that it branches off, and
+    `span_ids` of the calls before that point, as the gateway reads them."""
+    resources_id: str | None = None
+    """None: it was not queued."""
+    mode: RolloutMode = "train"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,65 +101,47 @@ class TrajectoryReader:
     """The reward of rollouts that ended at their limit of turns without one of their own."""
 
     async def read(
-        self,
-        groups: Mapping[str, str],
-        check: Check | None = None,
-        rewards: Mapping[str, float] = NO_REWARDS,
-        tasks: Mapping[str, Any] = NO_TASKS,
+        self, plans: Sequence[RolloutPlan], check: Check | None = None, rewards: Mapping[str, float] = NO_REWARDS
     ) -> Readings:
-        """`groups`: rollout id -> group; `tasks`: rollout id -> its input. `rewards` replace the rewards of those that
-        timed out."""
-        if not groups:
-            return (), ()
-        found: dict[str, Trajectory] = {}
-        rejected: dict[str, Rejection] = {}
-        for ids in _chunks(list(groups), ROLLOUTS_PER_READ):
-            chunk = [each async for each in self.store.iter_spans(ids)]
-            assembled, rewards_found = await asyncio.to_thread(self._assemble, chunk, groups)
+        """The finished rollouts of these plans. `rewards`, by id, replace those of rollouts that timed out."""
+        found: dict[str, Trajectory | Rejection] = {}
+        for chunk in _chunks(plans, ROLLOUTS_PER_READ):
+            spans = [own async for _, own in self.store.iter_spans([plan.rollout_id for plan in chunk])]
+            assembled, rewards_found = await asyncio.to_thread(self._assemble, chunk, spans, rewards)
             if rewards_found:
                 await self.store.add_many_spans(rewards_found)
-            for read in assembled:
-                if isinstance(read, Rejection):
-                    rejected[read.rollout_id] = read
-                else:
-                    reward = rewards.get(read.rollout_id, self._reward(read))
-                    found[read.rollout_id] = replace(read, reward=reward, task=tasks.get(read.rollout_id))
-        usable, refused = await checked([found[each] for each in groups if each in found], check)
-        rejected |= {each.rollout_id: each for each in refused}
-        return usable, tuple(rejected[rollout_id] for rollout_id in groups if rollout_id in rejected)
+            found |= {each.rollout_id: each for each in assembled}
+        usable, refused = await checked([each for each in found.values() if isinstance(each, Trajectory)], check)
+        found |= {each.rollout_id: each for each in refused}
+        return usable, tuple(each for each in found.values() if isinstance(each, Rejection))
 
-    async def read_remaining(
-        self, groups: Mapping[str, str], check: Check | None = None, tasks: Mapping[str, Any] = NO_TASKS
-    ) -> tuple[Trajectory, ...]:
+    async def read_remaining(self, plans: Sequence[RolloutPlan], check: Check | None = None) -> tuple[Trajectory, ...]:
         """The usable ones of rollouts that the store may have removed, each read and checked by itself."""
         found: list[Trajectory] = []
-        for rollout_id, group in groups.items():
-            try:
-                usable, _ = await self.read({rollout_id: group}, check, tasks=tasks)
-            except NotFoundError:
-                continue
-            found += usable
+        for plan in plans:
+            with suppress(NotFoundError):
+                usable, _ = await self.read([plan], check)
+                found += usable
         return tuple(found)
 
-    def _reward(self, read: Trajectory) -> Reward | None:
-        return self.turn_limit_reward if read.reward is None and TURN_LIMIT_REACHED in read.metadata else read.reward
-
     def _assemble(
-        self, chunk: Sequence[tuple[str, list[Span]]], groups: Mapping[str, str]
+        self, plans: Sequence[RolloutPlan], recorded: Sequence[list[Span]], rewards: Mapping[str, float]
     ) -> tuple[list[Trajectory | Rejection], list[Span]]:
         """What was read of each rollout, and the automatic rewards that the store does not have yet."""
         assembled: list[Trajectory | Rejection] = []
         found: list[Span] = []
-        for rollout_id, spans in chunk:
-            attempt_id, group = spans[-1].attempt_id if spans else "", groups[rollout_id]
+        for plan, spans in zip(plans, recorded, strict=True):
+            key, attempt_id = plan.rollout_id, spans[-1].attempt_id if spans else ""
             try:
                 spans, new = self._with_rewards(spans, attempt_id)
                 found += new
-                read = trajectory(rollout_id, attempt_id, spans, group, model=self.model, limits=self.limits)
+                read = trajectory(key, attempt_id, spans, plan.group, model=self.model, limits=self.limits)
             except (*REJECTING, *UNREADABLE) as error:
-                assembled.append(rejection(rollout_id, error))
-            else:
-                assembled.append(read)
+                assembled.append(rejection(key, error))
+                continue
+            ended_early = read.reward is None and TURN_LIMIT_REACHED in read.metadata
+            reward = rewards.get(key, self.turn_limit_reward if ended_early else read.reward)
+            assembled.append(replace(read, reward=reward, task=plan.task))
         return assembled, found
 
     def _with_rewards(self, spans: list[Span], attempt_id: str) -> tuple[list[Span], list[Span]]:
@@ -158,7 +156,9 @@ class TrajectoryReader:
 
 async def checked(trajectories: Sequence[Trajectory], check: Check | None) -> Readings:
     """Those that can be used, and those that `check` names."""
-    rejected = () if check is None else tuple(await asyncio.to_thread(lambda: list(check(trajectories))))
+    if check is None or not trajectories:
+        return tuple(trajectories), ()
+    rejected = tuple(await asyncio.to_thread(lambda: list(check(trajectories))))
     refused = {each.rollout_id for each in rejected}
     return tuple(each for each in trajectories if each.rollout_id not in refused), rejected
 
@@ -281,22 +281,6 @@ EVALUATION_ADVICE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutPlan:
-    """One rollout to run."""
-
-    rollout_id: str
-    task: Any
-    group: str
-    """The same for the rollouts of one task within a step."""
-    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What its rollout records beside the group. `BRANCH`: the `rollout_id` of the rollout that it branches off, and
-    `span_ids` of the calls before that point, as the gateway reads them."""
-    resources_id: str | None = None
-    """None: it was not queued."""
-    mode: RolloutMode = "train"
-
-
 @dataclass(slots=True)
 class RolloutCollector:
     """Queues rollouts and collects their trajectories."""
@@ -354,9 +338,8 @@ class RolloutCollector:
         rewards = {} if timeout_reward is None else dict.fromkeys(timed_out, timeout_reward)
         failed = tuple(rollout for rollout in failed if rollout.rollout_id not in rewards)
         failed_ids = {rollout.rollout_id for rollout in failed}
-        groups = {plan.rollout_id: plan.group for plan in plans if plan.rollout_id not in failed_ids}
-        tasks = {plan.rollout_id: plan.task for plan in plans}
-        trajectories, rejected = await self.reader.read(groups, check, rewards, tasks)
+        ended = [plan for plan in plans if plan.rollout_id not in failed_ids]
+        trajectories, rejected = await self.reader.read(ended, check, rewards)
         self._check_rejected(rejected, failed, len(plans), max_rejected_share)
         return Collected(trajectories, failed, rejected, len(timed_out), time.monotonic() - started)
 
@@ -369,28 +352,21 @@ class RolloutCollector:
     ) -> list[RolloutPlan]:
         """Queue the rollouts that do not exist yet. A rollout that failed earlier is queued again; one that finished
         earlier and cannot be used is replaced by a new one of the same task."""
-        found = [replace(plan, resources_id=resources_id, mode=mode) for plan in plans]
-        positions = list(range(len(found)))
-        repetition = 0
-        while positions:
-            queued = await self._queue([found[position] for position in positions])
-            for rollout in queued:
+        found = {plan.rollout_id: replace(plan, resources_id=resources_id, mode=mode) for plan in plans}
+        asked, repetition = list(found), 0
+        while asked:
+            done: dict[str, str] = {}
+            for key, rollout in zip(asked, await self._queue([found[key] for key in asked]), strict=True):
                 if rollout.status in ("failed", "cancelled"):
                     await self.store.requeue_rollout(rollout.rollout_id, "asked for again")
-            done = {
-                rollout.rollout_id: position
-                for position, rollout in zip(positions, queued, strict=True)
-                if rollout.status == "succeeded"
-            }
-            groups = {rollout_id: found[position].group for rollout_id, position in done.items()}
-            tasks = {rollout_id: found[position].task for rollout_id, position in done.items()}
-            _, rejected = await self.reader.read(groups, check, tasks=tasks)
-            positions = [done[each.rollout_id] for each in rejected]
+                elif rollout.status == "succeeded":
+                    done[rollout.rollout_id] = key
+            _, rejected = await self.reader.read([found[key] for key in done.values()], check)
+            asked = [done[each.rollout_id] for each in rejected]
             repetition += 1
-            for position in positions:
-                rollout_id = f"{plans[position].rollout_id}-again{repetition}"
-                found[position] = replace(found[position], rollout_id=rollout_id)
-        return found
+            for key in asked:
+                found[key] = replace(found[key], rollout_id=f"{key}-again{repetition}")
+        return list(found.values())
 
     async def _timed_out(self, failed: Sequence[Rollout]) -> set[str]:
         """The ids of those whose last attempt timed out."""

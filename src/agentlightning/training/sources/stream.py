@@ -469,7 +469,8 @@ class RolloutStream(Struct):
         self, groups: Mapping[str, str], check: Check | None, tasks: Mapping[str, Any], max_age: int
     ) -> tuple[Trajectory, ...]:
         """See `Training.recall`."""
-        found = await self.collector.reader.read_remaining(groups, check, tasks)
+        plans = [RolloutPlan(key, tasks.get(key), group) for key, group in groups.items()]
+        found = await self.collector.reader.read_remaining(plans, check)
         return tuple(each for each in found if self._age(each) <= max_age)
 
     async def _collect(self, request: RolloutRequest) -> Collected:
@@ -578,8 +579,8 @@ class RolloutStream(Struct):
         found = await self.collector.wait_for_some(_plans_of(groups), 0)
         finished = {rollout.rollout_id for rollout in found if rollout.status == "succeeded"}
         for group in groups:
-            ids = [plan.rollout_id for plan in group.plans if plan.rollout_id in finished]
-            trajectories, _ = await self.collector.reader.read(dict.fromkeys(ids, group.name))
+            ended = [plan for plan in group.plans if plan.rollout_id in finished]
+            trajectories, _ = await self.collector.reader.read(ended)
             group.deadline -= max((self._age(each) for each in trajectories), default=0)
 
     def _draw(self, turn: int, count: int) -> list[int]:
@@ -777,7 +778,7 @@ class RolloutStream(Struct):
         if rollout is None or not point.rollout_id.startswith(f"{self.state.run_id}-train-"):
             raise ValueError(f"there is no training rollout {point.rollout_id!r} in this run to branch off")
         group = str(rollout.metadata["group"])
-        read, rejected = await self.collector.reader.read({point.rollout_id: group})
+        read, rejected = await self.collector.reader.read([RolloutPlan(point.rollout_id, rollout.input, group)])
         answers = {call.span_id: len(call.response_token_ids) for each in read for call in each.transitions}
         calls = [*answers]
         oldest = max(map(self._age, read), default=0)
