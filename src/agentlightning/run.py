@@ -79,10 +79,10 @@ from agentlightning.training.persistence.run_changes import (
     extensions_of,
     load_tasks,
     read_tasks,
-    record_of,
+    shown,
     write_tasks,
 )
-from agentlightning.training.persistence.run_dir import RunDir, RunState, write_atomically
+from agentlightning.training.persistence.run_dir import RunDir, RunState, append_lines, read_state, write_atomically
 from agentlightning.training.persistence.token_ratios import TokenRatios
 from agentlightning.training.recorded import (
     RecordedSource,
@@ -246,7 +246,7 @@ class Run(Struct):
     def _reopen(self, *, recorded: bool) -> tuple[RunDir, RunState, Tasks]:
         run_dir = RunDir.open(self.path)
         try:
-            state = run_dir.read_state()
+            state = read_state(self.path)
             if state.recorded is not None and not recorded:
                 raise ResumeError(
                     f"{self.path} learns from recorded data, without an agent; continue it with Trainer.resume("
@@ -268,10 +268,10 @@ class Run(Struct):
             if self.before is None and self.trained is None and not warmed_up:
                 run_dir.discard()
             raise
-        if self.before is not None and (changes := changed_settings(self.before, self.config)):
+        if self.before is not None and (changes := shown(changed_settings(self.before, self.config))):
             self._write_config(run_dir)
-            with (run_dir.path / "changes.jsonl").open("ab") as file:
-                file.write(record_of(changes, state.step))
+            record = {"time": time.time(), "step": state.step, "changes": changes}
+            append_lines(run_dir.path / "changes.jsonl", record)
             self.progress.note(f"changed: {describe_changes(changes)}")
 
     def _write_config(self, run_dir: RunDir) -> None:

@@ -30,7 +30,7 @@ def test_state_survives_a_round_trip(run_dir):
         evaluations={"before-greedy": [1.0, None]},
     )
     run_dir.write_state(state)
-    assert run_dir.read_state() == state
+    assert read_state(run_dir.path) == state
 
 
 def test_a_second_process_is_kept_out(tmp_path):
@@ -83,7 +83,7 @@ def test_a_run_that_did_not_begin_is_removed_and_nothing_else(tmp_path):
 def test_a_state_file_that_is_broken_is_named(tmp_path):
     (tmp_path / "state.json").write_text("{")
     with pytest.raises(ResumeError, match=r"state\.json cannot be read"), closing(RunDir.open(tmp_path)) as run_dir:
-        run_dir.read_state()
+        read_state(run_dir.path)
 
 
 @pytest.mark.parametrize(

@@ -58,38 +58,42 @@ class ResourcePublisher:
         self.resources = {**self.resources, **resources}
         self.published = self.published or bool(resources)
 
-    def _llm(self, engine: Engine, sampling: Mapping[str, float], max_calls: int | None) -> ProxyLLM:
-        return ProxyLLM(
-            endpoint=self.server_url,
-            model=engine.model,
-            sampling_parameters=dict(sampling),
-            policy_version=engine.policy_version,
-            max_calls=max_calls,
-        )
-
     def _policy_resources(self, sampling: Mapping[str, float], max_calls: int | None) -> NamedResources:
         """The policy as `llm`, and each of its adapters; empty where the run trains none."""
         if self.policy is None:
             return {}
-        max_calls = min((limit for limit in (max_calls, self.max_calls) if limit is not None), default=None)
-        found: NamedResources = {"llm": self._llm(self.policy, sampling, max_calls)}
+        engines: dict[str, Engine] = {"llm": self.policy}
         for model, view in self.policy.views.items() if isinstance(self.policy, AgentEngines) else ():
-            found[f"llm:{model.removeprefix(f'{self.policy.model}:')}"] = self._llm(view, sampling, max_calls)
-        return found
+            engines[f"llm:{model.removeprefix(f'{self.policy.model}:')}"] = view
+        max_calls = min((limit for limit in (max_calls, self.max_calls) if limit is not None), default=None)
+        return {
+            name: ProxyLLM(
+                endpoint=self.server_url,
+                model=engine.model,
+                sampling_parameters=dict(sampling),
+                policy_version=engine.policy_version,
+                max_calls=max_calls,
+            )
+            for name, engine in engines.items()
+        }
 
     async def write_trial(self, label: str, resources: NamedResources, sampling: Mapping[str, float]) -> str:
         """Write the present resources with some replaced, and the policy. Returns their id, which begins with `label`
         and is the same for the same resources, wherever the policy is served."""
         given = {**self.resources, **resources}
         digest = hashlib.blake2b(named_resources.dump_json(given), digest_size=8).hexdigest()
-        resources_id = f"{label}-{digest}"
-        await self.store.update_resources(resources_id, given | self._policy_resources(sampling, None))
-        return resources_id
+        return await self.write(f"{label}-{digest}", sampling, resources=given)
 
-    async def write(self, resources_id: str, sampling: Mapping[str, float], max_calls: int | None = None) -> str:
-        """Write the present resources to the store; again under the same id after a crash, at the new address. A
-        rollout is given at most `max_calls` answers of the policy."""
-        given = {**self.resources, **self._policy_resources(sampling, max_calls)}
+    async def write(
+        self,
+        resources_id: str,
+        sampling: Mapping[str, float],
+        max_calls: int | None = None,
+        resources: NamedResources | None = None,
+    ) -> str:
+        """Write `resources`, by default the present ones, and the policy to the store; again under the same id after a
+        crash, at the new address. A rollout is given at most `max_calls` answers of the policy."""
+        given = {**(resources or self.resources), **self._policy_resources(sampling, max_calls)}
         await self.store.update_resources(resources_id, given)
         return resources_id
 

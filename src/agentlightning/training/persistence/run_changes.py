@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
@@ -60,24 +59,16 @@ def load_tasks(
 ) -> Tasks:
     """The given tasks, or those that the configuration names. Missing parts are split off the training tasks."""
     data = config.data
-    given = train if train is not None else data.train
-    if given is None:
+    source = train if train is not None else data.train
+    if source is None:
         raise ConfigError("no tasks: pass train_dataset to fit(), or set data.train (--data FILE)")
-    tasks = Tasks(load_dataset(given))
-    for part, value in (("validation", validation or data.validation), ("held_out", held_out or data.held_out)):
-        if value is not None:
-            setattr(tasks, part, load_dataset(value))
-    shares = {
-        "validation": 0.0 if tasks.validation else config.data.validation_share,
-        "held_out": 0.0 if tasks.held_out else config.data.held_out_share,
-    }
-    given = tasks.train
-    if any(shares.values()):
-        rest = 1.0 - sum(shares.values())
-        parts = split(tasks.train, [rest, *shares.values()], config.run.seed)
-        tasks.train = parts[0]
-        tasks.validation = tasks.validation or parts[1]
-        tasks.held_out = tasks.held_out or parts[2]
+    given, others = load_dataset(source), (validation or data.validation, held_out or data.held_out)
+    own = [[] if other is None else load_dataset(other) for other in others]
+    shares = [
+        0.0 if part else share for part, share in zip(own, (data.validation_share, data.held_out_share), strict=True)
+    ]
+    parts = split(given, [1.0 - sum(shares), *shares], config.run.seed) if any(shares) else [given, *own]
+    tasks = Tasks(parts[0], own[0] or parts[1], own[1] or parts[2])
     for part in ("train", "held_out"):
         if not getattr(tasks, part):
             raise DatasetError(
@@ -249,13 +240,8 @@ def overrides(changes: Mapping[str, Any] | Sequence[str]) -> list[str]:
 
 
 def describe_changes(changes: Changes) -> str:
-    """`algorithm.steps 100 -> 200, runner.hosts 1 -> 2`, without secrets."""
-    return ", ".join(f"{name} {old} -> {new}" for name, (old, new) in shown(changes).items())
-
-
-def record_of(changes: Changes, step: int) -> bytes:
-    """One line for the run's record of changes, without secrets."""
-    return orjson.dumps({"time": time.time(), "step": step, "changes": shown(changes)}) + b"\n"
+    """`algorithm.steps 100 -> 200, runner.hosts 1 -> 2`."""
+    return ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changes.items())
 
 
 def shown(changes: Changes) -> Changes:
@@ -317,10 +303,11 @@ def extensions_of(config: TrainConfig) -> dict[str, dict[str, str]]:
     change, and what else is in it."""
     found: dict[str, dict[str, str]] = {}
     for setting, value in leaves(config.model_dump(mode="json")):
-        registry = SEAMS.get(STAGE.sub("algorithm.", setting).removesuffix(".type"))
-        for each in cast("list[Any]", value if isinstance(value, list) else [value]) if registry is not None else ():
+        if (registry := SEAMS.get(STAGE.sub("algorithm.", setting).removesuffix(".type"))) is None:
+            continue
+        for each in cast("list[Any]", value if isinstance(value, list) else [value]):
             name = each.get("type") if isinstance(each, dict) else each
-            if name is None or registry is None or registry.get(name) is not None:
+            if name is None or registry.get(name) is not None:
                 continue
             file = file_of(registry.reference(name))
             if file is not None and Path(file).is_file() and file != file_of(config.agent or ""):

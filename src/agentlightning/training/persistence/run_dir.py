@@ -418,9 +418,6 @@ class RunDir(Struct):
 
     # -- state -----------------------------------------------------------------------------------------------------
 
-    def read_state(self) -> RunState:
-        return read_state(self.path)
-
     def write_state(self, state: RunState) -> None:
         write_atomically(self.path / "state.json", msgspec.json.format(msgspec.json.encode(state)))
 
