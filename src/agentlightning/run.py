@@ -11,8 +11,8 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import AsyncGenerator, Generator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -143,30 +143,35 @@ class Run(Struct):
             follow_trainer(self.config.policy)
         with self.progress:
             run_dir, state, tasks = self._open(train, validation, held_out, recorded=recorded)
+            is_new = self.before is None and self.trained is None
             try:
                 async with AsyncExitStack() as stack:
-                    with self._set_up(run_dir, state):
-                        algorithm = algorithm_of_run(self.algorithm, self.config, state.algorithm, self.path)
-                        if changed_rewards := self._changes_rewards():
-                            state.forget_measurements()
-                        source = None
-                        if recorded:
-                            check_recorded(algorithm, self.config, self.agent, tasks.held_out)
-                            store, parts = sessions_of(algorithm, self.store), (run_dir, state, self.progress, stack)
-                            self.config, source = await open_recorded(self.config, algorithm, store, *parts)
-                            write_tasks(run_dir, tasks)
-                            self._write_config(run_dir)
-                            algorithm = source.plan.algorithm
-                        wiring = self._wiring(algorithm, run_dir, state, tasks, source)
-                        runner, run = await stack.enter_async_context(wiring.open())
-                        run_dir.write_state(state)
-                        if changed_rewards:
-                            await run.begin_revision()
+                    algorithm = algorithm_of_run(self.algorithm, self.config, state.algorithm, self.path)
+                    if changed_rewards := self._changes_rewards():
+                        state.forget_measurements()
+                    source = None
+                    if recorded:
+                        check_recorded(algorithm, self.config, self.agent, tasks.held_out)
+                        store, parts = sessions_of(algorithm, self.store), (run_dir, state, self.progress, stack)
+                        self.config, source = await open_recorded(self.config, algorithm, store, *parts)
+                        write_tasks(run_dir, tasks)
+                        self._write_config(run_dir)
+                        algorithm = source.plan.algorithm
+                    wiring = self._wiring(algorithm, run_dir, state, tasks, source)
+                    runner, run = await stack.enter_async_context(wiring.open())
+                    run_dir.write_state(state)
+                    if changed_rewards:
+                        await run.begin_revision()
+                    is_new = False
+                    self._record_changes(run_dir, state)
                     random = algorithm.learns_weights and algorithm.objective == "reinforcement"
                     random = random and has_random_weights(self.config)
                     run.warn_of(starting_warnings(random_weights=random, shared=tasks.shared()))
                     return await run_beside(runner, run.fit())
             except Exception as error:
+                warmed_up = self.config.warm_start.dataset is not None and run_dir.start.exists()
+                if is_new and not warmed_up:
+                    run_dir.discard()
                 run_dir.write_error(error)
                 raise
             finally:
@@ -258,16 +263,8 @@ class Run(Struct):
             run_dir.close()
             raise
 
-    @contextmanager
-    def _set_up(self, run_dir: RunDir, state: RunState) -> Generator[None]:
-        """Discard a new run if its set-up fails, unless its warm start is done; record the changes of a resumed one."""
-        try:
-            yield
-        except Exception:
-            warmed_up = self.config.warm_start.dataset is not None and run_dir.start.exists()
-            if self.before is None and self.trained is None and not warmed_up:
-                run_dir.discard()
-            raise
+    def _record_changes(self, run_dir: RunDir, state: RunState) -> None:
+        """Those of a resumed run."""
         if self.before is not None and (changes := shown(changed_settings(self.before, self.config))):
             self._write_config(run_dir)
             record = {"time": time.time(), "step": state.step, "changes": changes}
@@ -340,14 +337,14 @@ class Wiring(Struct):
                 runner = make_runner(config.runner, store, self.agent, self.reward, secret, log=log, **routing)
             url = joined_url(config)
             listener = await load_agent(runner, stack, config.run.host, config.run.port, policy=learns, url=url)
-            policy, gateways = None, JoinedGateways(config, given, run_id, note)
-            stack.push_async_callback(gateways.close)
+            policy, joined = None, JoinedGateways(config, given, run_id, note) if config.run.gateways else None
+            if joined:
+                stack.push_async_callback(joined.close)
             if learns:
                 await make_starting_policy(config, self.run_dir, self.tasks, self.progress)
-                check = gateways.check_free
+                check = joined and joined.check_free
                 policy = await open_for_training(config, algorithm, self.run_dir, state, store, self.progress, check)
                 stack.push_async_callback(policy.close)
-            joined = gateways if config.run.gateways else None
             if joined:
                 await stack.enter_async_context(joined.join(policy))
             own = None if joined else policy

@@ -10,10 +10,11 @@ import asyncio
 import math
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 from msgspec import Struct, field
@@ -34,7 +35,7 @@ from agentlightning.training.health.step_record import VALIDATION, StepRecord, s
 from agentlightning.training.joined_gateways import JoinedGateways
 from agentlightning.training.persistence.checkpoints import Checkpoints, load_weights, read_resources
 from agentlightning.training.persistence.run_changes import Tasks
-from agentlightning.training.persistence.run_dir import RunDir, RunState, forget_after, write_atomically
+from agentlightning.training.persistence.run_dir import RunDir, RunState, append_lines, forget_after, write_atomically
 from agentlightning.training.recorded import NothingArrived, RecordedSource
 from agentlightning.training.report.result import TrainingResult, cost_of_steps, stage_results, with_providers
 from agentlightning.training.sources.collector import (
@@ -48,8 +49,6 @@ from agentlightning.training.sources.stream import RolloutStream
 from agentlightning.trajectory import RewardWeights, TrainingSample, Trajectory
 from agentlightning.util.plugins import calls_of
 from agentlightning.util.progress import Progress
-
-R = TypeVar("R")
 
 
 class TrainingRun(Struct):
@@ -146,17 +145,18 @@ class TrainingRun(Struct):
         restore(callback, self.state.of(callback.name))
         self.callbacks.append(callback)
 
-    async def each(self, call: Callable[[Callback[Any]], Awaitable[R]]) -> list[R]:
-        """What a call of each callback returns. Raises ExtensionError for one of others that fails, with its file."""
-        found: list[R] = []
+    async def each(self, point: str, *args: object) -> list[Any]:
+        """What the method of each callback for this point returns. Raises ExtensionError for one of others that fails,
+        with its file."""
+        found: list[Any] = []
         for callback in self.callbacks:
             with calls_of(type(callback), "callback"):
-                found.append(await call(callback))
+                found.append(await getattr(callback, point)(*args))
         return found
 
     async def close(self) -> None:
         """The process leaves the run."""
-        await self.each(lambda callback: callback.close())
+        await self.each("close")
 
     def write_state(self) -> None:
         now = time.monotonic()
@@ -170,7 +170,7 @@ class TrainingRun(Struct):
     async def save(self) -> None:
         """Write a checkpoint, then name it in state.json: only then does the step count."""
         await self.checkpoints.save()
-        await self.each(lambda callback: callback.on_checkpoint())
+        await self.each("on_checkpoint")
         self.write_state()
         self.run_dir.prune_checkpoints(self.state, self.config.run.keep_checkpoints)
 
@@ -193,8 +193,7 @@ class TrainingRun(Struct):
         """Count the training rollouts, and name the first of each kind that is of no use."""
         self.state.rollouts += collected.rollouts
         self.state.failed_rollouts += len(collected.failed)
-        for reason, count in count_reasons(collected.rejected).items():
-            self.state.rejected[reason] = self.state.rejected.get(reason, 0) + count
+        self.state.rejected = Counter(self.state.rejected) + Counter(count_reasons(collected.rejected))
         await self.name_left_out(collected)
 
     async def name_left_out(self, collected: Collected) -> None:
@@ -220,7 +219,7 @@ class TrainingRun(Struct):
 
     async def begin_revision(self) -> None:
         """Cancel the rollouts that were queued before a change of what rewards mean."""
-        await self.each(lambda callback: callback.on_revision())
+        await self.each("on_revision")
         await self.collector.cancel(self.state.run_id)
         self.write_state()
         self.note(
@@ -239,7 +238,7 @@ class TrainingRun(Struct):
         """Record a finished step."""
         record = StepRecord.read(line)
         self.state.skipped_groups += record.skipped_groups
-        self.run_dir.append_metrics(line)
+        append_lines(self.directory / "metrics.jsonl", line)
         self.records.append(record)
         self.progress.step(line)
         return record
@@ -252,7 +251,7 @@ class TrainingRun(Struct):
         collected = await self.source.next(request)
         if self.state.recorded is None:
             await self.count(collected)
-        await self.each(lambda callback: callback.on_batch(collected))
+        await self.each("on_batch", collected)
         return collected
 
     async def recall(
@@ -267,7 +266,7 @@ class TrainingRun(Struct):
             with calls_of(type(callback), "callback"):
                 options = callback.before_update(options)
         metrics = dict(await self._learner().update(samples, options))
-        for further in await self.each(lambda callback: callback.on_update(samples)):
+        for further in await self.each("on_update", samples):
             metrics |= further or {}
         return metrics
 
@@ -323,7 +322,7 @@ class TrainingRun(Struct):
             results = await self.validate()
             if self.is_best(results):
                 await self._keep_best()
-            await self.each(lambda callback: callback.on_validation(results))
+            await self.each("on_validation", results)
             for mode, result in results.items():
                 line[f"{VALIDATION}{mode}"] = result.mean if result.known else math.nan
                 if result.missing:
@@ -335,7 +334,7 @@ class TrainingRun(Struct):
         record = self.add_step(step.line)
         if step.saves or self.checkpoints.is_due(is_last=step.is_last):
             await self.save()
-        await self.each(lambda callback: callback.on_step_end(step))
+        await self.each("on_step_end", step)
         self.progress.update(self.step, **record.progress())
         self.conclude(step)
 
@@ -469,7 +468,7 @@ class TrainingRun(Struct):
         self.records = [StepRecord.read(line) for line in self.run_dir.read_metrics()]
         if self.learner is not None:
             await self.learner.publish()
-        await self.each(lambda callback: callback.on_start())
+        await self.each("on_start")
         with calls_of(type(algorithm), "algorithm"):
             try:
                 outcome: object = await algorithm.run(self)
@@ -484,7 +483,7 @@ class TrainingRun(Struct):
     async def finish(self) -> None:
         """After the last step of the run, or of a stage: its result is the promoted version, or the best one by
         validation."""
-        await self.each(lambda callback: callback.on_trained())
+        await self.each("on_trained")
         state = self.state
         if state.best_checkpoint is not None and state.best_step != state.step:
             await self.checkpoints.rollback(state.best_checkpoint, state.best_version)
@@ -556,7 +555,7 @@ class TrainingRun(Struct):
             )
             if state.first_step:
                 await self.save()
-            await self.each(lambda callback: callback.on_stage())
+            await self.each("on_stage")
             self.write_state()
         self.total_steps, self._lr_factor = state.first_step + stage.steps, stage.lr_factor
         self.validates = not stage.selects_result

@@ -73,7 +73,7 @@ async def open_for_training(
     state: RunState,
     store: LightningStoreBase,
     progress: Progress,
-    check: Callable[[Policy], Awaitable[None]],
+    check: Callable[[Policy], Awaitable[None]] | None,
 ) -> Policy:
     """The policy of a run and its servers: with the starting weights if these are still to be measured, else with those
     of its last checkpoint. `check` sees the policy before any server gets its weights. Raises ConfigError, PolicyError,
@@ -94,7 +94,8 @@ async def open_for_training(
                 "policy.in_flight = true: this policy cannot change its weights while answers are drawn; leave"
                 " in_flight false, and they finish first"
             )
-        await check(policy)
+        if check is not None:
+            await check(policy)
         if not state.measures_start(config.evaluation.modes):
             await load_weights(policy, run_dir, state, store)
     except BaseException:

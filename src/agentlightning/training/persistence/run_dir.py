@@ -436,11 +436,8 @@ class RunDir(Struct):
     def read_metrics(self) -> list[dict[str, Any]]:
         return records_in(self.path / "metrics.jsonl")
 
-    def append_metrics(self, record: Mapping[str, Any]) -> None:
-        append_lines(self.path / "metrics.jsonl", dict(record))
 
-
-def append_lines(path: Path, *records: dict[str, Any]) -> None:
+def append_lines(path: Path, *records: Mapping[str, Any]) -> None:
     """Add records to a file of JSON lines."""
     with path.open("ab") as file:
         file.writelines(orjson.dumps(each, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n" for each in records)
