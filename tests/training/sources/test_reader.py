@@ -127,7 +127,7 @@ async def test_an_exploited_rule_raises_the_automatic_reward_and_not_the_true_on
         rollout_id = await finished_with_tool(store, finish, tools, reward=0.0)
         trajectories, _ = await reader.read([RolloutPlan(rollout_id, None, "g")])
         collected = Collected(trajectories)
-        lines.append(step_line(RunState("r1"), collected, reward_metrics(collected, None)))
+        lines.append(step_line(RunState("r1"), collected, reward_metrics(collected, None), None))
     assert [line["reward"] for line in lines] == [0.0, 0.0, 0.0]
     assert [line["air_reward"] for line in lines] == pytest.approx([0.1, 0.5, 2.5])
     assert [line["air_tool_succeeded"] for line in lines] == pytest.approx([0.1, 0.5, 2.5])
@@ -137,7 +137,7 @@ async def test_rollouts_that_were_removed_meanwhile_are_left_out(store: InMemory
     rollout = await store.start_rollout({"n": 0})
     await finish(rollout)
     found = await TrajectoryReader(store).read_remaining(
-        [RolloutPlan("removed", None, "g"), RolloutPlan(rollout.rollout_id, {"n": 0}, "g")]
+        [RolloutPlan("removed", None, "g"), RolloutPlan(rollout.rollout_id, {"n": 0}, "g")], None
     )
     assert [(each.rollout_id, each.group, each.task) for each in found] == [(rollout.rollout_id, "g", {"n": 0})]
 

@@ -325,9 +325,7 @@ def repeated_ngrams(tokens: Sequence[int]) -> float:
 # -- step -----------------------------------------------------------------------------------------------------------
 
 
-def step_line(
-    state: RunState, collected: Collected, metrics: Metrics, reward_weights: RewardWeights = None
-) -> dict[str, Any]:
+def step_line(state: RunState, collected: Collected, metrics: Metrics, reward_weights: RewardWeights) -> dict[str, Any]:
     """A line of `metrics.jsonl`: the algorithm's metrics, and what the run knows of the step's rollouts."""
     reasons, tokens = count_reasons(collected.rejected), collected.sampled_tokens
     automatic = defaultdict[str, float](float)
@@ -335,10 +333,9 @@ def step_line(
         for rule, value in trajectory.metadata.get(AUTOMATIC_REWARDS, {}).items():
             automatic[f"air_{rule}"] += value
             automatic["air_reward"] += value
+    place = {"step": state.step, "revision": state.revision, "stage": len(state.stages)}
     return {
-        "step": state.step,
-        **({"revision": state.revision} if state.revision else {}),
-        **({"stage": len(state.stages)} if state.stages else {}),
+        **{name: number for name, number in place.items() if number},
         **batch_metrics(collected.trajectories, reward_weights),
         **metrics,
         "rollouts": state.rollouts,

@@ -104,18 +104,16 @@ class TrajectoryReader:
         self, plans: Sequence[RolloutPlan], check: Check | None = None, rewards: Mapping[str, float] = NO_REWARDS
     ) -> Readings:
         """The finished rollouts of these plans. `rewards`, by id, replace those of rollouts that timed out."""
-        found: dict[str, Trajectory | Rejection] = {}
+        found: list[Trajectory | Rejection] = []
         for chunk in _chunks(plans, ROLLOUTS_PER_READ):
             spans = [own async for _, own in self.store.iter_spans([plan.rollout_id for plan in chunk])]
             assembled, rewards_found = await asyncio.to_thread(self._assemble, chunk, spans, rewards)
             if rewards_found:
                 await self.store.add_many_spans(rewards_found)
-            found |= {each.rollout_id: each for each in assembled}
-        usable, refused = await checked([each for each in found.values() if isinstance(each, Trajectory)], check)
-        found |= {each.rollout_id: each for each in refused}
-        return usable, tuple(each for each in found.values() if isinstance(each, Rejection))
+            found += assembled
+        return await checked(found, check)
 
-    async def read_remaining(self, plans: Sequence[RolloutPlan], check: Check | None = None) -> tuple[Trajectory, ...]:
+    async def read_remaining(self, plans: Sequence[RolloutPlan], check: Check | None) -> tuple[Trajectory, ...]:
         """The usable ones of rollouts that the store may have removed, each read and checked by itself."""
         found: list[Trajectory] = []
         for plan in plans:
@@ -154,13 +152,16 @@ class TrajectoryReader:
         return [*attempt, *rewards], [reward for reward in rewards if reward.span_id not in known]
 
 
-async def checked(trajectories: Sequence[Trajectory], check: Check | None) -> Readings:
-    """Those that can be used, and those that `check` names."""
-    if check is None or not trajectories:
-        return tuple(trajectories), ()
-    rejected = tuple(await asyncio.to_thread(lambda: list(check(trajectories))))
-    refused = {each.rollout_id for each in rejected}
-    return tuple(each for each in trajectories if each.rollout_id not in refused), rejected
+async def checked(found: Sequence[Trajectory | Rejection], check: Check | None) -> Readings:
+    """Those that can be used, and those that are rejected already or that `check` names."""
+    usable, refused = [each for each in found if isinstance(each, Trajectory)], dict[str, Rejection]()
+    if check is not None and usable:
+        refused = {each.rollout_id: each for each in await asyncio.to_thread(lambda: list(check(usable)))}
+    rejected = [refused.get(each.rollout_id, each) for each in found]
+    return (
+        tuple(each for each in usable if each.rollout_id not in refused),
+        tuple(each for each in rejected if isinstance(each, Rejection)),
+    )
 
 
 # -- transcripts -----------------------------------------------------------------------------------------------------
@@ -414,7 +415,7 @@ class RolloutCollector:
         finished: Sequence[Rollout],
         total: int,
         *,
-        timeout_reward: float | None = None,
+        timeout_reward: float | None,
         share: float | None = None,
     ) -> None:
         """Raises TrainingStopped when more than a share (default: the collector's) of `total` rollouts have failed;
@@ -471,11 +472,12 @@ class RolloutCollector:
         for resources_id in sorted({each.resources_id for each in unfinished if each.resources_id is not None}):
             if (update := await self.store.get_resources_by_id(resources_id)) is None:
                 continue
-            moved: dict[str, Any] = dict(update.resources)
-            for name, each in update.resources.items():
-                if name.partition(":")[0] == "llm" and isinstance(each, ProxyLLM):  # Others may be anywhere.
-                    moved[name] = each.model_copy(update={"endpoint": endpoint})
-            await self.store.update_resources(resources_id, moved)
+            moved = {
+                name: each.model_copy(update={"endpoint": endpoint})
+                for name, each in update.resources.items()
+                if name.partition(":")[0] == "llm" and isinstance(each, ProxyLLM)  # Others may be anywhere.
+            }
+            await self.store.update_resources(resources_id, {**update.resources, **moved})
 
     async def cancel(self, run_id: str) -> None:
         """Cancel the unfinished rollouts of a run."""
@@ -530,12 +532,12 @@ async def evaluate_tasks(
     mode: RolloutMode = "val",
     repeats: int = 1,
     rollout_ids: Sequence[str] | None = None,
-    reward_weights: RewardWeights = None,
+    reward_weights: RewardWeights,
     max_failed_share: float | None = None,
-    require_reward: bool = False,
+    require_reward: bool,
     scores: Scores | None = None,
-    on_progress: Callable[[int], None] | None = None,
-    on_collected: Callable[[Collected], Awaitable[None]] | None = None,
+    on_progress: Callable[[int], None] | None,
+    on_collected: Callable[[Collected], Awaitable[None]],
 ) -> Evaluation:
     """The rewards of each task's rollouts, `repeats` of them. Rollout ids begin with `name`, unless they are given,
     task by task: a repeated call continues an interrupted evaluation. `scores`: rewards by rollout id, in place of
@@ -567,8 +569,7 @@ async def evaluate_tasks(
             f"none of {len(tasks)} tasks has a reward ({describe_reasons(collected.left_out)}). The first rollout,"
             f" {first.rollout_id}: {first.message}"
         )
-    if on_collected is not None:
-        await on_collected(collected)
+    await on_collected(collected)
     if scores is not None:
         known = await scores([each.rollout_id for each in collected.trajectories])
     else:

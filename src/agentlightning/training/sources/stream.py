@@ -125,40 +125,41 @@ async def judged(
     collected = await collect(replace(request, check=None))
     limit = asyncio.Semaphore(JUDGED_AT_ONCE)
 
-    async def judge(group: Sequence[Trajectory]) -> tuple[list[Trajectory], list[Rejection]]:
+    async def judge(group: Sequence[Trajectory]) -> list[Trajectory | Rejection]:
         async with limit:
             return await _judge(group, function, store)
 
     groups = await asyncio.gather(*map(judge, group_trajectories(collected.trajectories)))
-    rejected = [each for _, own in groups for each in own]
-    usable, unusable = await checked([each for kept, _ in groups for each in kept], request.check)
+    found = [each for group in groups for each in group]
+    usable, rejected = await checked(found, request.check)
+    missing = sum(isinstance(each, Rejection) for each in found)
     return replace(
         collected,
         trajectories=usable,
-        rejected=(*collected.rejected, *rejected, *unusable),
-        metrics={**collected.metrics, "group_rewards_missing": float(len(rejected))},
+        rejected=(*collected.rejected, *rejected),
+        metrics={**collected.metrics, "group_rewards_missing": float(missing)},
     )
 
 
 async def _judge(
     group: Sequence[Trajectory], function: GroupReward, store: LightningStoreBase
-) -> tuple[list[Trajectory], list[Rejection]]:
+) -> list[Trajectory | Rejection]:
+    """Each rollout with its reward, or why it has none."""
     try:
         rewards = await _rewards(group, function, store)
     except Exception as error:  # noqa: BLE001  The boundary of the user's function, which may raise anything.
         reason = str(error) if isinstance(error, MissingRewardError) else f"{type(error).__name__}: {error}"
         message = f"the group reward gave its group none: {reason}"
-        return [], [Rejection(each.rollout_id, MISSING_REWARD, message) for each in group]
-    kept: list[Trajectory] = []
-    rejected: list[Rejection] = []
+        return [Rejection(each.rollout_id, MISSING_REWARD, message) for each in group]
+    found: list[Trajectory | Rejection] = []
     for each, reward in zip(group, rewards, strict=True):
         try:
             if reward is None:
                 raise MissingRewardError(f"the group reward gave rollout {each.rollout_id} none")
-            kept.append(replace(each, reward=check_reward(reward, "the group reward"), agent_rewards={}))
+            found.append(replace(each, reward=check_reward(reward, "the group reward"), agent_rewards={}))
         except RewardError as error:
-            rejected.append(rejection(each.rollout_id, error))
-    return kept, rejected
+            found.append(rejection(each.rollout_id, error))
+    return found
 
 
 async def _rewards(
@@ -684,8 +685,9 @@ class RolloutStream(Struct):
     # -- taking --------------------------------------------------------------------------------------------------------
 
     def _age(self, trajectory: Trajectory) -> int:
-        versions = {} if self.learner is None else self.learner.versions
-        return age(trajectory, self._version, self.state.resumes, versions)
+        if (learner := self.learner) is None:
+            return 0
+        return age(trajectory, learner.policy_version, self.state.resumes, learner.versions)
 
     async def _run_again(self, stale: Sequence[Group], request: RolloutRequest) -> None:
         for group in stale:
@@ -823,14 +825,9 @@ class RolloutStream(Struct):
         return await self.publish(name, request.sampling_parameters, limit and limit.at(turn))
 
     @property
-    def _version(self) -> int:
-        """That of the present weights."""
-        return 0 if self.learner is None else self.learner.policy_version
-
-    @property
     def _update(self) -> int:
         """The number of updates behind the present weights."""
-        return updates_of(self._version, self.state.resumes)
+        return 0 if self.learner is None else updates_of(self.learner.policy_version, self.state.resumes)
 
     def _show(self, done: int, of: int) -> None:
         self.progress.update(self.state.stage_step, rollouts=f"{done}/{of}")
