@@ -23,9 +23,9 @@ from agentlightning.algorithms.preference import DPO
 from agentlightning.algorithms.training import Collected
 from agentlightning.attempt_address import attempt_key, attempt_path, attempt_secret
 from agentlightning.policy import open as opening
+from agentlightning.training import tracking
 from agentlightning.training.governance import read_audit
-from agentlightning.training.persistence.run_changes import changed_settings, check_changes
-from agentlightning.training.report import reward_curve
+from agentlightning.training.persistence.run_dir import changed_settings, check_changes
 from agentlightning.training.report.result import as_html, markdown_report
 from agentlightning.util.settings import dump_toml, load_settings
 
@@ -84,7 +84,7 @@ class Run:
             return self.policy
 
         monkeypatch.setattr(opening, "open_policy", open_policy)
-        monkeypatch.setattr(reward_curve, "draw_curve", lambda *_: None)
+        monkeypatch.setattr(tracking, "draw_curve", lambda *_: None)
 
     def apo(self, **settings: Any) -> agl.APO:
         models = {part: {"model": part, "base_url": self.server.url} for part in ("critic", "editor")}

@@ -65,11 +65,20 @@ from agentlightning.training.callbacks import Callback, make_callbacks
 from agentlightning.training.dry_run import DryRun
 from agentlightning.training.environment_providers import with_own_providers
 from agentlightning.training.governance import Audit, Gate, Guard, Health
-from agentlightning.training.health.examination import starting_warnings
 from agentlightning.training.joined_gateways import JoinedGateways, check_gateways, joined_url
-from agentlightning.training.persistence.checkpoints import Checkpoints, ResourcePublisher, read_resources
-from agentlightning.training.persistence.run_changes import (
+from agentlightning.training.persistence.checkpoints import (
+    Checkpoints,
+    ResourcePublisher,
+    has_random_weights,
+    make_starting_policy,
+    open_for_training,
+    read_resources,
+)
+from agentlightning.training.persistence.run_dir import (
+    RunDir,
+    RunState,
     Tasks,
+    append_lines,
     changed_settings,
     changes_rewards,
     check_disjoint,
@@ -78,12 +87,12 @@ from agentlightning.training.persistence.run_changes import (
     describe_changes,
     extensions_of,
     load_tasks,
+    read_state,
     read_tasks,
     shown,
+    write_atomically,
     write_tasks,
 )
-from agentlightning.training.persistence.run_dir import RunDir, RunState, append_lines, read_state, write_atomically
-from agentlightning.training.persistence.token_ratios import TokenRatios
 from agentlightning.training.recorded import (
     RecordedSource,
     check_live,
@@ -93,13 +102,11 @@ from agentlightning.training.recorded import (
     sessions_of,
     wired_settings,
 )
-from agentlightning.training.report.result import TrainingResult
-from agentlightning.training.report.reward_curve import Curve
+from agentlightning.training.report.result import TrainingResult, starting_warnings
 from agentlightning.training.run import TrainingRun
 from agentlightning.training.sources.collector import RolloutCollector, TrajectoryReader
 from agentlightning.training.sources.stream import InFlightLimit, RolloutStream, check_staleness
-from agentlightning.training.starting_policy import has_random_weights, make_starting_policy, open_for_training
-from agentlightning.training.tracking import Tracking
+from agentlightning.training.tracking import Curve, TokenRatios, Tracking
 from agentlightning.training.watch import watch_rollouts
 from agentlightning.util.event_loop import in_background
 from agentlightning.util.plugins import calls_of, load_plugin

@@ -28,13 +28,13 @@ from agentlightning.resources import NamedResources, Resource, as_resources, pro
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import load_dataset
 from agentlightning.training.callbacks import Callback
-from agentlightning.training.persistence.run_changes import (
+from agentlightning.training.persistence.run_dir import (
     changed_settings,
     check_changes,
     overrides,
+    read_state,
     settings_of_run,
 )
-from agentlightning.training.persistence.run_dir import read_state
 from agentlightning.util.event_loop import run_sync
 from agentlightning.util.progress import Progress
 from agentlightning.util.settings import chosen, settings_from

@@ -14,9 +14,9 @@ import agentlightning as agl
 from agentlightning.errors import AgentError, ExtensionError
 from agentlightning.evaluation.intervals import Gain
 from agentlightning.store import LightningStore
-from agentlightning.training.health.examination import closing_warnings
 from agentlightning.training.health.step_record import StepRecord
 from agentlightning.training.persistence.run_dir import RunDir, RunState, append_lines
+from agentlightning.training.report.result import closing_warnings
 from agentlightning.util.progress import Progress
 
 HEALTHY = {"reward": 0.5, "groups": 8, "groups_trained": 8, "rollouts_trained": 64, "grad_norm": 1.0, "entropy": 1.0}

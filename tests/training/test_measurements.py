@@ -12,8 +12,7 @@ import pytest
 from agentlightning.config import EvaluationConfig
 from agentlightning.evaluation.evaluation import Evaluation
 from agentlightning.training import run as training_run
-from agentlightning.training.persistence.run_changes import Tasks
-from agentlightning.training.persistence.run_dir import RunState
+from agentlightning.training.persistence.run_dir import RunState, Tasks
 from agentlightning.training.run import TrainingRun
 
 

@@ -143,7 +143,7 @@ def _subject(
     from agentlightning.task import load_dataset, overlaps
     from agentlightning.training.export import checkpoint_of, holds_weights
     from agentlightning.training.persistence.checkpoints import read_resources
-    from agentlightning.training.persistence.run_changes import settings_of_run
+    from agentlightning.training.persistence.run_dir import settings_of_run
     from agentlightning.util.settings import load_settings
 
     data, model = given.data, given.model

@@ -26,10 +26,10 @@ from agentlightning.span import Span
 from agentlightning.task import load_dataset
 from agentlightning.training.agent_runner import run_beside
 from agentlightning.training.health.step_record import LEAK_SHARE, answers_in_prompts
-from agentlightning.training.persistence.run_changes import Tasks
+from agentlightning.training.persistence.checkpoints import has_random_weights
+from agentlightning.training.persistence.run_dir import Tasks
 from agentlightning.training.run import TrainingRun
 from agentlightning.training.sources.collector import run_trials, transcript_of
-from agentlightning.training.starting_policy import has_random_weights
 from agentlightning.training.tracking import check_installed
 from agentlightning.util.json_values import recorded_objects
 

@@ -63,8 +63,7 @@ from agentlightning.training.health.step_record import (
     distance,
     score_of,
 )
-from agentlightning.training.persistence.run_changes import Tasks
-from agentlightning.training.persistence.run_dir import KeptCheckpoint, append_lines, check_run, whole_lines
+from agentlightning.training.persistence.run_dir import KeptCheckpoint, Tasks, append_lines, check_run, whole_lines
 from agentlightning.training.sources.collector import Scores, apply_reward, read_recordings
 from agentlightning.trajectory import RewardWeights, Trajectory
 

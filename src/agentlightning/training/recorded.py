@@ -35,11 +35,10 @@ from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.trajectory_query import TrajectoryQuery
 from agentlightning.task import load_dataset
-from agentlightning.training.persistence.run_changes import Tasks
-from agentlightning.training.persistence.run_dir import RecordedData, RunDir, RunState
+from agentlightning.training.persistence.checkpoints import make_starting_policy
+from agentlightning.training.persistence.run_dir import RecordedData, RunDir, RunState, Tasks
 from agentlightning.training.report.result import RecordedResult
 from agentlightning.training.sources.collector import checked
-from agentlightning.training.starting_policy import make_starting_policy
 from agentlightning.trajectory import Trajectory
 from agentlightning.util.progress import Progress
 

@@ -30,14 +30,26 @@ from agentlightning.policy.base import UPDATE, Metrics, UpdateOptions
 from agentlightning.policy.learner import Learner
 from agentlightning.resources import NamedResources, prompts_in
 from agentlightning.training.callbacks import Callback, FinishedStep, restore, saved
-from agentlightning.training.health.examination import CLOSING, closing_warnings
 from agentlightning.training.health.step_record import VALIDATION, StepRecord, step_line
 from agentlightning.training.joined_gateways import JoinedGateways
 from agentlightning.training.persistence.checkpoints import Checkpoints, load_weights, read_resources
-from agentlightning.training.persistence.run_changes import Tasks
-from agentlightning.training.persistence.run_dir import RunDir, RunState, append_lines, forget_after, write_atomically
+from agentlightning.training.persistence.run_dir import (
+    RunDir,
+    RunState,
+    Tasks,
+    append_lines,
+    forget_after,
+    write_atomically,
+)
 from agentlightning.training.recorded import NothingArrived, RecordedSource
-from agentlightning.training.report.result import TrainingResult, cost_of_steps, stage_results, with_providers
+from agentlightning.training.report.result import (
+    CLOSING,
+    TrainingResult,
+    closing_warnings,
+    cost_of_steps,
+    stage_results,
+    with_providers,
+)
 from agentlightning.training.sources.collector import (
     TEMPERATURES,
     RolloutCollector,

@@ -5,7 +5,9 @@ import pytest
 from agentlightning.config import TrainConfig
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.trainer import Trainer
-from agentlightning.training.persistence.run_changes import (
+from agentlightning.training.persistence.run_dir import (
+    RunDir,
+    RunState,
     changed_settings,
     changes_rewards,
     check_changes,
@@ -13,8 +15,8 @@ from agentlightning.training.persistence.run_changes import (
     flat_settings,
     overrides,
     shown,
+    write_atomically,
 )
-from agentlightning.training.persistence.run_dir import RunDir, RunState, write_atomically
 from agentlightning.util.settings import dump_toml, load_settings
 
 

@@ -38,8 +38,8 @@ from agentlightning.span import Span
 from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
-from agentlightning.training.persistence.token_ratios import CallRatios, read_ratios
 from agentlightning.training.sources.collector import RolloutPlan, TrajectoryReader
+from agentlightning.training.tracking import CallRatios, read_ratios
 from agentlightning.training.watch import running_rollouts
 from agentlightning.trajectory import CallId, TrainingSample, Trajectory
 from agentlightning.util.json_values import Json

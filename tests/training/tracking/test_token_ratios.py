@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from agentlightning.training.persistence.run_dir import RunState
-from agentlightning.training.persistence.token_ratios import TokenRatios, ratios_file, read_ratios, write_ratios
+from agentlightning.training.tracking import TokenRatios, ratios_file, read_ratios, write_ratios
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 
