@@ -486,6 +486,10 @@ class TrainConfig(Section):
     """Automatic intermediate rewards: rule -> weight. Rules: tool_succeeded, tool_raised, repeated_failure,
     output_parsed, retrieved_text_used, progress, and your own as `module:function`. Empty: none."""
 
+    def with_section(self, name: str, **values: Any) -> Self:
+        """A copy with other values in a section. They are not checked."""
+        return self.model_copy(update={name: getattr(self, name).model_copy(update=values)})
+
     @property
     def is_recorded(self) -> bool:
         """Whether a run learns from what was recorded, and `agent`, where there is one, only measures."""
@@ -505,7 +509,8 @@ class TrainConfig(Section):
         brought = {name: table.get(name) or getattr(found[1], name) for name in ("agent", "reward")}
         return {**table, **brought, "data": {**data, "train": data.get("train") or address}}
 
-    def check_sections(self) -> None:
+    @model_validator(mode="after")
+    def check_sections(self) -> Self:
         """Raises ConfigError where settings of different sections do not go together."""
         if self.policy.kind == "tinker" and self.warm_start.dataset is not None:
             raise ConfigError(
@@ -526,10 +531,6 @@ class TrainConfig(Section):
                 check_value_head(stage.loss, self.policy.value_head)
                 if self.curriculum.branching is not None:
                     self.curriculum.branching.check_group_size(stage.group_size)
-
-    @model_validator(mode="after")
-    def _check_sections(self) -> Self:
-        self.check_sections()
         return self
 
     @field_validator("prompts", mode="before")

@@ -99,7 +99,6 @@ from agentlightning.training.recorded import (
     check_recorded,
     open_recorded,
     recorded_data,
-    sessions_of,
     wired_settings,
 )
 from agentlightning.training.report.result import TrainingResult, starting_warnings
@@ -153,14 +152,14 @@ class Run(Struct):
             is_new = self.before is None and self.trained is None
             try:
                 async with AsyncExitStack() as stack:
-                    algorithm = algorithm_of_run(self.algorithm, self.config, state.algorithm, self.path)
+                    algorithm = self._algorithm_of(state.algorithm)
                     if changed_rewards := self._changes_rewards():
                         state.forget_measurements()
                     source = None
                     if recorded:
                         check_recorded(algorithm, self.config, self.agent, tasks.held_out)
-                        store, parts = sessions_of(algorithm, self.store), (run_dir, state, self.progress, stack)
-                        self.config, source = await open_recorded(self.config, algorithm, store, *parts)
+                        given = self.config, algorithm, self.store, run_dir, state, self.progress, stack
+                        self.config, source = await open_recorded(*given)
                         write_tasks(run_dir, tasks)
                         self._write_config(run_dir)
                         algorithm = source.plan.algorithm
@@ -206,6 +205,21 @@ class Run(Struct):
     def _chosen(self) -> Algorithm[Any]:
         return self.algorithm or make_algorithm(self.config.algorithm)
 
+    def _algorithm_of(self, recorded: str | None) -> Algorithm[Any]:
+        """The given object, or the algorithm that the settings name. Raises ResumeError where a resumed run had another
+        one, which its directory cannot bring back."""
+        given = self.algorithm
+        if given is None and recorded is None:
+            return self._chosen
+        name = given and class_name(given)
+        if given is None or name != (recorded or class_name(make_algorithm(self.config.algorithm))):
+            raise ResumeError(
+                f"{self.path} is trained by {recorded or 'an algorithm made from its settings'}, not by"
+                f" {name or 'one made from settings'}; give it the algorithm it had:"
+                f" Trainer.resume({str(self.path)!r}, algorithm=...)"
+            )
+        return given
+
     def _changes_rewards(self) -> bool:
         """Whether a resumed run has a changed agent, reward or reward weights. An object that replaces an object is
         assumed to be the same one."""
@@ -250,8 +264,7 @@ class Run(Struct):
         run_dir = RunDir.open(self.path)
         for earlier in (run_dir.start, run_dir.reference):
             shutil.rmtree(earlier, ignore_errors=True)
-        policy = self.config.policy.model_copy(update={"model": str(self.trained)})
-        self.config = self.config.model_copy(update={"policy": policy})
+        self.config = self.config.with_section("policy", model=str(self.trained))
         state.step = data.first_step = len(run_dir.read_metrics())
         return run_dir, state, tasks
 
@@ -358,7 +371,7 @@ class Wiring(Struct):
             server = await serve_run(config, store, own, self.run_dir, stack, secret, token, listener)
             note(f"dashboard: {server.url}{DASHBOARD}#token={token}")
             called = url or config.run.public_url or server.url
-            run = self._run(self._collector(store, policy, queue), policy, server, called, joined, since)
+            run = self._run(store, queue, policy, server, called, joined, since)
             stack.push_async_callback(run.close)
             if self.progress.enabled:
                 timeout, own_store = config.runner.timeout_seconds, self.run_dir.store_path.exists()
@@ -376,19 +389,10 @@ class Wiring(Struct):
                 run.prepared = await algorithm.prepare(run)
             yield runner, run
 
-    def _collector(self, store: LightningStoreBase, policy: Policy | None, queue: str | None) -> RolloutCollector:
-        config, limits, model = self.config, NO_LIMITS, None
-        if policy is not None:
-            limits, model = TokenLimits(policy.vocab_size, policy.context_length), policy.model
-        reward = config.curriculum.turns and config.curriculum.turns.reward
-        rules = weighted_rules(config.air, load_rule)
-        reader = TrajectoryReader(store, model, limits, rules, turn_limit_reward=reward)
-        share = config.runner.max_failed_share
-        return RolloutCollector(reader, rollout_config(config.runner), queue=queue, max_failed_share=share)
-
     def _run(
         self,
-        collector: RolloutCollector,
+        store: LightningStoreBase,
+        queue: str | None,
         policy: Policy | None,
         server: Server,
         url: str,
@@ -398,10 +402,28 @@ class Wiring(Struct):
         """The run, with the resources of its last checkpoint unless the starting policy is still to be measured. Its
         calls go to `url`: the gateway of `server`, or one that was joined."""
         config, algorithm, run_dir, state = self.config, self.algorithm, self.run_dir, self.state
-        publisher = ResourcePublisher(collector.store, url, policy, self.resources, config.runner.max_calls)
+        limits, model, learner, publish = NO_LIMITS, None, None, None
+        if policy is not None:
+            limits, model = TokenLimits(policy.vocab_size, policy.context_length), policy.model
+            updating = joined and joined.updating
+            if updating is None:
+                assert server.gateway is not None
+                updating = partial(
+                    server.gateway.gates.of(policy).update,
+                    in_flight=config.policy.in_flight,
+                    drain_seconds=config.policy.drain_seconds if capabilities_of(policy).in_flight else None,
+                )
+            if config.policy.weights.url is not None:
+                weights = load_plugin("publishers", "weights")
+                publish = weights(policy, config.policy.weights, run_dir.path / "weights").publish
+            learner = Learner(policy, updating, config.policy.token_budget, state.resumes, publish)
+        reward = config.curriculum.turns and config.curriculum.turns.reward
+        reader = TrajectoryReader(store, model, limits, weighted_rules(config.air, load_rule), reward)
+        share = config.runner.max_failed_share
+        collector = RolloutCollector(reader, rollout_config(config.runner), queue=queue, max_failed_share=share)
+        publisher = ResourcePublisher(store, url, policy, self.resources, config.runner.max_calls)
         if not state.measures_start(config.evaluation.modes):
             publisher.publish(read_resources(run_dir.path, state.checkpoint))
-        learner = None if policy is None else self._learner(policy, server, joined)
         checkpoints = Checkpoints(run_dir, state, config.run, learner, publisher, algorithm, self.progress.note)
         checkpoints.restore_algorithm(state.checkpoint)
         return TrainingRun(
@@ -424,32 +446,18 @@ class Wiring(Struct):
     async def _add_callbacks(self, run: TrainingRun) -> None:
         config = self.config
         callbacks = make_callbacks(config.run.callbacks, self.callbacks)  # before a tracker begins a run
-        run.add(Curve(self.run_dir, required=run.learner is not None))
+        run.add(Curve(run))
         run.add(await asyncio.to_thread(Tracking, run))
         if config.guard is not None:
             run.add(Guard(run, config.guard))
         if config.run.token_ratios and run.learner is not None:
-            run.add(TokenRatios(run.directory, run.state, run.learner))
+            run.add(TokenRatios(run))
         run.add(audit := Audit(run))
         run.add(health := Health(run))
         if config.gate is not None:
             run.add(Gate(run, config.gate, audit, health))
         for callback in callbacks:
             run.add(callback)
-
-    def _learner(self, policy: Policy, server: Server, joined: JoinedGateways | None) -> Learner:
-        config, updating, publish = self.config.policy, joined and joined.updating, None
-        if updating is None:
-            assert server.gateway is not None
-            updating = partial(
-                server.gateway.gates.of(policy).update,
-                in_flight=config.in_flight,
-                drain_seconds=config.drain_seconds if capabilities_of(policy).in_flight else None,
-            )
-        if config.weights.url is not None:
-            publisher = load_plugin("publishers", "weights")
-            publish = publisher(policy, config.weights, self.run_dir.path / "weights").publish
-        return Learner(policy, updating, config.token_budget, self.state.resumes, publish)
 
     def _stream(
         self, collector: RolloutCollector, publisher: ResourcePublisher, learner: Learner | None
@@ -598,23 +606,6 @@ def _absolute(section: C, *names: str) -> C:
     """A section of settings whose paths, where there is something, are absolute."""
     given = {name: path for name in names if (path := getattr(section, name, None)) and Path(path).exists()}
     return section.model_copy(update={name: str(Path(path).resolve()) for name, path in given.items()})
-
-
-def algorithm_of_run(
-    given: Algorithm[Any] | None, config: TrainConfig, recorded: str | None, run_dir: Path
-) -> Algorithm[Any]:
-    """The given object, or the algorithm that the configuration names. Raises ResumeError where a resumed run had
-    another one, which its directory cannot bring back."""
-    if given is None and recorded is None:
-        return make_algorithm(config.algorithm)
-    name = None if given is None else class_name(given)
-    if given is None or name != (recorded or class_name(make_algorithm(config.algorithm))):
-        raise ResumeError(
-            f"{run_dir} is trained by {recorded or 'an algorithm made from its settings'}, not by"
-            f" {name or 'one made from settings'}; give it the algorithm it had:"
-            f" Trainer.resume({str(run_dir)!r}, algorithm=...)"
-        )
-    return given
 
 
 def trained_agents(agent: Any) -> str | None:

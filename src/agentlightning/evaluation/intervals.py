@@ -165,23 +165,9 @@ def paired_gain(
     )
 
 
-def paired_test(
-    least: Sequence[float], most: Sequence[float], span: float, alpha: float, null: float = 0.0
-) -> tuple[Interval, float]:
-    """The interval of the mean of differences that lie between `least` and `most`, and within -span and span; and the
-    two-sided p-value of a mean of `null`, the largest that such differences can have.
-
-    The interval excludes `null` exactly where the p-value is below alpha.
-    """
-    (low, high), p_value, above = _paired_test(least, span, alpha, null)
-    if most != least:
-        (_, high), other, rises = _paired_test(most, span, alpha, null)
-        p_value = p_value if above else 1.0 if rises else other
-    return (low, high), p_value
-
-
-def _paired_test(differences: Sequence[float], span: float, alpha: float, null: float) -> tuple[Interval, float, bool]:
-    """The interval, the p-value, and whether the mean is above `null`."""
+def paired_test(differences: Sequence[float], span: float, alpha: float, null: float) -> tuple[Interval, float, bool]:
+    """The interval of the mean of differences that lie within -span and span, the two-sided p-value of a mean of
+    `null`, and whether the mean is above it. The interval excludes `null` exactly where the p-value is below alpha."""
     largest = max(map(abs, differences)) or span
     if len({round(value / largest, DIGITS) for value in differences}) <= len(differences) / 2:
         center, half = _center_and_half([*differences, -largest, largest], len(differences), 1 - alpha)
@@ -366,7 +352,10 @@ def compare_tasks(
     if failed_as == "lowest":
         least = [task_mean(a, low) - task_mean(b, high) for b, a in pairs]
         most = [task_mean(a, high) - task_mean(b, low) for b, a in pairs]
-    interval, p_value = paired_test(least, most, high - low, alpha, null)
+    interval, p_value, above = paired_test(least, high - low, alpha, null)
+    if most != least:  # The p-value is the largest that differences between them can have.
+        (_, highest), other, rises = paired_test(most, high - low, alpha, null)
+        interval, p_value = (interval[0], highest), p_value if above else 1.0 if rises else other
     return Comparison(
         before=mean([b for b, _ in scored]),
         after=mean([a for _, a in scored]),

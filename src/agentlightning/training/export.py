@@ -6,7 +6,6 @@ import re
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from operator import itemgetter
 from pathlib import Path
@@ -45,8 +44,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 """Files of which llama.cpp's converter reads one."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExportedWeights:
+class ExportedWeights(Struct, frozen=True):
     """What was written."""
 
     path: Path
@@ -123,8 +121,7 @@ def _check(path: Path) -> None:
 DatasetForm = Literal["openai-jsonl", "trl-jsonl", "dpo-jsonl"]
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(Struct, frozen=True):
     """Which conversations are exported."""
 
     min_reward: float | None = None
@@ -140,8 +137,7 @@ class Selection:
             raise ConfigError(f"--agent {self.agent!r} is no regular expression: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
+class Conversation(Struct, frozen=True):
     """One conversation of a rollout."""
 
     task: Any

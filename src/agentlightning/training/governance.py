@@ -50,7 +50,6 @@ from agentlightning.rollouts import Rollout
 from agentlightning.runner.agents.loading import load_object
 from agentlightning.runner.agents.reward import RewardFunction
 from agentlightning.runner.agents.spec import function_spec
-from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import load_dataset, task_key
 from agentlightning.training.callbacks import Callback, FinishedStep, NoState
 from agentlightning.training.health.signs import beyond_limits, signs_of
@@ -65,7 +64,7 @@ from agentlightning.training.health.step_record import (
 )
 from agentlightning.training.persistence.run_dir import KeptCheckpoint, Tasks, append_lines, check_run, whole_lines
 from agentlightning.training.sources.collector import Scores, apply_reward, read_recordings
-from agentlightning.trajectory import RewardWeights, Trajectory
+from agentlightning.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from agentlightning.training.run import TrainingRun
@@ -171,39 +170,36 @@ logger = logging.getLogger(__name__)
 
 
 def second_reward(run: TrainingRun, name: str | None) -> Scores | None:
-    """Gives finished rollouts of a run the rewards of the function of that name. Raises AgentError where it cannot be
-    loaded."""
+    """Gives finished rollouts of a run the rewards of the function of that name, in this process. One that the function
+    raises for, or gives no number, is left out; the first is logged. Raises AgentError where it cannot be loaded."""
     if not name:
         return None
     function = RewardFunction.of(load_object(function_spec(name, "reward"), "reward"))
-    return partial(score_rollouts, run.collector.store, function, run.reward_weights)
+    store, limit = run.collector.store, asyncio.Semaphore(CONCURRENCY)
 
+    async def scores(rollout_ids: Sequence[str]) -> dict[str, float]:
+        recorded = await read_recordings(store, rollout_ids)
 
-async def score_rollouts(
-    store: LightningStoreBase, function: RewardFunction, weights: RewardWeights, rollout_ids: Sequence[str]
-) -> dict[str, float]:
-    """By rollout id, in this process. One that the function raises for, or gives no number, is left out; the first is
-    logged."""
-    limit, recorded = asyncio.Semaphore(CONCURRENCY), await read_recordings(store, rollout_ids)
-    rollouts = await store.query_rollouts(rollout_id_in=rollout_ids)
+        async def score(rollout: Rollout) -> float | None:
+            own = recorded[rollout.rollout_id]
+            if own.attempt is None:
+                return None
+            async with limit:
+                reward = await apply_reward(store, function, rollout, own.attempt, own.spans)
+            return scalar_reward(reward, run.reward_weights)
 
-    async def score(rollout: Rollout) -> float | None:
-        own = recorded[rollout.rollout_id]
-        if own.attempt is None:
-            return None
-        async with limit:
-            reward = await apply_reward(store, function, rollout, own.attempt, own.spans)
-        return scalar_reward(reward, weights)
+        rollouts = await store.query_rollouts(rollout_id_in=rollout_ids)
+        # The boundary of the user's function: what it raises is counted as missing.
+        results = await asyncio.gather(*map(score, rollouts), return_exceptions=True)
+        found = {rollout.rollout_id: each for rollout, each in zip(rollouts, results, strict=True)}
+        failures = [
+            f"{key}: {type(each).__name__}: {each}" for key, each in found.items() if isinstance(each, BaseException)
+        ]
+        if failures:
+            logger.warning("%s gave %d rollouts no score. rollout %s", function.source, len(failures), failures[0])
+        return {key: value for key, value in found.items() if isinstance(value, int | float)}
 
-    # The boundary of the user's function: what it raises is counted as missing.
-    results = await asyncio.gather(*map(score, rollouts), return_exceptions=True)
-    found = {rollout.rollout_id: each for rollout, each in zip(rollouts, results, strict=True)}
-    failures = [
-        f"{key}: {type(each).__name__}: {each}" for key, each in found.items() if isinstance(each, BaseException)
-    ]
-    if failures:
-        logger.warning("%s gave %d rollouts no score. rollout %s", function.source, len(failures), failures[0])
-    return {key: value for key, value in found.items() if isinstance(value, int | float)}
+    return scores
 
 
 # -- guard -----------------------------------------------------------------------------------------------------------

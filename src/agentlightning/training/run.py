@@ -534,7 +534,7 @@ class TrainingRun(Struct):
             stages=stage_results(state, lines, list(gains)),
             cost=cost,
             recorded=self.source.result(lines) if isinstance(self.source, RecordedSource) else None,
-            gateways=None if self.joined is None else await self.joined.report(),
+            gateways=self.joined and await self.joined.report(),
         )
         for callback in self.callbacks:
             with calls_of(type(callback), "callback"):

@@ -23,7 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import orjson
 from msgspec import Struct, structs
@@ -33,20 +33,17 @@ from agentlightning.errors import MissingExtraError, StoreError
 from agentlightning.evaluation.evaluation import Evaluation
 from agentlightning.evaluation.intervals import Gain
 from agentlightning.policy.base import Metrics
-from agentlightning.policy.learner import Learner
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.training.callbacks import Callback, FinishedStep, NoState
+from agentlightning.training.callbacks import FinishedStep, NoState
 from agentlightning.training.governance import RunCallback
 from agentlightning.training.health.step_record import VALIDATION
 from agentlightning.training.persistence.run_dir import (
-    RunDir,
-    RunState,
     append_lines,
     flat_settings,
     forget_after,
     write_atomically,
 )
-from agentlightning.training.sources.collector import MOST_TEXT, conversation_of, read_recordings, text_of
+from agentlightning.training.sources.collector import MOST_TEXT, read_recordings, said, text_of, transcript_of
 from agentlightning.trajectory import CallId, FloatArray, TrainingSample
 
 if TYPE_CHECKING:
@@ -340,7 +337,9 @@ async def validation_transcripts(
         Transcript(
             mode,
             text_of(tasks[index]),
-            "\n".join(conversation_of(found[rollout_id].spans))[-MOST_TEXT:],
+            "\n".join(f"{each.get('role', '?')}: {said(each)}" for each in transcript_of(found[rollout_id].spans))[
+                -MOST_TEXT:
+            ],
             text_of(found[rollout_id].output),
             results[mode].rewards[index],
             rollout_id,
@@ -357,8 +356,6 @@ MOST_WAITING = 1000
 """Calls that may wait for one tracker; further ones are dropped and counted."""
 CLOSE_SECONDS = 60.0
 """How long the end of a run waits for a tracker."""
-
-T = TypeVar("T")
 
 
 def check_installed(config: TrackingConfig) -> None:
@@ -384,16 +381,20 @@ class _Channel:
         self.begun: str | None = None
         """The name of its own run. None: it did not start, or takes too long to."""
         self._thread = ThreadPoolExecutor(1, f"tracker-{name}")
-        self._waiting = set[Future[Any]]()
-        self._tracker = self._submit("start", lambda: self._start(run))
+        self._waiting = set[Future[None]]()
+        self._tracker: Any = None
+        """None: it did not start."""
+        self.send("start", lambda _: self._start(run))
         self.flush()
 
     def send(self, what: str, call: Callable[[Tracker], object]) -> None:
         """Call it when its turn comes."""
         if len(self._waiting) >= MOST_WAITING:
             self._fail(what, "it is too slow, and what it was sent is dropped")
-        else:
-            self._submit(what, lambda: call(self._tracker.result()))
+            return
+        future = self._thread.submit(self._call, what, call)
+        self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
 
     def flush(self) -> None:
         """Wait for what it was sent."""
@@ -404,23 +405,16 @@ class _Channel:
         self.flush()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _start(self, run: TrackedRun) -> Tracker:
+    def _start(self, run: TrackedRun) -> None:
         tracker = load_tracker(self.name)
         self.begun = tracker.start(run)
-        return tracker
+        self._tracker = tracker
 
-    def _submit(self, what: str, work: Callable[[], T]) -> Future[T]:
-        def guarded() -> T:
-            try:
-                return work()
-            except BaseException as error:  # The boundary of a tracker, which may raise anything, and exit.
-                self._fail(what, f"{type(error).__name__}: {error}")
-                raise
-
-        future = self._thread.submit(guarded)
-        self._waiting.add(future)
-        future.add_done_callback(self._waiting.discard)
-        return future
+    def _call(self, what: str, call: Callable[[Tracker], object]) -> None:
+        try:
+            call(self._tracker)
+        except BaseException as error:  # noqa: BLE001  The boundary of a tracker, which may raise anything, and exit.
+            self._fail(what, f"{type(error).__name__}: {error}")
 
     def _fail(self, what: str, why: str) -> None:
         self.failures += 1
@@ -598,17 +592,18 @@ CURVE_SECONDS = 30.0
 """The least time between two drawings; drawing one takes less than one."""
 
 
-class Curve(Callback[NoState]):
+class Curve(RunCallback[NoState]):
     """Draws the curve while the run goes on, and at its end. Without matplotlib it draws nothing in between; what fails
     there is logged once."""
 
     name = "curve"
 
-    def __init__(self, run_dir: RunDir, *, required: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        """`required`: a run that ends without matplotlib is an error; else it has no curve."""
-        self._run_dir, self._path, self._clock = run_dir, run_dir.path / "curve.png", clock
+    def __init__(self, run: TrainingRun, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(run)
+        self._path, self._clock = run.directory / "curve.png", clock
         self._works = find_spec("matplotlib") is not None
-        self._required = required or self._works
+        self._required = run.learner is not None or self._works
+        """Whether a run that ends without matplotlib is an error; else it has no curve."""
         self._drawn = clock()
         self._thread: threading.Thread | None = None
 
@@ -617,14 +612,14 @@ class Curve(Callback[NoState]):
         now, busy = self._clock(), self._thread is not None and self._thread.is_alive()
         if self._works and not busy and now - self._drawn >= CURVE_SECONDS:
             self._drawn = now
-            self._thread = threading.Thread(target=self._draw, args=[self._run_dir.read_metrics()], daemon=True)
+            self._thread = threading.Thread(target=self._draw, args=[self.run.run_dir.read_metrics()], daemon=True)
             self._thread.start()
 
     async def on_end(self, result: TrainingResult) -> TrainingResult:
         await self.close()
         if self._required:
             gains = {mode: gain for mode, gain in result.held_out.items() if gain.tasks}
-            draw_curve(self._run_dir.read_metrics(), gains, self._path)
+            draw_curve(self.run.run_dir.read_metrics(), gains, self._path)
         return replace(result, curve=self._path if self._path.exists() else None)
 
     async def close(self) -> None:
@@ -666,24 +661,22 @@ def ratios_file(run_dir: Path, step: int) -> Path:
     return run_dir / FOLDER / f"step-{step:06d}.jsonl"
 
 
-class TokenRatios(Callback[NoState]):
+class TokenRatios(RunCallback[NoState]):
     """Scores the tokens of each update once more, and writes their ratios (`run.token_ratios`)."""
 
     name = "token_ratios"
 
-    def __init__(self, directory: Path, state: RunState, learner: Learner) -> None:
-        self.directory, self.run_state, self.learner = directory, state, learner
-
     async def on_update(self, samples: Sequence[TrainingSample]) -> Metrics:
         """Returns what that cost. Raises PolicyError for a policy that cannot score tokens."""
-        began = time.monotonic()
+        began, run = time.monotonic(), self.run
         found: CallRatios = {}
+        assert run.learner is not None
         for adapter in dict.fromkeys(sample.adapter for sample in samples):
             own = [sample for sample in samples if sample.adapter == adapter]
-            columns = await self.learner.score([sample.tree for sample in own], {"logprobs"}, adapter=adapter)
+            columns = await run.learner.score([sample.tree for sample in own], {"logprobs"}, adapter=adapter)
             for sample, logprobs in zip(own, columns["logprobs"], strict=True):
                 _add(found, sample, logprobs)
-        await asyncio.to_thread(write_ratios, self.directory, self.run_state.step + 1, found)
+        await asyncio.to_thread(write_ratios, run.directory, run.state.step + 1, found)
         return {"ratio_seconds": time.monotonic() - began}
 
 

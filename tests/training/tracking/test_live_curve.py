@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,9 @@ class Lines:
     def __init__(self, path: Path, steps: int) -> None:
         self.path, self.steps, self.reads = path, steps, 0
 
+    def training(self) -> Any:
+        return SimpleNamespace(directory=self.path, run_dir=self, learner=object())
+
     def read_metrics(self) -> list[dict[str, Any]]:
         self.reads += 1
         return [{"step": step, "reward": step / 10} for step in range(1, self.steps + 1)]
@@ -47,7 +51,7 @@ def drawn(curve: Curve, path: Path) -> bytes:
 @pytest.mark.slow
 async def test_the_picture_follows_the_steps_and_not_more_often_than_every_half_minute(tmp_path: Path):
     clock, path, run = Clock(), tmp_path / "curve.png", Lines(tmp_path, 3)
-    curve = Curve(run, required=True, clock=clock)  # type: ignore[arg-type]
+    curve = Curve(run.training(), clock)
     await curve.on_step_end(STEP)
     assert not path.exists(), "the run has just begun"
     clock.now += CURVE_SECONDS
@@ -73,7 +77,7 @@ async def test_a_picture_that_cannot_be_drawn_is_said_once_and_not_tried_again(t
 
     monkeypatch.setattr(tracking, "draw_curve", broken)
     clock = Clock()
-    curve = Curve(Lines(tmp_path, 2), required=True, clock=clock)  # type: ignore[arg-type]
+    curve = Curve(Lines(tmp_path, 2).training(), clock)
     for _ in range(3):
         clock.now += CURVE_SECONDS
         await curve.on_step_end(STEP)

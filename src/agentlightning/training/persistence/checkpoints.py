@@ -10,11 +10,11 @@ import shutil
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Set
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
+from msgspec import Struct
 
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig
@@ -45,8 +45,7 @@ from agentlightning.util.progress import Progress
 # Publishes to the store the resources that rollouts are given: the policy's address, and what an algorithm tunes.
 
 
-@dataclass(slots=True)
-class ResourcePublisher:
+class ResourcePublisher(Struct):
     """Publishes the present weights and resources under a name for each purpose."""
 
     store: LightningStoreBase
@@ -64,25 +63,6 @@ class ResourcePublisher:
         self.resources = {**self.resources, **resources}
         self.published = self.published or bool(resources)
 
-    def _policy_resources(self, sampling: Mapping[str, float], max_calls: int | None) -> NamedResources:
-        """The policy as `llm`, and each of its adapters; empty where the run trains none."""
-        if self.policy is None:
-            return {}
-        engines: dict[str, Engine] = {"llm": self.policy}
-        for model, view in self.policy.views.items() if isinstance(self.policy, AgentEngines) else ():
-            engines[f"llm:{model.removeprefix(f'{self.policy.model}:')}"] = view
-        max_calls = min((limit for limit in (max_calls, self.max_calls) if limit is not None), default=None)
-        return {
-            name: ProxyLLM(
-                endpoint=self.server_url,
-                model=engine.model,
-                sampling_parameters=dict(sampling),
-                policy_version=engine.policy_version,
-                max_calls=max_calls,
-            )
-            for name, engine in engines.items()
-        }
-
     async def write_trial(self, label: str, resources: NamedResources, sampling: Mapping[str, float]) -> str:
         """Write the present resources with some replaced, and the policy. Returns their id, which begins with `label`
         and is the same for the same resources, wherever the policy is served."""
@@ -99,7 +79,20 @@ class ResourcePublisher:
     ) -> str:
         """Write `resources`, by default the present ones, and the policy to the store; again under the same id after a
         crash, at the new address. A rollout is given at most `max_calls` answers of the policy."""
-        given = {**(resources or self.resources), **self._policy_resources(sampling, max_calls)}
+        engines: dict[str, Engine] = {} if self.policy is None else {"llm": self.policy}
+        if isinstance(self.policy, AgentEngines):  # Each of its adapters.
+            start = f"{self.policy.model}:"
+            engines |= {f"llm:{model.removeprefix(start)}": view for model, view in self.policy.views.items()}
+        max_calls = min((limit for limit in (max_calls, self.max_calls) if limit is not None), default=None)
+        given = dict(resources or self.resources)
+        for name, engine in engines.items():
+            given[name] = ProxyLLM(
+                endpoint=self.server_url,
+                model=engine.model,
+                sampling_parameters=dict(sampling),
+                policy_version=engine.policy_version,
+                max_calls=max_calls,
+            )
         await self.store.update_resources(resources_id, given)
         return resources_id
 
@@ -114,8 +107,7 @@ CHECKPOINT_SHARE = 9
 """... and of others so few that training takes nine times as long."""
 
 
-@dataclass(slots=True)
-class Checkpoints:
+class Checkpoints(Struct):
     """Writes and restores what the run has learned."""
 
     run_dir: RunDir
@@ -128,7 +120,7 @@ class Checkpoints:
     """Shows a message to the user."""
     _saved: int | None = None
     """The version of the weights that were saved last ..."""
-    _places: set[Path] = field(default_factory=set[Path])
+    _places: set[Path] = set()
     """... and the directories that hold them."""
     _slowest: float = 0.0
     """The most seconds that one took."""
@@ -138,7 +130,7 @@ class Checkpoints:
     @property
     def version(self) -> int | None:
         """That of the present weights."""
-        return None if self.learner is None else self.learner.policy_version
+        return self.learner and self.learner.policy_version
 
     @property
     def written(self) -> KeptCheckpoint | None:

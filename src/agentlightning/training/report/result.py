@@ -139,26 +139,26 @@ def stage_results(state: RunState, lines: Sequence[Mapping[str, Any]], modes: Se
     records = state.stages
     ends: list[Mapping[str, Any]] = [*records[1:], {"first_step": state.step, "rollouts": state.rollouts}]
     measured = ["before", *(f"stage-{place}" for place in range(len(records) - 1)), "after"]
+
+    def gains(place: int) -> dict[str, Gain]:
+        found: dict[str, Gain] = {}
+        for mode in modes:
+            before, after = (state.evaluations.get(f"{when}-{mode}") for when in measured[place : place + 2])
+            if before and after:
+                found[mode] = gain_of(Evaluation(tuple(before)), Evaluation(tuple(after)))
+        return found
+
     return tuple(
         StageResult(
             record["name"],
             record["first_step"],
             end["first_step"] - record["first_step"],
             end["rollouts"] - record["rollouts"],
-            _gains(state, measured[place], measured[place + 1], modes),
+            gains(place),
             cost_of_steps([line for line in lines if line.get("stage") == place + 1]),
         )
         for place, (record, end) in enumerate(zip(records, ends, strict=False))
     )
-
-
-def _gains(state: RunState, before: str, after: str, modes: Sequence[str]) -> dict[str, Gain]:
-    found: dict[str, Gain] = {}
-    for mode in modes:
-        first, second = (state.evaluations.get(f"{when}-{mode}") for when in (before, after))
-        if first and second:
-            found[mode] = gain_of(Evaluation(tuple(first)), Evaluation(tuple(second)))
-    return found
 
 
 def prompt_diff(before: Mapping[str, PromptTemplate], after: Mapping[str, PromptTemplate]) -> str:

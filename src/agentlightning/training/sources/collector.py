@@ -131,8 +131,11 @@ class TrajectoryReader:
         for plan, spans in zip(plans, recorded, strict=True):
             key, attempt_id = plan.rollout_id, spans[-1].attempt_id if spans else ""
             try:
-                spans, new = self._with_rewards(spans, attempt_id)
-                found += new
+                if self.air is not None:  # The rewards of today's rules take the place of recorded ones.
+                    own = [span for span in spans if span.attempt_id == attempt_id and AIR_RULE not in span.attributes]
+                    given, known = self.air.reward_spans(own, calls(own)), {span.span_id for span in spans}
+                    found += [reward for reward in given if reward.span_id not in known]
+                    spans = [*own, *given]
                 read = trajectory(key, attempt_id, spans, plan.group, model=self.model, limits=self.limits)
             except (*REJECTING, *UNREADABLE) as error:
                 assembled.append(rejection(key, error))
@@ -141,15 +144,6 @@ class TrajectoryReader:
             reward = rewards.get(key, self.turn_limit_reward if ended_early else read.reward)
             assembled.append(replace(read, reward=reward, task=plan.task))
         return assembled, found
-
-    def _with_rewards(self, spans: list[Span], attempt_id: str) -> tuple[list[Span], list[Span]]:
-        """The spans with the rewards of today's rules in place of recorded ones, and those that are not recorded."""
-        if self.air is None:
-            return spans, []
-        attempt = [span for span in spans if span.attempt_id == attempt_id and AIR_RULE not in span.attributes]
-        known = {span.span_id for span in spans}
-        rewards = self.air.reward_spans(attempt, calls(attempt))
-        return [*attempt, *rewards], [reward for reward in rewards if reward.span_id not in known]
 
 
 async def checked(found: Sequence[Trajectory | Rejection], check: Check | None) -> Readings:
@@ -172,26 +166,18 @@ MOST_TEXT = 2000
 """Characters of a task, a conversation or an output."""
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """What the last attempt of a rollout has left in the store."""
-
-    attempt: Attempt | None
-    spans: tuple[Span, ...]
-
-    @property
-    def output(self) -> Any:
-        """What the agent returned."""
-        return None if self.attempt is None else self.attempt.metadata.get("output")
-
-
-async def read_recordings(store: LightningStoreBase, rollout_ids: Sequence[str]) -> dict[str, Recording]:
-    """By rollout id, in the order given. Raises NotFoundError for a rollout that is no longer there."""
+async def read_recordings(store: LightningStoreBase, rollout_ids: Sequence[str]) -> dict[str, RolloutReport]:
+    """What the last attempts of rollouts have left in the store: by rollout id, in the order given. Raises
+    NotFoundError for a rollout that is no longer there."""
     if not rollout_ids:
         return {}
     attempts = {each.rollout_id: each for each in await store.get_latest_attempts(rollout_ids)}
     spans = {rollout_id: tuple(found) async for rollout_id, found in store.iter_spans(rollout_ids)}
-    return {each: Recording(attempts.get(each), spans.get(each, ())) for each in rollout_ids}
+    outputs = {key: attempt.metadata.get("output") for key, attempt in attempts.items()}
+    return {
+        key: RolloutReport(key, output=outputs.get(key), spans=spans.get(key, ()), attempt=attempts.get(key))
+        for key in rollout_ids
+    }
 
 
 async def apply_reward(
@@ -204,11 +190,6 @@ async def apply_reward(
     invocation = Invocation(attempted, {} if resources is None else resources.resources, task=rollout.input)
     value = await asyncio.to_thread(function.start, invocation, attempt.metadata.get("output"), spans=spans)
     return check_reward(await value if inspect.isawaitable(value) else value, function.source)
-
-
-def conversation_of(spans: Sequence[Span]) -> list[str]:
-    """The transcript, a line for each message."""
-    return [f"{each.get('role', '?')}: {said(each)}" for each in transcript_of(spans)]
 
 
 def transcript_of(spans: Sequence[Span]) -> tuple[Mapping[str, Any], ...]:
@@ -341,7 +322,15 @@ class RolloutCollector:
         failed_ids = {rollout.rollout_id for rollout in failed}
         ended = [plan for plan in plans if plan.rollout_id not in failed_ids]
         trajectories, rejected = await self.reader.read(ended, check, rewards)
-        self._check_rejected(rejected, failed, len(plans), max_rejected_share)
+        if rejected and _too_many(len(rejected) + len(failed), len(plans), max_rejected_share):
+            counts = count_reasons(rejected)
+            also = f", and {len(failed)} failed" if failed else ""
+            stop = UnknownTokensError if set(counts) == {UNKNOWN_TOKENS} else TrainingStopped
+            raise stop(
+                f"{len(rejected)} of {len(plans)} rollouts cannot be used ({describe_reasons(counts)}){also}, more than"
+                f" max_failed_share={max_rejected_share:g} allows. The first one, {rejected[0].rollout_id}:\n"
+                f"{rejected[0].message}\n{self.advice}"
+            )
         return Collected(trajectories, failed, rejected, len(timed_out), time.monotonic() - started)
 
     async def enqueue(
@@ -431,20 +420,6 @@ class RolloutCollector:
         raise TrainingStopped(
             f"{len(failed)} of {total} rollouts failed, more than max_failed_share={share:g} allows."
             f" The first one, {failed[0].rollout_id}:\n{describe_failure(attempt)}\n{self.advice}"
-        )
-
-    def _check_rejected(
-        self, rejected: Sequence[Rejection], failed: Sequence[Rollout], total: int, share: float
-    ) -> None:
-        if not rejected or not _too_many(len(rejected) + len(failed), total, share):
-            return
-        counts = count_reasons(rejected)
-        also = f", and {len(failed)} failed" if failed else ""
-        stop = UnknownTokensError if set(counts) == {UNKNOWN_TOKENS} else TrainingStopped
-        raise stop(
-            f"{len(rejected)} of {total} rollouts cannot be used ({describe_reasons(counts)}){also}, more than"
-            f" max_failed_share={share:g} allows. The first one, {rejected[0].rollout_id}:\n{rejected[0].message}\n"
-            f"{self.advice}"
         )
 
     async def first_of_each_reason(self, collected: Collected) -> dict[str, Rejection]:
@@ -617,5 +592,5 @@ async def run_trials(
     for rollout_id, found in (await read_recordings(collector.store, ids)).items():
         name = rollout_id.removeprefix(f"{label}-").partition("-again")[0]
         outcome = outcomes.get(rollout_id) or {"failure": describe_failure(found.attempt)}
-        reports[name] = RolloutReport(rollout_id, output=found.output, spans=found.spans, **outcome)
+        reports[name] = replace(found, **outcome)
     return collected, [reports[name] for name in tasks]

@@ -19,7 +19,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -146,7 +146,17 @@ async def _judge(
 ) -> list[Trajectory | Rejection]:
     """Each rollout with its reward, or why it has none."""
     try:
-        rewards = await _rewards(group, function, store)
+        recorded = await read_recordings(store, [each.rollout_id for each in group])
+        rollouts = [
+            JudgedRollout(each.rollout_id, each.task, own.output, transcript_of(own.spans))
+            for each, own in zip(group, recorded.values(), strict=True)
+        ]
+        given = await asyncio.to_thread(function, rollouts)
+        rewards: list[Reward | None] = list(await given if inspect.isawaitable(given) else given)
+        if len(rewards) != len(group):
+            raise RewardError(
+                f"the group reward gave {len(rewards)} rewards for {len(group)} rollouts; give one for each"
+            )
     except Exception as error:  # noqa: BLE001  The boundary of the user's function, which may raise anything.
         reason = str(error) if isinstance(error, MissingRewardError) else f"{type(error).__name__}: {error}"
         message = f"the group reward gave its group none: {reason}"
@@ -160,21 +170,6 @@ async def _judge(
         except RewardError as error:
             found.append(rejection(each.rollout_id, error))
     return found
-
-
-async def _rewards(
-    group: Sequence[Trajectory], function: GroupReward, store: LightningStoreBase
-) -> Sequence[Reward | None]:
-    recorded = await read_recordings(store, [each.rollout_id for each in group])
-    rollouts = [
-        JudgedRollout(each.rollout_id, each.task, found.output, transcript_of(found.spans))
-        for each, found in zip(group, recorded.values(), strict=True)
-    ]
-    found = await asyncio.to_thread(function, rollouts)
-    rewards = list(await found if inspect.isawaitable(found) else found)
-    if len(rewards) != len(group):
-        raise RewardError(f"the group reward gave {len(rewards)} rewards for {len(group)} rollouts; give one for each")
-    return rewards
 
 
 # -- task order ------------------------------------------------------------------------------------------------------
@@ -215,7 +210,21 @@ class LearnabilityOrder(Struct):
         untried = [index for index in self._shuffled if index not in self.state]
         tried = [index for index, record in self.state.items() if record.groups or record.unrewarded]
         fresh = untried[: max(count - len(tried), round(self.config.untried_share * count))]
-        drawn = [*fresh, *self._by_score(tried, turn, count - len(fresh), rng)]
+        known = {index: self.state[index] for index in tried}
+        rewarded = [record.score for record in known.values() if record.groups]
+        unknown = statistics.fmean(rewarded) if rewarded else 0.0
+        scores = {index: record.score if record.groups else unknown for index, record in known.items()}
+        ages = {index: max(1.0, turn - record.turn) for index, record in known.items()}
+        total, age = sum(scores.values()), sum(ages.values())
+        rho = self.config.staleness_share if total > 0 else 1.0
+
+        def key(index: int) -> tuple[float, float]:
+            share = (1 - rho) * scores[index] / (total or 1.0) + rho * ages[index] / age
+            return (math.log(1 - rng.random()) / share if share else -math.inf), rng.random()
+
+        # Those with the highest keys log(u) / P(i), u being random, are different ones drawn by P(i) (Efraimidis and
+        # Spirakis, Information Processing Letters 97, 2006).
+        drawn = [*fresh, *sorted(tried, key=key, reverse=True)[: count - len(fresh)]]
         while len(drawn) < count:  # Fewer tasks than a turn takes: some are drawn twice.
             drawn.append(rng.choice(self._shuffled))
         for index in drawn:
@@ -232,23 +241,6 @@ class LearnabilityOrder(Struct):
             "curriculum_tasks_with_spread": float(sum(record.std > 0 for record in tried)),
             "curriculum_tasks_forgotten": float(sum(record.is_forgotten for record in tried)),
         }
-
-    def _by_score(self, tried: Sequence[int], turn: int, count: int, rng: random.Random) -> list[int]:
-        """`count` different ones of the tried tasks, drawn by P(i): those with the highest keys log(u) / P(i), u being
-        random (Efraimidis and Spirakis, Information Processing Letters 97, 2006)."""
-        known = {index: self.state[index] for index in tried}
-        rewarded = [record.score for record in known.values() if record.groups]
-        unknown = statistics.fmean(rewarded) if rewarded else 0.0
-        scores = {index: record.score if record.groups else unknown for index, record in known.items()}
-        ages = {index: max(1.0, turn - record.turn) for index, record in known.items()}
-        total, age = sum(scores.values()), sum(ages.values())
-        rho = self.config.staleness_share if total > 0 else 1.0
-
-        def key(index: int) -> tuple[float, float]:
-            share = (1 - rho) * scores[index] / (total or 1.0) + rho * ages[index] / age
-            return (math.log(1 - rng.random()) / share if share else -math.inf), rng.random()
-
-        return sorted(tried, key=key, reverse=True)[:count]
 
 
 # -- in-flight limit -------------------------------------------------------------------------------------------------
@@ -279,8 +271,7 @@ async def unknown_usage() -> float | None:
     return None
 
 
-@dataclass(slots=True)
-class InFlightLimit:
+class InFlightLimit(Struct):
     """The number of groups that may run at the same time; no limit until the engine is first overloaded."""
 
     usage: Usage = unknown_usage
@@ -481,7 +472,7 @@ class RolloutStream(Struct):
         following = [want for want in request.wants if want.is_next]
         named = [want for want in request.wants if not want.is_next]
         if self._served == step and following:
-            tasks = self._of_epoch(step, len(following), self.seed + PART_SEED * part)
+            tasks = tasks_of_step(len(self.tasks), len(following), step, self.seed + PART_SEED * part)
             named += [replace(want, task=task) for want, task in zip(following, tasks, strict=True)]
         plans = await self._named(named, step, part)
         collected = Collected(())
@@ -491,18 +482,36 @@ class RolloutStream(Struct):
         return collected + await self._run_at_once(plans, request, step, part) if plans else collected
 
     async def _next_groups(self, request: RolloutRequest, step: int) -> Collected:
-        started = time.monotonic()
+        started, share = time.monotonic(), self.collector.max_failed_share
         self._counts.clear()
         await self._postpone_deadlines()
         while True:
             async with in_background(self.limit.read()):
                 chosen = await self._wait(request)
-            collected = await self._read(chosen, request)
+            # Agents that die do so early: where other groups are still running, the share of failures is that of all
+            # groups under way (`_wait`), and not of the first to complete.
+            collected = await self.collector.collect(
+                _plans_of(chosen),
+                resources_id=None,
+                check=request.check,
+                timeout_reward=request.timeout_reward,
+                max_failed_share=1.0 if self.max_staleness else share,
+                max_rejected_share=share,
+            )
             old = {each.group for each in collected.trajectories if self._age(each) > self.max_staleness}
             stale = [group for group in chosen if group.name in old]
             if not stale:
                 break
-            await self._run_again(stale, request)
+            for group in stale:
+                group.reruns += 1
+                plans = self._plans(len(group.plans), group.name, group.task)
+                group.plans = [replace(plan, rollout_id=f"{plan.rollout_id}-fresh{group.reruns}") for plan in plans]
+            await self._queue(stale, request)
+            self._counts["groups_stale"] += len(stale)
+            self._note(
+                "stale",
+                f"group {stale[0].name} is older than max_staleness={self.max_staleness} updates: its task runs again",
+            )
         self._take(chosen, step)
         ended = [each for group in chosen for each in group.ended.values()]
         earlier = {each.rollout_id for each in ended if (each.end_time or math.inf) < self._began}
@@ -536,7 +545,10 @@ class RolloutStream(Struct):
             if turn not in drawn:
                 drawn[turn] = self._draw(turn, len(request.wants))
             task = drawn[turn][index]
-            plans = self._plans(request.wants[index].n, self._group_name(turn, index, task), task)
+            name = f"{self.state.step_name(turn)}{self.state.suffix}-{index:04d}"
+            if self._order is not None:  # A run that is resumed from an earlier state may draw another task.
+                name += f"-task{task}"
+            plans = self._plans(request.wants[index].n, name, task)
             starting.append(Group(turn, index, plans, task=task))
         await self._queue(starting, request)
         self._groups += starting
@@ -571,37 +583,23 @@ class RolloutStream(Struct):
             for group in own:
                 group.plans = [next(queued) for _ in group.plans]
                 group.ended, group.completed, group.deadline = {}, None, self._update + self.max_staleness
-            if turn < self.state.turns:
-                await self._restore_deadlines(own)
+            if turn < self.state.turns:  # What had finished, before a resume for example, is as old as it is.
+                found = await self.collector.wait_for_some(_plans_of(own), 0)
+                finished = {rollout.rollout_id for rollout in found if rollout.status == "succeeded"}
+                for group in own:
+                    ended = [plan for plan in group.plans if plan.rollout_id in finished]
+                    trajectories, _ = await self.collector.reader.read(ended)
+                    group.deadline -= max((self._age(each) for each in trajectories), default=0)
             self.state.turns = max(self.state.turns, turn + 1)
-
-    async def _restore_deadlines(self, groups: Sequence[Group]) -> None:
-        """What had finished, before a resume for example, is as old as it is."""
-        found = await self.collector.wait_for_some(_plans_of(groups), 0)
-        finished = {rollout.rollout_id for rollout in found if rollout.status == "succeeded"}
-        for group in groups:
-            ended = [plan for plan in group.plans if plan.rollout_id in finished]
-            trajectories, _ = await self.collector.reader.read(ended)
-            group.deadline -= max((self._age(each) for each in trajectories), default=0)
 
     def _draw(self, turn: int, count: int) -> list[int]:
         """The tasks of a turn: the same each time, in a resumed run as well."""
         if self._order is None:
-            return self._of_epoch(turn, count, self.seed)
+            return tasks_of_step(len(self.tasks), count, turn, self.seed)
         drawn = self.state.turn_tasks.setdefault(str(turn), [])
         if len(drawn) < count:
             drawn += self._order.draw(turn, count - len(drawn))
         return drawn
-
-    def _of_epoch(self, turn: int, count: int, seed: int) -> list[int]:
-        """Tasks by their places, of which each epoch has every one once."""
-        return tasks_of_step(len(self.tasks), count, turn, seed)
-
-    def _group_name(self, turn: int, index: int, task: int) -> str:
-        """Where the turn alone does not determine the task, the name does: a run that is resumed from an earlier state
-        may draw another one."""
-        name = f"{self.state.step_name(turn)}{self.state.suffix}-{index:04d}"
-        return f"{name}-task{task}" if self._order is not None else name
 
     def _plans(self, size: int, name: str, task: int) -> list[RolloutPlan]:
         return [RolloutPlan(f"{name}-{member:03d}", self.tasks[task], name) for member in range(size)]
@@ -689,31 +687,6 @@ class RolloutStream(Struct):
             return 0
         return age(trajectory, learner.policy_version, self.state.resumes, learner.versions)
 
-    async def _run_again(self, stale: Sequence[Group], request: RolloutRequest) -> None:
-        for group in stale:
-            group.reruns += 1
-            plans = self._plans(len(group.plans), group.name, group.task)
-            group.plans = [replace(plan, rollout_id=f"{plan.rollout_id}-fresh{group.reruns}") for plan in plans]
-        await self._queue(stale, request)
-        self._counts["groups_stale"] += len(stale)
-        self._note(
-            "stale",
-            f"group {stale[0].name} is older than max_staleness={self.max_staleness} updates: its task runs again",
-        )
-
-    async def _read(self, chosen: Sequence[Group], request: RolloutRequest) -> Collected:
-        """The trajectories of complete groups. Agents that die do so early: where other groups are still running, the
-        share of failures is that of all groups under way (`_wait`), and not of the first to complete."""
-        share = self.collector.max_failed_share
-        return await self.collector.collect(
-            _plans_of(chosen),
-            resources_id=None,
-            check=request.check,
-            timeout_reward=request.timeout_reward,
-            max_failed_share=1.0 if self.max_staleness else share,
-            max_rejected_share=share,
-        )
-
     def _take(self, chosen: Sequence[Group], step: int) -> None:
         """Record that `step` learns from these groups. What is recorded of a step that was not finished is undone by a
         resume, as the state then has an earlier step."""
@@ -727,7 +700,11 @@ class RolloutStream(Struct):
         self.state.turn_tasks = {turn: drawn for turn, drawn in self.state.turn_tasks.items() if int(turn) >= first}
 
     def _metrics(self, chosen: Sequence[Group], collected: Collected) -> dict[str, float]:
-        found = turn_limit_metrics(collected.trajectories) | self.limit.metrics()
+        found = self.limit.metrics()
+        limits = [each.metadata[TURN_LIMIT] for each in collected.trajectories if TURN_LIMIT in each.metadata]
+        if limits:
+            reached = sum(TURN_LIMIT_REACHED in each.metadata for each in collected.trajectories)
+            found |= {"turn_limit": float(max(limits)), "rollouts_at_turn_limit": float(reached)}
         if self._order is not None:
             rewards: dict[str, list[float]] = {}
             for trajectory in collected.trajectories:
@@ -814,8 +791,11 @@ class RolloutStream(Struct):
             timeout_reward=request.timeout_reward,
             on_progress=lambda done: self._show(done, len(plans)),
         )
-        branched = any(want.branch for want in request.wants)
-        metrics = branching_metrics(plans, collected.trajectories) if branched else {}
+        if not any(want.branch for want in request.wants):
+            return collected
+        metrics = {"branches": float(sum(BRANCH in plan.metadata for plan in plans))}
+        for name in (REPLAYED_CALLS, REPLAY_MISMATCHES):
+            metrics[name] = float(sum(each.metadata.get(name, 0) for each in collected.trajectories))
         return replace(collected, metrics=metrics)
 
     # -- small parts ---------------------------------------------------------------------------------------------------
@@ -840,25 +820,6 @@ class RolloutStream(Struct):
 
 def _plans_of(groups: Iterable[Group]) -> list[RolloutPlan]:
     return [plan for group in groups for plan in group.plans]
-
-
-def turn_limit_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """The largest limit on turns that rollouts were run under, and how many ended at theirs; empty without a limit."""
-    limits = [each.metadata[TURN_LIMIT] for each in trajectories if TURN_LIMIT in each.metadata]
-    if not limits:
-        return {}
-    reached = sum(TURN_LIMIT_REACHED in each.metadata for each in trajectories)
-    return {"turn_limit": float(max(limits)), "rollouts_at_turn_limit": float(reached)}
-
-
-def branching_metrics(plans: Sequence[RolloutPlan], trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """How many rollouts branched off others, the calls that they were given recorded answers for, and how many did
-    something else before."""
-    totals = {
-        name: float(sum(each.metadata.get(name, 0) for each in trajectories))
-        for name in (REPLAYED_CALLS, REPLAY_MISMATCHES)
-    }
-    return {"branches": float(sum(BRANCH in plan.metadata for plan in plans)), **totals}
 
 
 def check_staleness(max_staleness: int, total_steps: int) -> None:
