@@ -509,8 +509,7 @@ class TrainConfig(Section):
         brought = {name: table.get(name) or getattr(found[1], name) for name in ("agent", "reward")}
         return {**table, **brought, "data": {**data, "train": data.get("train") or address}}
 
-    @model_validator(mode="after")
-    def check_sections(self) -> Self:
+    def check_sections(self) -> None:
         """Raises ConfigError where settings of different sections do not go together."""
         if self.policy.kind == "tinker" and self.warm_start.dataset is not None:
             raise ConfigError(
@@ -531,6 +530,10 @@ class TrainConfig(Section):
                 check_value_head(stage.loss, self.policy.value_head)
                 if self.curriculum.branching is not None:
                     self.curriculum.branching.check_group_size(stage.group_size)
+
+    @model_validator(mode="after")
+    def _check_sections(self) -> Self:
+        self.check_sections()
         return self
 
     @field_validator("prompts", mode="before")

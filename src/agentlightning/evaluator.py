@@ -112,8 +112,10 @@ def evaluate(
     if model is not None:
         opening.check_model(model)
     tasks = load_dataset(dataset)[:limit]
-    _check_unseen(tasks, trained_on)
-    members, keys = slice_members(tasks, [slices] if isinstance(slices, str) else slices), tuple(map(task_key, tasks))
+    if trained_on is not None and (shared := overlaps({"training": load_dataset(trained_on), "evaluation": tasks})):
+        raise DatasetError(f"{shared[0]}. Evaluate on tasks that the agent has not learned from")
+    fields, keys = [slices] if isinstance(slices, str) else slices, tuple(map(task_key, tasks))
+    members = {field: slice_members(tasks, field) for field in fields}
     before = _previous(compare, keys)
     config = runner or RunnerConfig()
     if concurrency is not None:
@@ -134,14 +136,6 @@ def evaluate(
 
 SEEN_BY_AGENTS = {"env", "hide", "cwd", "timeout_seconds", "fresh_process", "max_calls"}
 """Settings of the runner that tell cached rollouts apart."""
-
-
-def _check_unseen(tasks: Sequence[Any], trained_on: str | Path | Sequence[Any] | None) -> None:
-    if trained_on is None:
-        return
-    shared = overlaps({"training": load_dataset(trained_on), "evaluation": tasks})
-    if shared:
-        raise DatasetError(f"{shared[0]}. Evaluate on tasks that the agent has not learned from")
 
 
 def _previous(compare: Evaluation | str | Path | None, keys: Sequence[str]) -> Evaluation | None:

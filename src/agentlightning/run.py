@@ -28,12 +28,12 @@ from agentlightning.algorithms.sequential import SequentialConfig
 from agentlightning.assemble.model_calls import NO_LIMITS, TokenLimits
 from agentlightning.attempt_variables import OTLP_ENDPOINTS
 from agentlightning.compat.runner import Hook, with_hooks
-from agentlightning.config import TrainConfig
+from agentlightning.config import CALLBACKS, TrainConfig
 from agentlightning.dashboard.app import PATH as DASHBOARD
 from agentlightning.dashboard.app import dashboard_routes
 from agentlightning.dashboard.data.run_data import catalog_of_run
 from agentlightning.engine.base import Engine
-from agentlightning.errors import ConfigError, ResumeError
+from agentlightning.errors import ConfigError, DatasetError, ResumeError
 from agentlightning.policy.base import Policy, capabilities_of
 from agentlightning.policy.learner import Learner
 from agentlightning.policy.open import follow_trainer, open_models, require_training
@@ -61,7 +61,7 @@ from agentlightning.training.agent_runner import (
     routes_models,
     run_beside,
 )
-from agentlightning.training.callbacks import Callback, make_callbacks
+from agentlightning.training.callbacks import Callback
 from agentlightning.training.dry_run import DryRun
 from agentlightning.training.environment_providers import with_own_providers
 from agentlightning.training.governance import Audit, Gate, Guard, Health
@@ -75,15 +75,14 @@ from agentlightning.training.persistence.checkpoints import (
     read_resources,
 )
 from agentlightning.training.persistence.run_dir import (
+    OBJECTS,
     RunDir,
     RunState,
     Tasks,
     append_lines,
     changed_settings,
     changes_rewards,
-    check_disjoint,
     check_extensions,
-    check_objects,
     describe_changes,
     extensions_of,
     load_tasks,
@@ -94,12 +93,12 @@ from agentlightning.training.persistence.run_dir import (
     write_tasks,
 )
 from agentlightning.training.recorded import (
+    CHECKPOINT_EVERY,
     RecordedSource,
     check_live,
     check_recorded,
     open_recorded,
     recorded_data,
-    wired_settings,
 )
 from agentlightning.training.report.result import TrainingResult, starting_warnings
 from agentlightning.training.run import TrainingRun
@@ -301,13 +300,19 @@ class Run(Struct):
         """Of an agent, which in a run on `recorded` data only measures, and may be missing; such a run keeps rollouts
         in a store of its own. Raises ConfigError for none, ResumeError for an object that was not given again."""
         config, store, agent = self.config, self.store, self.agent
-        check_objects(self.path, state, store=store, reward=self.reward, callbacks=self.callbacks)
-        if recorded is not None:
-            config, store = wired_settings(config, agent), None
+        given = {"store": store, "reward": self.reward, "callbacks": self.callbacks}
+        for name, (what, how) in OBJECTS.items():
+            if name in state.objects and not given[name]:
+                raise ResumeError(f"{self.path} {what}: Trainer.resume({str(self.path)!r}, {name}={how}")
+        if recorded is not None:  # Checkpoints are rare, and without an agent nothing is measured.
+            every, store = config.run.checkpoint_every or CHECKPOINT_EVERY, None
+            config = config.with_section("run", checkpoint_every=every)
+            config = config if agent is not None else config.with_section("evaluation", modes=())
         if agent is not None or recorded is None:
             check_runners(config, store, agent, self.reward)
-        given = with_hooks(agent, self.hooks, config.runner.hooks), self.reward, store, self.resources, self.callbacks
-        return Wiring(config, algorithm, *given, self.progress, run_dir, state, tasks, recorded)
+        agent = with_hooks(agent, self.hooks, config.runner.hooks)
+        parts = agent, self.reward, store, self.resources, self.callbacks, self.progress
+        return Wiring(config, algorithm, *parts, run_dir, state, tasks, recorded)
 
 
 class Wiring(Struct):
@@ -339,8 +344,11 @@ class Wiring(Struct):
         if not learns:
             self.config = with_own_providers(self.config, note)
         config, given, run_id = self.config, self.store, state.run_id
-        if algorithm.selects_result:
-            check_disjoint(self.tasks)
+        if algorithm.selects_result and (shared := self.tasks.shared()):
+            raise DatasetError(
+                f"{'; '.join(map(str, shared))}: a result could be chosen on what it is tested with; give each task to"
+                " one split"
+            )
         check_prices(algorithm, config)
         if self.recorded is None:
             check_staleness(config.run.max_staleness, algorithm.total_steps)
@@ -374,7 +382,7 @@ class Wiring(Struct):
             run = self._run(store, queue, policy, server, called, joined, since)
             stack.push_async_callback(run.close)
             if self.progress.enabled:
-                timeout, own_store = config.runner.timeout_seconds, self.run_dir.store_path.exists()
+                timeout, own_store = config.runner.timeout_seconds, (self.run_dir.path / "store.db").exists()
                 watching = watch_rollouts(store, run_id, self.progress, timeout, own_store=own_store)
                 await stack.enter_async_context(in_background(watching))
             await run.collector.move(run_id, called)
@@ -424,6 +432,7 @@ class Wiring(Struct):
         publisher = ResourcePublisher(store, url, policy, self.resources, config.runner.max_calls)
         if not state.measures_start(config.evaluation.modes):
             publisher.publish(read_resources(run_dir.path, state.checkpoint))
+        target = {"target_agent": getattr(self.agent, "trained_agents", None)}  # Those that the agent itself declares.
         checkpoints = Checkpoints(run_dir, state, config.run, learner, publisher, algorithm, self.progress.note)
         checkpoints.restore_algorithm(state.checkpoint)
         return TrainingRun(
@@ -438,14 +447,17 @@ class Wiring(Struct):
             self.progress,
             algorithm.total_steps + (state.first_step if self.recorded else 0),
             since,
-            trained_agents(self.agent),
+            settings_from(LightningRLConfig, target, source="trained_agents of the agent").target_agent,
             joined,
             validates=not algorithm.selects_result,
         )
 
     async def _add_callbacks(self, run: TrainingRun) -> None:
         config = self.config
-        callbacks = make_callbacks(config.run.callbacks, self.callbacks)  # before a tracker begins a run
+        named: list[Callback[Any]] = []
+        for each in map(CALLBACKS.find, config.run.callbacks):  # Before a tracker begins a run.
+            with calls_of(each, "callback"):
+                named.append(each())
         run.add(Curve(run))
         run.add(await asyncio.to_thread(Tracking, run))
         if config.guard is not None:
@@ -456,7 +468,7 @@ class Wiring(Struct):
         run.add(health := Health(run))
         if config.gate is not None:
             run.add(Gate(run, config.gate, audit, health))
-        for callback in callbacks:
+        for callback in (*named, *self.callbacks):
             run.add(callback)
 
     def _stream(
@@ -492,7 +504,7 @@ async def open_store(given: LightningStoreBase | None, run_dir: RunDir, stack: A
     """The given store, or the run's own. Its spans also go where OpenTelemetry's environment variables say."""
     store = given
     if store is None:
-        store = LightningStore(run_dir.store_path)
+        store = LightningStore(run_dir.path / "store.db")
         stack.push_async_callback(store.close)
     endpoint = next(filter(None, map(os.environ.get, OTLP_ENDPOINTS)), None)
     if endpoint is not None:
@@ -606,9 +618,3 @@ def _absolute(section: C, *names: str) -> C:
     """A section of settings whose paths, where there is something, are absolute."""
     given = {name: path for name in names if (path := getattr(section, name, None)) and Path(path).exists()}
     return section.model_copy(update={name: str(Path(path).resolve()) for name, path in given.items()})
-
-
-def trained_agents(agent: Any) -> str | None:
-    """The agents to train, where the agent is an object that declares them."""
-    target = getattr(agent, "trained_agents", None)
-    return settings_from(LightningRLConfig, {"target_agent": target}, source="trained_agents of the agent").target_agent

@@ -390,12 +390,8 @@ NO_VALUE = "(none)"
 """Of tasks without the field."""
 
 
-def slice_members(tasks: Sequence[Any], fields: Sequence[str]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Field -> value -> positions of the tasks that have it. Raises ConfigError for a field that no task has."""
-    return {field: _members(tasks, field) for field in fields}
-
-
-def _members(tasks: Sequence[Any], field: str) -> dict[str, tuple[int, ...]]:
+def slice_members(tasks: Sequence[Any], field: str) -> dict[str, tuple[int, ...]]:
+    """Value -> positions of the tasks that have it. Raises ConfigError for a field that no task has."""
     found: dict[str, list[int]] = defaultdict(list)
     names: set[str] = set()
     for position, task in enumerate(tasks):

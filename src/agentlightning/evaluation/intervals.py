@@ -65,9 +65,13 @@ def sign_flip_p_value(differences: Sequence[float]) -> float:
         return 1.0
     scaled = [each / largest for each in differences if each]
     observed = abs(math.fsum(scaled)) - TOLERANCE
-    found = _all_sums(scaled)
-    if found is not None:
-        return min(1.0, math.fsum(share for size, share in found.items() if size >= observed))
+    sizes: Mapping[float, float] = {0.0: 1.0}
+    for each in sorted(scaled, key=abs):
+        sizes = add_flipped(sizes, abs(each))
+        if len(sizes) > MOST_SUMS:
+            break
+    else:
+        return min(1.0, math.fsum(share for size, share in sizes.items() if size >= observed))
     total = math.fsum(scaled)
     extreme = sum(abs(2 * sum(compress(scaled, chosen)) - total) >= observed for chosen in _drawn(len(scaled), DRAWS))
     return (extreme + 1) / (DRAWS + 1)
@@ -80,15 +84,6 @@ def add_flipped(sizes: Mapping[float, float], difference: float) -> dict[float, 
         added[round(size + difference, DIGITS)] += probability / 2
         added[abs(round(size - difference, DIGITS))] += probability / 2
     return added
-
-
-def _all_sums(differences: Sequence[float]) -> Mapping[float, float] | None:
-    sizes: Mapping[float, float] = {0.0: 1.0}
-    for each in sorted(differences, key=abs):
-        sizes = add_flipped(sizes, abs(each))
-        if len(sizes) > MOST_SUMS:
-            return None
-    return sizes
 
 
 def sign_flip_limits(differences: Sequence[float], alpha: float) -> tuple[float, float]:
@@ -195,7 +190,9 @@ def mean_interval(values: Sequence[float | None], confidence: float = 0.95, boun
     low, high = reward_bounds(known, bounds)
     missing = len(values) - len(known)
     least, most = ([*known, *[extreme] * missing] for extreme in (low, high))
-    return bounded_interval(least, low, high, confidence)[0], bounded_interval(most, low, high, confidence)[1]
+    center, half = _center_and_half([*least, low, high], len(values), confidence)
+    highest, above = _center_and_half([*most, low, high], len(values), confidence)
+    return max(low, center - half), min(high, highest + above)
 
 
 def reward_bounds(values: Sequence[float], bounds: Interval | None = None) -> Interval:
@@ -233,12 +230,6 @@ def check_bounds(bounds: Interval | None) -> None:
 
 def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
-
-
-def bounded_interval(values: Sequence[float], low: float, high: float, confidence: float) -> Interval:
-    """The interval of the module's head, for values between low and high."""
-    center, half = _center_and_half([*values, low, high], len(values), confidence)
-    return max(low, center - half), min(high, center + half)
 
 
 def _center_and_half(padded: Sequence[float], count: int, confidence: float) -> tuple[float, float]:

@@ -62,7 +62,7 @@ from agentlightning.training.health.step_record import (
     distance,
     score_of,
 )
-from agentlightning.training.persistence.run_dir import KeptCheckpoint, Tasks, append_lines, check_run, whole_lines
+from agentlightning.training.persistence.run_dir import KeptCheckpoint, append_lines, check_run, whole_lines
 from agentlightning.training.sources.collector import Scores, apply_reward, read_recordings
 from agentlightning.trajectory import Trajectory
 
@@ -429,22 +429,6 @@ def last_times(records: Iterable[AuditRecord]) -> list[AuditRecord]:
 # -- promotion gate --------------------------------------------------------------------------------------------------
 
 
-def guard_tasks(config: GateConfig, tasks: Tasks) -> list[Any]:
-    """The guard set of a run. Raises ConfigError where there is none, or it has tasks that are trained on."""
-    found = list(tasks.validation if config.tasks is None else load_dataset(config.tasks))
-    if not found:
-        raise ConfigError("the gate has no tasks: set gate.tasks to a file, or give validation tasks (data.validation)")
-    trained = {task_key(task) for task in tasks.train}
-    shared = [row for row, task in enumerate(found, 1) if task_key(task) in trained]
-    if shared:
-        shown = ", ".join(map(str, shared[:5])) + (" ..." if len(shared) > 5 else "")
-        raise ConfigError(
-            f"{len(shared)} tasks of the guard set ({config.tasks or 'the validation tasks'}) are training tasks, too:"
-            f" rows {shown}. A version that has memorised them would pass; remove them from one of the two"
-        )
-    return found[: config.limit]
-
-
 def difference(
     before: Sequence[float | None], after: Sequence[float | None], confidence: float, margin: float = 0.0
 ) -> Gain:
@@ -475,10 +459,25 @@ class Gate(RunCallback[GateState]):
     state_class = GateState
 
     def __init__(self, run: TrainingRun, config: GateConfig, audit: Audit, health: Health) -> None:
-        """Raises AgentError where the reward of the gate cannot be loaded, and ConfigError for its tasks."""
+        """Raises AgentError where the reward of the gate cannot be loaded, and ConfigError where the guard set has no
+        tasks, or some that are trained on."""
         super().__init__(run)
         self.config, self.audit, self.health = config, audit, health
-        self.tasks, self.second = guard_tasks(config, run.tasks), second_reward(run, config.reward)
+        self.second = second_reward(run, config.reward)
+        found = list(run.tasks.validation if config.tasks is None else load_dataset(config.tasks))
+        if not found:
+            raise ConfigError(
+                "the gate has no tasks: set gate.tasks to a file, or give validation tasks (data.validation)"
+            )
+        trained = {task_key(task) for task in run.tasks.train}
+        shared = [row for row, task in enumerate(found, 1) if task_key(task) in trained]
+        if shared:
+            shown = ", ".join(map(str, shared[:5])) + (" ..." if len(shared) > 5 else "")
+            raise ConfigError(
+                f"{len(shared)} tasks of the guard set ({config.tasks or 'the validation tasks'}) are training tasks,"
+                f" too: rows {shown}. A version that has memorised them would pass; remove them from one of the two"
+            )
+        self.tasks = found[: config.limit]
 
     async def on_start(self) -> None:
         """The version that the run starts from is the promoted one."""

@@ -338,15 +338,6 @@ async def _tokenizer(config: TrainConfig, run_dir: RunDir, target: str | None) -
     return Tokenizer(chat, min(context, policy.max_context or context), vocabulary, target)
 
 
-# -- settings --------------------------------------------------------------------------------------------------------
-
-
-def wired_settings(config: TrainConfig, agent: Any) -> TrainConfig:
-    """The settings that such a run is built with: no measurement without an agent, rare checkpoints."""
-    config = config.with_section("run", checkpoint_every=config.run.checkpoint_every or CHECKPOINT_EVERY)
-    return config.with_section("evaluation", modes=()) if agent is None else config
-
-
 def check_recorded(algorithm: Algorithm[Any], config: TrainConfig, agent: Any, held_out: object) -> None:
     """Raises ConfigError for what cannot learn from recorded data, and for settings that do not go together."""
     if not algorithm.learns_weights:

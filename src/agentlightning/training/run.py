@@ -7,6 +7,7 @@ run directory holds all that is needed to continue from there.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import statistics
 import time
@@ -28,7 +29,7 @@ from agentlightning.errors import ConfigError, ResumeError, TrainingStopped
 from agentlightning.evaluation.evaluation import Evaluation, comparable_scores, gain_of
 from agentlightning.policy.base import UPDATE, Metrics, UpdateOptions
 from agentlightning.policy.learner import Learner
-from agentlightning.resources import NamedResources, prompts_in
+from agentlightning.resources import NamedResources, named_resources, prompts_in
 from agentlightning.training.callbacks import Callback, FinishedStep, restore, saved
 from agentlightning.training.health.step_record import VALIDATION, StepRecord, step_line
 from agentlightning.training.joined_gateways import JoinedGateways
@@ -309,7 +310,10 @@ class TrainingRun(Struct):
         self._check_agent()
         label = f"{self.state.run_id}-trial-{self.state.step + 1:06d}{self.state.suffix}"
         sampling = {"temperature": TEMPERATURES[self.config.evaluation.modes[0]]}
-        resources_id = await self.checkpoints.publisher.write_trial(label, resources, sampling)
+        # The same resources have the same id, wherever the policy is served.
+        given = {**self.resources, **resources}
+        digest = hashlib.blake2b(named_resources.dump_json(given), digest_size=8).hexdigest()
+        resources_id = await self.checkpoints.publisher.write(f"{label}-{digest}", sampling, resources=given)
         collected, reports = await run_trials(self.collector, label, tasks, resources_id, self.reward_weights, metadata)
         await self.count(collected)
         return reports
@@ -402,12 +406,10 @@ class TrainingRun(Struct):
                 state.reasons.pop(f"after-{mode}", None)
         return await self.measure_held_out("measuring the trained policy", "after", f"after-{step:06d}")
 
-    async def measure_held_out(
-        self, phase: str, label: str, purpose: str, *, strict: bool = False
-    ) -> dict[str, Evaluation]:
-        """Held-out reward by mode, measured once for each label in the life of a run. `purpose` names its rollouts.
-        Where it is `strict`, raises TrainingStopped if more rollouts fail than the run allows, and RewardError if there
-        is no reward at all."""
+    async def measure_held_out(self, phase: str, label: str, purpose: str) -> dict[str, Evaluation]:
+        """Held-out reward by mode, measured once for each label in the life of a run. `purpose` names its rollouts. For
+        that of the starting policy, raises TrainingStopped if more rollouts fail than the run allows, and RewardError
+        if there is no reward at all."""
         state, count = self.state, self.held_out_tasks
         modes, results = self.config.evaluation.modes, dict[str, Evaluation]()
         if rollouts := count * len(modes):
@@ -420,6 +422,7 @@ class TrainingRun(Struct):
                 def show(ended: int, done: int = done) -> None:
                     self.progress.update(done + ended)
 
+                strict = label == "before"
                 result = await self.measure(named, mode, self.held_out, show, held_out=True, strict=strict)
                 state.evaluations[name] = list(result.rewards)
                 state.reasons[name] = dict(result.reasons)
@@ -465,7 +468,7 @@ class TrainingRun(Struct):
         state, algorithm, progress = self.state, self.algorithm, self.progress
         state.warnings = {kind: text for kind, text in state.warnings.items() if not kind.startswith(CLOSING)}
         at_start = state.measures_start(self.config.evaluation.modes)
-        before = await self.measure_held_out("measuring the starting policy", "before", "before", strict=True)
+        before = await self.measure_held_out("measuring the starting policy", "before", "before")
         if at_start:  # Continue from the last checkpoint.
             await self.publish(read_resources(self.directory, state.checkpoint))
             if self.learner is not None:

@@ -20,6 +20,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,7 +45,7 @@ from agentlightning.training.persistence.run_dir import (
     write_atomically,
 )
 from agentlightning.training.sources.collector import MOST_TEXT, read_recordings, said, text_of, transcript_of
-from agentlightning.trajectory import CallId, FloatArray, TrainingSample
+from agentlightning.trajectory import CallId, TrainingSample
 
 if TYPE_CHECKING:
     from agentlightning.training.report.result import TrainingResult
@@ -124,15 +125,6 @@ def result_numbers(result: Mapping[str, Any]) -> dict[str, float]:
     return {f"result/{name}": value for name, value in found.items()}
 
 
-def markdown_table(transcripts: Sequence[Transcript]) -> str:
-    """The table as Markdown."""
-    lines = [f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|"]
-    for row in map(structs.astuple, transcripts):
-        cells = (str(cell).replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>") for cell in row)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 # -- tensorboard -----------------------------------------------------------------------------------------------------
 
 # TensorBoard: event files in `RUN/tensorboard`. Written with the package `tensorboard` alone, without torch.
@@ -162,7 +154,11 @@ class TensorBoardTracker(Tracker):
         self._writer.flush()
 
     def transcripts(self, step: int, rows: Sequence[Transcript]) -> None:
-        self._text(step, "transcripts", markdown_table(rows))
+        lines = [f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|"]
+        for row in map(structs.astuple, rows):
+            cells = (str(cell).replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>") for cell in row)
+            lines.append(f"| {' | '.join(cells)} |")
+        self._text(step, "transcripts", "\n".join(lines))
 
     def result(self, step: int, result: Mapping[str, Any], curve: Path | None) -> None:
         self._text(step, "result", _as_block(result))
@@ -437,7 +433,9 @@ class Tracking(RunCallback[NoState]):
         self.config, self.run_dir, step = run.config.tracking, run.directory, run.state.step
         check_installed(self.config)
         self._ended = False
-        known, settings = _read(self.run_dir / FILE), flat_settings(run.config)
+        known, settings = dict[str, str](), flat_settings(run.config)
+        with suppress(OSError, ValueError):
+            known |= orjson.loads((self.run_dir / FILE).read_bytes())
         self._channels: list[_Channel] = []
         for name in dict.fromkeys(self.config.trackers):
             tracked = TrackedRun(
@@ -511,13 +509,6 @@ class Tracking(RunCallback[NoState]):
     def _send(self, what: str, call: Callable[[Tracker], object]) -> None:
         for channel in self._channels:
             channel.send(what, call)
-
-
-def _read(path: Path) -> dict[str, str]:
-    try:
-        return dict(orjson.loads(path.read_bytes()))
-    except (OSError, ValueError):
-        return {}
 
 
 # -- reward curve ----------------------------------------------------------------------------------------------------
@@ -675,7 +666,11 @@ class TokenRatios(RunCallback[NoState]):
             own = [sample for sample in samples if sample.adapter == adapter]
             columns = await run.learner.score([sample.tree for sample in own], {"logprobs"}, adapter=adapter)
             for sample, logprobs in zip(own, columns["logprobs"], strict=True):
-                _add(found, sample, logprobs)
+                # The nodes of a call stand in order: an update of the weights or a later prompt may have split it.
+                for node, new in zip(sample.tree.nodes, logprobs, strict=True):
+                    if node.sampled and node.call is not None and node.rollout_id is not None and node.logprobs:
+                        ratios = [round(float(now) - old, DIGITS) for now, old in zip(new, node.logprobs, strict=True)]
+                        found.setdefault((node.rollout_id, node.call), []).extend(ratios)
         await asyncio.to_thread(write_ratios, run.directory, run.state.step + 1, found)
         return {"ratio_seconds": time.monotonic() - began}
 
@@ -707,11 +702,3 @@ def read_ratios(run_dir: Path, step: int, rollout_ids: Collection[str]) -> CallR
             continue  # a line that a crash cut off
         found[each["rollout"], each["call"]] = each["log_ratios"]
     return found
-
-
-def _add(found: CallRatios, sample: TrainingSample, logprobs: Sequence[FloatArray]) -> None:
-    """The nodes of a call stand in order: an update of the weights or a later prompt may have split it."""
-    for node, new in zip(sample.tree.nodes, logprobs, strict=True):
-        if node.sampled and node.call is not None and node.rollout_id is not None and node.logprobs:
-            ratios = [round(float(now) - old, DIGITS) for now, old in zip(new, node.logprobs, strict=True)]
-            found.setdefault((node.rollout_id, node.call), []).extend(ratios)

@@ -30,7 +30,8 @@ from agentlightning.tracing.air import AutomaticRewards, weighted_rules
 from agentlightning.training.health.step_record import step_line
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.sources import collector as reader
-from agentlightning.training.sources.collector import RolloutPlan, TrajectoryReader
+from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan, TrajectoryReader
+from agentlightning.training.sources.stream import RolloutStream
 from agentlightning.trajectory import Trajectory
 
 
@@ -136,12 +137,13 @@ async def test_an_exploited_rule_raises_the_automatic_reward_and_not_the_true_on
 async def test_rollouts_that_were_removed_meanwhile_are_left_out(store: InMemoryLightningStore, finish: Any) -> None:
     rollout = await store.start_rollout({"n": 0})
     await finish(rollout)
-    found = await TrajectoryReader(store).read_remaining(
-        [RolloutPlan("removed", None, "g"), RolloutPlan(rollout.rollout_id, {"n": 0}, "g")], None
-    )
+    nothing: Any = None
+    stream = RolloutStream(RolloutCollector(TrajectoryReader(store)), [], RunState("r"), nothing, nothing)
+    groups, tasks = {"removed": "g", rollout.rollout_id: "g"}, {rollout.rollout_id: {"n": 0}}
+    found = await stream.recall(groups, None, tasks, 0)
     assert [(each.rollout_id, each.group, each.task) for each in found] == [(rollout.rollout_id, "g", {"n": 0})]
 
     def reject_all(trajectories: Sequence[Trajectory]) -> list[Rejection]:
         return [Rejection(each.rollout_id, "bad", "no use") for each in trajectories]
 
-    assert await TrajectoryReader(store).read_remaining([RolloutPlan(rollout.rollout_id, None, "g")], reject_all) == ()
+    assert await stream.recall(groups, reject_all, tasks, 0) == ()

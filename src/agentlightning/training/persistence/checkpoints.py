@@ -4,7 +4,6 @@ the resources it published; and the policy that it starts or resumes with."""
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import shutil
 import tempfile
@@ -62,13 +61,6 @@ class ResourcePublisher(Struct):
         """Replace resources by name."""
         self.resources = {**self.resources, **resources}
         self.published = self.published or bool(resources)
-
-    async def write_trial(self, label: str, resources: NamedResources, sampling: Mapping[str, float]) -> str:
-        """Write the present resources with some replaced, and the policy. Returns their id, which begins with `label`
-        and is the same for the same resources, wherever the policy is served."""
-        given = {**self.resources, **resources}
-        digest = hashlib.blake2b(named_resources.dump_json(given), digest_size=8).hexdigest()
-        return await self.write(f"{label}-{digest}", sampling, resources=given)
 
     async def write(
         self,

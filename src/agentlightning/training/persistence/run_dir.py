@@ -290,19 +290,12 @@ def rollouts_in_use(run_dir: Path) -> tuple[str, ...]:
         "stage-",
         "after-",
     )
-    return (*(f"{state.run_id}-{purpose}" for purpose in steps), *_replayable(run_dir, state))
-
-
-def _replayable(run_dir: Path, state: RunState) -> list[str]:
-    """The ids of rollouts that the last checkpoint keeps for replay. Those of later steps are in use anyway."""
-    if state.checkpoint is None:
-        return []
-    try:
-        learned = orjson.loads((run_dir / state.checkpoint / ALGORITHM_FILE).read_bytes())["state"]
+    replayed: list[str] = []  # Those that the last checkpoint keeps for replay.
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        learned = orjson.loads((run_dir / (state.checkpoint or "") / ALGORITHM_FILE).read_bytes())["state"]
         learned = learned.get("state", learned)  # Of the present stage, where there are several.
-        return [str(each) for ids in learned.get("replay", {}).values() for each in ids]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return []
+        replayed = [str(each) for ids in learned.get("replay", {}).values() for each in ids]
+    return (*(f"{state.run_id}-{purpose}" for purpose in steps), *replayed)
 
 
 def read_state(run_dir: Path) -> RunState:
@@ -403,10 +396,6 @@ class RunDir(Struct):
         for directory in self._made:
             if not any(directory.iterdir()):
                 directory.rmdir()
-
-    @property
-    def store_path(self) -> Path:
-        return self.path / "store.db"
 
     @property
     def start(self) -> Path:
@@ -597,16 +586,6 @@ def _counted(tasks: Sequence[Any]) -> str:
     different = len({task_key(task) for task in tasks})
     same = "" if different == len(tasks) else f", of which {different} differ (equal tasks stay in one part)"
     return f"{len(tasks)} task{'' if len(tasks) == 1 else 's'}{same}"
-
-
-def check_disjoint(tasks: Tasks) -> None:
-    """Raises DatasetError, which names rows, for a task that is in two splits: a result that was chosen or learned on
-    it proves nothing there."""
-    if shared := tasks.shared():
-        raise DatasetError(
-            f"{'; '.join(map(str, shared))}: a result could be chosen on what it is tested with; give each task to one"
-            " split"
-        )
 
 
 def write_tasks(run_dir: RunDir, tasks: Tasks) -> None:
@@ -858,10 +837,3 @@ OBJECTS = {
     "callbacks": ("was started with callbacks that are objects; give them again", "[...])"),
 }
 """What no setting names, and how to give it again."""
-
-
-def check_objects(run_dir: Path, state: RunState, **given: object) -> None:
-    """Raises ResumeError where a live object of the run was not given again."""
-    for name, (what, how) in OBJECTS.items():
-        if name in state.objects and not given[name]:
-            raise ResumeError(f"{run_dir} {what}: Trainer.resume({str(run_dir)!r}, {name}={how}")

@@ -14,7 +14,6 @@ import inspect
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias, TypeVar, cast
@@ -112,15 +111,6 @@ class TrajectoryReader:
                 await self.store.add_many_spans(rewards_found)
             found += assembled
         return await checked(found, check)
-
-    async def read_remaining(self, plans: Sequence[RolloutPlan], check: Check | None) -> tuple[Trajectory, ...]:
-        """The usable ones of rollouts that the store may have removed, each read and checked by itself."""
-        found: list[Trajectory] = []
-        for plan in plans:
-            with suppress(NotFoundError):
-                usable, _ = await self.read([plan], check)
-                found += usable
-        return tuple(found)
 
     def _assemble(
         self, plans: Sequence[RolloutPlan], recorded: Sequence[list[Span]], rewards: Mapping[str, float]

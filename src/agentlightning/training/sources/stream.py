@@ -19,6 +19,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -32,7 +33,7 @@ from agentlightning.config import Branching, CurriculumConfig
 from agentlightning.credit import group_trajectories
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.rejection import MISSING_REWARD, Check, Rejection, rejection
-from agentlightning.errors import ConfigError, DatasetError, MissingRewardError, RewardError
+from agentlightning.errors import ConfigError, DatasetError, MissingRewardError, NotFoundError, RewardError
 from agentlightning.policy.learner import Learner, age, updates_of
 from agentlightning.rewards.judges import JudgedRollout
 from agentlightning.rollouts import BRANCH, Rollout
@@ -460,10 +461,13 @@ class RolloutStream(Struct):
     async def recall(
         self, groups: Mapping[str, str], check: Check | None, tasks: Mapping[str, Any], max_age: int
     ) -> tuple[Trajectory, ...]:
-        """See `Training.recall`."""
-        plans = [RolloutPlan(key, tasks.get(key), group) for key, group in groups.items()]
-        found = await self.collector.reader.read_remaining(plans, check)
-        return tuple(each for each in found if self._age(each) <= max_age)
+        """See `Training.recall`. The store may have removed some: each is read by itself."""
+        found: list[Trajectory] = []
+        for key, group in groups.items():
+            with suppress(NotFoundError):
+                usable, _ = await self.collector.reader.read([RolloutPlan(key, tasks.get(key), group)], check)
+                found += [each for each in usable if self._age(each) <= max_age]
+        return tuple(found)
 
     async def _collect(self, request: RolloutRequest) -> Collected:
         step = self.state.step
@@ -479,7 +483,21 @@ class RolloutStream(Struct):
         if following and self._served != step:
             self._served = step
             collected = await self._next_groups(replace(request, wants=following), step)
-        return collected + await self._run_at_once(plans, request, step, part) if plans else collected
+        if not plans:
+            return collected
+        more = await self.collector.collect(
+            plans,
+            resources_id=await self._publish(f"{self.state.step_name(step)}-part{part}", request, step),
+            check=request.check,
+            timeout_reward=request.timeout_reward,
+            on_progress=lambda done: self._show(done, len(plans)),
+        )
+        if any(want.branch for want in request.wants):
+            metrics = {"branches": float(sum(BRANCH in plan.metadata for plan in plans))}
+            for name in (REPLAYED_CALLS, REPLAY_MISMATCHES):
+                metrics[name] = float(sum(each.metadata.get(name, 0) for each in more.trajectories))
+            more = replace(more, metrics=metrics)
+        return collected + more
 
     async def _next_groups(self, request: RolloutRequest, step: int) -> Collected:
         started, share = time.monotonic(), self.collector.max_failed_share
@@ -530,7 +548,7 @@ class RolloutStream(Struct):
         starting: list[Group] = []
         drawn: dict[int, list[int]] = {}
         self._limited = False
-        while (under_way := len(self._groups) + len(starting)) < self._most(request):
+        while (under_way := len(self._groups) + len(starting)) < (self.max_staleness + 1) * len(request.wants):
             running = sum(group.completed is None for group in self._groups) + len(starting)
             if running + 1 > self.limit.groups:
                 self._limited = True
@@ -553,9 +571,6 @@ class RolloutStream(Struct):
         await self._queue(starting, request)
         self._groups += starting
         self._groups.sort(key=lambda group: (group.turn, group.index))
-
-    def _most(self, request: RolloutRequest) -> int:
-        return (self.max_staleness + 1) * len(request.wants)
 
     def _next_place(self, request: RolloutRequest, *, needed: bool) -> tuple[int, int] | None:
         """The next group that no step has learned from. Beyond the tasks of the last step there is none, unless it is
@@ -641,7 +656,7 @@ class RolloutStream(Struct):
             return
         if not self.limit.is_overload(used):
             if self._limited:
-                self.limit.grow(used, self._most(request))
+                self.limit.grow(used, (self.max_staleness + 1) * len(request.wants))
             return
         running = [group for group in self._groups if group.completed is None]
         waiting = await self._waiting()
@@ -778,25 +793,6 @@ class RolloutStream(Struct):
         if point.kept:
             branch["kept"] = {point.call: point.kept}
         return group, rollout.input, branch if branch["span_ids"] or point.kept else None
-
-    async def _run_at_once(
-        self, plans: Sequence[RolloutPlan], request: RolloutRequest, step: int, part: int
-    ) -> Collected:
-        """A batch of its own, awaited at once."""
-        name = f"{self.state.step_name(step)}-part{part}"
-        collected = await self.collector.collect(
-            plans,
-            resources_id=await self._publish(name, request, step),
-            check=request.check,
-            timeout_reward=request.timeout_reward,
-            on_progress=lambda done: self._show(done, len(plans)),
-        )
-        if not any(want.branch for want in request.wants):
-            return collected
-        metrics = {"branches": float(sum(BRANCH in plan.metadata for plan in plans))}
-        for name in (REPLAYED_CALLS, REPLAY_MISMATCHES):
-            metrics[name] = float(sum(each.metadata.get(name, 0) for each in collected.trajectories))
-        return replace(collected, metrics=metrics)
 
     # -- small parts ---------------------------------------------------------------------------------------------------
 
