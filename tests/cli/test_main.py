@@ -29,7 +29,7 @@ main()
         ("agentlightning.cli.main", ["--help"]),
         ("agentlightning.cli.train", ["train", "--help"]),
         ("rich.console", ["train", "--help"]),
-        ("agentlightning.training.health.examination", ["doctor", "."]),
+        ("agentlightning.training.report.result", ["doctor", "."]),
     ],
 )
 def test_ctrl_c_in_the_first_seconds_leaves_no_traceback(module: str, arguments: list[str]) -> None:

@@ -200,7 +200,7 @@ def test_pruning_the_store_of_a_run_spares_what_the_run_has_not_used_yet(agl: Ag
     (run_dir.checkpoint(3) / "algorithm.json").write_text(json.dumps(learned))
 
     async def fill() -> None:
-        store = LightningStore(run_dir.store_path)
+        store = LightningStore(run_dir.path / "store.db")
         names: Any = (
             "train-000002-0000",
             "train-000003-0000",
@@ -212,7 +212,7 @@ def test_pruning_the_store_of_a_run_spares_what_the_run_has_not_used_yet(agl: Ag
         await store.close()
 
     asyncio.run(fill())
-    prune = ["prune", "--store", str(run_dir.store_path), "--keep", "0", "--yes", "--json"]
+    prune = ["prune", "--store", str(run_dir.path / "store.db"), "--keep", "0", "--yes", "--json"]
     assert answer(agl(*prune))["rollouts"] == 1
     assert answer(agl(*prune))["rollouts"] == 0
     (run_dir.path / "report.json").write_text("{}")

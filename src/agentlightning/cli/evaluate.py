@@ -140,7 +140,7 @@ def _subject(
     from agentlightning.task import load_dataset, overlaps
     from agentlightning.training.export import checkpoint_of, holds_weights
     from agentlightning.training.persistence.checkpoints import read_resources
-    from agentlightning.training.persistence.run_changes import settings_of_run
+    from agentlightning.training.persistence.run_dir import settings_of_run
     from agentlightning.util.settings import load_settings
 
     data, model = given.data, given.model
@@ -410,7 +410,7 @@ async def _read_groups(
     """The newest groups of several finished rollouts, and rollouts that cannot be read by reason."""
     from agentlightning.credit import group_trajectories
     from agentlightning.credit.rejection import count_reasons
-    from agentlightning.training.sources.collector import TrajectoryReader, find_groups
+    from agentlightning.training.sources.collector import RolloutPlan, TrajectoryReader, find_groups
 
     async with store.open() as opened:
         found = await find_groups(opened, None if mode is None else [mode])
@@ -422,7 +422,8 @@ async def _read_groups(
         several = [each for each in found if len(each[1]) > 1] or found  # measurements have one rollout of each task
         chosen = {rollout_id: group for group, ids in several[-groups:] for rollout_id in ids}
         tasks = {each.rollout_id: each.input for each in await opened.query_rollouts(rollout_id_in=list(chosen))}
-        trajectories, rejected = await TrajectoryReader(opened).read(chosen, tasks=tasks)
+        plans = [RolloutPlan(key, tasks.get(key), group) for key, group in chosen.items()]
+        trajectories, rejected = await TrajectoryReader(opened).read(plans)
     return group_trajectories(trajectories), count_reasons(rejected)
 
 

@@ -42,7 +42,7 @@ from agentlightning.util.progress import duration, rewards_line
 
 if TYPE_CHECKING:
     from agentlightning.dashboard.data.run_data import Catalog
-    from agentlightning.training.health.examination import Examination
+    from agentlightning.training.report.result import Examination
 
 
 LOOK = {"finished": ("report",), "unfinished": ("train", "--resume")}
@@ -206,7 +206,7 @@ def doctor(run: Run = None) -> Result:
       agl doctor
       agl doctor runs/first --json
     """
-    from agentlightning.training.health.examination import examine
+    from agentlightning.training.report.result import examine
 
     found = examine(run_or_newest(run))
     failed = agl("store", "list", run=found.run_dir, status="failed")
@@ -422,7 +422,7 @@ def _torch() -> dict[str, Any] | None:
 def installed_extensions() -> list[dict[str, str]]:
     """What distributions announce, each with what it is or the problem with it."""
     from agentlightning.task import DATASETS
-    from agentlightning.training.persistence.run_changes import SEAMS
+    from agentlightning.training.persistence.run_dir import SEAMS
 
     registries = {each.kind: each for each in (*SEAMS.values(), DATASETS)}
     found = list[dict[str, str]]()

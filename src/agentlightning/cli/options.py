@@ -234,7 +234,7 @@ def weights_of(text: str | None, place: str | Path | None) -> dict[str, float] |
     from agentlightning.algorithms.base import make_algorithm
     from agentlightning.algorithms.lightning_rl import LightningRLConfig
     from agentlightning.config import TrainConfig
-    from agentlightning.training.persistence.run_changes import settings_of_run
+    from agentlightning.training.persistence.run_dir import settings_of_run
     from agentlightning.util.settings import load_settings
 
     if text is not None:

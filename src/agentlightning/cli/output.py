@@ -33,7 +33,7 @@ from agentlightning.util.json_values import dumps
 from agentlightning.util.printable import printable, printable_lines
 
 if TYPE_CHECKING:
-    from agentlightning.training.health.examination import Failures
+    from agentlightning.training.report.result import Failures
 
 INVALID_INPUT = (ConfigError, DatasetError, ResumeError, ServerError)
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -160,8 +160,8 @@ def _resume_advice(run_dir: Path | None, agent_failed: bool = False) -> str:
         return ""
     if state.get("recorded"):
         return f"\nNothing is lost since the last checkpoint: continue with  agl train --resume {run_dir}"
-    from agentlightning.training.health.examination import failures_of
     from agentlightning.training.persistence.run_dir import read_state
+    from agentlightning.training.report.result import failures_of
 
     causes = ""
     with suppress(AgentLightningError):

@@ -83,7 +83,7 @@ def train(
       agl train --resume runs/lora algorithm.steps=200
     """
     from agentlightning.config import TrainConfig
-    from agentlightning.training.persistence.run_changes import settings_of_run
+    from agentlightning.training.persistence.run_dir import settings_of_run
     from agentlightning.util.settings import dump_toml, load_settings
 
     output = ctx.obj
@@ -400,8 +400,8 @@ def _shown(gain: Gain) -> str:
 
 def _closing_lines(result: TrainingResult) -> Iterator[str]:
     """What a result has beside its warnings: groups without a spread, failures by cause, two transcripts."""
-    from agentlightning.training.health.examination import failures_of, read_records
     from agentlightning.training.persistence.run_dir import read_state
+    from agentlightning.training.report.result import failures_of, read_records
 
     records, _ = read_records(result.run_dir / "metrics.jsonl")
     groups, flat = sum(each.groups for each in records), sum(each.groups_without_spread for each in records)

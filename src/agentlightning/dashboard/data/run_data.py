@@ -38,8 +38,8 @@ from agentlightning.span import Span
 from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
-from agentlightning.training.persistence.token_ratios import CallRatios, read_ratios
-from agentlightning.training.sources.collector import TrajectoryReader
+from agentlightning.training.sources.collector import RolloutPlan, TrajectoryReader
+from agentlightning.training.tracking import CallRatios, read_ratios
 from agentlightning.training.watch import running_rollouts
 from agentlightning.trajectory import CallId, TrainingSample, Trajectory
 from agentlightning.util.json_values import Json
@@ -395,11 +395,12 @@ class RunData:
         if (known := self._credits.pop(key, None)) is None:
             turns = run.curriculum.turns
             reader = TrajectoryReader(self.store, run.policy.name, turn_limit_reward=turns and turns.reward)
-            rollouts = {each.rollout_id: each for each in await self.by_ids(ids)}
-            groups = {name: group_of(each) or task_key(each.input) for name, each in rollouts.items()}
-            tasks = {name: each.input for name, each in rollouts.items()}
+            plans = [
+                RolloutPlan(each.rollout_id, each.input, group_of(each) or task_key(each.input))
+                for each in await self.by_ids(ids)
+            ]
             try:
-                trajectories, rejected = await reader.read(groups, tasks=tasks)
+                trajectories, rejected = await reader.read(plans)
                 known = await asyncio.to_thread(credit_of, trajectories, config)
                 if rejected:
                     known = replace(known, notes=(*known.notes, f"{len(rejected)} rollouts cannot be read"))

@@ -18,19 +18,20 @@ from agentlightning.errors import AgentLightningError, ConfigError, ResumeError
 from agentlightning.evaluation.intervals import UNBOUNDED, Interval, mean_of_seeds, seed_difference
 from agentlightning.resources import prompts_in
 from agentlightning.training.governance import AUDIT_FILE, AuditRecord, audit_record, last_times
-from agentlightning.training.health.examination import failures_of, read_record, status_of
 from agentlightning.training.health.signs import SignHistory, sign_history
 from agentlightning.training.health.step_record import StepRecord
 from agentlightning.training.persistence.checkpoints import read_resources
-from agentlightning.training.persistence.run_changes import (
+from agentlightning.training.persistence.run_dir import (
+    RunState,
     changed_settings,
+    check_run,
     flat_settings,
     leaves,
+    read_state,
     settings_of_run,
     shown,
 )
-from agentlightning.training.persistence.run_dir import RunState, check_run, read_state
-from agentlightning.training.report.result import prompt_diff
+from agentlightning.training.report.result import failures_of, prompt_diff, read_record, status_of
 from agentlightning.util.json_values import Json
 
 T = TypeVar("T")
