@@ -109,7 +109,7 @@ class HookedAgent(LitAgent[Any]):
             await self._call("on_rollout_end", spans=list(trace.spans), **shared)
 
     async def _run(self, invocation: Invocation) -> Any:
-        found = load_agent(self.agent).start(invocation)
+        found = load_agent(self.agent)(invocation)()
         return await found if inspect.isawaitable(found) else found
 
     async def _call(self, name: str, **arguments: Any) -> None:

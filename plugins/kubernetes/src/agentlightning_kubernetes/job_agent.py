@@ -20,9 +20,9 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final
 
 import orjson
@@ -117,8 +117,8 @@ class JobAgent:
         self._runner = secrets.token_hex(8)
         self._lock = threading.Lock()
 
-    def blocks(self, invocation: Invocation) -> bool:
-        return True
+    def __call__(self, invocation: Invocation) -> Callable[[], str]:
+        return partial(self.start, invocation)
 
     def start(self, invocation: Invocation) -> str:
         """Run the Job of an attempt and return its output. Raises JobError."""

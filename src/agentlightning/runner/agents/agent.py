@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from functools import partial
+from typing import Any, TypeAlias, cast
 
 from agentlightning.errors import AgentError, ConfigError
 from agentlightning.runner.agents.arguments import Invocation, Signature
@@ -35,46 +35,8 @@ from agentlightning.runner.agents.spec import (
 )
 from agentlightning.util.plugins import load_plugin
 
-
-class Agent(Protocol):
-    """An agent of any kind."""
-
-    def blocks(self, invocation: Invocation) -> bool:
-        """Whether `start` blocks and has to be called in a thread."""
-        ...
-
-    def start(self, invocation: Invocation) -> Any:
-        """Start the agent; its result, or an awaitable of it."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class FunctionAdapter:
-    """A function with injected arguments."""
-
-    signature: Signature
-    is_async: bool
-
-    def blocks(self, invocation: Invocation) -> bool:
-        return not self.is_async
-
-    def start(self, invocation: Invocation) -> Any:
-        return self.signature.call(invocation)
-
-
-@dataclass(frozen=True, slots=True)
-class LitAgentAdapter:
-    """A LitAgent."""
-
-    agent: LitAgent[Any]
-
-    def blocks(self, invocation: Invocation) -> bool:
-        return not inspect.iscoroutinefunction(method_for(self.agent, invocation.rollout.mode))
-
-    def start(self, invocation: Invocation) -> Any:
-        return method_for(self.agent, invocation.rollout.mode)(
-            invocation.task, invocation.resources, invocation.rollout
-        )
+Agent: TypeAlias = Callable[[Invocation], Callable[[], Any]]
+"""Gives the function that runs an attempt: a coroutine function, or one that may block and return an awaitable."""
 
 
 def load_agent(agent: AgentLike | AgentSpec, *, grace: float = 2.0) -> Agent:
@@ -104,23 +66,22 @@ def as_agent(found: Any) -> Agent:
     raise AgentError(not_callable_message(found, "agent"))
 
 
-def _function(function: Callable[..., Any]) -> FunctionAdapter:
+def _function(function: Callable[..., Any]) -> Agent:
     inner = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
     if inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner):
         raise AgentError(f"the agent {function!r} is a generator; return the result instead of yielding it")
-    return FunctionAdapter(Signature.of(function), inspect.iscoroutinefunction(_unwrap(inner)))
+    return Signature.of(function).bind
 
 
-def _unwrap(function: Any) -> Any:
-    while hasattr(function, "func") and hasattr(function, "keywords"):  # functools.partial
-        function = function.func
-    return function
-
-
-def _methods(agent: LitAgent[Any]) -> LitAgentAdapter:
+def _methods(agent: LitAgent[Any]) -> Agent:
     if not overridden(type(agent)):
         raise AgentError(f"{type(agent).__name__} overrides no method of LitAgent; define rollout or rollout_async")
-    return LitAgentAdapter(agent)
+
+    def bind(invocation: Invocation) -> Callable[[], Any]:
+        method = method_for(agent, invocation.rollout.mode)
+        return partial(method, invocation.task, invocation.resources, invocation.rollout)
+
+    return bind
 
 
 def _class(kind: type[Any]) -> Agent:

@@ -22,6 +22,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from agentlightning.errors import AgentError
@@ -163,13 +164,12 @@ class Signature:
         first = next((p.name for p in parameters if p.kind != p.KEYWORD_ONLY), None)
         return cls(function, name, parameters, first)
 
-    def call(self, invocation: Invocation) -> Any:
-        """Call with injected arguments; an async function returns an awaitable. Raises AgentError for a parameter
-        without a value."""
+    def bind(self, invocation: Invocation) -> Callable[[], Any]:
+        """The function with injected arguments. Raises AgentError for a parameter without a value."""
         values = {**string_keys(invocation.task), **invocation.resources, **invocation.named_values()}
         if self.first is not None and not (isinstance(invocation.task, Mapping) and self._first_is_scalar):
             values.setdefault(self.first, invocation.task)
-        return self.apply(values)
+        return self.bind_values(values)
 
     @property
     def _first_is_scalar(self) -> bool:
@@ -177,8 +177,8 @@ class Signature:
         annotation = self.parameters[0].annotation
         return any(annotation is kind or annotation == kind.__name__ for kind in SCALAR_TYPES)
 
-    def apply(self, values: Mapping[str, Any]) -> Any:
-        """Call with those values whose names are parameters."""
+    def bind_values(self, values: Mapping[str, Any]) -> Callable[[], Any]:
+        """The function with those values whose names are parameters."""
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for parameter in self.parameters:
@@ -189,7 +189,7 @@ class Signature:
                     kwargs[parameter.name] = values[parameter.name]
             elif parameter.default is parameter.empty:
                 raise AgentError(self._no_value_message(parameter.name, values))
-        return self.function(*args, **kwargs)
+        return partial(self.function, *args, **kwargs)
 
     def _no_value_message(self, name: str, values: Mapping[str, Any]) -> str:
         hint = difflib.get_close_matches(name, [*values, *PARAMETERS], n=1)

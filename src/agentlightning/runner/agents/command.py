@@ -13,9 +13,10 @@ import os
 import shlex
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from agentlightning.errors import AgentError
@@ -58,8 +59,8 @@ class Command:
     grace: float = 2.0
     """Seconds between SIGTERM and SIGKILL."""
 
-    def blocks(self, invocation: Invocation) -> bool:
-        return False
+    def __call__(self, invocation: Invocation) -> Callable[[], Any]:
+        return partial(self.start, invocation)
 
     async def start(self, invocation: Invocation) -> str:
         """Run the program and return its output. Raises CommandError. Cancelling stops the program and all that is in

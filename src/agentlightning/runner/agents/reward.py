@@ -41,4 +41,4 @@ class RewardFunction:
             "resources": invocation.resources,
             **further,
         }
-        return self.signature.apply({**string_keys(invocation.task), **known})
+        return self.signature.bind_values({**string_keys(invocation.task), **known})()

@@ -248,7 +248,7 @@ class Host:
 
     async def _run(self, invocation: Invocation) -> Any:
         """The agent's return value."""
-        return await self._call(self._setup.agent.start, invocation)
+        return await self._call(self._setup.agent(invocation))
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call code of the user, and await what it returns, if that is to be awaited."""
@@ -286,9 +286,8 @@ class SharedHost(Host):
         self._loop.call_soon_threadsafe(cancel)
 
     async def _run(self, invocation: Invocation) -> Any:
-        if self._setup.agent.blocks(invocation):
-            return await super()._run(invocation)
-        return await _awaited(self._setup.agent.start(invocation))
+        function = self._setup.agent(invocation)
+        return await (function() if inspect.iscoroutinefunction(function) else self._call(function))
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call the function in a thread. Does not return before the thread ends, even if cancelled."""
