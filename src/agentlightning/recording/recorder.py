@@ -22,17 +22,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from agentlightning.errors import (
-    AgentLightningError,
     ConfigError,
     ConflictError,
     Failure,
     NotFoundError,
     StoreClosedError,
 )
-from agentlightning.rollouts import Attempt, Rollout, RolloutConfig, RolloutMode
+from agentlightning.rollouts import Attempt, Rollout, RolloutConfig
 from agentlightning.span import EXCEPTION_MESSAGE, EXCEPTION_STACKTRACE, Span
 from agentlightning.store.base import LightningStore, pending_writers, store_url
 from agentlightning.store.types import Retention, RolloutRecord
@@ -161,11 +160,11 @@ def redact_start(redact: Redact, task: Any, metadata: dict[str, Any]) -> tuple[A
     return values.get("task"), dict(allowed) if isinstance(allowed, Mapping) else {}
 
 
-def redact_failure(redact: Redact, failure: Failure) -> Failure:
+def redact_failure(redact: Redact, failure: Failure) -> dict[str, str]:
     """A failure as it may be stored; its type stays."""
     values = _redacted(redact, exception_attributes(failure), "the failure of a session") or {}
     message, traceback = values.get(EXCEPTION_MESSAGE, ""), values.get(EXCEPTION_STACKTRACE, "")
-    return Failure(failure.type, str(message), str(traceback))
+    return asdict(Failure(failure.type, str(message), str(traceback)))
 
 
 def _redact_span(redact: Redact, span: Span) -> Span | None:
@@ -199,34 +198,15 @@ def _redacted(redact: Redact, attributes: dict[str, Any], what: str) -> dict[str
 # -- sessions ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class SessionEnd:
-    """How a session ended."""
-
-    time: float
-    failure: Failure | None = None
-
-    @property
-    def status(self) -> Literal["succeeded", "failed"]:
-        return "succeeded" if self.failure is None else "failed"
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        return {} if self.failure is None else {"error": asdict(self.failure)}
-
-
 @dataclass(slots=True, eq=False)
 class SessionRecord:
     """One session, and the sink of its spans. Once it has begun, what is not said below belongs to the thread that
     writes."""
 
-    rollout_id: str
+    rollout: Rollout
+    """As it began."""
     claim_id: str
     attempt_id: str
-    start_time: float
-    task: Any
-    mode: RolloutMode | None
-    metadata: dict[str, Any]
     process_id: int = field(default_factory=os.getpid)
     """Of the process that opened it."""
     redact: Redact | None = None
@@ -240,7 +220,12 @@ class SessionRecord:
     """The store has rejected it: nothing more of it is written."""
     spans: list[Span] = field(default_factory=list[Span])
     """Not yet written."""
-    end: SessionEnd | None = None
+    end: Attempt | None = None
+    """Its attempt, once that has ended."""
+
+    @property
+    def ids(self) -> tuple[str, str]:
+        return self.rollout.rollout_id, self.attempt_id
 
     # -- in the user's threads -----------------------------------------------------------------------------------------
 
@@ -260,25 +245,30 @@ class SessionRecord:
         """Queue its end, which is never dropped. A daemonic worker, as in `multiprocessing.Pool`, waits until it is
         written: SIGTERM may end it at any time."""
         if (recorder := self.recorder) is not None:
-            recorder.offer([(self, SessionEnd(time.time(), failure))], always=True)
+            now, start = time.time(), self.rollout.start_time
+            status, said = ("succeeded", {}) if failure is None else ("failed", {"error": asdict(failure)})
+            end = Attempt(*self.ids, 1, start, status, now, last_heartbeat_time=now, metadata=said)
+            recorder.offer([(self, end)], always=True)
             if multiprocessing.current_process().daemon and not recorder.is_failing:
                 recorder.flush(PENDING_SECONDS)
 
     # -- in the thread that writes -------------------------------------------------------------------------------------
 
-    def add(self, what: Sequence[Span] | SessionEnd | None) -> None:
+    def add(self, what: Sequence[Span] | Attempt | None) -> None:
         """Prepare its start (None), spans of it, or its end for writing."""
         redact = self.redact
-        if isinstance(what, SessionEnd):
-            if redact is not None and what.failure is not None:
-                what = replace(what, failure=redact_failure(redact, what.failure))
+        if isinstance(what, Attempt):
+            if redact is not None and what.metadata:
+                what = replace(what, metadata={"error": redact_failure(redact, Failure(**what.metadata["error"]))})
             self.end = what
         elif what is not None:
             self.spans.extend(what if redact is None else redact_spans(redact, what))
         elif redact is not None:
-            own = {name: self.metadata.pop(name) for name in (SESSION, SAMPLING_RATE) if name in self.metadata}
-            self.task, self.metadata = redact_start(redact, self.task, self.metadata)
-            self.metadata |= own
+            own, given = {SESSION, SAMPLING_RATE}, self.rollout.metadata
+            theirs = {name: value for name, value in given.items() if name not in own}
+            task, allowed = redact_start(redact, self.rollout.input, theirs)
+            allowed |= {name: given[name] for name in own & given.keys()}
+            self.rollout = replace(self.rollout, input=task, metadata=allowed)
 
     @property
     def is_changed(self) -> bool:
@@ -289,7 +279,7 @@ class SessionRecord:
         """Bring to the store what that does not have. May be called again after an error."""
         if self.lost:
             return self.drop_spans()
-        ids, end = (self.rollout_id, self.attempt_id), self.end
+        end = self.end
         if end is not None and not self.in_store:
             await store.add_records([self.whole(end)])
             return self.note_written()
@@ -298,7 +288,7 @@ class SessionRecord:
         if self.spans:
             await self._write_spans(store)
         if end is not None:
-            await store.update_attempt(*ids, status=end.status, metadata=end.metadata)
+            await store.update_attempt(*self.ids, status=end.status, metadata=end.metadata)
             self.note_written()
 
     def note_written(self) -> None:
@@ -307,16 +297,17 @@ class SessionRecord:
         self.spans, self.in_store, self.written = [], True, True
 
     async def _start(self, store: LightningStore) -> None:
+        rollout = self.rollout
         await store.start_rollout(
-            self.task,
-            self.mode,
+            rollout.input,
+            rollout.mode,
             config=CONFIG,
-            metadata=self.metadata,
-            rollout_id=self.rollout_id,
+            metadata=rollout.metadata,
+            rollout_id=rollout.rollout_id,
             queue=SESSION_QUEUE,
             claim_id=self.claim_id,
         )
-        await store.update_attempt(self.rollout_id, self.attempt_id, status="running")
+        await store.update_attempt(*self.ids, status="running")
         self.in_store = True
 
     async def _write_spans(self, store: LightningStore) -> None:
@@ -328,45 +319,18 @@ class SessionRecord:
                 await _write_alone(store, span)
         self.spans = []
 
-    def sanitize(self) -> None:
-        """Leave out the values that no store can hold."""
-        self.task, self.metadata = sanitize_value(self.task), sanitize_value(self.metadata)
-        self.spans = list(map(sanitize_span, self.spans))
-
-    def reject(self, error: AgentLightningError) -> None:
-        """The store does not take it: drop it, and count it."""
-        self.lost = True
-        counters.add("sessions_lost")
-        counters.warn("rejected", f"the store rejects session {self.rollout_id}: {error}")
-        self.drop_spans()
-
     def drop_spans(self) -> None:
         counters.add("spans_dropped", len(self.spans))
         self.spans = []
 
-    def whole(self, end: SessionEnd) -> RolloutRecord:
+    def whole(self, end: Attempt) -> RolloutRecord:
         """All of it."""
-        ids = self.rollout_id, self.attempt_id
-        common: dict[str, Any] = {
-            "start_time": self.start_time,
-            "status": end.status,
-            "end_time": end.time,
-        }
-        rollout = Rollout(
-            self.rollout_id,
-            self.task,
-            mode=self.mode,
-            config=CONFIG,
-            metadata=self.metadata,
-            queue=SESSION_QUEUE,
-            **common,
-        )
-        attempt = Attempt(*ids, 1, metadata=end.metadata, last_heartbeat_time=end.time, **common)
+        rollout = replace(self.rollout, status=end.status, end_time=end.end_time)
         spans = tuple(replace(span, sequence_id=number) for number, span in enumerate(self.spans, start=1))
-        return RolloutRecord(rollout, (attempt,), spans)
+        return RolloutRecord(rollout, (end,), spans)
 
 
-Record = tuple[SessionRecord, "Sequence[Span] | SessionEnd | None"]
+Record = tuple[SessionRecord, "Sequence[Span] | Attempt | None"]
 """A session that has begun (None), spans of it, or its end."""
 
 
@@ -421,7 +385,7 @@ class Recorder(Outbox[Record]):
 
     def leave(self, items: Sequence[Record], timeout: float) -> None:
         left = [item for item in items if not item[0].written]
-        lost, spans = len({session.rollout_id for session, _ in left}), _count_spans(left)
+        lost, spans = len({session.ids for session, _ in left}), _count_spans(left)
         counters.add("sessions_lost", lost)
         counters.add("spans_dropped", spans)
         counters.warn(
@@ -483,8 +447,7 @@ class Recorder(Outbox[Record]):
             going_on = [each for each in self._open_sessions.values() if each.in_store and not (each.end or each.lost)]
             try:
                 for session in going_on:
-                    ids = session.rollout_id, session.attempt_id
-                    await self._opened().update_attempt(*ids, last_heartbeat_time=time.time())
+                    await self._opened().update_attempt(*session.ids, last_heartbeat_time=time.time())
             except Exception as error:  # noqa: BLE001  whatever fails here must not reach the user's code
                 counters.warn("beat", f"the store {self.name} is not told that sessions go on: {error}")
             await self._prune()
@@ -514,10 +477,16 @@ async def _write(store: LightningStore, session: SessionRecord) -> None:
         try:
             await session.write(store)
         except REJECTED:
-            session.sanitize()
+            given = session.rollout
+            task, metadata = sanitize_value(given.input), sanitize_value(given.metadata)
+            session.rollout = replace(given, input=task, metadata=metadata)
+            session.spans = list(map(sanitize_span, session.spans))
             await session.write(store)
     except REJECTED as error:
-        session.reject(error)
+        session.lost = True
+        counters.add("sessions_lost")
+        counters.warn("rejected", f"the store rejects session {session.ids[0]}: {error}")
+        session.drop_spans()
 
 
 async def _write_alone(store: LightningStore, span: Span) -> None:
