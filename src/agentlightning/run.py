@@ -377,7 +377,7 @@ class Wiring(Struct):
         if policy is not None:
             limits, model = TokenLimits(policy.vocab_size, policy.context_length), policy.model
         reward = config.curriculum.turns and config.curriculum.turns.reward
-        rules = weighted_rules(config.air, load_rule)
+        rules = weighted_rules(config.air)
         reader = TrajectoryReader(store, model, limits, rules, turn_limit_reward=reward)
         share = config.runner.max_failed_share
         return RolloutCollector(reader, rollout_config(config.runner), queue=queue, max_failed_share=share)
@@ -520,11 +520,6 @@ async def serve_run(
         pages=dashboard_routes(data, token),
     )
     return await stack.enter_async_context(serving)
-
-
-def load_rule(name: str) -> Any:
-    """The function of an AIR rule that is given by name. Raises AgentError."""
-    return load_object(function_spec(name, "AIR rule"), "AIR rule")
 
 
 def check_calls_of_policy(config: TrainConfig) -> None:

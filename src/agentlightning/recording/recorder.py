@@ -622,7 +622,7 @@ def _before_fork() -> None:
 
 
 def _after_fork() -> None:
-    counters.after_fork()
+    counters.lock = threading.RLock()  # a thread of the parent may hold it
     implicit_sessions.clear()  # They are the parent's.
 
 

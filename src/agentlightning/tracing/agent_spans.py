@@ -99,7 +99,7 @@ def sanitize_span(span: Span) -> Span:
     """A span that every store accepts; equal to the given one if that is valid."""
     return replace(
         span,
-        name=_name(span.name),
+        name=valid_text(span.name).replace("\0", "\N{REPLACEMENT CHARACTER}"),
         status_message=None if span.status_message is None else valid_text(span.status_message),
         attributes=_object(span.attributes, 0),
         resource=_object(span.resource, 0),
@@ -108,11 +108,6 @@ def sanitize_span(span: Span) -> Span:
             for event in span.events
         ),
     )
-
-
-def sanitize_value(value: Any) -> Any:
-    """A JSON value that every store accepts; equal to the given one if that is valid."""
-    return _value(value, 0)
 
 
 def valid_text(text: str) -> str:
@@ -127,15 +122,12 @@ def number(value: float) -> float | str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def _name(text: str) -> str:
-    return valid_text(text).replace("\0", "\N{REPLACEMENT CHARACTER}")
-
-
 def _object(values: Mapping[Any, Any], depth: int) -> dict[str, Any]:
-    return {valid_text(str(name)): _value(value, depth + 1) for name, value in values.items()}
+    return {valid_text(str(name)): sanitize_value(value, depth + 1) for name, value in values.items()}
 
 
-def _value(value: Any, depth: int) -> Any:
+def sanitize_value(value: Any, depth: int = 0) -> Any:
+    """A JSON value that every store accepts; equal to the given one if that is valid."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -147,5 +139,5 @@ def _value(value: Any, depth: int) -> Any:
     if depth < _DEEPEST and isinstance(value, Mapping):
         return _object(cast("Mapping[Any, Any]", value), depth)
     if depth < _DEEPEST and isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [_value(item, depth + 1) for item in cast("Sequence[Any]", value)]
+        return [sanitize_value(item, depth + 1) for item in cast("Sequence[Any]", value)]
     return valid_text(str(value))

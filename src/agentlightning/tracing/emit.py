@@ -20,8 +20,8 @@ import inspect
 import json
 import reprlib
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, ParamSpec, Self, TypeVar, cast, overload
@@ -71,15 +71,15 @@ def bound_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs:
         return {"args": args, "kwargs": dict(kwargs)}
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str | float]]:
-    """Pairs of dotted names and attribute values."""
-    for key, value in values.items():
+def flatten(values: Mapping[str, Any] | None, prefix: str = "") -> dict[str, str | float]:
+    """Attribute values by dotted names."""
+    found: dict[str, str | float] = {}
+    for key, value in values.items() if values else ():
         if isinstance(value, Mapping):
-            yield from flatten(cast(Mapping[str, Any], value), f"{prefix}{key}.")
-        elif isinstance(value, str | bool | int | float):
-            yield f"{prefix}{key}", value
+            found |= flatten(cast(Mapping[str, Any], value), f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", json_text(value)
+            found[f"{prefix}{key}"] = value if isinstance(value, str | bool | int | float) else json_text(value)
+    return found
 
 
 @contextmanager
@@ -219,9 +219,9 @@ def record_event(
     error: str | None = None,
 ) -> None:
     """Record a span. Where names collide, its own attributes take precedence over the user's."""
-    further = dict(flatten(attributes)) if attributes else {}
+    further = flatten(attributes)
     if propagate:
-        record(name, {**further, **own} if further else own, error)
+        record(name, {**further, **own}, error)
 
 
 # -- actions -----------------------------------------------------------------------------------------------------------
@@ -394,8 +394,8 @@ def _record_response(
 
 
 def _further(attributes: Mapping[str, Any] | None, model: str | None) -> dict[str, Any]:
-    of_model = {} if model is None else {names.REQUEST_MODEL: model}
-    return {**dict(flatten(attributes or {})), **of_model}
+    found: dict[str, Any] = flatten(attributes)
+    return found if model is None else found | {names.REQUEST_MODEL: model}
 
 
 def answer_with_tool_call(call_id: str | None, name: str, arguments: Any, result: Any) -> None:
@@ -516,9 +516,9 @@ class Operation(Block):
         self, name: str | None = None, attributes: Mapping[str, Any] | None = None, propagate: bool = True
     ) -> None:
         self._name = name
-        self._attributes = dict(flatten(attributes, "")) if attributes else {}
+        self._attributes = flatten(attributes)
         self._propagate = propagate
-        self._stack = ExitStack()
+        self._context: AbstractContextManager[OtelSpan] = nullcontext(INVALID_SPAN)
         self._span: OtelSpan | None = None
 
     def set_input(self, /, *args: Any, **kwargs: Any) -> None:
@@ -538,20 +538,18 @@ class Operation(Block):
     def __enter__(self) -> Self:
         if self._span is not None:
             raise ConfigError(f"operation {self._name!r} is already open; create one per with block")
-        if not self._propagate:
-            self._span = INVALID_SPAN
-            return self
-        recording_scope()  # Begins the implicit session, where there is no other.
-        attributes = self._attributes | {names.OPERATION_LABEL: self._name or "operation"}
-        context = tracer().start_as_current_span(names.OPERATION, attributes=attributes)
-        self._span = self._stack.enter_context(context)
+        if self._propagate:
+            recording_scope()  # Begins the implicit session, where there is no other.
+            attributes = self._attributes | {names.OPERATION_LABEL: self._name or "operation"}
+            self._context = tracer().start_as_current_span(names.OPERATION, attributes=attributes)
+        self._span = self._context.__enter__()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
         if error is not None:
             self._open_span().set_attribute(names.ERROR_TYPE, type(error).__qualname__)
         self._span = None
-        self._stack.__exit__(kind, error, where)
+        self._context.__exit__(kind, error, where)
 
     def _returned(self, value: R) -> R:
         self.set_output(value)

@@ -450,42 +450,38 @@ class RecordingStatus:
 
 class _Counters:
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal handler may emit, too
+        self.lock = threading.RLock()  # a signal handler may emit, too
         self._counts: dict[str, int] = {}
         self._warned: set[str] = set()
         self._problem = ""
 
     def add(self, name: str, count: int = 1) -> None:
-        with self._lock:
+        with self.lock:
             self._counts[name] = self._counts.get(name, 0) + count
 
     def warn(self, kind: str, message: str) -> None:
         """Log a problem. Later ones of the same kind are only counted, until `settle`."""
-        with self._lock:
+        with self.lock:
             self._problem = message
         self.note(kind, message)
 
     def note(self, kind: str, message: str) -> None:
         """Log what is no problem, once."""
-        with self._lock:
+        with self.lock:
             first = kind not in self._warned
             self._warned.add(kind)
         if first:
             _recording.warning("%s", message)
 
-    def after_fork(self) -> None:
-        """In a child process: a thread of the parent may hold the lock."""
-        self._lock = threading.RLock()  # a signal handler may emit, too
-
     def settle(self, kind: str) -> bool:
         """The problem is over: the next one is logged again. True if there was one."""
-        with self._lock:
+        with self.lock:
             known = kind in self._warned
             self._warned.discard(kind)
             return known
 
     def status(self, waiting: int) -> RecordingStatus:
-        with self._lock:
+        with self.lock:
             return RecordingStatus(**self._counts, waiting=waiting, problem=self._problem)
 
 
@@ -519,7 +515,8 @@ class PostingSink:
         self._connection = kind(self._url.hostname or "", self._url.port, timeout=TIMEOUT_SECONDS)
 
     def put(self, spans: Sequence[Span]) -> None:
-        from agentlightning.tracing.otlp.codec import encode  # imports protobuf, which most programs never need
+        # It imports protobuf, which most programs never need.
+        from agentlightning.tracing.otlp.codec import encode
 
         body, tries = encode(spans).SerializeToString(), Tries(self._patience)
         if os.getpid() != self._process:
@@ -534,6 +531,8 @@ class PostingSink:
 
     def _post(self, body: bytes, tries: Tries) -> str:
         """Post with retries; a description of the last problem, or "" if the server accepted the spans."""
+        from agentlightning.tracing.otlp.codec import rejected_spans
+
         while True:
             try:
                 status, answer = self._send(body)
@@ -542,7 +541,8 @@ class PostingSink:
                 problem = f"{type(error).__name__}: {error}"
             else:
                 if status < 400:
-                    return _rejection(answer)
+                    count, why = rejected_spans(answer)
+                    return f"{count} were rejected: {why}" if count else ""
                 problem = f"HTTP {status}: {answer[:200].decode(errors='replace')}"
                 if status < 500 and status != 429:
                     return problem
@@ -562,14 +562,6 @@ def _patience() -> float:
         return float(os.environ[PATIENCE])
     except (KeyError, ValueError):
         return PATIENCE_SECONDS
-
-
-def _rejection(answer: bytes) -> str:
-    """What the server says of spans that it did not take; "" if it took all."""
-    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
-
-    partial = ExportTraceServiceResponse.FromString(answer).partial_success
-    return f"{partial.rejected_spans} were rejected: {partial.error_message}" if partial.rejected_spans else ""
 
 
 _lost: list[str] = []

@@ -27,7 +27,10 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.resource.v1 import resource_pb2
@@ -61,7 +64,7 @@ MAX_DEPTH: Final = 64
 """Maximum nesting of attributes; spans with deeper ones are rejected."""
 MAX_MESSAGES: Final = 3 * MAX_DEPTH
 """Maximum nesting of the messages that hold them, in JSON."""
-SEQUENCE_DIGITS: Final = 9
+_SEQUENCE: Final = re.compile("[0-9]{1,9}")
 """Longer sequence numbers are taken for none."""
 NANOSECONDS: Final = 1e9
 
@@ -237,8 +240,8 @@ def _text(value: str | bytes) -> str:
 
 def _requested_sequence_id(attributes: dict[str, Any], resource: dict[str, Any]) -> int:
     """The requested sequence number; 0 (assigned by the store) if there is no valid one."""
-    text = str(attributes.get(SEQUENCE_ID) or resource.get(SEQUENCE_ID))
-    return int(text) if text.isascii() and text.isdecimal() and len(text) <= SEQUENCE_DIGITS else 0
+    found = _SEQUENCE.fullmatch(str(attributes.get(SEQUENCE_ID) or resource.get(SEQUENCE_ID)))
+    return int(found[0]) if found else 0
 
 
 # -- JSON ------------------------------------------------------------------------------------------------------------
@@ -281,6 +284,12 @@ def _encode_ids(value: Any) -> None:
             elif name in _IDS and isinstance(found, str):
                 is_hex = len(found) % 2 == 0 and not found.lower().strip("0123456789abcdef")
                 item[name] = base64.b64encode(bytes.fromhex(found) if is_hex else b"").decode()
+
+
+def rejected_spans(answer: bytes) -> tuple[int, str]:
+    """Number of spans that a server did not take of a request, by its answer in protobuf, and the reason."""
+    partial = ExportTraceServiceResponse.FromString(answer).partial_success
+    return partial.rejected_spans, partial.error_message
 
 
 # -- encoding ----------------------------------------------------------------------------------------------------------
