@@ -124,23 +124,22 @@ class JobAgent:
         """Run the Job of an attempt and return its output. Raises JobError."""
         with self._lock:
             api, states = self._api, self._states
-        attempt = invocation.rollout.attempt
+        rollout = invocation.rollout
         task = task_variable(invocation.task)
         if not task:
             raise JobError("the task is too long for a variable of a container; give a reference to where it is stored")
         job = attempt_job(
             self._manifest,
             words=self._template.words,
-            rollout_id=invocation.rollout.rollout_id,
-            attempt_id=attempt.attempt_id,
+            rollout_id=rollout.rollout_id,
+            attempt_id=rollout.attempt.attempt_id,
             labels=self._labels,
             variables={**invocation.environment, **task},
-            timeout_seconds=invocation.rollout.config.timeout_seconds,
+            timeout_seconds=rollout.config.timeout_seconds,
             start_seconds=self._template.start_seconds,
             owner=_owner(),
         )
-        running = RunningJob(api, states, job, self._template.start_seconds)
-        invocation.program = running
+        running = invocation.program = RunningJob(api, states, job, self._template.start_seconds)
         if invocation.cancelled:  # cancelled before there was a Job
             running.terminate()
         return running.run()
@@ -218,13 +217,11 @@ class RunningJob:
         while True:
             self._raise_if_stopped()
             try:
-                self._api.create_job(self._job)
+                return self._api.create_job(self._job)
             except KubernetesError as error:
                 if not error.may_pass:
                     raise JobError(f"the API server rejects the Job {self._name}: {error}") from None
                 self._raise_if_late(str(error))
-            else:
-                return
             self._stopped.wait(POLL_SECONDS)
 
     def _wait(self) -> JobState:
@@ -245,7 +242,7 @@ class RunningJob:
         self._raise_if_lost(state)
         if "Failed" in conditions:
             raise self._failure(state, conditions["Failed"])
-        self._has_started = self._has_started or _has_started(state.pod)
+        self._has_started |= _has_started(state.pod)
         if not self._has_started:
             self._raise_if_late(_why_not_started(state))
         return False
@@ -255,8 +252,7 @@ class RunningJob:
             raise JobError(f"the Job {self._name} was stopped")
 
     def _raise_if_late(self, why: str) -> None:
-        seconds = time.monotonic() - self._since
-        if seconds > self._start_seconds:
+        if time.monotonic() - self._since > self._start_seconds:
             raise JobNotStartedError(f"the Job {self._name} did not start within {self._start_seconds:g} s: {why}")
 
     def _raise_if_lost(self, state: JobState) -> None:
@@ -267,9 +263,10 @@ class RunningJob:
             return
         disrupted = _conditions(pod).get(LOST)
         if disrupted is not None or pod["metadata"].get("deletionTimestamp") is not None:
-            node = pod["spec"].get("nodeName", "no node")
             why = (disrupted or {}).get("message") or "it is being deleted"
-            raise JobLostError(f"the pod of the Job {self._name} on {node} is gone: {why}")
+            raise JobLostError(
+                f"the pod of the Job {self._name} on {pod['spec'].get('nodeName', 'no node')} is gone: {why}"
+            )
 
     def _failure(self, state: JobState, condition: Mapping[str, Any]) -> JobError:
         ended = _terminated(state.pod, self._container)
@@ -307,8 +304,8 @@ def _has_started(pod: Mapping[str, Any] | None) -> bool:
 
 
 def _terminated(pod: Mapping[str, Any] | None, container: str) -> Mapping[str, Any] | None:
-    states = [each.get("state", {}) for each in _statuses(pod) if each["name"] == container]
-    return states[0].get("terminated") if states else None
+    own = (each for each in _statuses(pod) if each["name"] == container)
+    return next(own, {}).get("state", {}).get("terminated")
 
 
 def _why_not_started(state: JobState) -> str:
