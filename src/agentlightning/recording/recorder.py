@@ -70,6 +70,7 @@ REJECTED: Final = (ConfigError, ConflictError, NotFoundError)
 
 # -- settings -------------------------------------------------------------------------------------------------------
 
+StorePlace: TypeAlias = LightningStore | str | Path
 Redact: TypeAlias = Callable[[dict[str, Any]], Mapping[str, Any]]
 """Attributes -> the attributes that may be stored."""
 
@@ -81,7 +82,7 @@ SAMPLING_RATE: Final = "sampling_rate"
 class RecordingSettings:
     """What `configure_recording` sets."""
 
-    store: LightningStore | str | Path | None = None
+    store: StorePlace | None = None
     sampling_rate: float = 1.0
     redact: Redact | None = None
     retention: Retention | None = None
@@ -96,13 +97,13 @@ def current_settings() -> RecordingSettings:
 
 def check_store(store: object) -> None:
     """Raises ConfigError for what names no store."""
-    if store is not None and not isinstance(store, LightningStore | str | Path):
+    if store is not None and not isinstance(store, StorePlace):
         raise ConfigError(f"store={store!r:.80} is not a store; give LightningStore(...), a path or a URL")
 
 
 def configure_recording(
     *,
-    store: LightningStore | str | Path | None = None,
+    store: StorePlace | None = None,
     sampling_rate: float = 1.0,
     redact: Redact | None = None,
     retention: Retention | None = None,
@@ -509,7 +510,7 @@ _lock = threading.Lock()
 _installed = threading.Event()
 
 
-def recorder_of(store: LightningStore | str | Path | None = None) -> Recorder:
+def recorder_of(store: StorePlace | None = None) -> Recorder:
     """The recorder of a store: of the one given or named, else of `LightningStore()` in the current directory.
     Raises ConfigError for anything else."""
     check_store(store)

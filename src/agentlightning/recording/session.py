@@ -20,7 +20,6 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from contextvars import copy_context
 from copy import copy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, ParamSpec, Self, TypeVar, get_args, overload
 
 import orjson
@@ -34,6 +33,7 @@ from agentlightning.recording.recorder import (
     SESSION_QUEUE,
     RecordingSettings,
     SessionRecord,
+    StorePlace,
     check_store,
     current_settings,
     end_implicit,
@@ -41,7 +41,6 @@ from agentlightning.recording.recorder import (
 )
 from agentlightning.rollouts import Rollout, RolloutMode
 from agentlightning.span import EXCEPTION
-from agentlightning.store.base import LightningStore
 from agentlightning.store.ids import claimed_id, new_id
 from agentlightning.tracing import client_headers
 from agentlightning.tracing.emit import Block, bound_arguments, emit_annotation, exception_attributes
@@ -78,7 +77,7 @@ class Session(Block):
     """
 
     _task: Any = None
-    _store: LightningStore | str | Path | None = None
+    _store: StorePlace | None = None
     _name: str | None = None
     _metadata: Mapping[str, Any] | None = None
     _mode: RolloutMode | None = None
@@ -202,7 +201,7 @@ def track_session(function: Callable[P, R], /) -> Callable[P, R]: ...  # pyright
 def track_session(
     task: Any = None,
     *,
-    store: LightningStore | str | Path | None = None,
+    store: StorePlace | None = None,
     name: str | None = None,
     metadata: Mapping[str, Any] | None = None,
     mode: RolloutMode | None = None,
@@ -211,7 +210,7 @@ def track_session(
 def track_session(
     task: Any = None,
     *,
-    store: LightningStore | str | Path | None = None,
+    store: StorePlace | None = None,
     name: str | None = None,
     metadata: Mapping[str, Any] | None = None,
     mode: RolloutMode | None = None,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import secrets
 import socket
@@ -204,7 +205,7 @@ class Runner:
         self._loaded = False
         self._concurrency = concurrency
         self._queues = None if queues is None else tuple(queues)
-        self._remaining_claims = max_rollouts
+        self._remaining_claims = math.inf if max_rollouts is None else max_rollouts
         self._heartbeat_seconds = _heartbeat_interval(heartbeat_seconds, lease_seconds)
         self._poll_seconds = poll_seconds
         self._lease_seconds = lease_seconds
@@ -246,7 +247,7 @@ class Runner:
         self._loaded = True
 
     async def start(self, server_url: str | None = None) -> None:
-        """Wait until the runner has ended or has completed `max_rollouts`. Raises the error that ended it."""
+        """Load the agent, register and begin to claim rollouts. Raises AgentError, and ConfigError without a URL."""
         self.server_url = server_url or self.server_url
         if self.server_url is None:
             raise ConfigError("the runner needs server_url, where agents reach the gateway; pass it to start()")
@@ -361,7 +362,7 @@ class Runner:
             await asyncio.gather(*(self._requeue(each, reason) for each in left))
             await self._writer.written()
             await self._stop_heart()  # it would register the runner again
-            await self._retry(lambda: self._register(stopped=True))
+            await self._retry(self._register, stopped=True)
         except StoreError as error:
             logger.warning("the runner %s could not sign off: %s", self.worker_id, error)
 
@@ -369,13 +370,13 @@ class Runner:
         """Requeue a rollout that is still assigned to this runner. The attempt does not count against its limit."""
         ids, config = (claimed.rollout_id, claimed.attempt.attempt_id), claimed.config
         with suppress(NotFoundError, ConflictError):  # deleted, finished or cancelled meanwhile
-            latest = await self._retry(lambda: self.store.get_latest_attempt(ids[0]))
+            latest = await self._retry(self.store.get_latest_attempt, ids[0])
             if latest is None or latest.attempt_id != ids[1] or latest.status not in ("preparing", "running"):
                 return
             if config.max_attempts > 1:
                 more = config.model_copy(update={"max_attempts": config.max_attempts + 1})
-                await self._retry(lambda: self.store.update_rollout(ids[0], config=more))
-            await self._retry(lambda: self.store.requeue_rollout(ids[0], reason))
+                await self._retry(self.store.update_rollout, ids[0], config=more)
+            await self._retry(self.store.requeue_rollout, ids[0], reason)
             self._counts["requeued"] += 1
 
     # -- failure -----------------------------------------------------------------------------------------------------
@@ -404,7 +405,7 @@ class Runner:
 
     async def _claim(self) -> None:
         while True:
-            free = self._free_slots()
+            free = int(min(min(self._concurrency, self.pool.capacity) - len(self._active), self._remaining_claims))
             if free <= 0:
                 if self._remaining_claims == 0 and not self._active:
                     self._ended.set()
@@ -414,26 +415,22 @@ class Runner:
                 continue
             claim_id = new_id("cl")  # if the response is lost, the claim is repeated under the same id
             self._claimed = await self._retry(
-                lambda free=free, claim_id=claim_id: self.store.dequeue_many_rollouts(
-                    free, self.worker_id, self._poll_seconds, queues=self._queues, claim_id=claim_id
-                )
+                self.store.dequeue_many_rollouts,
+                free,
+                self.worker_id,
+                self._poll_seconds,
+                queues=self._queues,
+                claim_id=claim_id,
             )
-            if self._remaining_claims is not None:
-                self._remaining_claims -= len(self._claimed)
+            self._remaining_claims -= len(self._claimed)
             await self._launch(self._claimed)
-
-    def _free_slots(self) -> int:
-        free = min(self._concurrency, self.pool.capacity) - len(self._active)
-        return free if self._remaining_claims is None else min(free, self._remaining_claims)
 
     async def _launch(self, claimed: list[AttemptedRollout]) -> None:
         versions: dict[str | None, NamedResources | None] = {}
         while claimed:
             rollout = claimed[0]
             if rollout.resources_id not in versions:
-                versions[rollout.resources_id] = await self._retry(
-                    lambda wanted=rollout.resources_id: self._resources(wanted)
-                )
+                versions[rollout.resources_id] = await self._retry(self._resources, rollout.resources_id)
             task = self._create_supervised_task(self._attempt(rollout, versions[rollout.resources_id]))
             attempt_id = rollout.attempt.attempt_id
             self._active[attempt_id] = _ActiveAttempt(claimed.pop(0), task)
@@ -505,7 +502,7 @@ class Runner:
         if not any(isinstance(each, LLM) and each.max_calls is not None for each in resources.values()):
             return False
         ids = claimed.rollout_id, claimed.attempt.attempt_id
-        spans = await self._retry(lambda: self.store.query_spans(*ids))
+        spans = await self._retry(self.store.query_spans, *ids)
         return any(span.attributes.get(ERROR_TYPE) == TURN_LIMIT_REACHED for span in spans)
 
     async def _run(self, claimed: AttemptedRollout, resources: NamedResources, alone: bool) -> Done:
@@ -534,19 +531,18 @@ class Runner:
         """Report the end of an attempt to the store. Returns its status, or "discarded" if the store had moved on."""
         ids = (claimed.rollout_id, claimed.attempt.attempt_id)
         try:
-            attempt = await self._retry(lambda: self.store.update_attempt(*ids, status=status, metadata=metadata))
+            attempt = await self._retry(self.store.update_attempt, *ids, status=status, metadata=metadata)
         except NotFoundError:
             return "discarded"
         except ConflictError:  # the store has ended it; if that was the same timeout, only the metadata is missing
-            attempt = await self._retry(lambda: self.store.update_attempt(*ids, metadata=metadata))
+            attempt = await self._retry(self.store.update_attempt, *ids, metadata=metadata)
             return status if attempt.status == status else "discarded"
         return "discarded" if attempt.metadata.get("superseded") else status
 
     async def _repeat(self, claimed: AttemptedRollout, lost: LostAttemptError) -> None:
         """Requeue a rollout whose attempt was lost for no fault of its own."""
         self._alone.add(claimed.rollout_id)
-        if self._remaining_claims is not None:
-            self._remaining_claims += 1
+        self._remaining_claims += 1
         logger.info("an attempt is repeated: %s", lost)
         await self._requeue(claimed, str(lost))
 
@@ -561,7 +557,7 @@ class Runner:
             running = {claimed.attempt.attempt_id: claimed.rollout_id for claimed in claims}
             if not running:
                 continue
-            latest = await self._retry(lambda running=running: self.store.get_latest_attempts([*running.values()]))
+            latest = await self._retry(self.store.get_latest_attempts, [*running.values()])
             ours = await asyncio.gather(*(self._is_ours(each) for each in latest if each.attempt_id in running))
             for attempt_id in running.keys() - set(ours):
                 self._discard(attempt_id)
@@ -572,7 +568,7 @@ class Runner:
         ids = attempt.rollout_id, attempt.attempt_id
         if attempt.status == "unresponsive":
             try:
-                attempt = await self._retry(lambda: self.store.update_attempt(*ids, last_heartbeat_time=time.time()))
+                attempt = await self._retry(self.store.update_attempt, *ids, last_heartbeat_time=time.time())
             except NotFoundError:
                 return None
         still = attempt.status in ("preparing", "running") and not attempt.metadata.get("superseded")

@@ -21,6 +21,7 @@ from agentlightning import span as names
 from agentlightning.attempt_address import attempt_trace_id
 from agentlightning.rollouts import ATTEMPT_TRANSITIONS, Attempt
 from agentlightning.span import Span, new_span_id
+from agentlightning.util.json_values import Json
 
 GATEWAY_ATTRIBUTES: Final = frozenset(
     {
@@ -60,7 +61,7 @@ GATEWAY_ATTRIBUTES: Final = frozenset(
 """Attributes that only the gateway or the store writes."""
 
 
-def agent_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
+def agent_attributes(attributes: Json) -> Json:
     """The attributes that an agent may write; the same object if nothing is stripped."""
     if GATEWAY_ATTRIBUTES.isdisjoint(attributes):
         return attributes
@@ -79,9 +80,7 @@ def late_mark(attempt: Attempt | None) -> Mapping[str, Any]:
     return {names.LATE: True} if attempt is not None and not ATTEMPT_TRANSITIONS[attempt.status] else {}
 
 
-def event_span(
-    rollout_id: str, attempt_id: str, name: str, attributes: dict[str, Any], error: str | None = None
-) -> Span:
+def event_span(rollout_id: str, attempt_id: str, name: str, attributes: Json, error: str | None = None) -> Span:
     """A span of an attempt that begins and ends now; with `error`, its status is ERROR."""
     now, code = time.time(), "UNSET" if error is None else "ERROR"
     trace_id, span_id = attempt_trace_id(attempt_id), new_span_id()
@@ -122,7 +121,7 @@ def number(value: float) -> float | str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def _object(values: Mapping[Any, Any], depth: int) -> dict[str, Any]:
+def _object(values: Mapping[Any, Any], depth: int) -> Json:
     return {valid_text(str(name)): sanitize_value(value, depth + 1) for name, value in values.items()}
 
 

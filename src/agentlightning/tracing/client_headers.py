@@ -68,7 +68,12 @@ EXPLICIT: Final = re.compile("/(key/(?!agl-worker-)|rollout/|proxy/rollout/|v1/t
 def _headers_of(scope: Scope) -> dict[str, str]:
     if scope.lifetime.is_known is not None and not scope.lifetime.is_known():
         return {}
-    headers = {"traceparent": _traceparent(scope)}
+    span = trace.get_current_span().get_span_context()
+    if span.is_valid:
+        ids = f"{format_trace_id(span.trace_id)}-{format_span_id(span.span_id)}"
+    else:
+        ids = f"{scope.trace_id}-{root_span_id_of(scope.attempt_id) or scope.trace_id[:16]}"
+    headers = {"traceparent": f"00-{ids}-01"}
     if scope.key:
         headers[ATTEMPT_HEADER] = scope.key
     return headers | _baggage({ROLLOUT_BAGGAGE: scope.rollout_id, ATTEMPT_BAGGAGE: scope.attempt_id})
@@ -85,13 +90,6 @@ def _address_of_process() -> str:
     """The server that the environment of a single-attempt program names."""
     url = urlsplit(os.environ.get("AGL_EVENT_URL", ""))
     return f"{url.scheme}://{url.netloc}" if url.netloc else ""
-
-
-def _traceparent(scope: Scope) -> str:
-    span = trace.get_current_span().get_span_context()
-    if span.is_valid:
-        return f"00-{format_trace_id(span.trace_id)}-{format_span_id(span.span_id)}-01"
-    return f"00-{scope.trace_id}-{root_span_id_of(scope.attempt_id) or scope.trace_id[:16]}-01"
 
 
 def _add_missing(headers: Headers, more: dict[str, str]) -> None:
@@ -196,13 +194,9 @@ def install() -> None:
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Finder())
     for name in list(_PATCHES):
-        if (module := sys.modules.get(name)) is not None and _is_fully_imported(module):
+        module = sys.modules.get(name)
+        if module is not None and not getattr(module.__spec__, "_initializing", False):  # its import has finished
             _patch(name, module)
-
-
-def _is_fully_imported(module: ModuleType) -> bool:
-    """Whether the import of the module has finished."""
-    return not getattr(module.__spec__, "_initializing", False)
 
 
 def _patch(name: str, module: ModuleType) -> None:

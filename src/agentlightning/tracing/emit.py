@@ -24,7 +24,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, ParamSpec, Self, TypeVar, cast, overload
+from typing import Any, Final, ParamSpec, Self, TypeAlias, TypeVar, cast, overload
 
 from opentelemetry.trace import INVALID_SPAN
 from opentelemetry.trace import Span as OtelSpan
@@ -61,9 +61,13 @@ from agentlightning.tracing.scope import (
     recording_scope,
 )
 from agentlightning.tracing.tracer import record, tracer
+from agentlightning.util.json_values import Json
+
+Attributes: TypeAlias = Mapping[str, Any]
+"""By name; nested ones are flattened with dots."""
 
 
-def bound_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bound_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Attributes) -> Json:
     """The arguments by name; those of an invalid call, which the function itself will reject, by position."""
     try:
         return dict(signature.bind(*args, **kwargs).arguments)
@@ -71,12 +75,12 @@ def bound_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs:
         return {"args": args, "kwargs": dict(kwargs)}
 
 
-def flatten(values: Mapping[str, Any] | None, prefix: str = "") -> dict[str, str | float]:
+def flatten(values: Attributes | None, prefix: str = "") -> dict[str, str | float]:
     """Attribute values by dotted names."""
     found: dict[str, str | float] = {}
     for key, value in values.items() if values else ():
         if isinstance(value, Mapping):
-            found |= flatten(cast(Mapping[str, Any], value), f"{prefix}{key}.")
+            found |= flatten(cast(Attributes, value), f"{prefix}{key}.")
         else:
             found[f"{prefix}{key}"] = value if isinstance(value, str | bool | int | float) else json_text(value)
     return found
@@ -103,7 +107,7 @@ def emit_reward(
     name: str = "reward",
     primary_key: str | None = None,
     agent: str | None = None,
-    attributes: Mapping[str, Any] | None = None,
+    attributes: Attributes | None = None,
     propagate: bool = True,
 ) -> None:
     """Record a reward: a finite number, or several by name, such as `{"correctness": 1.0, "format": 0.5}`.
@@ -125,7 +129,7 @@ def emit_reward(
     record_event(names.REWARD, own, attributes, propagate)
 
 
-def _reward(reward: float | bool | Mapping[str, float], name: str, primary_key: str | None) -> dict[str, Any]:
+def _reward(reward: float | bool | Mapping[str, float], name: str, primary_key: str | None) -> Json:
     values = check_reward(reward, "emit_reward")
     if not isinstance(values, Mapping):
         if primary_key is not None:
@@ -135,13 +139,13 @@ def _reward(reward: float | bool | Mapping[str, float], name: str, primary_key: 
         return {names.EVALUATION_NAME: name, names.REWARD_VALUES: values}
     if primary_key not in values:
         raise RewardError(f"primary_key={primary_key!r} is not one of the dimensions: {', '.join(values)}")
-    found: dict[str, Any] = {names.EVALUATION_NAME: name, names.SCORE_VALUE: values[primary_key]}
+    found: Json = {names.EVALUATION_NAME: name, names.SCORE_VALUE: values[primary_key]}
     for place, each in enumerate(sorted(values, key=lambda each: each != primary_key)):
         found |= {f"{REWARD_FAMILY}{place}.name": each, f"{REWARD_FAMILY}{place}.value": values[each]}
     return found
 
 
-def emit_message(message: Any, attributes: Mapping[str, Any] | None = None, propagate: bool = True) -> None:
+def emit_message(message: Any, attributes: Attributes | None = None, propagate: bool = True) -> None:
     """Record a line of text, or a message of a framework or several, as LangChain, OpenAI, Anthropic and AutoGen have
     them. Raises ConfigError for data that is no message.
 
@@ -159,7 +163,7 @@ def emit_message(message: Any, attributes: Mapping[str, Any] | None = None, prop
         record_event(names.MESSAGE, own, attributes, propagate)
 
 
-def emit_object(obj: Any, attributes: Mapping[str, Any] | None = None, propagate: bool = True) -> None:
+def emit_object(obj: Any, attributes: Attributes | None = None, propagate: bool = True) -> None:
     """Record a JSON value, pydantic model or dataclass. Raises ConfigError for values without a JSON form.
 
     >>> agl.emit_object({"plan": ["search", "answer"]})
@@ -174,9 +178,7 @@ def emit_object(obj: Any, attributes: Mapping[str, Any] | None = None, propagate
     record_event(names.OBJECT, own, attributes, propagate)
 
 
-def emit_exception(
-    exception: BaseException, attributes: Mapping[str, Any] | None = None, propagate: bool = True
-) -> None:
+def emit_exception(exception: BaseException, attributes: Attributes | None = None, propagate: bool = True) -> None:
     """Record an exception that the agent has handled, with its traceback.
 
     >>> try:
@@ -192,7 +194,7 @@ def emit_exception(
     record_event(names.EXCEPTION, own, attributes, propagate, error=f"{failure.type}: {failure.message}")
 
 
-def exception_attributes(failure: Failure) -> dict[str, Any]:
+def exception_attributes(failure: Failure) -> Json:
     """A failure as a span holds it."""
     return {
         names.EXCEPTION_TYPE: failure.type,
@@ -201,7 +203,7 @@ def exception_attributes(failure: Failure) -> dict[str, Any]:
     }
 
 
-def emit_annotation(annotation: Mapping[str, Any], propagate: bool = True) -> None:
+def emit_annotation(annotation: Attributes, propagate: bool = True) -> None:
     """Record any attributes. Nested values are flattened with dots: `{"a": {"b": 1}}` becomes `a.b`.
 
     >>> agl.emit_annotation({"user": {"plan": "free"}})
@@ -213,8 +215,8 @@ def emit_annotation(annotation: Mapping[str, Any], propagate: bool = True) -> No
 
 def record_event(
     name: str,
-    own: Mapping[str, Any],
-    attributes: Mapping[str, Any] | None = None,
+    own: Attributes,
+    attributes: Attributes | None = None,
     propagate: bool = True,
     error: str | None = None,
 ) -> None:
@@ -236,7 +238,7 @@ def emit_tool_call(
     *,
     error: BaseException | str | None = None,
     call_id: str | None = None,
-    attributes: Mapping[str, Any] | None = None,
+    attributes: Attributes | None = None,
 ) -> None:
     """Record a call of a tool: its name, arguments and result, or the error it ended with.
 
@@ -255,7 +257,7 @@ def emit_tool_call(
         args, call_id = own_args if args is None else args, call_id or own_id
     if not name:
         raise ConfigError("emit_tool_call('') names no tool")
-    own: dict[str, Any] = {names.OPERATION_NAME: TOOL_OPERATION, names.TOOL_NAME: name}
+    own: Json = {names.OPERATION_NAME: TOOL_OPERATION, names.TOOL_NAME: name}
     own |= _present({names.TOOL_ARGUMENTS: args, names.TOOL_RESULT: result, names.TOOL_CALL_ID: call_id})
     message = f"{type(error).__qualname__}: {error}" if isinstance(error, BaseException) else error
     if error is not None:
@@ -269,7 +271,7 @@ def emit_step(
     input: Any = None,
     output: Any = None,
     *,
-    attributes: Mapping[str, Any] | None = None,
+    attributes: Attributes | None = None,
 ) -> None:
     """Record a step that the agent has taken: its name with input and output, or a step of a framework.
 
@@ -301,7 +303,7 @@ def _action(step: Any) -> tuple[str, Any, Any] | None:
     return None
 
 
-def _present(values: Mapping[str, Any]) -> dict[str, str]:
+def _present(values: Attributes) -> dict[str, str]:
     """Values that are there, as text."""
     return {
         name: value if isinstance(value, str) else json_text(value)
@@ -320,7 +322,7 @@ def emit_prompt(
     response: Any = None,
     *,
     model: str | None = None,
-    attributes: Mapping[str, Any] | None = None,
+    attributes: Attributes | None = None,
 ) -> None:
     """Record what was sent to a model, with its response or before an `emit_response`.
 
@@ -345,7 +347,7 @@ def emit_response(
     response: Any,
     *,
     model: str | None = None,
-    attributes: Mapping[str, Any] | None = None,
+    attributes: Attributes | None = None,
 ) -> None:
     """Record what a model has answered to the prompt that was emitted before.
 
@@ -360,7 +362,7 @@ def emit_completion(
     prompt: Any = None,
     *,
     model: str | None = None,
-    attributes: Mapping[str, Any] | None = None,
+    attributes: Attributes | None = None,
 ) -> None:
     """Record what a framework returns for a call: the answer, its model, tokens and reason to stop.
 
@@ -379,7 +381,7 @@ def _record_response(
     result: ModelResult,
     given: Sequence[Message] | None,
     model: str | None,
-    attributes: Mapping[str, Any] | None,
+    attributes: Attributes | None,
     given_first: bool = False,
 ) -> None:
     further = _further(attributes, model)
@@ -393,8 +395,8 @@ def _record_response(
         record_event(names.RESPONSE, {**further, **_described(result)})
 
 
-def _further(attributes: Mapping[str, Any] | None, model: str | None) -> dict[str, Any]:
-    found: dict[str, Any] = flatten(attributes)
+def _further(attributes: Attributes | None, model: str | None) -> Json:
+    found: Json = flatten(attributes)
     return found if model is None else found | {names.REQUEST_MODEL: model}
 
 
@@ -415,13 +417,13 @@ def answer_with_tool_call(call_id: str | None, name: str, arguments: Any, result
     _wait(scope.lifetime, replace(waiting, time=time.time(), attributes=attributes, emitted=False))
 
 
-def _record_call(attributes: dict[str, Any], result: ModelResult, start_time: float | None) -> None:
+def _record_call(attributes: Json, result: ModelResult, start_time: float | None) -> None:
     own = {names.OPERATION_NAME: CHAT, **attributes, **_described(result)}
     model = own.get(names.REQUEST_MODEL) or own.get(names.RESPONSE_MODEL)
     record(f"{CHAT} {model}" if model else CHAT, own, start_time=start_time)
 
 
-def _described(result: ModelResult) -> dict[str, Any]:
+def _described(result: ModelResult) -> Json:
     said = {
         names.OUTPUT_MESSAGES: messages_json(result.messages),
         names.RESPONSE_MODEL: result.model,
@@ -433,7 +435,7 @@ def _described(result: ModelResult) -> dict[str, Any]:
     return {name: value for name, value in said.items() if value is not None}
 
 
-def _record_unanswered(attributes: Mapping[str, Any], start_time: float | None) -> None:
+def _record_unanswered(attributes: Attributes, start_time: float | None) -> None:
     counters.add("prompts_unanswered")
     record(names.PROMPT, attributes, start_time=start_time)
 
@@ -490,7 +492,7 @@ class Block(AbstractContextManager["Block"]):
         return value
 
     @staticmethod
-    def _run_within(function: Callable[P, R], open_block: Callable[[tuple[Any, ...], dict[str, Any]], Block]) -> Any:
+    def _run_within(function: Callable[P, R], open_block: Callable[[tuple[Any, ...], Json], Block]) -> Any:
         """The function, sync or async, with each call in `open_block(args, kwargs)`."""
         if inspect.iscoroutinefunction(function):
 
@@ -512,9 +514,7 @@ class Block(AbstractContextManager["Block"]):
 class Operation(Block):
     """One recorded step. Created by `operation`."""
 
-    def __init__(
-        self, name: str | None = None, attributes: Mapping[str, Any] | None = None, propagate: bool = True
-    ) -> None:
+    def __init__(self, name: str | None = None, attributes: Attributes | None = None, propagate: bool = True) -> None:
         self._name = name
         self._attributes = flatten(attributes)
         self._propagate = propagate
@@ -559,7 +559,7 @@ class Operation(Block):
         """Decorate a function: each call is one step."""
         name, signature = self._name or fn.__qualname__, inspect.signature(fn)
 
-        def step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operation:
+        def step(args: tuple[Any, ...], kwargs: Json) -> Operation:
             given = {names.OPERATION_INPUT: json_text(bound_arguments(signature, args, kwargs))}
             return Operation(name, self._attributes | given, self._propagate)
 

@@ -19,9 +19,9 @@ from typing import Any, Final, cast
 import orjson
 from pydantic import BaseModel
 
-from agentlightning.util.json_values import dumps, loads
+from agentlightning.util.json_values import Json, dumps, loads
 
-Message = dict[str, Any]
+Message = Json
 
 ROLES: Final = {
     "human": "user",
@@ -84,11 +84,10 @@ class ModelResult:
 
 def read_messages(value: Any, role: str) -> list[Message]:
     """The messages of anything that a prompt may be; `role` is that of bare text."""
-    found: list[Message] = []
-    if not isinstance(value, str):
-        with suppress(Exception):  # a property of an object of another library may raise anything
-            found = _messages(value, role)
-    return found or [text_message(value if isinstance(value, str) else json_text(value), role)]
+    with suppress(Exception):  # a property of an object of another library may raise anything
+        if found := _messages(value, role):
+            return found
+    return [text_message(value if isinstance(value, str) else json_text(value), role)]
 
 
 def read_result(value: Any) -> ModelResult:
@@ -210,7 +209,7 @@ def tools(items: Iterable[Any]) -> list[Any]:
 
 def unflatten(pairs: Iterable[tuple[str, Any]]) -> list[Any]:
     """Nest flattened pairs such as ("0.role", ...) and ("0.calls.0.name", ...) into lists and objects."""
-    root: dict[str, Any] = {}
+    root: Json = {}
     for path, value in pairs:
         place = root
         *steps, last = path.split(".")
@@ -218,7 +217,7 @@ def unflatten(pairs: Iterable[tuple[str, Any]]) -> list[Any]:
             inner = place.setdefault(step, {})
             if not isinstance(inner, dict):  # Both `a` and `a.b` are set: `a` stays.
                 break
-            place = cast("dict[str, Any]", inner)
+            place = cast(Json, inner)
         else:
             place.setdefault(last, value)
     listed = _listed(root)
@@ -228,7 +227,7 @@ def unflatten(pairs: Iterable[tuple[str, Any]]) -> list[Any]:
 def _listed(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    items = {key: _listed(item) for key, item in cast("dict[str, Any]", value).items()}
+    items = {key: _listed(item) for key, item in cast(Json, value).items()}
     if items and all(key.isascii() and key.isdecimal() and len(key) < 10 for key in items):
         return [items[key] for key in sorted(items, key=int)]
     return items
@@ -354,8 +353,7 @@ def _part(given: Any) -> list[Message]:
 
 def message_part(item: Any) -> Message | None:
     """A part, block or item of any API or framework; None for one that is not known. Values in it stay as they are."""
-    kind = field(item, "type")
-    kind = kind if isinstance(kind, str) else ""
+    kind = _text_or_none(field(item, "type")) or ""
     if kind in _THOUGHTS:
         return {"type": "reasoning", "content": _thought(item)}
     if isinstance(text := field(item, "text"), str):

@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from typing import Any, Final, Generic, TypeVar, cast
+from typing import Any, Final, Generic, ParamSpec, TypeVar, cast
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
@@ -37,6 +37,7 @@ from agentlightning.util.random_ids import random_uniform
 logger = logging.getLogger(__name__)
 _recording = logging.getLogger("agentlightning.recording")
 
+P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -82,12 +83,12 @@ class Retry:
         self.patience = patience
         self._last_warning = float("-inf")
 
-    async def __call__(self, operation: Callable[[], Awaitable[R]], /) -> R:
+    async def __call__(self, operation: Callable[P, Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """The operation's result. Raises its last error."""
         tries = Tries(self.patience)
         while True:
             try:
-                return await operation()
+                return await operation(*args, **kwargs)
             except Exception as error:
                 pause = tries.pause(error) if self.is_temporary(error) else None
                 if pause is None:
@@ -345,7 +346,7 @@ class Outbox(Retry, ABC, Generic[T]):
     async def _deliver(self, batch: list[T], repaired: bool = False) -> None:
         refused = self.counts.refused
         try:
-            await self(lambda: self.send(batch))
+            await self(self.send, batch)
         except self.rejections as error:
             return await self._deliver_parts(batch, error, repaired)
         except Exception as error:  # noqa: BLE001  the boundary: other batches are not to blame

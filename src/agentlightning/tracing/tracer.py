@@ -45,6 +45,7 @@ from agentlightning.tracing.scope import (
     is_left_out,
     recording_scope,
 )
+from agentlightning.util.json_values import Json
 from agentlightning.util.random_ids import random_bits
 
 INSTRUMENTATION: Final = "agentlightning"
@@ -52,7 +53,7 @@ INSTRUMENTATION: Final = "agentlightning"
 NANOSECONDS = 1e9
 JSON_TYPES = frozenset({str, bool, int, float, type(None)})
 
-_RESOURCE: dict[str, Any] = {SERVICE_NAME: INSTRUMENTATION}
+_RESOURCE: Json = {SERVICE_NAME: INSTRUMENTATION}
 
 UNLIMITED = SpanLimits(**dict.fromkeys(signature(SpanLimits).parameters, SpanLimits.UNSET))
 """Set explicitly: limits in the environment are meant for telemetry and would truncate messages."""
@@ -79,7 +80,7 @@ class ScopeProcessor(SpanProcessor):
     def __init__(self) -> None:
         self._open: WeakValueDictionary[tuple[int, int], Scope] = WeakValueDictionary()
         # Weak, so that spans that never end do not accumulate.
-        self._resource: tuple[Resource, dict[str, Any]] = (Resource.get_empty(), {})
+        self._resource: tuple[Resource, Json] = (Resource.get_empty(), {})
 
     def on_start(self, span: RecordingSpan, parent_context: Context | None = None) -> None:
         scope = _open_scope()
@@ -102,7 +103,7 @@ class ScopeProcessor(SpanProcessor):
             resource = self._plain_resource(span.resource)
             scope.sink.put((to_span(span, scope.rollout_id, scope.attempt_id, resource),))
 
-    def _plain_resource(self, resource: Resource) -> dict[str, Any]:
+    def _plain_resource(self, resource: Resource) -> Json:
         if resource is not self._resource[0]:
             self._resource = (resource, plain_attributes(resource.attributes))
         return self._resource[1]
@@ -196,7 +197,7 @@ def flush(timeout: float = 5.0) -> bool:
 # -- spans of the SDK --------------------------------------------------------------------------------------------------
 
 
-def to_span(span: ReadableSpan, rollout_id: str, attempt_id: str, resource: dict[str, Any] | None = None) -> Span:
+def to_span(span: ReadableSpan, rollout_id: str, attempt_id: str, resource: Json | None = None) -> Span:
     """Convert a span: times in seconds, hexadecimal ids, JSON-like attributes. Its `sequence_id` is 0, because the
     store assigns it. `resource` is the span's resource in plain form, if the caller has it already."""
     context, parent, status = span.get_span_context(), span.parent, span.status
@@ -226,7 +227,7 @@ def to_span(span: ReadableSpan, rollout_id: str, attempt_id: str, resource: dict
     )
 
 
-def _link(link: Link) -> dict[str, Any]:
+def _link(link: Link) -> Json:
     context, state = link.context, link.context.trace_state.to_header()
     found = {
         "trace_id": format_trace_id(context.trace_id),
@@ -236,7 +237,7 @@ def _link(link: Link) -> dict[str, Any]:
     return found | {"trace_state": state} if state else found
 
 
-def plain_attributes(attributes: Mapping[str, Any] | None) -> dict[str, Any]:
+def plain_attributes(attributes: Mapping[str, Any] | None) -> Json:
     """Attributes as JSON values: sequences become lists, bytes become base64 text (as in OTLP's JSON)."""
     return {key: _plain(value) for key, value in attributes.items()} if attributes else {}
 

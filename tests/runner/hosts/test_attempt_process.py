@@ -34,7 +34,7 @@ class Fixture:
         self.process = AttemptProcess(slots, alone=alone, grace=-0.4, kill=self.kill, on_change=lambda: None)
         self.process.connection_made(self.wire)
         if ready:
-            self.says(Ready(1))
+            self.says(Ready())
 
     def kill(self) -> None:
         self.kills += 1

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 from agentlightning.errors import AgentError
 from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyLLM
 from agentlightning.rollouts import AttemptedRollout
+from agentlightning.util.json_values import Json
 
 PARAMETERS = ("task", "llm", "prompt_template", "resources", "rollout", "base_url", "api_key", "model")
 
@@ -86,11 +87,11 @@ class Invocation:
         self.group = group
         self.on_program(group)
 
-    def named_values(self) -> dict[str, Any]:
+    def named_values(self) -> Json:
         """Values of the known parameters; those without a value are absent."""
         llm = first_llm(self.resources)
         template = next((r for r in self.resources.values() if isinstance(r, PromptTemplate)), None)
-        values: dict[str, Any] = {
+        values: Json = {
             "task": self.task,
             "llm": llm,
             "prompt_template": template,
@@ -180,7 +181,7 @@ class Signature:
     def bind_values(self, values: Mapping[str, Any]) -> Callable[[], Any]:
         """The function with those values whose names are parameters."""
         args: list[Any] = []
-        kwargs: dict[str, Any] = {}
+        kwargs: Json = {}
         for parameter in self.parameters:
             if parameter.name in values:
                 if parameter.kind == parameter.POSITIONAL_ONLY:
@@ -206,6 +207,6 @@ class Signature:
         )
 
 
-def string_keys(task: Any) -> dict[str, Any]:
+def string_keys(task: Any) -> Json:
     """The fields of a dict task that a parameter can name."""
     return {key: value for key, value in task.items() if isinstance(key, str)} if isinstance(task, Mapping) else {}

@@ -54,36 +54,23 @@ def import_advice(errors: str, program: str) -> str | None:
     "the package 'agents' is not installed for python3; run: python3 -m pip install openai-agents"
     """
     if found := _MISSING.findall(errors):
-        return _missing(found[-1], program)
-    if found := _LACKING.findall(errors):
+        module = name = found[-1]
+    elif found := _LACKING.findall(errors):
         name, module = found[-1]
-        return _outdated(f"{module}.{name}", module, program)
-    if found := _NODE.findall(errors):
-        return f"the package {found[-1]!r} is not installed; run in the folder of the agent: npm install {found[-1]}"
-    return None
-
-
-def _missing(module: str, program: str) -> str:
+        name = f"{module}.{name}"
+    else:
+        found = _NODE.findall(errors)
+        advice = "the package {0!r} is not installed; run in the folder of the agent: npm install {0}"
+        return advice.format(found[-1]) if found else None
     top = module.partition(".")[0]
-    if "." in module and top != "google":  # a namespace of many packages
-        return _outdated(module, module, program)
-    return f"the package {top!r} is not installed for {program}; run: {_pip(program)} install {_distribution(top)}"
-
-
-def _outdated(name: str, module: str, program: str) -> str:
-    top = module.partition(".")[0]
+    package = _DISTRIBUTIONS.get(top, top.replace("_", "-"))
+    pip = f"{shlex.quote(program)} -m pip" if Path(program).name.startswith("python") else "pip"
+    if name == top or (name == module and top == "google"):  # a namespace of many packages
+        return f"the package {top!r} is not installed for {program}; run: {pip} install {package}"
     return (
         f"the version of {top!r} installed for {program} has no {name}, so it is too old for this agent, or too new;"
-        f" for the newest, run: {_pip(program)} install --upgrade {_distribution(top)}"
+        f" for the newest, run: {pip} install --upgrade {package}"
     )
-
-
-def _pip(program: str) -> str:
-    return f"{shlex.quote(program)} -m pip" if Path(program).name.startswith("python") else "pip"
-
-
-def _distribution(top: str) -> str:
-    return _DISTRIBUTIONS.get(top, top.replace("_", "-"))
 
 
 # -- methods ---------------------------------------------------------------------------------------------------------
@@ -101,11 +88,6 @@ def resolve_method(module: ModuleType, name: str, role: str) -> Any:
     return on_new_instance(owner, last, role) if isinstance(owner, type) else resolve(module, name)
 
 
-def _is_method(found: Any) -> bool:
-    """Generators are left as they are: the adapter of functions refuses them by name."""
-    return inspect.isfunction(found) and not (inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found))
-
-
 def check_constructor(kind: type[Any], role: str) -> None:
     """Raise AgentError if a class cannot be instantiated without arguments."""
     required = [p.name for p in Signature.of(kind).parameters if p.default is p.empty]
@@ -119,8 +101,9 @@ def check_constructor(kind: type[Any], role: str) -> None:
 def on_new_instance(kind: type[Any], name: str, role: str) -> Any:
     """A method as a function that makes the instance; what else has that name, such as a static method, as it is.
     Raises AgentError if the constructor requires arguments."""
-    method = getattr(kind, name)
-    if not _is_method(inspect.getattr_static(kind, name, None)):
+    method, found = getattr(kind, name), inspect.getattr_static(kind, name, None)
+    # Generators are left as they are: who adapts functions refuses them by name.
+    if not inspect.isfunction(found) or inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
         return method
     check_constructor(kind, role)
 
@@ -161,7 +144,9 @@ def load_object(spec: Reference | Pickled, role: str) -> Any:
     except (Exception, SystemExit) as error:  # importing and unpickling run the user's code
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and path is None and isinstance(spec, Reference) and f"{spec.module}.".startswith(f"{missing}."):
-            raise AgentError(_no_module(spec, role, missing)) from error
+            near = _suggest_file(f"{missing.rpartition('.')[2]}.py", Path.cwd())
+            where = f"in {Path.cwd()} or on the Python path"
+            raise AgentError(f"{role} {spec}: no module {missing!r} {where}{near}") from error
         raise AgentError(_import_failure(spec, role, error)) from error
     try:
         return resolve_method(module, spec.name, role)
@@ -169,13 +154,6 @@ def load_object(spec: Reference | Pickled, role: str) -> Any:
         near = difflib.get_close_matches(spec.name, [n for n in vars(module) if not n.startswith("_")], n=1)
         hint = f"; did you mean {spec.module}:{near[0]}?" if near else ""
         raise AgentError(f"{role} {spec}: {spec.module} has no {spec.name!r}{hint}") from None
-
-
-def _no_module(spec: Reference, role: str, missing: str) -> str:
-    return (
-        f"{role} {spec}: no module {missing!r} in {Path.cwd()} or on the Python path"
-        f"{_suggest_file(missing.split('.')[-1] + '.py', Path.cwd())}"
-    )
 
 
 def _suggest_file(file: str, folder: Path) -> str:

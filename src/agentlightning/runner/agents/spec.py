@@ -206,11 +206,8 @@ def _modules_to_pickle_by_value(given: Any) -> list[ModuleType]:
     inner = given.function if isinstance(given, FunctionAgent) else given
     homes = {getattr(thing, "__module__", None) for thing in (inner, type(inner))}
     modules = [sys.modules[home] for home in homes if isinstance(home, str) and home in sys.modules]
-    return [module for module in modules if module.__name__ != "__main__" and not _is_importable(module.__name__)]
-
-
-def _is_importable(module: str) -> bool:
-    return module in sys.builtin_module_names or importable(module)
+    elsewhere = {"__main__", *sys.builtin_module_names}
+    return [module for module in modules if not (module.__name__ in elsewhere or importable(module.__name__))]
 
 
 def resolve(module: ModuleType, name: str) -> Any:

@@ -34,7 +34,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
@@ -153,7 +153,7 @@ class Host:
         """Handle messages until the runner disconnects. Then kill the commands and exit without waiting for threads.
         What else was started here, such as the workers of pools, goes with the process group."""
         frames: FrameDecoder[ToHost] = FrameDecoder(ToHost)
-        self.send(Ready(os.getpid()))
+        self.send(Ready())
         with suppress(ConnectionResetError):
             while data := self._sock.recv(1 << 18):
                 for message in frames.feed(data):
@@ -170,7 +170,10 @@ class Host:
 
     def _handle(self, message: ToHost) -> None:
         if isinstance(message, Job):
-            task = without_hidden_fields(message.rollout.input, self._setup.load.hidden)
+            task = message.rollout.input
+            if isinstance(task, dict):
+                items = cast("dict[Any, Any]", task).items()
+                task = {key: value for key, value in items if key not in self._setup.load.hidden}
             invocation = Invocation(replace(message.rollout, input=task), {}, message.environment, task)
             invocation.on_program = lambda group: self.send(Program(message.job_id, group))
             self._running[message.job_id] = invocation
@@ -371,13 +374,6 @@ def _encoded(message: FromHost) -> bytes:
         if isinstance(message, Done):
             return encode(Done(message.job_id, Failure.of(error)))
         raise
-
-
-def without_hidden_fields(task: Any, hidden: Sequence[str]) -> Any:
-    """The task without its hidden fields."""
-    if not hidden or not isinstance(task, Mapping):
-        return task
-    return {key: value for key, value in cast(Mapping[Any, Any], task).items() if key not in hidden}
 
 
 def _result_or_error(function: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None]:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import Any, Final, cast
 
 from msgspec.structs import replace
 
@@ -120,6 +120,8 @@ class AttemptProcess(asyncio.Protocol):
         self.alone = alone
         """It runs one attempt, on its main thread."""
         self.attempts: dict[int, RunningAttempt] = {}
+        self.connecting: asyncio.Task[Any] | None = None
+        """Held, so that it is not collected."""
         self.ready = False
         self.retired = alone
         self.ending = False
@@ -140,7 +142,7 @@ class AttemptProcess(asyncio.Protocol):
     @property
     def capacity(self) -> int:
         """How many attempts that are waited for it can have."""
-        return max(0, self._slots - self.stopped) if self.ready and self.usable else 0
+        return max(0, self._slots - self.stopped) if self.usable else 0
 
     @property
     def free(self) -> int:
@@ -149,7 +151,7 @@ class AttemptProcess(asyncio.Protocol):
     @property
     def usable(self) -> bool:
         blocked = any(each.stopped and not each.acknowledged for each in self.attempts.values())
-        return not (self.retired or blocked or self._killed or self.exited)
+        return self.ready and not (self.retired or blocked or self._killed or self.exited)
 
     # -- attempts ----------------------------------------------------------------------------------------------------
 
@@ -349,7 +351,6 @@ class HostPool:
         self._frames: FrameDecoder[FromForkServer] = FrameDecoder(FromForkServer)
         self._trimming: asyncio.Task[None] | None = None
         self._processes: dict[int, AttemptProcess] = {}
-        self._connecting = set[asyncio.Task[Any]]()
         self._numbers, self._job_ids = itertools.count(1), itertools.count(1)
         self._changed = asyncio.Event()
         self._failed_starts = 0
@@ -367,7 +368,8 @@ class HostPool:
             raise AgentError(f"the agent's directory cwd={str(self._cwd)!r} does not exist")
         self._control, theirs = socket.socketpair()
         command = [sys.executable, "-c", BOOT, str(theirs.fileno()), HOME]
-        with theirs, _output(self._log) as output:
+        # Agents print to the log, or our stderr; never to our stdout, which carries the results of a command.
+        with theirs, open(os.dup(2), "wb") if self._log is None else open(self._log, "ab") as output:
             # A new session, so that Ctrl-C reaches only the runner, which decides what happens to the attempts.
             self._fork_server = subprocess.Popen(
                 command,
@@ -459,7 +461,7 @@ class HostPool:
             process.retire()
 
     async def _least_busy(self) -> AttemptProcess:
-        while not (found := [each for each in self._processes.values() if each.ready and each.free > 0]):
+        while not (found := [each for each in self._processes.values() if each.free > 0]):
             self._check()
             await self._changed.wait()
         return max(found, key=lambda process: process.free)
@@ -486,8 +488,7 @@ class HostPool:
         with theirs:
             self._request(Fork(number, alone), theirs)
         ours.setblocking(False)
-        self._connecting.add(task := loop.create_task(loop.create_unix_connection(lambda: process, sock=ours)))
-        task.add_done_callback(self._connecting.discard)
+        process.connecting = loop.create_task(loop.create_unix_connection(lambda: process, sock=ours))
         return process
 
     def _notify_change(self) -> None:
@@ -565,11 +566,6 @@ def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _output(log: Path | None) -> IO[Any]:
-    """The file agents print to: the log, or our stderr. Never our stdout, which carries the results of a command."""
-    return open(os.dup(2), "wb") if log is None else open(log, "ab")
 
 
 def _python_path(cwd: Path) -> tuple[str, ...]:

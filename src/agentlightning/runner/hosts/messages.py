@@ -111,8 +111,6 @@ class Cancel(Message, frozen=True):
 class Ready(Message, frozen=True):
     """The host accepts jobs."""
 
-    pid: int
-
 
 class Program(Message, frozen=True):
     """An attempt has started a program, or it has ended."""

@@ -50,7 +50,7 @@ from agentlightning.tracing.conventions import (
     add_extra_fields,
     links_of,
 )
-from agentlightning.util.json_values import dumps, loads
+from agentlightning.util.json_values import Json, dumps, loads
 
 SEQUENCE_ID: Final = "agentlightning.span_sequence_id"
 """Attribute with the sequence number of a span that its writer got from the store (as 0.x clients do)."""
@@ -121,7 +121,7 @@ def _read_request(message: ExportTraceServiceRequest, repaired: int, now: float)
     return request
 
 
-def _read_span(span: trace_pb2.Span, scope: tuple[str, str], resource: dict[str, Any], now: float) -> Span:
+def _read_span(span: trace_pb2.Span, scope: tuple[str, str], resource: Json, now: float) -> Span:
     trace_id, span_id, parent = span.trace_id, span.span_id, span.parent_span_id
     if len(trace_id) != 16 or len(span_id) != 8 or not any(trace_id) or not any(span_id):
         raise _SpanRejected("a trace id needs 16 bytes and a span id 8, not all zero")
@@ -151,8 +151,8 @@ def _read_span(span: trace_pb2.Span, scope: tuple[str, str], resource: dict[str,
     )
 
 
-def _read_attributes(pairs: Iterable[KeyValue]) -> dict[str, Any]:
-    attributes: dict[str, Any] = {}
+def _read_attributes(pairs: Iterable[KeyValue]) -> Json:
+    attributes: Json = {}
     for pair in pairs:
         value = pair.value
         # Reading a field costs less than asking which field is set.
@@ -185,7 +185,7 @@ def _read_event(event: trace_pb2.Span.Event) -> SpanEvent:
     return SpanEvent(event.name, event.time_unix_nano / NANOSECONDS, _read_attributes(event.attributes))
 
 
-def _read_link(link: trace_pb2.Span.Link) -> dict[str, Any]:
+def _read_link(link: trace_pb2.Span.Link) -> Json:
     attributes = _read_attributes(link.attributes)
     found = {"trace_id": link.trace_id.hex(), "span_id": link.span_id.hex(), "attributes": attributes}
     return found | {"trace_state": link.trace_state} if link.trace_state else found
@@ -238,7 +238,7 @@ def _text(value: str | bytes) -> str:
 # -- sequence numbers --------------------------------------------------------------------------------------------------
 
 
-def _requested_sequence_id(attributes: dict[str, Any], resource: dict[str, Any]) -> int:
+def _requested_sequence_id(attributes: Json, resource: Json) -> int:
     """The requested sequence number; 0 (assigned by the store) if there is no valid one."""
     found = _SEQUENCE.fullmatch(str(attributes.get(SEQUENCE_ID) or resource.get(SEQUENCE_ID)))
     return int(found[0]) if found else 0
@@ -263,7 +263,7 @@ def decode_json(body: bytes, now: float) -> Request:
         raise OtlpError("the body is not an OTLP trace request in JSON: it is no object")
     try:
         _encode_ids(given)
-        options: dict[str, Any] = {"ignore_unknown_fields": True, "max_recursion_depth": MAX_MESSAGES}
+        options: Json = {"ignore_unknown_fields": True, "max_recursion_depth": MAX_MESSAGES}
         message = json_format.ParseDict(given, ExportTraceServiceRequest(), **options)
     except (json_format.ParseError, RecursionError, TypeError, ValueError) as error:
         problem = "".join(str(error).rpartition("Failed to parse ")[1:]).rstrip(".")  # without the fields around it
@@ -357,7 +357,7 @@ def _put_span(target: trace_pb2.Span, span: Span) -> None:
     _put_links(target, attributes)
 
 
-def _put_links(target: trace_pb2.Span, attributes: dict[str, Any]) -> None:
+def _put_links(target: trace_pb2.Span, attributes: Json) -> None:
     for link in links_of(attributes):
         put = target.links.add()
         put.trace_id, put.span_id = _bytes(link["trace_id"], 16), _bytes(link["span_id"], 8)
