@@ -146,7 +146,8 @@ def _patch_urllib3(module: ModuleType) -> None:
 
     @wraps(urlopen)
     def opened(self: Any, *args: Any, **kwargs: Any) -> Any:
-        port, path = f":{self.port}" if self.port else "", kwargs.get("url") or (args[1] if len(args) > 1 else "/")
+        path = kwargs.get("url") or (args[1] if len(args) > 1 else "/")
+        port = "" if self.port in (None, module.connection.port_by_scheme.get(self.scheme)) else f":{self.port}"
         url = f"{self.scheme}://{self.host}{port}{path if str(path).startswith('/') else '/'}"
         if (more := attempt_headers(url)) and len(args) <= _HEADERS_POSITION:
             given = kwargs.get("headers")

@@ -536,7 +536,9 @@ class PostingSink:
 
         while True:
             try:
-                status, answer = self._send(body)
+                self._connection.request("POST", f"{self._url.path}/v1/traces", body, self._headers)
+                with self._connection.getresponse() as response:
+                    status, answer = response.status, response.read()
             except (OSError, HTTPException) as error:
                 self._connection.close()
                 problem = f"{type(error).__name__}: {error}"
@@ -551,11 +553,6 @@ class PostingSink:
             if pause is None:
                 return f"{problem} (for {self._patience:g} s, see {PATIENCE})"
             time.sleep(pause)
-
-    def _send(self, body: bytes) -> tuple[int, bytes]:
-        self._connection.request("POST", f"{self._url.path}/v1/traces", body, self._headers)
-        with self._connection.getresponse() as response:
-            return response.status, response.read()
 
 
 def _patience() -> float:

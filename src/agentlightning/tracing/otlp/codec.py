@@ -32,8 +32,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 from opentelemetry.proto.common.v1 import common_pb2
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationScope, KeyValue
 from opentelemetry.proto.resource.v1 import resource_pb2
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from agentlightning.attempt_address import trace_id_of
@@ -311,62 +312,55 @@ def encode(spans: Iterable[Span]) -> ExportTraceServiceRequest:
     for span in spans:
         key = (span.attempt_id, id(span.resource))
         if key not in groups:
-            group = request.resource_spans.add()
-            _put_resource(group, span)
-            groups[key] = (group, {})
+            resource = {
+                "service.name": SERVICE,
+                **span.resource,
+                "agentlightning.rollout_id": span.rollout_id,
+                "agentlightning.attempt_id": span.attempt_id,
+            }
+            groups[key] = request.resource_spans.add(resource=Resource(attributes=_pairs(resource))), {}
         group, scopes = groups[key]
         scope = (str(span.attributes.get(SCOPE_NAME, SERVICE)), str(span.attributes.get(SCOPE_VERSION, "")))
         if scope not in scopes:
-            scopes[scope] = group.scope_spans.add()
-            scopes[scope].scope.name, scopes[scope].scope.version = scope
-        _put_span(scopes[scope].spans.add(), span)
+            name, version = scope
+            scopes[scope] = group.scope_spans.add(scope=InstrumentationScope(name=name, version=version))
+        _add_span(scopes[scope], span)
     return request
 
 
-def _put_resource(group: trace_pb2.ResourceSpans, span: Span) -> None:
-    attributes = {
-        "service.name": SERVICE,
-        **span.resource,
-        "agentlightning.rollout_id": span.rollout_id,
-        "agentlightning.attempt_id": span.attempt_id,
-    }
-    _put_attributes(group.resource.attributes, attributes)
-
-
-def _put_span(target: trace_pb2.Span, span: Span) -> None:
-    attributes = span.attributes
-    target.name = span.name
-    target.trace_id = _bytes(span.trace_id or trace_id_of(span.attempt_id) or span.attempt_id, 16)
-    target.span_id = _bytes(span.span_id, 8)
-    if span.parent_id:
-        target.parent_span_id = _bytes(span.parent_id, 8)
-    target.start_time_unix_nano = _nanoseconds(span.start_time)
-    target.end_time_unix_nano = _nanoseconds(span.start_time if span.end_time is None else span.end_time)
-    kind = attributes.get(SPAN_KIND)
-    target.kind = cast("trace_pb2.Span.SpanKind.ValueType", KINDS.index(kind) if kind in KINDS else 1)
-    target.trace_state = str(attributes.get(TRACE_STATE, ""))
+def _add_span(target: trace_pb2.ScopeSpans, span: Span) -> None:
+    attributes, kind = span.attributes, span.attributes.get(SPAN_KIND)
+    own = {key: value for key, value in attributes.items() if key not in _OMITTED}
+    if span.sequence_id:
+        own[SEQUENCE_ID] = span.sequence_id
+    put = target.spans.add(
+        name=span.name,
+        trace_id=_bytes(span.trace_id or trace_id_of(span.attempt_id) or span.attempt_id, 16),
+        span_id=_bytes(span.span_id, 8),
+        parent_span_id=_bytes(span.parent_id, 8) if span.parent_id else b"",
+        start_time_unix_nano=_nanoseconds(span.start_time),
+        end_time_unix_nano=_nanoseconds(span.start_time if span.end_time is None else span.end_time),
+        kind=cast("trace_pb2.Span.SpanKind.ValueType", KINDS.index(kind) if kind in KINDS else 1),
+        trace_state=str(attributes.get(TRACE_STATE, "")),
+        attributes=_pairs(own),
+    )
     if span.status_code != "UNSET" and span.status_code in STATUS:
-        target.status.code = cast("trace_pb2.Status.StatusCode.ValueType", STATUS.index(span.status_code))
-        target.status.message = span.status_message or ""
-    _put_attributes(target.attributes, {key: value for key, value in attributes.items() if key not in _OMITTED})
-    _put_attributes(target.attributes, {SEQUENCE_ID: span.sequence_id} if span.sequence_id else {})
+        put.status.code = cast("trace_pb2.Status.StatusCode.ValueType", STATUS.index(span.status_code))
+        put.status.message = span.status_message or ""
     for event in span.events:
-        put = target.events.add()
-        put.name, put.time_unix_nano = event.name, _nanoseconds(event.timestamp)
-        _put_attributes(put.attributes, event.attributes)
-    _put_links(target, attributes)
-
-
-def _put_links(target: trace_pb2.Span, attributes: Json) -> None:
+        time = _nanoseconds(event.timestamp)
+        put.events.add(name=event.name, time_unix_nano=time, attributes=_pairs(event.attributes))
     for link in links_of(attributes):
-        put = target.links.add()
-        put.trace_id, put.span_id = _bytes(link["trace_id"], 16), _bytes(link["span_id"], 8)
-        put.trace_state = link["trace_state"]
-        _put_attributes(put.attributes, link["attributes"])
+        put.links.add(
+            trace_id=_bytes(link["trace_id"], 16),
+            span_id=_bytes(link["span_id"], 8),
+            trace_state=link["trace_state"],
+            attributes=_pairs(link["attributes"]),
+        )
 
 
-def _put_attributes(target: Any, attributes: Mapping[str, Any]) -> None:
-    target.extend([KeyValue(key=key, value=_value(value)) for key, value in attributes.items() if value is not None])
+def _pairs(attributes: Mapping[str, Any]) -> list[KeyValue]:
+    return [KeyValue(key=key, value=_value(value)) for key, value in attributes.items() if value is not None]
 
 
 def _value(value: Any) -> AnyValue:
