@@ -133,6 +133,11 @@ class AttemptedRollout(Rollout, frozen=True, kw_only=True, gc=False):
 
     attempt: Attempt
 
+    @property
+    def ids(self) -> tuple[str, str]:
+        """Those of the rollout and of the attempt."""
+        return self.rollout_id, self.attempt.attempt_id
+
 
 @as_dataclass
 class EnqueueRolloutRequest(FrozenStruct, frozen=True, gc=False, forbid_unknown_fields=True):

@@ -24,7 +24,7 @@ from typing import Any, Final, Protocol, TypeVar, cast, runtime_checkable
 import orjson
 
 from agentlightning.errors import ConfigError, DatasetError, MissingExtraError
-from agentlightning.util.json_values import dumps, loads
+from agentlightning.util.json_values import Json, dumps, loads
 from agentlightning.util.plugins import Registry, calls_of, plugin_names
 
 logger = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ def _fields(value: Any) -> Any:
 def _rows(dataset: Any, where: str) -> list[Any]:
     """The rows of a Hugging Face dataset, or of a table, without the nulls that its columns gave them."""
     if isinstance(dataset, dict):
-        splits = cast("dict[str, Any]", dataset)
+        splits = cast(Json, dataset)
         several, names = len(splits) > 1, ", ".join(splits)
         if several and "train" not in splits:
             raise DatasetError(f"{where} holds several splits ({names}); name one, as in {where}/{next(iter(splits))}")
@@ -227,7 +227,7 @@ def _rows(dataset: Any, where: str) -> list[Any]:
 
 def _without_nulls(value: Any, left_out: list[str]) -> Any:
     if isinstance(value, dict):
-        items = cast("dict[str, Any]", value).items()
+        items = cast(Json, value).items()
         left_out += [name for name, each in items if each is None]
         return {name: _without_nulls(each, left_out) for name, each in items if each is not None}
     return [_without_nulls(each, left_out) for each in cast("list[Any]", value)] if isinstance(value, list) else value

@@ -37,8 +37,8 @@ class Inside:
 
     crashes = 0
 
-    def __init__(self, agent: Any, *, concurrency: int, **options: Any) -> None:
-        self.agent, self.capacity = agent, concurrency
+    def __init__(self, load: Any, *, concurrency: int, **options: Any) -> None:
+        self.agent, self.capacity = load.agent, concurrency
 
     def spawn(self, variables: Any = None) -> None: ...
 
@@ -53,6 +53,7 @@ class Inside:
 @pytest.fixture(autouse=True)
 def agents_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "HostPool", Inside)
+    monkeypatch.setattr(runner, "agent_spec", lambda agent: agent)
 
 
 async def quick(task: Any) -> Any:

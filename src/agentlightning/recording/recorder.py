@@ -39,6 +39,7 @@ from agentlightning.tracing.agent_spans import sanitize_span, sanitize_value
 from agentlightning.tracing.emit import exception_attributes
 from agentlightning.tracing.outbox import Outbox, RecordingStatus, counters
 from agentlightning.tracing.scope import Speaker, end_implicit_scopes, implicit_sessions
+from agentlightning.util.json_values import Json
 
 LINGER_SECONDS: Final = 0.02
 """How long the thread waits for more before it writes."""
@@ -71,7 +72,7 @@ REJECTED: Final = (ConfigError, ConflictError, NotFoundError)
 # -- settings -------------------------------------------------------------------------------------------------------
 
 StorePlace: TypeAlias = LightningStore | str | Path
-Redact: TypeAlias = Callable[[dict[str, Any]], Mapping[str, Any]]
+Redact: TypeAlias = Callable[[Json], Mapping[str, Any]]
 """Attributes -> the attributes that may be stored."""
 
 SAMPLING_RATE: Final = "sampling_rate"
@@ -153,10 +154,9 @@ def redact_spans(redact: Redact, spans: Sequence[Span]) -> list[Span]:
     return kept
 
 
-def redact_start(redact: Redact, task: Any, metadata: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def redact_start(redact: Redact, task: Any, metadata: Json) -> tuple[Any, Json]:
     """The task and metadata of a session as they may be stored."""
-    values = _redacted(redact, {"task": task, "metadata": metadata}, "the task of a session")
-    values = {} if values is None else values
+    values = _redacted(redact, {"task": task, "metadata": metadata}, "the task of a session") or {}
     allowed = values.get("metadata")
     return values.get("task"), dict(allowed) if isinstance(allowed, Mapping) else {}
 
@@ -184,7 +184,7 @@ def _redact_span(redact: Redact, span: Span) -> Span | None:
     return replace(span, attributes=attributes, events=events, status_message=message) if whole else None
 
 
-def _redacted(redact: Redact, attributes: dict[str, Any], what: str) -> dict[str, Any] | None:
+def _redacted(redact: Redact, attributes: Json, what: str) -> Json | None:
     try:
         allowed = redact(attributes)
         if not isinstance(allowed, Mapping):
@@ -271,11 +271,6 @@ class SessionRecord:
             allowed |= {name: given[name] for name in own & given.keys()}
             self.rollout = replace(self.rollout, input=task, metadata=allowed)
 
-    @property
-    def is_changed(self) -> bool:
-        """Whether something of it is to be written."""
-        return not self.written and bool(self.spans or self.end is not None or not self.in_store)
-
     async def write(self, store: LightningStore) -> None:
         """Bring to the store what that does not have. May be called again after an error."""
         if self.lost:
@@ -287,7 +282,13 @@ class SessionRecord:
         if not self.in_store:
             await self._start(store)
         if self.spans:
-            await self._write_spans(store)
+            try:
+                await store.add_many_spans(self.spans)
+                counters.add("spans_written", len(self.spans))
+            except REJECTED:
+                for span in self.spans:
+                    await _write_alone(store, span)
+            self.spans = []
         if end is not None:
             await store.update_attempt(*self.ids, status=end.status, metadata=end.metadata)
             self.note_written()
@@ -310,15 +311,6 @@ class SessionRecord:
         )
         await store.update_attempt(*self.ids, status="running")
         self.in_store = True
-
-    async def _write_spans(self, store: LightningStore) -> None:
-        try:
-            await store.add_many_spans(self.spans)
-            counters.add("spans_written", len(self.spans))
-        except REJECTED:
-            for span in self.spans:
-                await _write_alone(store, span)
-        self.spans = []
 
     def drop_spans(self) -> None:
         counters.add("spans_dropped", len(self.spans))
@@ -412,7 +404,8 @@ class Recorder(Outbox[Record]):
             session.add(what)
 
     async def send(self, batch: list[Record]) -> None:
-        store, changed = self._opened(), [each for each in self._open_sessions.values() if each.is_changed]
+        store, known = self._opened(), self._open_sessions.values()
+        changed = [each for each in known if not each.written and (each.spans or each.end or not each.in_store)]
         ended = [(each, each.end) for each in changed if each.end is not None and not (each.in_store or each.lost)]
         with suppress(*REJECTED):  # then each is written by itself
             await store.add_records([each.whole(end) for each, end in ended])

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,10 @@ from agentlightning.observability.logs import about
 from agentlightning.resources import LLM, NamedResources, ProxyLLM
 from agentlightning.rollouts import Attempt, AttemptedRollout, AttemptStatus
 from agentlightning.runner.agents.arguments import first_llm
-from agentlightning.runner.agents.spec import AgentLike
+from agentlightning.runner.agents.spec import AgentLike, agent_spec, function_spec
+from agentlightning.runner.attempt_environ import check_variables
 from agentlightning.runner.hosts.host_pool import HostPool, LostAttemptError
-from agentlightning.runner.hosts.messages import Done
+from agentlightning.runner.hosts.messages import Done, Load
 from agentlightning.span import (
     ERROR_TYPE,
     EXCEPTION,
@@ -59,6 +61,7 @@ from agentlightning.store.ids import new_id
 from agentlightning.tracing.agent_spans import event_span, sanitize_span
 from agentlightning.tracing.emit import exception_attributes
 from agentlightning.tracing.outbox import Outbox, Retry
+from agentlightning.util.json_values import Json
 
 logger = logging.getLogger(__name__)
 
@@ -134,14 +137,14 @@ class _ActiveAttempt:
 class Runner:
     """Executes an agent on the rollouts of a store.
 
-    The forms of `agent` and `reward` are described in `agents/agent.py` and `agents/reward.py`. `concurrency` attempts
-    run at once, spread over `hosts` processes; with `fresh_process`, each attempt runs on the main thread of a new
-    process, forked from one that has imported the agent, and `hosts` is ignored. That begins by itself, with a
-    warning, once an attempt or a reward changes what its process shares (working directory, signals,
-    redirected output), or calls a model from where its attempt cannot be told. An attempt lost to another's crash is
-    repeated in a process of its own. Neither counts against `max_attempts`. `env` maps environment variables to the
-    fields of a dict task that they hold; the fields in `hide` are given to the reward function only. `cwd` is the
-    working directory of the agent, `log` the file for its output.
+    The forms of `agent` and `reward` are described in `agents/agent.py` and `agents/arguments.py`. `concurrency`
+    attempts run at once, spread over `hosts` processes; with `fresh_process`, each attempt runs on the main thread of a
+    new process, forked from one that has imported the agent, and `hosts` is ignored. That begins by itself, with a
+    warning, once an attempt or a reward changes what its process shares (working directory, signals, redirected
+    output), or calls a model from where its attempt cannot be told. An attempt lost to another's crash is repeated in a
+    process of its own. Neither counts against `max_attempts`. `env` maps environment variables to the fields of a dict
+    task that they hold; the fields in `hide` are given to the reward function only. `cwd` is the working directory of
+    the agent, `log` the file for its output.
 
     `server_url` and `secret` form each attempt's URLs and key; the URL can also be passed to `start`. With
     `redirect=True` the agent's model calls go to that server, with None only to the proxy that the rollout's resources
@@ -182,17 +185,14 @@ class Runner:
         self.store = store
         self.worker_id = worker_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self._wake = asyncio.Event()
+        scorer = None if reward is None else function_spec(reward)
         self.pool = HostPool(
-            agent,
-            reward=reward,
+            Load(agent_spec(agent), scorer, check_variables(env or {}, hide), tuple(hide), grace),
             concurrency=concurrency,
             hosts=hosts,
             fresh=fresh_process,
-            env=env,
-            hide=hide,
             cwd=cwd,
             log=log,
-            grace=grace,
             on_change=self._wake.set,
             on_broken=self._fail,
         )
@@ -206,7 +206,11 @@ class Runner:
         self._concurrency = concurrency
         self._queues = None if queues is None else tuple(queues)
         self._remaining_claims = math.inf if max_rollouts is None else max_rollouts
-        self._heartbeat_seconds = _heartbeat_interval(heartbeat_seconds, lease_seconds)
+        if lease_seconds is not None:
+            if lease_seconds <= 0:
+                raise ConfigError(f"lease_seconds={lease_seconds:g}: the lease must be positive; use None for no lease")
+            heartbeat_seconds = min(heartbeat_seconds, lease_seconds / 4)  # so that a few heartbeats may be late
+        self._heartbeat_seconds = heartbeat_seconds
         self._poll_seconds = poll_seconds
         self._lease_seconds = lease_seconds
         self._retry = Retry(patience)
@@ -334,8 +338,15 @@ class Runner:
                 attempt.task.cancel()
         if left:
             await asyncio.wait([attempt.task for attempt in left])
-        if self.error is None:
-            await self._deregister([*self._claimed, *(each.claimed for each in left if each.task.cancelled())])
+        if self.error is not None:
+            return
+        unfinished = [*self._claimed, *(each.claimed for each in left if each.task.cancelled())]
+        sign_off = asyncio.get_running_loop().create_task(self._sign_off(unfinished))
+        await self._wait_for([sign_off], None)
+        await asyncio.wait({sign_off}, timeout=SIGN_OFF_SECONDS)
+        if not sign_off.done():
+            sign_off.cancel()
+            logger.warning("the store does not answer; %d rollouts are left to the lease", len(unfinished))
 
     async def _wait_for(self, tasks: Sequence[asyncio.Task[None]], seconds: float | None) -> None:
         """Wait for the tasks, at most so many seconds, and until `stop_at_once` or an error."""
@@ -347,16 +358,8 @@ class Runner:
         for task in (stop_at_once, ended):
             task.cancel()
 
-    async def _deregister(self, left: Sequence[AttemptedRollout]) -> None:
-        """Requeue what is left and deregister the worker, within SIGN_OFF_SECONDS after `stop_at_once`."""
-        sign_off = asyncio.get_running_loop().create_task(self._sign_off(left))
-        await self._wait_for([sign_off], None)
-        await asyncio.wait({sign_off}, timeout=SIGN_OFF_SECONDS)
-        if not sign_off.done():
-            sign_off.cancel()
-            logger.warning("the store does not answer; %d rollouts are left to the lease", len(left))
-
     async def _sign_off(self, left: Sequence[AttemptedRollout]) -> None:
+        """Requeue what is left and deregister the worker."""
         try:
             reason = f"the runner {self.worker_id} was stopped"
             await asyncio.gather(*(self._requeue(each, reason) for each in left))
@@ -368,7 +371,7 @@ class Runner:
 
     async def _requeue(self, claimed: AttemptedRollout, reason: str) -> None:
         """Requeue a rollout that is still assigned to this runner. The attempt does not count against its limit."""
-        ids, config = (claimed.rollout_id, claimed.attempt.attempt_id), claimed.config
+        ids, config = claimed.ids, claimed.config
         with suppress(NotFoundError, ConflictError):  # deleted, finished or cancelled meanwhile
             latest = await self._retry(self.store.get_latest_attempt, ids[0])
             if latest is None or latest.attempt_id != ids[1] or latest.status not in ("preparing", "running"):
@@ -434,10 +437,10 @@ class Runner:
             task = self._create_supervised_task(self._attempt(rollout, versions[rollout.resources_id]))
             attempt_id = rollout.attempt.attempt_id
             self._active[attempt_id] = _ActiveAttempt(claimed.pop(0), task)
-            task.add_done_callback(lambda _, attempt_id=attempt_id: self._on_attempt_done(attempt_id))
+            task.add_done_callback(partial(self._on_attempt_done, attempt_id))
             self._counts["claimed"] += 1
 
-    def _on_attempt_done(self, attempt_id: str) -> None:
+    def _on_attempt_done(self, attempt_id: str, _: object) -> None:
         self._active.pop(attempt_id, None)
         self._wake.set()
 
@@ -454,16 +457,16 @@ class Runner:
     async def _attempt(self, claimed: AttemptedRollout, resources: NamedResources | None) -> None:
         with about(rollout_id=claimed.rollout_id, attempt_id=claimed.attempt.attempt_id, worker_id=self.worker_id):
             rollout_id = claimed.rollout_id
-            try:
-                outcome = await self._execute(claimed, resources, rollout_id in self._alone)
-            except LostAttemptError as lost:
-                outcome = lost
+            outcome = await self._execute(claimed, resources, rollout_id in self._alone)
             attempt = self._active.get(claimed.attempt.attempt_id)
             if attempt is not None:
                 attempt.reporting = True
             await self._writer.written()
             if isinstance(outcome, LostAttemptError):
-                return await self._repeat(claimed, outcome)
+                self._alone.add(rollout_id)
+                self._remaining_claims += 1
+                logger.info("an attempt is repeated: %s", outcome)
+                return await self._requeue(claimed, str(outcome))
             status, metadata = outcome
             if status == "succeeded":
                 self._alone.discard(rollout_id)
@@ -473,16 +476,16 @@ class Runner:
 
     async def _execute(
         self, claimed: AttemptedRollout, resources: NamedResources | None, alone: bool
-    ) -> tuple[AttemptStatus, dict[str, Any]]:
+    ) -> tuple[AttemptStatus, Json] | LostAttemptError:
         """Run an attempt until it ends: its status, and the metadata to store with it. One that fails because it has
-        had all the answers that it may have has not failed by itself: what it did until then is its rollout. Raises
-        LostAttemptError for one that is to be repeated. `alone`: in a process of its own."""
+        had all the answers that it may have has not failed by itself: what it did until then is its rollout. The error
+        of one that was lost for no fault of its own, and is to be repeated. `alone`: in a process of its own."""
         try:
             if resources is None:
                 raise AgentError(f"the rollout asks for the resources {claimed.resources_id!r}, which the store lacks")
             done = await self._run(claimed, resources, alone)
-        except LostAttemptError:
-            raise
+        except LostAttemptError as lost:
+            return lost
         except TimeoutError:
             seconds = claimed.config.timeout_seconds
             timeout = AgentTimeoutError(f"the agent did not end within its {seconds:g} s and was stopped")
@@ -501,17 +504,15 @@ class Runner:
         """Whether a call was refused because of the limit on answers."""
         if not any(isinstance(each, LLM) and each.max_calls is not None for each in resources.values()):
             return False
-        ids = claimed.rollout_id, claimed.attempt.attempt_id
-        spans = await self._retry(self.store.query_spans, *ids)
+        spans = await self._retry(self.store.query_spans, *claimed.ids)
         return any(span.attributes.get(ERROR_TYPE) == TURN_LIMIT_REACHED for span in spans)
 
     async def _run(self, claimed: AttemptedRollout, resources: NamedResources, alone: bool) -> Done:
         url = self.server_url or ""
-        ids = claimed.rollout_id, claimed.attempt.attempt_id
         llm = first_llm(resources)
         proxy_url = llm.root_url if isinstance(llm, ProxyLLM) else None
         redirect = self.redirect or (self.redirect is None and proxy_url is not None)
-        environment = attempt_environment(url, self._secret, *ids, redirect=redirect, model_url=proxy_url)
+        environment = attempt_environment(url, self._secret, *claimed.ids, redirect=redirect, model_url=proxy_url)
         environment[PATIENCE] = f"{self._retry.patience:g}"
         if redirect:
             environment |= worker_environment(proxy_url or url, self._secret, self.worker_id)
@@ -520,31 +521,22 @@ class Runner:
         timeout = claimed.config.timeout_seconds
         return await self.pool.run(claimed, resources, url, environment, self._writer.put, timeout, alone)
 
-    def _record_failure(self, claimed: AttemptedRollout, error: AgentError) -> dict[str, Any]:
+    def _record_failure(self, claimed: AttemptedRollout, error: AgentError) -> Json:
         """Record a failure that the agent's process could not record itself."""
         failure = Failure.of(error.with_traceback(None))  # the runner's own frames say nothing about the agent
-        ids = claimed.rollout_id, claimed.attempt.attempt_id
-        self._writer.put([event_span(*ids, EXCEPTION, exception_attributes(failure), failure.message)])
+        self._writer.put([event_span(*claimed.ids, EXCEPTION, exception_attributes(failure), failure.message)])
         return {"error": asdict(failure)}
 
-    async def _report(self, claimed: AttemptedRollout, status: AttemptStatus, metadata: dict[str, Any]) -> str:
+    async def _report(self, claimed: AttemptedRollout, status: AttemptStatus, metadata: Json) -> str:
         """Report the end of an attempt to the store. Returns its status, or "discarded" if the store had moved on."""
-        ids = (claimed.rollout_id, claimed.attempt.attempt_id)
         try:
-            attempt = await self._retry(self.store.update_attempt, *ids, status=status, metadata=metadata)
+            attempt = await self._retry(self.store.update_attempt, *claimed.ids, status=status, metadata=metadata)
         except NotFoundError:
             return "discarded"
         except ConflictError:  # the store has ended it; if that was the same timeout, only the metadata is missing
-            attempt = await self._retry(self.store.update_attempt, *ids, metadata=metadata)
+            attempt = await self._retry(self.store.update_attempt, *claimed.ids, metadata=metadata)
             return status if attempt.status == status else "discarded"
         return "discarded" if attempt.metadata.get("superseded") else status
-
-    async def _repeat(self, claimed: AttemptedRollout, lost: LostAttemptError) -> None:
-        """Requeue a rollout whose attempt was lost for no fault of its own."""
-        self._alone.add(claimed.rollout_id)
-        self._remaining_claims += 1
-        logger.info("an attempt is repeated: %s", lost)
-        await self._requeue(claimed, str(lost))
 
     # -- watching ----------------------------------------------------------------------------------------------------
 
@@ -560,7 +552,9 @@ class Runner:
             latest = await self._retry(self.store.get_latest_attempts, [*running.values()])
             ours = await asyncio.gather(*(self._is_ours(each) for each in latest if each.attempt_id in running))
             for attempt_id in running.keys() - set(ours):
-                self._discard(attempt_id)
+                attempt = self._active.get(attempt_id)
+                if attempt is not None and not attempt.reporting and attempt.task.cancel():
+                    self._counts["discarded"] += 1
 
     async def _is_ours(self, attempt: Attempt) -> str | None:
         """The id of an attempt that is still assigned to this runner, as the latest of its rollout. An `unresponsive`
@@ -573,17 +567,3 @@ class Runner:
                 return None
         still = attempt.status in ("preparing", "running") and not attempt.metadata.get("superseded")
         return attempt.attempt_id if still else None
-
-    def _discard(self, attempt_id: str) -> None:
-        attempt = self._active.get(attempt_id)
-        if attempt is not None and not attempt.reporting and attempt.task.cancel():
-            self._counts["discarded"] += 1
-
-
-def _heartbeat_interval(seconds: float, lease: float | None) -> float:
-    """At most a quarter of the lease, so that a few heartbeats may be late."""
-    if lease is None:
-        return seconds
-    if lease <= 0:
-        raise ConfigError(f"lease_seconds={lease:g}: the lease must be positive; use None for no lease")
-    return min(seconds, lease / 4)

@@ -56,9 +56,9 @@ from agentlightning.tracing.scope import (
     Lifetime,
     WaitingPrompt,
     agent_in,
-    agent_scope,
     current_location,
     recording_scope,
+    tracked_agent,
 )
 from agentlightning.tracing.tracer import record, tracer
 from agentlightning.util.json_values import Json
@@ -97,8 +97,11 @@ def track_agent(name: str) -> Generator[None]:
     if not isinstance(name, str) or not name:
         raise ConfigError(f"track_agent({name!r}): the name is a non-empty string")
     client_headers.install()
-    with agent_scope(name):
+    token = tracked_agent.set(name)
+    try:
         yield
+    finally:
+        tracked_agent.reset(token)
 
 
 def emit_reward(

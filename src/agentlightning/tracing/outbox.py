@@ -22,6 +22,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -161,8 +162,8 @@ class Outbox(Retry, ABC, Generic[T]):
         self._size = 0
         self._put = self._done = 0
         """Numbers of items, which say what a waiter waits for."""
-        self._waiters: deque[tuple[int, Callable[[], object]]] = deque()
-        """What is called once so many items are done."""
+        self._waiters: deque[tuple[int, Future[None]]] = deque()
+        """Each is done once so many items are."""
         self._calls = 0
         """Of `flush`, `written` and `close`."""
         self.is_closed = False
@@ -223,11 +224,9 @@ class Outbox(Retry, ABC, Generic[T]):
     def offer(self, items: Sequence[T], always: bool = False) -> bool:
         """`put` that says whether all fit. `always`: queue them, whether they fit or not."""
         with self._lock:
-            waiting, room = len(self._waiting), len(items)
-            if self.is_closed or (self._size >= self._max_size and not always):
-                room = 0
-            elif waiting + room > self._capacity and not always:
-                room = max(0, int(self._capacity) - waiting)
+            waiting = len(self._waiting)
+            free = 0 if self._size >= self._max_size else max(0, self._capacity - waiting)
+            room = 0 if self.is_closed else len(items) if always else int(min(len(items), free))
             taken = items if room == len(items) else items[:room]
             self._waiting.extend(taken)
             self._put += room
@@ -255,28 +254,24 @@ class Outbox(Retry, ABC, Generic[T]):
 
     def flush(self, timeout: float) -> bool:
         """Wait until all items put so far are done. False after `timeout` seconds."""
-        if self.is_current_thread:
-            return True
-        done = threading.Event()
-        self._when_done(done.set)
-        return done.wait(timeout)
+        return self.is_current_thread or bool(wait([self._all_done()], timeout).done)
 
     async def written(self) -> None:
         """Wait until all items put so far are done."""
         if self.waiting:
-            loop, done = asyncio.get_running_loop(), asyncio.Event()
-            self._when_done(lambda: _call_in(loop, done.set))
-            await done.wait()
+            await asyncio.wrap_future(self._all_done())
 
-    def _when_done(self, call: Callable[[], object]) -> None:
-        """Call a function once all items put so far are done, in any thread."""
+    def _all_done(self) -> Future[None]:
+        """Done once all items put so far are."""
+        done = Future[None]()
         with self._lock:
             if self._done < self._put:
-                self._waiters.append((self._put, call))
+                self._waiters.append((self._put, done))
                 self._calls += 1
                 self._call(self._changed.set)
-                return
-        call()
+            else:
+                done.set_result(None)
+        return done
 
     def close(self, timeout: float = 5.0) -> bool:
         """Take nothing more, and send what waits within `timeout` seconds. What is left then is dropped: False.
@@ -300,9 +295,14 @@ class Outbox(Retry, ABC, Generic[T]):
         return not left
 
     def _call(self, function: Callable[[], object]) -> None:
-        """Call a function in the event loop."""
+        """Call a function in the event loop: at once if that is the running one."""
         if (loop := self._loop) is not None:
-            _call_in(loop, function)
+            with suppress(RuntimeError):  # none runs here
+                if asyncio.get_running_loop() is loop:
+                    function()
+                    return
+            with suppress(RuntimeError):  # it has ended
+                loop.call_soon_threadsafe(function)
 
     # -- in the task ---------------------------------------------------------------------------------------------------
 
@@ -379,17 +379,8 @@ class Outbox(Retry, ABC, Generic[T]):
             self._taken = self._taken[count:]
             self._done += count
             while self._waiters and self._waiters[0][0] <= self._done:
-                self._waiters.popleft()[1]()
-
-
-def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
-    """Call a function in an event loop: at once if that is the running one."""
-    with suppress(RuntimeError):  # none runs here
-        if asyncio.get_running_loop() is loop:
-            function()
-            return
-    with suppress(RuntimeError):  # it has ended
-        loop.call_soon_threadsafe(function)
+                with suppress(InvalidStateError):  # nobody waits any more
+                    self._waiters.popleft()[1].set_result(None)
 
 
 def _described(item: Any) -> str:

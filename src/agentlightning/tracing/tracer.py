@@ -20,13 +20,13 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from inspect import signature
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 from weakref import WeakValueDictionary
 
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
-from opentelemetry.sdk.trace import Event, ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace import Span as RecordingSpan
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
@@ -95,27 +95,26 @@ class ScopeProcessor(SpanProcessor):
     def on_end(self, span: ReadableSpan) -> None:
         context = span.get_span_context()
         scope = None if context is None else self._open.pop((context.trace_id, context.span_id), None)
-        if scope is None:
-            _drop(span.name)
-        elif is_left_out(scope, span.name):
-            counters.add("spans_unmarked")
-        else:
-            resource = self._plain_resource(span.resource)
-            scope.sink.put((to_span(span, scope.rollout_id, scope.attempt_id, resource),))
-
-    def _plain_resource(self, resource: Resource) -> Json:
-        if resource is not self._resource[0]:
-            self._resource = (resource, plain_attributes(resource.attributes))
-        return self._resource[1]
+        if _is_recorded(scope, span.name):
+            if span.resource is not self._resource[0]:
+                self._resource = (span.resource, plain_attributes(span.resource.attributes))
+            scope.sink.put((to_span(span, scope.rollout_id, scope.attempt_id, self._resource[1]),))
 
 
-def _drop(name: str) -> None:
-    counters.note(
-        "outside",
-        f"Span {name!r} was emitted outside of any rollout and is dropped; later ones are dropped without a warning. "
-        "Spans are recorded within `agl.track_session()`, and in agents that a runner or `agl run` executes; a"
-        " thread that inherits no session is given one by `agl.carry_session(function)`.",
-    )
+def _is_recorded(scope: Scope | None, name: str) -> TypeGuard[Scope]:
+    """Whether a span of this name is recorded there; what is not is counted."""
+    if scope is None:
+        counters.note(
+            "outside",
+            f"Span {name!r} was emitted outside of any rollout and is dropped; later ones are dropped without a"
+            " warning. Spans are recorded within `agl.track_session()`, and in agents that a runner or `agl run`"
+            " executes; a thread that inherits no session is given one by `agl.carry_session(function)`.",
+        )
+    elif is_left_out(scope, name):
+        counters.add("spans_unmarked")
+    else:
+        return True
+    return False
 
 
 @cache
@@ -143,10 +142,7 @@ def tracer() -> trace.Tracer:
 def record(name: str, attributes: Mapping[str, Any], error: str | None = None, start_time: float | None = None) -> None:
     """Record a span that ends now, and starts now unless a time was given; with `error`, its status is ERROR."""
     scope = recording_scope()
-    if scope is None:
-        return _drop(name)
-    if is_left_out(scope, name):
-        counters.add("spans_unmarked")
+    if not _is_recorded(scope, name):
         return
     now = time.time()
     parent = trace.get_current_span().get_span_context()
@@ -202,8 +198,10 @@ def to_span(span: ReadableSpan, rollout_id: str, attempt_id: str, resource: Json
     store assigns it. `resource` is the span's resource in plain form, if the caller has it already."""
     context, parent, status = span.get_span_context(), span.parent, span.status
     attributes = plain_attributes(span.attributes)
-    name, events = span.name, tuple(map(_event, span.events))
-    scope = span.instrumentation_scope
+    events = tuple(
+        SpanEvent(each.name, each.timestamp / NANOSECONDS, plain_attributes(each.attributes)) for each in span.events
+    )
+    name, scope = span.name, span.instrumentation_scope
     if scope is None or scope.name != INSTRUMENTATION:
         kind = "" if span.kind is SpanKind.INTERNAL else span.kind.name.lower()
         own = ("", "") if scope is None else (scope.name, scope.version or "")
@@ -252,7 +250,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Sequence):
         return [_plain(item) for item in value]
     return str(value)
-
-
-def _event(event: Event) -> SpanEvent:
-    return SpanEvent(event.name, event.timestamp / NANOSECONDS, plain_attributes(event.attributes))

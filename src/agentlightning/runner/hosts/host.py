@@ -50,11 +50,9 @@ from agentlightning.attempt_variables import in_process_environment
 from agentlightning.errors import AgentError, Failure, MissingRewardError
 from agentlightning.resources import named_resources
 from agentlightning.runner import attempt_environ
-from agentlightning.runner.agents.agent import Agent, load_agent, load_object
-from agentlightning.runner.agents.arguments import Invocation, OwnProcessNeededError, bind_resources
-from agentlightning.runner.agents.command import CommandError, signal_group, task_variable
-from agentlightning.runner.agents.loading import user_traceback
-from agentlightning.runner.agents.reward import RewardFunction
+from agentlightning.runner.agents.agent import Agent, load_agent, load_object, user_traceback
+from agentlightning.runner.agents.arguments import Invocation, OwnProcessNeededError, RewardFunction, bind_resources
+from agentlightning.runner.agents.command import CommandError, signal_group, task_variable, wait_through_cancellation
 from agentlightning.runner.hosts.messages import (
     Done,
     Exited,
@@ -190,9 +188,8 @@ class Host:
         """Error boundary: every exception of the agent becomes a record."""
         failure: Failure | None = None
         output: Any = None
-        ids = invocation.rollout.rollout_id, invocation.rollout.attempt.attempt_id
         sink = _Sink(self, job)
-        with scope(*ids, sink, address=job.server_url, key=job.environment.get("AGL_KEY", "")):
+        with scope(*job.rollout.ids, sink, address=job.server_url, key=job.environment.get("AGL_KEY", "")):
             try:
                 output = shorten_output(await self._result(job, invocation, sink))
             except BaseException as error:  # noqa: BLE001  the only place where a failure of an agent becomes a record
@@ -218,13 +215,13 @@ class Host:
             output = await self._run(invocation)
         if invocation.needs_process:
             raise OwnProcessNeededError(invocation.needs_process)
-        ids = job.rollout.rollout_id, job.rollout.attempt.attempt_id
         if self._setup.reward is None:
-            return _record_output(output, sink, *ids)
+            return _record_output(output, sink)
         # Outside of the attempt's environment, so that its own model calls are not redirected.
         given = replace(invocation, rollout=job.rollout, task=job.rollout.input, resources=resources)
         reward = self._setup.reward
-        with scope(*ids, replace(sink, judge=True), "judge", address=job.server_url, role="judge"):
+        judge = replace(sink, judge=True)
+        with scope(*job.rollout.ids, judge, "judge", address=job.server_url, role="judge"):
             try:
                 value = check_reward(await self._call(reward.start, given, output), reward.source)
             except MissingRewardError as error:
@@ -295,12 +292,7 @@ class SharedHost(Host):
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call the function in a thread. Does not return before the thread ends, even if cancelled."""
         future = asyncio.wrap_future(self._threads.submit(_result_or_error, function, *args))
-        cancelled: asyncio.CancelledError | None = None
-        while not future.done():
-            try:
-                await asyncio.shield(future)
-            except asyncio.CancelledError as error:
-                cancelled = error
+        cancelled = await wait_through_cancellation(future)
         value, error = future.result()
         if (error := cancelled or error) is not None:
             raise error
@@ -401,18 +393,12 @@ async def _awaited(value: Any) -> Any:
 # -- return values ------------------------------------------------------------------------------------------
 
 
-def _record_output(output: Any, sink: _Sink, rollout_id: str, attempt_id: str) -> Any:
+def _record_output(output: Any, sink: _Sink) -> Any:
     """Record a returned reward, or returned spans as those of the attempt, and return None for them; return any other
     output unchanged."""
     if isinstance(output, list) and output and all(isinstance(each, Span | ReadableSpan) for each in output):
-        sink.put(
-            [
-                replace(span, rollout_id=rollout_id, attempt_id=attempt_id)
-                if isinstance(span, Span)
-                else to_span(span, rollout_id, attempt_id)
-                for span in cast("list[Span | ReadableSpan]", output)
-            ]
-        )
+        spans = cast("list[Span | ReadableSpan]", output)
+        sink.put([each if isinstance(each, Span) else to_span(each, *sink.job.rollout.ids) for each in spans])
     elif looks_like_reward(output):
         emit_reward(check_reward(output, "the agent"))
     else:
@@ -586,18 +572,15 @@ class ForkServer:
                 if child is not None:
                     self._ended_groups[ended[0]] = time.monotonic() + KILL_SECONDS
                     signal_group(ended[0], signal.SIGTERM)  # which multiprocessing's trackers of resources survive
-                    self._report(child, os.waitstatus_to_exitcode(ended[1]))
+                    text = os.pread(child.report.fileno(), 64_000, 0).decode(errors="replace")
+                    child.report.close()
+                    _send(self._control, Exited(child.host_id, os.waitstatus_to_exitcode(ended[1]), text))
 
     def _kill_groups(self, now: float) -> None:
         """Kill what is left of groups whose time is over."""
         for group in [group for group, until in self._ended_groups.items() if until <= now]:
             del self._ended_groups[group]
             signal_group(group, signal.SIGKILL)
-
-    def _report(self, child: _Child, status: int) -> None:
-        text = os.pread(child.report.fileno(), 64_000, 0).decode(errors="replace")
-        child.report.close()
-        _send(self._control, Exited(child.host_id, status, text))
 
     def _shut_down(self) -> None:
         deadline = time.monotonic() + SHUTDOWN_SECONDS

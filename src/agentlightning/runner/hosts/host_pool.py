@@ -35,8 +35,6 @@ from agentlightning.errors import AgentError, ConfigError
 from agentlightning.resources import NamedResources, named_resources
 from agentlightning.rollouts import AttemptedRollout
 from agentlightning.runner.agents.command import describe_exit, signal_group
-from agentlightning.runner.agents.spec import AgentLike, agent_spec, function_spec
-from agentlightning.runner.attempt_environ import check_variables
 from agentlightning.runner.hosts.messages import (
     Cancel,
     Done,
@@ -103,11 +101,6 @@ class RunningAttempt:
     """The process knows that it is to be stopped, so its event loop is alive."""
     program: int = 0
     """The process group of the program that it runs; 0 for none."""
-
-    def forward(self, spans: Sequence[Span]) -> None:
-        """Forward spans as spans of this attempt, whatever ids they carry."""
-        rollout_id, attempt_id = self.job.rollout.rollout_id, self.job.rollout.attempt.attempt_id
-        self.on_spans([agent_span(replace(each, rollout_id=rollout_id, attempt_id=attempt_id)) for each in spans])
 
 
 class AttemptProcess(asyncio.Protocol):
@@ -246,7 +239,10 @@ class AttemptProcess(asyncio.Protocol):
             attempt.program = message.group
         elif isinstance(message, Spans):
             if not attempt.stopped:
-                attempt.forward(message.spans)
+                # As spans of this attempt, whatever ids they carry.
+                rollout_id, attempt_id = attempt.job.rollout.ids
+                own = [replace(each, rollout_id=rollout_id, attempt_id=attempt_id) for each in message.spans]
+                attempt.on_spans(list(map(agent_span, own)))
         elif isinstance(message, Stopping):
             attempt.acknowledged = True
             self._on_change()
@@ -309,42 +305,33 @@ class HostPool:
     """Processes that run one agent.
 
     `concurrency` attempts run at once, spread over `hosts` processes; with `fresh`, each attempt has its own process,
-    whose main thread runs it and which exits with it. `env` maps environment variables to the fields of a dict task
-    that they hold; the fields in `hide` are given to the reward function only, not to the agent. `cwd` is the working
-    directory of the agent, `log` the file that its stdout and stderr are appended to (default: this process's stderr).
-    A stopped attempt has `grace` seconds to end. `on_change` is called when capacity may have changed, `on_broken` when
-    no process can be started.
+    whose main thread runs it and which exits with it. `cwd` is the working directory of the agent, `log` the file that
+    its stdout and stderr are appended to (default: this process's stderr). `on_change` is called when capacity may have
+    changed, `on_broken` when no process can be started.
     """
 
     def __init__(
         self,
-        agent: AgentLike,
+        load: Load,
         *,
-        reward: Callable[..., Any] | str | None,
         concurrency: int,
         hosts: int,
         fresh: bool,
-        env: Mapping[str, str] | None,
-        hide: Sequence[str],
         cwd: str | Path | None,
         log: str | Path | None,
-        grace: float,
         on_change: Callable[[], None],
         on_broken: Callable[[AgentError], None],
     ) -> None:
         if not 1 <= hosts <= concurrency and not fresh:
             raise ConfigError(f"hosts={hosts}, concurrency={concurrency}: use 1 <= hosts <= concurrency")
-        self.agent = agent_spec(agent)
+        self.agent = load.agent
         self.fresh = fresh
         """Each attempt has a new process."""
         self.crashes = 0
         """Number of processes that exited unexpectedly."""
         self._concurrency, self._size, self._slots = concurrency, hosts, math.ceil(concurrency / max(hosts, 1))
-        self._grace = grace
+        self._load = replace(load, slots=self._slots)
         self._on_change, self._on_broken = on_change, on_broken
-        reward_spec = None if reward is None else function_spec(reward)
-        fields = check_variables(env or {}, hide)
-        self._load = Load(self.agent, reward_spec, (), self._slots, fields, tuple(hide), grace)
         self._cwd = Path.cwd() if cwd is None else Path(cwd)
         self._log = None if log is None else Path(log)
         self._fork_server: subprocess.Popen[bytes] | None = None
@@ -482,7 +469,7 @@ class HostPool:
                 self._request(Kill(number))
 
         process = self._processes[number] = AttemptProcess(
-            1 if alone else self._slots, alone=alone, grace=self._grace, kill=kill, on_change=self._notify_change
+            1 if alone else self._slots, alone=alone, grace=self._load.grace, kill=kill, on_change=self._notify_change
         )
         ours, theirs = socket.socketpair()
         with theirs:

@@ -40,14 +40,15 @@ class Load(Message, frozen=True):
 
     agent: AgentSpec
     reward: Reference | Pickled | None
-    sys_path: tuple[str, ...]
-    slots: int
-    """Maximum number of concurrent attempts of one host."""
     fields: dict[str, str]
     """Environment variable -> the field of a dict task it holds."""
     hidden: tuple[str, ...]
     """Fields of a dict task that are given to the reward function only."""
     grace: float
+    """Seconds that a stopped attempt has to end."""
+    slots: int = 1
+    """Maximum number of concurrent attempts of one host."""
+    sys_path: tuple[str, ...] = ()
     variables: dict[str, str] = {}
     """Environment variables to set while the agent is imported."""
 

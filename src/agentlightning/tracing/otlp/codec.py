@@ -127,7 +127,12 @@ def _read_span(span: trace_pb2.Span, scope: tuple[str, str], resource: Json, now
     if len(trace_id) != 16 or len(span_id) != 8 or not any(trace_id) or not any(span_id):
         raise _SpanRejected("a trace id needs 16 bytes and a span id 8, not all zero")
     attributes = _read_attributes(span.attributes)
-    events = tuple(map(_read_event, span.events)) if span.events else ()
+    events = tuple(
+        [
+            SpanEvent(each.name, each.time_unix_nano / NANOSECONDS, _read_attributes(each.attributes))
+            for each in span.events
+        ]
+    )
     kind = KINDS[span.kind] if 2 <= span.kind < len(KINDS) else ""
     add_extra_fields(attributes, scope, kind, span.trace_state, list(map(_read_link, span.links)))
     code, message = "UNSET", None
@@ -163,27 +168,17 @@ def _read_attributes(pairs: Iterable[KeyValue]) -> Json:
 
 def _read_value(value: AnyValue, depth: int) -> Any:
     which = value.WhichOneof("value")
-    if which == "string_value":
-        return value.string_value
-    if which == "int_value":
-        return value.int_value
-    if which == "bool_value":
-        return value.bool_value
     if which == "double_value":
         return number(value.double_value)
     if which == "bytes_value":
         return base64.b64encode(value.bytes_value).decode()
+    if which not in ("array_value", "kvlist_value"):
+        return which and getattr(value, which)
     if depth > MAX_DEPTH:
         raise _SpanRejected(f"an attribute is nested more than {MAX_DEPTH} deep")
     if which == "array_value":
         return [_read_value(item, depth + 1) for item in value.array_value.values]
-    if which == "kvlist_value":
-        return {pair.key: _read_value(pair.value, depth + 1) for pair in value.kvlist_value.values}
-    return None
-
-
-def _read_event(event: trace_pb2.Span.Event) -> SpanEvent:
-    return SpanEvent(event.name, event.time_unix_nano / NANOSECONDS, _read_attributes(event.attributes))
+    return {pair.key: _read_value(pair.value, depth + 1) for pair in value.kvlist_value.values}
 
 
 def _read_link(link: trace_pb2.Span.Link) -> Json:
