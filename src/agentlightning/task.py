@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
 from importlib import import_module
-from itertools import accumulate
+from itertools import accumulate, combinations
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar, cast, runtime_checkable
 
@@ -369,16 +369,13 @@ class Overlap:
 
 def overlaps(datasets: Mapping[str, Sequence[Any]]) -> list[Overlap]:
     """Which of the named datasets share tasks of equal content, two by two."""
+    keys = {name: [task_key(task) for task in tasks] for name, tasks in datasets.items()}
     found: list[Overlap] = []
-    for place, (name, tasks) in enumerate(datasets.items()):
-        rows: dict[str, int] = {}
-        for row, task in enumerate(tasks, 1):
-            rows.setdefault(task_key(task), row)
-        for other, others in list(datasets.items())[place + 1 :]:
-            keyed = [(rows.get(task_key(task)), row) for row, task in enumerate(others, 1)]
-            shared = tuple((first, row) for first, row in keyed if first is not None)
-            if shared:
-                found.append(Overlap(name, other, shared))
+    for (first, ours), (second, theirs) in combinations(keys.items(), 2):
+        rows = dict(zip(reversed(ours), range(len(ours), 0, -1), strict=True))
+        shared = tuple((rows[key], row) for row, key in enumerate(theirs, 1) if key in rows)
+        if shared:
+            found.append(Overlap(first, second, shared))
     return found
 
 

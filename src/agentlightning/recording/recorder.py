@@ -154,18 +154,22 @@ def redact_spans(redact: Redact, spans: Sequence[Span]) -> list[Span]:
     return kept
 
 
-def redact_start(redact: Redact, task: Any, metadata: Json) -> tuple[Any, Json]:
-    """The task and metadata of a session as they may be stored."""
-    values = _redacted(redact, {"task": task, "metadata": metadata}, "the task of a session") or {}
+def redact_start(redact: Redact, rollout: Rollout) -> Rollout:
+    """A session that begins, with the task and the metadata that may be stored."""
+    own = {name: value for name, value in rollout.metadata.items() if name in (SESSION, SAMPLING_RATE)}
+    given = {name: value for name, value in rollout.metadata.items() if name not in own}
+    values = _redacted(redact, {"task": rollout.input, "metadata": given}, "the task of a session") or {}
     allowed = values.get("metadata")
-    return values.get("task"), dict(allowed) if isinstance(allowed, Mapping) else {}
+    metadata = {**allowed, **own} if isinstance(allowed, Mapping) else own
+    return replace(rollout, input=values.get("task"), metadata=metadata)
 
 
-def redact_failure(redact: Redact, failure: Failure) -> dict[str, str]:
-    """A failure as it may be stored; its type stays."""
+def redact_end(redact: Redact, end: Attempt) -> Attempt:
+    """The end of a session that failed as it may be stored; the type of the failure stays."""
+    failure = Failure(**end.metadata["error"])
     values = _redacted(redact, exception_attributes(failure), "the failure of a session") or {}
     message, traceback = values.get(EXCEPTION_MESSAGE, ""), values.get(EXCEPTION_STACKTRACE, "")
-    return asdict(Failure(failure.type, str(message), str(traceback)))
+    return replace(end, metadata={"error": asdict(Failure(failure.type, str(message), str(traceback)))})
 
 
 def _redact_span(redact: Redact, span: Span) -> Span | None:
@@ -259,17 +263,11 @@ class SessionRecord:
         """Prepare its start (None), spans of it, or its end for writing."""
         redact = self.redact
         if isinstance(what, Attempt):
-            if redact is not None and what.metadata:
-                what = replace(what, metadata={"error": redact_failure(redact, Failure(**what.metadata["error"]))})
-            self.end = what
+            self.end = what if redact is None or not what.metadata else redact_end(redact, what)
         elif what is not None:
             self.spans.extend(what if redact is None else redact_spans(redact, what))
         elif redact is not None:
-            own, given = {SESSION, SAMPLING_RATE}, self.rollout.metadata
-            theirs = {name: value for name, value in given.items() if name not in own}
-            task, allowed = redact_start(redact, self.rollout.input, theirs)
-            allowed |= {name: given[name] for name in own & given.keys()}
-            self.rollout = replace(self.rollout, input=task, metadata=allowed)
+            self.rollout = redact_start(redact, self.rollout)
 
     async def write(self, store: LightningStore) -> None:
         """Bring to the store what that does not have. May be called again after an error."""

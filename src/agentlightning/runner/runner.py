@@ -203,7 +203,6 @@ class Runner:
         self.redirect = redirect
         self._secret = secret
         self._loaded = False
-        self._concurrency = concurrency
         self._queues = None if queues is None else tuple(queues)
         self._remaining_claims = math.inf if max_rollouts is None else max_rollouts
         if lease_seconds is not None:
@@ -408,7 +407,7 @@ class Runner:
 
     async def _claim(self) -> None:
         while True:
-            free = int(min(min(self._concurrency, self.pool.capacity) - len(self._active), self._remaining_claims))
+            free = int(min(self.pool.capacity - len(self._active), self._remaining_claims))
             if free <= 0:
                 if self._remaining_claims == 0 and not self._active:
                     self._ended.set()
@@ -518,8 +517,7 @@ class Runner:
             environment |= worker_environment(proxy_url or url, self._secret, self.worker_id)
         if redirect and llm is not None:
             environment["AGL_MODEL"] = llm.model
-        timeout = claimed.config.timeout_seconds
-        return await self.pool.run(claimed, resources, url, environment, self._writer.put, timeout, alone)
+        return await self.pool.run(claimed, resources, url, environment, self._writer.put, alone)
 
     def _record_failure(self, claimed: AttemptedRollout, error: AgentError) -> Json:
         """Record a failure that the agent's process could not record itself."""

@@ -40,9 +40,6 @@ from agentlightning.tracing.scope import (
     uncertainty,
 )
 
-Headers = MutableMapping[str, str]
-"""Headers with case-insensitive names."""
-
 
 def attempt_headers(url: str) -> dict[str, str]:
     """Headers for a request to `url` in the current context; empty for other servers."""
@@ -92,7 +89,8 @@ def _address_of_process() -> str:
     return f"{url.scheme}://{url.netloc}" if url.netloc else ""
 
 
-def _add_missing(headers: Headers, more: dict[str, str]) -> None:
+def _add_missing(headers: MutableMapping[str, str], more: dict[str, str]) -> None:
+    """Add to headers with case-insensitive names."""
     for name, value in more.items():
         present = headers.get(name)
         if present is None:

@@ -367,9 +367,10 @@ class Outbox(Retry, ABC, Generic[T]):
         if len(batch) > 1:
             await self._deliver(batch[: len(batch) // 2])
             return await self._deliver(batch[len(batch) // 2 :])
-        if not repaired and (better := self.repair(batch[0])) != batch[0]:
+        item: Any = batch[0]
+        if not repaired and (better := self.repair(item)) != item:
             return await self._deliver([better], repaired=True)
-        self.drop(batch, f"it rejects {_described(batch[0])}: {error}")
+        self.drop(batch, f"it rejects span {item.name!r} of attempt {item.attempt_id}: {error}")
         self._settle(1)
 
     def _settle(self, count: int) -> None:
@@ -381,10 +382,6 @@ class Outbox(Retry, ABC, Generic[T]):
             while self._waiters and self._waiters[0][0] <= self._done:
                 with suppress(InvalidStateError):  # nobody waits any more
                     self._waiters.popleft()[1].set_result(None)
-
-
-def _described(item: Any) -> str:
-    return f"span {item.name!r} of attempt {item.attempt_id}"
 
 
 _outboxes: WeakSet[Outbox[Any]] = WeakSet()

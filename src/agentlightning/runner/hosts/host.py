@@ -199,7 +199,8 @@ class Host:
                     invocation.needs_process = invocation.needs_process or _needs_process(error)
                 if not invocation.cancelled and not invocation.needs_process:
                     emit_exception(error)
-            flush()
+            with suppress(Exception, asyncio.CancelledError):  # of the agent's own exporters; the attempt ends anyway
+                await self._call(flush)
         del self._running[job.job_id]
         self.send(Done(job.job_id, failure, output, invocation.needs_process))
 

@@ -148,15 +148,15 @@ class AttemptProcess(asyncio.Protocol):
 
     # -- attempts ----------------------------------------------------------------------------------------------------
 
-    async def call(self, job: Job, on_spans: OnSpans, timeout: float | None) -> Done:
-        """Run one attempt until it ends. Cancelling stops it. Raises TimeoutError after `timeout` seconds, MessageError
-        for a task that cannot be encoded, AgentCrashedError or LostAttemptError when the process exits."""
+    async def call(self, job: Job, on_spans: OnSpans) -> Done:
+        """Run one attempt until it ends. Cancelling stops it. Raises TimeoutError after its time, MessageError for a
+        task that cannot be encoded, AgentCrashedError or LostAttemptError when the process exits."""
         data = encode(job)
         attempt = RunningAttempt(job, asyncio.get_running_loop().create_future(), on_spans)
         self.attempts[job.job_id] = attempt
         self._send(data)
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(job.rollout.config.timeout_seconds):
                 return await attempt.done
         except (TimeoutError, asyncio.CancelledError):
             self._stop(attempt)
@@ -410,7 +410,7 @@ class HostPool:
         processes = self._processes.values()
         if self.fresh:
             return self._concurrency - sum(process.stopped for process in processes)
-        return sum(process.capacity for process in processes if not process.alone)
+        return min(self._concurrency, sum(process.capacity for process in processes if not process.alone))
 
     async def run(
         self,
@@ -419,16 +419,15 @@ class HostPool:
         server_url: str,
         environment: Mapping[str, str],
         on_spans: OnSpans,
-        timeout: float | None,
         alone: bool,
     ) -> Done:
-        """Run one attempt until it ends, in a new process if `alone`. Raises TimeoutError after `timeout` seconds,
+        """Run one attempt until it ends, in a new process if `alone`. Raises TimeoutError after its time,
         AgentCrashedError when its process exits, and LostAttemptError where that may be another's fault, or it needs a
         process of its own. Cancelling stops the attempt."""
         dumped = named_resources.dump_python(resources, mode="json")
         job = Job(next(self._job_ids), rollout, dumped, server_url, dict(environment))
         process = self._fork(alone=True) if alone or self.fresh else await self._least_busy()
-        done = await process.call(job, on_spans, timeout)
+        done = await process.call(job, on_spans)
         if not done.needs_process:
             return done
         self._separate(done.needs_process)

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 import msgspec
-from pydantic import BaseModel
 
 from agentlightning.errors import AgentError, Failure
 from agentlightning.rollouts import AttemptedRollout
 from agentlightning.runner.agents.spec import AgentSpec, Pickled, Reference
 from agentlightning.span import Span
+from agentlightning.tracing.messages import to_jsonable
 from agentlightning.util.json_values import pack, unpack_large
 
 MAX_BYTES = 256 * 1024 * 1024
@@ -156,17 +156,11 @@ _LENGTH = struct.Struct("!Q")
 Kind = TypeVar("Kind")
 
 
-def _encode_model(value: Any) -> Any:
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    raise TypeError(f"{type(value).__qualname__} cannot be sent")
-
-
 def _decode_model(kind: type[Any], value: Any) -> Any:
     return kind.model_validate(value)
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_model)
+_encoder = msgspec.msgpack.Encoder(enc_hook=to_jsonable)
 
 
 def encode(message: Message) -> bytes:

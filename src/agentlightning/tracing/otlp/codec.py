@@ -190,19 +190,14 @@ def _read_link(link: trace_pb2.Span.Link) -> Json:
 # -- text that is not Unicode: an emoji that was cut in half, say. It is replaced, and nothing else is lost ------------
 
 
-_REPLACEMENT: Final = "\ufffd".encode()
 _ESCAPE: Final = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
 )
 """An escape in a JSON text; half a surrogate pair is group 1."""
 
 
-def _utf8(text: bytes) -> bytes:
-    return text.decode(errors="replace").encode()
-
-
 def _replaced(body: bytes, repaired: bytes) -> int:
-    return sum(repaired.count(mark) - body.count(mark) for mark in (_REPLACEMENT, rb"\ufffd"))
+    return sum(repaired.count(mark) - body.count(mark) for mark in ("\ufffd".encode(), rb"\ufffd"))
 
 
 @cache
@@ -251,7 +246,8 @@ def decode_json(body: bytes, now: float) -> Request:
         try:
             given = loads(body)
         except orjson.JSONDecodeError:  # of half an emoji, perhaps
-            repaired = _ESCAPE.sub(lambda found: rb"\ufffd" if found[1] else found[0], _utf8(body))
+            text = body.decode(errors="replace").encode()
+            repaired = _ESCAPE.sub(lambda found: rb"\ufffd" if found[1] else found[0], text)
             given = loads(repaired)
     except orjson.JSONDecodeError as error:
         raise OtlpError(f"the body is not JSON: {error}") from None
