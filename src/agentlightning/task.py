@@ -327,8 +327,7 @@ READERS: dict[str, Callable[[Path], list[Any]]] = {
 
 def task_key(task: Any) -> str:
     """Digest of a task's content (32 hexadecimal digits), independent of the order of keys."""
-    canonical = dumps(task, option=orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY)
-    return hashlib.sha256(canonical).hexdigest()[:32]
+    return hashlib.sha256(dumps(task, option=orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY)).hexdigest()[:32]
 
 
 def split(tasks: Sequence[T], fractions: Sequence[float], seed: int = 0) -> list[list[T]]:

@@ -457,8 +457,9 @@ class Recorder(Outbox[Record]):
     def _opened(self) -> LightningStore:
         if self._store is None:
             if self._place is None:
-                problem = "cannot be opened in another process; give track_session a path or a URL instead"
-                raise ConfigError(f"{self.name} {problem}")
+                raise ConfigError(
+                    f"{self.name} cannot be opened in another process; give track_session a path or a URL instead"
+                )
             self._store = _open(self._place, self._token)
         return self._store
 

@@ -246,8 +246,8 @@ def begin_implicit() -> Scope:
         " around each piece of work to make rollouts of your own",
     )
     speaker = current_speaker()
-    session = Session(_name=IMPLICIT)
-    inside = implicit_sessions[speaker] = session._begin_own()  # pyright: ignore[reportPrivateUsage]
+    inside = Session(_name=IMPLICIT)._begin_own()  # pyright: ignore[reportPrivateUsage]
+    implicit_sessions[speaker] = inside
     if isinstance(speaker, asyncio.Task):
         speaker.add_done_callback(end_implicit)
     return inside

@@ -262,8 +262,8 @@ class Runner:
         self._helpers = [self._create_supervised_task(self._watch()), self._create_supervised_task(self._writer.run())]
 
     async def _register(self, **more: Any) -> None:
-        stats = asdict(self.statistics) | more
-        await self.store.update_worker(self.worker_id, stats, lease_seconds=self._lease_seconds)
+        counts = asdict(self.statistics)
+        await self.store.update_worker(self.worker_id, counts | more, lease_seconds=self._lease_seconds)
 
     def _beat(self) -> None:
         """Renew the lease, however busy the event loop of the runner is."""
@@ -360,8 +360,7 @@ class Runner:
     async def _sign_off(self, left: Sequence[AttemptedRollout]) -> None:
         """Requeue what is left and deregister the worker."""
         try:
-            reason = f"the runner {self.worker_id} was stopped"
-            await asyncio.gather(*(self._requeue(each, reason) for each in left))
+            await asyncio.gather(*(self._requeue(each, f"the runner {self.worker_id} was stopped") for each in left))
             await self._writer.written()
             await self._stop_heart()  # it would register the runner again
             await self._retry(self._register, stopped=True)
@@ -486,9 +485,8 @@ class Runner:
         except LostAttemptError as lost:
             return lost
         except TimeoutError:
-            seconds = claimed.config.timeout_seconds
-            timeout = AgentTimeoutError(f"the agent did not end within its {seconds:g} s and was stopped")
-            return "timeout", self._record_failure(claimed, timeout)
+            said = f"the agent did not end within its {claimed.config.timeout_seconds:g} s and was stopped"
+            return "timeout", self._record_failure(claimed, AgentTimeoutError(said))
         except AgentError as error:
             metadata = self._record_failure(claimed, error)
         else:

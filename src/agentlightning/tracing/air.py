@@ -201,8 +201,7 @@ def _is_tool(span: Span) -> bool:
 
 
 def _failed(span: Span) -> bool:
-    marks = (names.ERROR_TYPE, names.EXCEPTION_TYPE)
-    return span.status_code == "ERROR" or any(mark in span.attributes for mark in marks)
+    return span.status_code == "ERROR" or bool({names.ERROR_TYPE, names.EXCEPTION_TYPE} & span.attributes.keys())
 
 
 def _tool_call(span: Span) -> tuple[str, str, Any]:

@@ -159,8 +159,9 @@ def emit_message(message: Any, attributes: Attributes | None = None, propagate: 
         record_event(names.MESSAGE, {names.MESSAGE_BODY: message}, attributes, propagate)
         return
     if not is_message(message):
-        kind = type(message).__name__
-        raise ConfigError(f"emit_message takes text or a message, not {kind}; use emit_object for data")
+        raise ConfigError(
+            f"emit_message takes text or a message, not {type(message).__name__}; use emit_object for data"
+        )
     for each in read_messages(message, "user"):
         own = {names.MESSAGE_BODY: message_text([each]), names.MESSAGE_JSON: json_text(each)}
         record_event(names.MESSAGE, own, attributes, propagate)
@@ -190,8 +191,9 @@ def emit_exception(exception: BaseException, attributes: Attributes | None = Non
     ...     agl.emit_exception(error)
     """
     if not isinstance(exception, BaseException):
-        kind = type(exception).__name__
-        raise ConfigError(f"emit_exception takes an exception, not {kind}; use emit_message for text")
+        raise ConfigError(
+            f"emit_exception takes an exception, not {type(exception).__name__}; use emit_message for text"
+        )
     failure = Failure.of(exception)
     own = exception_attributes(failure)
     record_event(names.EXCEPTION, own, attributes, propagate, error=f"{failure.type}: {failure.message}")
@@ -285,9 +287,7 @@ def emit_step(
     """
     if not isinstance(step, str) and (action := _action(step)) is not None:
         tool, tool_input, observation = action
-        observed = observation if output is None else output
-        emit_tool_call(tool, tool_input, observed, attributes=attributes)
-        return
+        return emit_tool_call(tool, tool_input, observation if output is None else output, attributes=attributes)
     label = step if isinstance(step, str) else type(step).__name__
     described = step if output is None and not isinstance(step, str) else output
     own = {names.OPERATION_INPUT: input, names.OPERATION_OUTPUT: described}

@@ -251,8 +251,8 @@ def _messages(value: Any, role: str, depth: int = 0, *, recorded: bool = False) 
     convert = getattr(value, "to_messages", None)  # LangChain's prompt values
     inner = convert() if callable(convert) else _first(value, *LISTS)
     if isinstance(inner, list | tuple):
-        system = field(value, "system")  # Anthropic keeps it beside the messages
-        before = _messages(system, "system", depth + 1, recorded=recorded)
+        # Anthropic keeps the system's message beside the others.
+        before = _messages(field(value, "system"), "system", depth + 1, recorded=recorded)
         return before + _messages(inner, role, depth + 1, recorded=recorded)
     return _one(value, role, recorded)
 

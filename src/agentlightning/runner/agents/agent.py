@@ -85,8 +85,8 @@ def _methods(agent: LitAgent[Any]) -> Agent:
         raise AgentError(f"{type(agent).__name__} overrides no method of LitAgent; define rollout or rollout_async")
 
     def bind(invocation: Invocation) -> Callable[[], Any]:
-        method = method_for(agent, invocation.rollout.mode)
-        return partial(method, invocation.task, invocation.resources, invocation.rollout)
+        rollout = invocation.rollout
+        return partial(method_for(agent, rollout.mode), invocation.task, invocation.resources, rollout)
 
     return bind
 

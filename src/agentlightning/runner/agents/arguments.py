@@ -184,8 +184,7 @@ class Signature:
 
     def _no_value_message(self, name: str, values: Mapping[str, Any]) -> str:
         hint = difflib.get_close_matches(name, [*values, *PARAMETERS], n=1)
-        guess = f" Did you mean {hint[0]!r}?" if hint else ""
-        advice = " This rollout has none." if name in PARAMETERS else guess
+        advice = " This rollout has none." if name in PARAMETERS else f" Did you mean {hint[0]!r}?" if hint else ""
         if name == "prompt_template":
             advice += (
                 " Give one: prompts.NAME=TEXT in the settings, or from Python evaluate(resources={'NAME': TEXT}),"

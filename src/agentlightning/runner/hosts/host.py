@@ -503,8 +503,8 @@ class ForkServer:
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         connected = True
         while connected:
-            seconds = KILL_SECONDS if self._ended_groups else None
-            readable, _, _ = select.select([self._control, self._wake], [], [], seconds)
+            timeout = KILL_SECONDS if self._ended_groups else None
+            readable, *_ = select.select([self._control, self._wake], [], [], timeout)
             if self._wake in readable:
                 self._reap()
             if self._control in readable:

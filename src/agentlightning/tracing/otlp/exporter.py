@@ -89,9 +89,8 @@ class OtlpExporter(Outbox[Span]):
             await super().run()
 
     async def send(self, batch: list[Span]) -> None:
-        body = gzip.compress(encode(batch).SerializeToString(), compresslevel=1)
         try:
-            answer = await self._client.post(self.url, content=body)
+            answer = await self._client.post(self.url, content=gzip.compress(encode(batch).SerializeToString(), 1))
         except httpx.RequestError as error:
             raise Unavailable(f"the endpoint is unreachable: {type(error).__name__}: {error}") from error
         if answer.status_code in RETRYABLE_STATUSES:
