@@ -118,6 +118,11 @@ def _is_recorded(scope: Scope | None, name: str) -> TypeGuard[Scope]:
 
 
 @cache
+def _record_spans_of(provider: TracerProvider) -> None:
+    provider.add_span_processor(ScopeProcessor())
+
+
+@cache
 def tracer_provider() -> TracerProvider:
     """The provider of this process. Samples everything, whatever the environment says: rewards are not telemetry."""
     provider = TracerProvider(
@@ -129,7 +134,7 @@ def tracer_provider() -> TracerProvider:
     )
     # OTEL_SDK_DISABLED is meant for the telemetry of libraries; it would silently drop every reward.
     provider._disabled = False  # pyright: ignore[reportPrivateUsage]
-    provider.add_span_processor(ScopeProcessor())
+    _record_spans_of(provider)
     return provider
 
 
@@ -168,7 +173,6 @@ def record(name: str, attributes: Mapping[str, Any], error: str | None = None, s
 
 
 _installing = threading.Lock()
-_installed_on: list[trace.TracerProvider] = []
 
 
 def install_globally() -> None:
@@ -176,11 +180,8 @@ def install_globally() -> None:
     stays and gets our processor. Idempotent."""
     with _installing:
         current = trace.get_tracer_provider()
-        if current in _installed_on or current is tracer_provider():
-            return
         if isinstance(current, TracerProvider):
-            current.add_span_processor(ScopeProcessor())
-            _installed_on.append(current)
+            _record_spans_of(current)
         else:
             trace.set_tracer_provider(tracer_provider())
 

@@ -29,7 +29,6 @@ from agentlightning.runner.agents.arguments import Invocation, Signature
 from agentlightning.runner.agents.command import Command, check_executable, import_advice
 from agentlightning.runner.agents.litagent import FunctionAgent, LitAgent, method_for, overridden
 from agentlightning.runner.agents.spec import (
-    FORMS,
     AgentLike,
     AgentSpec,
     CommandLine,
@@ -55,7 +54,7 @@ def load_agent(agent: AgentLike | AgentSpec, *, grace: float = 2.0) -> Agent:
         except ConfigError as error:
             raise AgentError(f"agent {spec}: {error}") from error
     if isinstance(spec, CommandLine):
-        check_executable(spec.words, FORMS)
+        check_executable(spec.words)
         return Command(spec.words, grace)
     return as_agent(load_object(spec, "agent"))
 

@@ -23,6 +23,7 @@ from typing import Any, Final, cast
 
 from agentlightning.errors import AgentError
 from agentlightning.runner.agents.arguments import Invocation
+from agentlightning.runner.agents.spec import FORMS
 from agentlightning.util.json_values import dumps
 
 OUTPUT_BYTES = 1_000_000
@@ -42,14 +43,14 @@ class CommandError(AgentError):
             self.add_note(f"stderr:\n{stderr}")
 
 
-def check_executable(words: Sequence[str], forms: str) -> None:
+def check_executable(words: Sequence[str]) -> None:
     """Raise AgentError if there is no such program."""
     if shutil.which(words[0]) is not None:
         return
     hint = ""
     if words[0].endswith(".py"):
         hint = f"; did you mean `python {shlex.join(words)}` or `{words[0]}:NAME`?"
-    raise AgentError(f"agent {shlex.join(words)!r}: there is no program {words[0]!r} on the PATH{hint} ({forms})")
+    raise AgentError(f"agent {shlex.join(words)!r}: there is no program {words[0]!r} on the PATH{hint} ({FORMS})")
 
 
 @dataclass(frozen=True, slots=True)

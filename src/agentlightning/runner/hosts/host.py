@@ -427,15 +427,6 @@ KILL_SECONDS = 1.0
 PR_SET_CHILD_SUBREAPER = 36
 
 
-@dataclass(frozen=True, slots=True)
-class _Child:
-    """A forked host process."""
-
-    host_id: int
-    report: IO[bytes]
-    """File that `faulthandler` writes to when the host crashes."""
-
-
 def main() -> None:
     """Serve one runner until it disconnects."""
     control = socket.socket(fileno=int(sys.argv[1]))
@@ -489,7 +480,8 @@ class ForkServer:
     def __init__(self, control: socket.socket, setup: Setup) -> None:
         self._control = control
         self._setup = setup
-        self._children: dict[int, _Child] = {}
+        self._children: dict[int, tuple[int, IO[bytes]]] = {}
+        """Process id -> the id of the host, and the file that `faulthandler` writes to when it crashes."""
         self._ended_groups: dict[int, float] = {}
         """Groups of hosts that have exited -> when what is left of them is killed."""
         self._fds: deque[int] = deque()
@@ -527,8 +519,8 @@ class ForkServer:
         if isinstance(message, Fork):
             self._fork(message.host_id, self._fds.popleft(), message.alone)
             return
-        for pid, child in self._children.items():
-            if child.host_id == message.host_id:
+        for pid, (host_id, _) in self._children.items():
+            if host_id == message.host_id:
                 os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid cannot belong to another process
 
     def _fork(self, host_id: int, fd: int, alone: bool) -> None:
@@ -541,7 +533,7 @@ class ForkServer:
         with suppress(OSError):  # both do it, so that neither has to wait for the other
             os.setpgid(pid, pid)
         os.close(fd)
-        self._children[pid] = _Child(host_id, report)
+        self._children[pid] = host_id, report
 
     def _become_host(self, sock: socket.socket, report: IO[bytes], alone: bool) -> NoReturn:
         code = 1
@@ -573,9 +565,10 @@ class ForkServer:
                 if child is not None:
                     self._ended_groups[ended[0]] = time.monotonic() + KILL_SECONDS
                     signal_group(ended[0], signal.SIGTERM)  # which multiprocessing's trackers of resources survive
-                    text = os.pread(child.report.fileno(), 64_000, 0).decode(errors="replace")
-                    child.report.close()
-                    _send(self._control, Exited(child.host_id, os.waitstatus_to_exitcode(ended[1]), text))
+                    host_id, report = child
+                    text = os.pread(report.fileno(), 64_000, 0).decode(errors="replace")
+                    report.close()
+                    _send(self._control, Exited(host_id, os.waitstatus_to_exitcode(ended[1]), text))
 
     def _kill_groups(self, now: float) -> None:
         """Kill what is left of groups whose time is over."""
