@@ -18,9 +18,9 @@ RolloutStatus = Literal["queuing", "preparing", "running", "succeeded", "failed"
 AttemptStatus = Literal["preparing", "running", "succeeded", "failed", "timeout", "unresponsive"]
 RolloutMode = Literal["train", "val", "test"]
 
-WAITING: frozenset[str] = frozenset({"queuing", "requeuing"})
+WAITING = frozenset({"queuing", "requeuing"})
 """States in which a runner may claim a rollout."""
-FINISHED: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
+FINISHED = frozenset({"succeeded", "failed", "cancelled"})
 BRANCH: Final = "branch"
 """In the metadata of a rollout that branches off another: its `rollout_id`, and the `span_ids` of the calls whose
 recorded answers are given again."""

@@ -13,7 +13,7 @@ import random
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -313,7 +313,7 @@ def _saved_dataset(path: Path) -> Iterable[Any]:
     return found
 
 
-READERS: dict[str, Callable[[Path], list[Any]]] = {
+READERS = {
     ".jsonl": _jsonl,
     ".ndjson": _jsonl,
     ".json": _json_array,

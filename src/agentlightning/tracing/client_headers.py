@@ -173,7 +173,7 @@ def _patch_urllib(module: ModuleType) -> None:
     handler.do_open = opened
 
 
-_PATCHES: Final[dict[str, Callable[[Any], None]]] = {
+_PATCHES: Final = {
     "httpx": _patch_httpx,
     "httpx2": _patch_httpx,
     "aiohttp": _patch_aiohttp,

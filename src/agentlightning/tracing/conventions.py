@@ -36,7 +36,6 @@ LINKS: Final = "otel.links"
 TRACE_STATE: Final = "w3c.tracestate"
 
 Attributes = dict[str, Any]
-Sources = dict[str, tuple[str, ...]]
 Step = Callable[[Attributes], None]
 
 # -- the tables ------------------------------------------------------------------------------------------------------
@@ -55,7 +54,7 @@ OPERATIONS: Final = {
 }
 """Span kind -> `gen_ai.operation.name`; other kinds have no equivalent."""
 
-ALIASES: Final[Sources] = {
+ALIASES: Final = {
     names.PROVIDER_NAME: ("gen_ai.system", "llm.provider", "llm.system"),
     names.REQUEST_MODEL: ("llm.model_name", "llm.request.model", "embedding.model_name", "reranker.model_name"),
     names.RESPONSE_MODEL: ("llm.response.model",),
@@ -74,7 +73,7 @@ ALIASES: Final[Sources] = {
 }
 """Our attribute -> equivalent names in other conventions."""
 
-COUNTS: Final[Sources] = {
+COUNTS: Final = {
     names.INPUT_TOKENS: ("gen_ai.usage.prompt_tokens", "llm.token_count.prompt"),
     names.OUTPUT_TOKENS: (
         "gen_ai.usage.completion_tokens",
@@ -82,11 +81,11 @@ COUNTS: Final[Sources] = {
         "llm.usage.completion_tokens",
     ),
 }
-LISTS: Final[Sources] = {
+LISTS: Final = {
     names.FINISH_REASONS: ("llm.finish_reason", "llm.response.finish_reason", "gen_ai.response.finish_reason"),
     names.REQUEST_STOP: ("llm.chat.stop_sequences",),
 }
-TOKENS: Final[Sources] = {
+TOKENS: Final = {
     names.PROMPT_TOKEN_IDS: (
         "prompt_token_ids",
         "llm.hosted_vllm.prompt_token_ids",
@@ -114,8 +113,8 @@ PARAMETERS: Final = {
 }
 """Keys of the JSON object `llm.invocation_parameters` -> our attributes."""
 
-BY_OPERATION: Final[dict[str, tuple[tuple[str, ...], dict[str, str]]]] = {
-    "name": (
+BY_OPERATION: Final = (
+    (
         ("traceloop.entity.name", "agentops.entity.name", "operation.name"),
         {
             "invoke_agent": names.AGENT_NAME,
@@ -124,15 +123,15 @@ BY_OPERATION: Final[dict[str, tuple[tuple[str, ...], dict[str, str]]]] = {
             "": names.OPERATION_LABEL,
         },
     ),
-    "input": (
+    (
         ("traceloop.entity.input", "agentops.entity.input", "agentops.task.input", "input.value", "tool.parameters"),
         {"execute_tool": names.TOOL_ARGUMENTS, "": names.OPERATION_INPUT},
     ),
-    "output": (
+    (
         ("traceloop.entity.output", "agentops.entity.output", "agentops.task.output", "output.value", "tool.result"),
         {"execute_tool": names.TOOL_RESULT, "": names.OPERATION_OUTPUT},
     ),
-}
+)
 """Attributes whose equivalent depends on the operation ("": any other). For model calls they are the messages."""
 MODEL_CALLS: Final = frozenset({"chat", "text_completion", "generate_content"})
 
@@ -246,7 +245,7 @@ def _plan(keys: tuple[str, ...]) -> tuple[Step, ...]:
         if found := [key for key in keys if key.startswith(prefix)]:
             steps.append(partial(_read_family, tuple(found), prefix, target, role))
     steps += [partial(_read_whole, key, *WHOLE[key]) for key in WHOLE if key in known]
-    for sources, targets in BY_OPERATION.values():
+    for sources, targets in BY_OPERATION:
         steps += [partial(_read_by_operation, source, targets) for source in sources if source in known]
     steps += [partial(_write_json, key) for key in STRUCTURED if key in known]
     if names.REWARD_VALUES in known:

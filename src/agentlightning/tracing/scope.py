@@ -113,7 +113,7 @@ tracked_agent: ContextVar[str | None] = ContextVar("agentlightning_agent", defau
 """Of the innermost `track_agent`."""
 _owner: ContextVar[Location | None] = ContextVar("agentlightning_main", default=None)
 """The thread and task of the attempt itself. Elsewhere its scope is inherited."""
-_marked: ContextVar[bool] = ContextVar("agentlightning_marked", default=False)
+_marked = ContextVar("agentlightning_marked", default=False)
 
 
 def current_scope() -> Scope | None:

@@ -193,7 +193,7 @@ class FrameDecoder(Generic[Kind]):
             end = _LENGTH.size + length
             if len(self._data) < end:
                 return
-            body = bytes(memoryview(self._data)[_LENGTH.size : end])
+            body = self._data[_LENGTH.size : end]
             del self._data[:end]
             try:
                 yield self._decoder.decode(body)

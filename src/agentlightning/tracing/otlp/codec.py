@@ -136,7 +136,7 @@ def _read_span(span: trace_pb2.Span, scope: tuple[str, str], resource: Json, now
     kind = KINDS[span.kind] if 2 <= span.kind < len(KINDS) else ""
     add_extra_fields(attributes, scope, kind, span.trace_state, list(map(_read_link, span.links)))
     code, message = "UNSET", None
-    if span.HasField("status") and 0 < span.status.code < len(STATUS):
+    if 0 < span.status.code < len(STATUS):
         code, message = STATUS[span.status.code], span.status.message or None
     start, end = span.start_time_unix_nano, span.end_time_unix_nano
     return Span(
@@ -182,9 +182,9 @@ def _read_value(value: AnyValue, depth: int) -> Any:
 
 
 def _read_link(link: trace_pb2.Span.Link) -> Json:
-    attributes = _read_attributes(link.attributes)
-    found = {"trace_id": link.trace_id.hex(), "span_id": link.span_id.hex(), "attributes": attributes}
-    return found | {"trace_state": link.trace_state} if link.trace_state else found
+    ids = {"trace_id": link.trace_id.hex(), "span_id": link.span_id.hex()}
+    state = {"trace_state": link.trace_state} if link.trace_state else {}
+    return {**ids, "attributes": _read_attributes(link.attributes), **state}
 
 
 # -- text that is not Unicode: an emoji that was cut in half, say. It is replaced, and nothing else is lost ------------
