@@ -157,12 +157,12 @@ class Outbox(Retry, ABC, Generic[T]):
     def reset(self) -> None:
         """Begin with an empty queue: lock, thread and items of a parent process are not ours."""
         self._lock = threading.RLock()  # a signal handler may emit, too
-        self._waiting: deque[T] = deque()
+        self._waiting = deque[T]()
         self._taken: list[T] = []
         self._size = 0
         self._put = self._done = 0
         """Numbers of items, which say what a waiter waits for."""
-        self._waiters: deque[tuple[int, Future[None]]] = deque()
+        self._waiters = deque[tuple[int, Future[None]]]()
         """Each is done once so many items are."""
         self._calls = 0
         """Of `flush`, `written` and `close`."""
@@ -384,7 +384,7 @@ class Outbox(Retry, ABC, Generic[T]):
                     self._waiters.popleft()[1].set_result(None)
 
 
-_outboxes: WeakSet[Outbox[Any]] = WeakSet()
+_outboxes = WeakSet[Outbox[Any]]()
 
 
 def _after_fork() -> None:

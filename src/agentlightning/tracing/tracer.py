@@ -78,7 +78,7 @@ class ScopeProcessor(SpanProcessor):
     """Passes each span to the sink of the scope it was started in, when it ends."""
 
     def __init__(self) -> None:
-        self._open: WeakValueDictionary[tuple[int, int], Scope] = WeakValueDictionary()
+        self._open = WeakValueDictionary[tuple[int, int], Scope]()
         # Weak, so that spans that never end do not accumulate.
         self._resource: tuple[Resource, Json] = (Resource.get_empty(), {})
 

@@ -150,7 +150,7 @@ class Host:
     def _receive(self) -> None:
         """Handle messages until the runner disconnects. Then kill the commands and exit without waiting for threads.
         What else was started here, such as the workers of pools, goes with the process group."""
-        frames: FrameDecoder[ToHost] = FrameDecoder(ToHost)
+        frames = FrameDecoder[ToHost](ToHost)
         self.send(Ready())
         with suppress(ConnectionResetError):
             while data := self._sock.recv(1 << 18):
@@ -324,7 +324,7 @@ class LoneHost(Host):
     alone = True
 
     def __init__(self, sock: socket.socket, setup: Setup) -> None:
-        self._work: SimpleQueue[Coroutine[Any, Any, None]] = SimpleQueue()
+        self._work = SimpleQueue[Coroutine[Any, Any, None]]()
         self._loop = asyncio.Runner()
         """One loop for agent and reward: a client that is made once belongs to it."""
         self._awaiting: asyncio.Task[Any] | None = None
@@ -484,8 +484,8 @@ class ForkServer:
         """Process id -> the id of the host, and the file that `faulthandler` writes to when it crashes."""
         self._ended_groups: dict[int, float] = {}
         """Groups of hosts that have exited -> when what is left of them is killed."""
-        self._fds: deque[int] = deque()
-        self._frames: FrameDecoder[ToForkServer] = FrameDecoder(ToForkServer)
+        self._fds = deque[int]()
+        self._frames = FrameDecoder[ToForkServer](ToForkServer)
         self._wake, self._waker = socket.socketpair()
         for end in (self._wake, self._waker):
             end.setblocking(False)

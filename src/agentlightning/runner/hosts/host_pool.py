@@ -124,7 +124,7 @@ class AttemptProcess(asyncio.Protocol):
         self._killed: str | None = None
         """Why it was killed while attempts ran in it, for their error message."""
         self._transport: asyncio.Transport | None = None
-        self._frames: FrameDecoder[FromHost] = FrameDecoder(FromHost)
+        self._frames = FrameDecoder[FromHost](FromHost)
         self._outbox: list[bytes] = []
 
     @property
@@ -335,7 +335,7 @@ class HostPool:
         self._cwd = Path.cwd() if cwd is None else Path(cwd)
         self._log = None if log is None else Path(log)
         self._fork_server: subprocess.Popen[bytes] | None = None
-        self._frames: FrameDecoder[FromForkServer] = FrameDecoder(FromForkServer)
+        self._frames = FrameDecoder[FromForkServer](FromForkServer)
         self._trimming: asyncio.Task[None] | None = None
         self._processes: dict[int, AttemptProcess] = {}
         self._numbers, self._job_ids = itertools.count(1), itertools.count(1)
