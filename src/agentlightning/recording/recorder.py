@@ -334,14 +334,14 @@ class Recorder(Outbox[Record]):
     def __init__(self, name: str, place: str | None, token: str | None, store: LightningStore | None = None) -> None:
         self._place, self._token = place, token
         self._given = store
-        """Held, so that no other store gets its identity."""
+        """The user's, who closes it. Held, so that no other store gets its identity."""
         limits = {"batch": RECORDS_PER_CALL, "capacity": MOST_WAITING, "max_size": MOST_BYTES}
         super().__init__(name, patience=float("inf"), linger=LINGER_SECONDS, thread="agl-recorder", **limits)
-        self._store, self._owns_store = store, store is None
+        self._store = store
 
     def reset(self) -> None:
         super().reset()
-        self._store, self._owns_store = None, True
+        self._store = None
         self._open_sessions: dict[str, SessionRecord] = {}
         self.is_failing = False
         """Whether the last attempt to write has failed."""
@@ -391,7 +391,7 @@ class Recorder(Outbox[Record]):
             await super().run()
         finally:
             beating.cancel()
-            if self._owns_store and self._store is not None:
+            if self._store is not None and self._store is not self._given:
                 with suppress(RuntimeError):  # at the end of the process, the store closes itself
                     await self._store.close()
 
@@ -425,7 +425,7 @@ class Recorder(Outbox[Record]):
     def failed(self, error: Exception) -> None:
         self.is_failing = True
         if isinstance(error, StoreClosedError):  # the user has closed the store that they had given
-            self._store, self._owns_store = None, True
+            self._store = None
         counters.warn(
             f"store {self.name}",
             f"sessions cannot be recorded in {self.name}: {error}. The program goes on; up to {MOST_WAITING} records"

@@ -228,7 +228,7 @@ def record_event(
     """Record a span. Where names collide, its own attributes take precedence over the user's."""
     further = flatten(attributes)
     if propagate:
-        record(name, {**further, **own}, error)
+        record(name, {**further, **own} if further else own, error)
 
 
 # -- actions -----------------------------------------------------------------------------------------------------------
