@@ -203,7 +203,7 @@ class Runner:
         self.redirect = redirect
         self._secret = secret
         self._loaded = False
-        self._queues = None if queues is None else tuple(queues)
+        self._queues = queues
         self._remaining_claims = math.inf if max_rollouts is None else max_rollouts
         if lease_seconds is not None:
             if lease_seconds <= 0:
@@ -235,7 +235,7 @@ class Runner:
         """Start importing the agent in another process, and return immediately. Needs no event loop and no server URL;
         with both a URL and `redirect`, clients that the agent creates at import time use that server too."""
         url = self.server_url if self.redirect else None
-        self.pool.spawn(None if url is None else import_environment(url, self._secret, self.worker_id))
+        self.pool.spawn(import_environment(url, self._secret, self.worker_id) if url else {})
 
     async def load(self) -> None:
         """Wait until the agent is imported and a host is ready; `start` includes this. Raises AgentError."""

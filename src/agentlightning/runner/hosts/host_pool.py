@@ -22,7 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -346,7 +346,7 @@ class HostPool:
 
     # -- life --------------------------------------------------------------------------------------------------------
 
-    def spawn(self, variables: Mapping[str, str] | None = None) -> None:
+    def spawn(self, variables: dict[str, str]) -> None:
         """Start importing the agent in another process; `variables` override this process's environment. Needs no event
         loop. Idempotent. Raises AgentError."""
         if self._fork_server is not None:
@@ -368,11 +368,10 @@ class HostPool:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        self._request(replace(self._load, sys_path=_python_path(self._cwd), variables=dict(variables or {})))
+        self._request(replace(self._load, sys_path=_python_path(self._cwd), variables=variables))
 
     async def start(self) -> None:
-        """Wait until the agent is imported and attempts can run. Raises AgentError."""
-        self.spawn()
+        """Wait until the agent is imported, after `spawn`, and attempts can run. Raises AgentError."""
         loop = asyncio.get_running_loop()
         self._loaded = loop.create_future()
         loop.add_reader(self._control, self._receive)
@@ -417,7 +416,7 @@ class HostPool:
         rollout: AttemptedRollout,
         resources: NamedResources,
         server_url: str,
-        environment: Mapping[str, str],
+        environment: dict[str, str],
         on_spans: OnSpans,
         alone: bool,
     ) -> Done:
@@ -425,7 +424,7 @@ class HostPool:
         AgentCrashedError when its process exits, and LostAttemptError where that may be another's fault, or it needs a
         process of its own. Cancelling stops the attempt."""
         dumped = named_resources.dump_python(resources, mode="json")
-        job = Job(next(self._job_ids), rollout, dumped, server_url, dict(environment))
+        job = Job(next(self._job_ids), rollout, dumped, server_url, environment)
         process = self._fork(alone=True) if alone or self.fresh else await self._least_busy()
         done = await process.call(job, on_spans)
         if not done.needs_process:
