@@ -297,7 +297,7 @@ class SharedHost(Host):
         value, error = future.result()
         if (error := cancelled or error) is not None:
             raise error
-        return await _awaited(value)
+        return await value if inspect.isawaitable(value) else value
 
     def _refuse_change(self, what: str) -> None:
         """Called before the state of this process changes. Raises where that is seen by other attempts."""
@@ -387,10 +387,6 @@ def _needs_process(error: BaseException | None) -> str:
     return ""
 
 
-async def _awaited(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
-
-
 # -- return values ------------------------------------------------------------------------------------------
 
 
@@ -439,7 +435,8 @@ def main() -> None:
     client_headers.install()
     attempt_environ.carry_context()
     attempt_environ.process_state.install()
-    _adopt_orphans()
+    with suppress(OSError, AttributeError):  # on Linux: have the descendants whose parents have exited as children
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         setup = prepare(load)
     except AgentError as error:
@@ -544,7 +541,9 @@ class ForkServer:
             for end in (self._control, self._wake, self._waker):
                 end.close()
             faulthandler.enable(report, all_threads=False)
-            _reseed()
+            # Python reseeds `random` in a forked child by itself; NumPy's global generator would repeat in every host.
+            if (numpy := cast(Any, sys.modules.get("numpy"))) is not None:
+                numpy.random.seed()
             (LoneHost if alone else SharedHost)(sock, self._setup).serve()
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
@@ -592,12 +591,6 @@ class ForkServer:
             time.sleep(0.01)
 
 
-def _adopt_orphans() -> None:
-    """On Linux, have the descendants whose parents have exited as children."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
 def _child_pids() -> list[int]:
     try:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
@@ -608,10 +601,3 @@ def _child_pids() -> list[int]:
 
 def _on_sigchld(*_: object) -> None:
     """Empty: with a handler installed, SIGCHLD writes to the wake-up socket."""
-
-
-def _reseed() -> None:
-    """Python reseeds `random` in a forked child by itself; NumPy's global generator would repeat in every host."""
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()
