@@ -21,7 +21,6 @@ import traceback
 from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeAlias, cast
 
 from agentlightning.errors import AgentError, AgentLightningError, ConfigError
@@ -104,16 +103,6 @@ def _class(kind: type[Any]) -> Agent:
 # Methods of classes as agents and rewards: `path/to/file.py:Class.method` is called on a new instance each time.
 
 
-def resolve_method(module: ModuleType, name: str, role: str) -> Any:
-    """The object at a dotted name inside a module; a method of a class as a function that makes the instance itself.
-
-    Raises AttributeError, and AgentError if the constructor of the class requires arguments.
-    """
-    parent, _, last = name.rpartition(".")
-    owner = resolve(module, parent) if parent else module
-    return on_new_instance(owner, last, role) if isinstance(owner, type) else resolve(module, name)
-
-
 def check_constructor(kind: type[Any], role: str) -> None:
     """Raise AgentError if a class cannot be instantiated without arguments."""
     required = [p.name for p in Signature.of(kind).parameters if p.default is p.empty]
@@ -180,7 +169,9 @@ def load_object(spec: Reference | Pickled, role: str) -> Any:
             raise AgentError(f"{role} {spec}: no module {missing!r} {where}{near}") from error
         raise AgentError(_import_failure(spec, role, error)) from error
     try:
-        return resolve_method(module, spec.name, role)
+        parent, _, last = spec.name.rpartition(".")
+        owner = resolve(module, parent) if parent else module
+        return on_new_instance(owner, last, role) if isinstance(owner, type) else resolve(module, spec.name)
     except AttributeError:
         near = difflib.get_close_matches(spec.name, [n for n in vars(module) if not n.startswith("_")], n=1)
         hint = f"; did you mean {spec.module}:{near[0]}?" if near else ""

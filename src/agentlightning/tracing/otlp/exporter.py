@@ -14,6 +14,7 @@ from __future__ import annotations
 import gzip
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
@@ -98,7 +99,10 @@ class OtlpExporter(Outbox[Span]):
             raise Unavailable(f"the endpoint is overloaded: {_describe(answer)}", retry_after(headers))
         if answer.status_code == 413 and len(batch) > 1:
             raise _TooLargeError
-        refused, why = _rejected(answer) if answer.is_success else (len(batch), _describe(answer))
+        refused, why = (0, "") if answer.is_success else (len(batch), _describe(answer))
+        if answer.is_success and answer.headers.get("content-type", "").startswith("application/x-protobuf"):
+            with suppress(DecodeError):
+                refused, why = rejected_spans(answer.content)
         if refused:
             self.refuse(refused, why)
 
@@ -140,16 +144,6 @@ def _parse_headers(text: str, what: str) -> dict[str, str]:
             raise ConfigError(f"{what} has a part without a name or a value; write it as name=value,name=value")
         headers[unquote(name.strip()).lower()] = unquote(value.strip())
     return headers
-
-
-def _rejected(answer: httpx.Response) -> tuple[int, str]:
-    """Number of rejected spans of a request, and the reason."""
-    if answer.headers.get("content-type", "").partition(";")[0] != "application/x-protobuf":
-        return 0, ""
-    try:
-        return rejected_spans(answer.content)
-    except DecodeError:
-        return 0, ""
 
 
 def _describe(answer: httpx.Response) -> str:
