@@ -63,7 +63,11 @@ class AutomaticRewards:
 
     def reward_spans(self, spans: Sequence[Span], calls: Sequence[Span]) -> list[Span]:
         """The rewards of one attempt as spans. `spans`: all of its spans; `calls`: those that are model calls."""
-        own = sorted((span for span in spans if is_of_agent(span)), key=lambda span: span.sequence_id)
+        # Rules see what counts, but for rewards and what a reward function has recorded.
+        seen = [
+            each for each in spans if counts(each) and each.name != names.REWARD and names.JUDGE not in each.attributes
+        ]
+        own = sorted(seen, key=lambda span: span.sequence_id)
         known = {call.span_id for call in calls}
         found: list[Span] = []
         call: str | None = None
@@ -107,11 +111,6 @@ def check_rules(weights: Mapping[str, float]) -> None:
             raise ConfigError(
                 f"the weight {weight} of AIR rule {name!r} rewards nothing; use a finite one, or leave it out"
             )
-
-
-def is_of_agent(span: Span) -> bool:
-    """Whether rules see a span: not superseded or late, and neither a reward nor what a reward function recorded."""
-    return counts(span) and span.name != names.REWARD and names.JUDGE not in span.attributes
 
 
 def _takes_attempt(function: Rule) -> bool:
