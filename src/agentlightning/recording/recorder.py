@@ -402,8 +402,12 @@ class Recorder(Outbox[Record]):
             session.add(what)
 
     async def send(self, batch: list[Record]) -> None:
-        store, known = self._opened(), self._open_sessions.values()
-        changed = [each for each in known if not each.written and (each.spans or each.end or not each.in_store)]
+        store = self._opened()
+        changed = [
+            each
+            for each in self._open_sessions.values()
+            if not each.written and (each.spans or each.end or not each.in_store)
+        ]
         ended = [(each, each.end) for each in changed if each.end is not None and not (each.in_store or each.lost)]
         with suppress(*REJECTED):  # then each is written by itself
             await store.add_records([each.whole(end) for each, end in ended])

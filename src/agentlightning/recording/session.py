@@ -246,8 +246,7 @@ def begin_implicit() -> Scope:
         " around each piece of work to make rollouts of your own",
     )
     speaker = current_speaker()
-    inside = Session(_name=IMPLICIT)._begin_own()  # pyright: ignore[reportPrivateUsage]
-    implicit_sessions[speaker] = inside
+    inside = implicit_sessions[speaker] = Session(_name=IMPLICIT)._begin_own()  # pyright: ignore[reportPrivateUsage]
     if isinstance(speaker, asyncio.Task):
         speaker.add_done_callback(end_implicit)
     return inside

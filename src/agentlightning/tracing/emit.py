@@ -75,9 +75,9 @@ def bound_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs:
         return {"args": args, "kwargs": dict(kwargs)}
 
 
-def flatten(values: Attributes | None, prefix: str = "") -> dict[str, str | float]:
+def flatten(values: Attributes | None, prefix: str = "") -> Json:
     """Attribute values by dotted names."""
-    found: dict[str, str | float] = {}
+    found: Json = {}
     for key, value in values.items() if values else ():
         if isinstance(value, Mapping):
             found |= flatten(cast(Attributes, value), f"{prefix}{key}.")
@@ -399,7 +399,7 @@ def _record_response(
 
 
 def _further(attributes: Attributes | None, model: str | None) -> Json:
-    found: Json = flatten(attributes)
+    found = flatten(attributes)
     return found if model is None else found | {names.REQUEST_MODEL: model}
 
 

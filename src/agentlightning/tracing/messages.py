@@ -275,7 +275,7 @@ def _one(outer: Any, default: str, recorded: bool) -> list[Message]:
     parts = _parts(value, role, recorded)
     if not parts and not own_role:
         return []
-    parts = parts if parts or recorded else [_text("")]
+    parts = parts or ([] if recorded else [_text("")])
     message = _message(role, parts)
     name = _first(value, "name", "source")
     if isinstance(name, str) and role != "tool":

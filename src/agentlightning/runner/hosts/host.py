@@ -221,8 +221,7 @@ class Host:
         # Outside of the attempt's environment, so that its own model calls are not redirected.
         given = replace(invocation, rollout=job.rollout, task=job.rollout.input, resources=resources)
         reward = self._setup.reward
-        judge = replace(sink, judge=True)
-        with scope(*job.rollout.ids, judge, "judge", address=job.server_url, role="judge"):
+        with scope(*job.rollout.ids, replace(sink, judge=True), "judge", address=job.server_url, role="judge"):
             try:
                 value = check_reward(await self._call(reward.start, given, output), reward.source)
             except MissingRewardError as error:
@@ -394,8 +393,10 @@ def _record_output(output: Any, sink: _Sink) -> Any:
     """Record a returned reward, or returned spans as those of the attempt, and return None for them; return any other
     output unchanged."""
     if isinstance(output, list) and output and all(isinstance(each, Span | ReadableSpan) for each in output):
-        spans = cast("list[Span | ReadableSpan]", output)
-        sink.put([each if isinstance(each, Span) else to_span(each, *sink.job.rollout.ids) for each in spans])
+        rollout_id, attempt_id = sink.job.rollout.ids
+        given = cast("list[Span | ReadableSpan]", output)
+        spans = [each if isinstance(each, Span) else to_span(each, "", "") for each in given]
+        sink.put([replace(each, rollout_id=rollout_id, attempt_id=attempt_id) for each in spans])
     elif looks_like_reward(output):
         emit_reward(check_reward(output, "the agent"))
     else:
@@ -492,8 +493,8 @@ class ForkServer:
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         connected = True
         while connected:
-            timeout = KILL_SECONDS if self._ended_groups else None
-            readable, *_ = select.select([self._control, self._wake], [], [], timeout)
+            seconds = KILL_SECONDS if self._ended_groups else None
+            readable = select.select([self._control, self._wake], [], [], seconds)[0]
             if self._wake in readable:
                 self._reap()
             if self._control in readable:

@@ -246,8 +246,8 @@ def decode_json(body: bytes, now: float) -> Request:
         try:
             given = loads(body)
         except orjson.JSONDecodeError:  # of half an emoji, perhaps
-            text = body.decode(errors="replace").encode()
-            repaired = _ESCAPE.sub(lambda found: rb"\ufffd" if found[1] else found[0], text)
+            valid = body.decode(errors="replace").encode()
+            repaired = _ESCAPE.sub(lambda found: rb"\ufffd" if found[1] else found[0], valid)
             given = loads(repaired)
     except orjson.JSONDecodeError as error:
         raise OtlpError(f"the body is not JSON: {error}") from None
