@@ -39,7 +39,7 @@ from agentlightning.policy.learner import Learner
 from agentlightning.policy.open import follow_trainer, open_models, require_training
 from agentlightning.resources import NamedResources
 from agentlightning.runner import Runner
-from agentlightning.runner.agents.loading import load_object
+from agentlightning.runner.agents.agent import load_object
 from agentlightning.runner.agents.spec import function_spec
 from agentlightning.server.app import Server, is_loopback
 from agentlightning.server.serve import serve
@@ -426,7 +426,7 @@ class Wiring(Struct):
                 publish = weights(policy, config.policy.weights, run_dir.path / "weights").publish
             learner = Learner(policy, updating, config.policy.token_budget, state.resumes, publish)
         reward = config.curriculum.turns and config.curriculum.turns.reward
-        reader = TrajectoryReader(store, model, limits, weighted_rules(config.air, load_rule), reward)
+        reader = TrajectoryReader(store, model, limits, weighted_rules(config.air), reward)
         share = config.runner.max_failed_share
         collector = RolloutCollector(reader, rollout_config(config.runner), queue=queue, max_failed_share=share)
         publisher = ResourcePublisher(store, url, policy, self.resources, config.runner.max_calls)
@@ -544,11 +544,6 @@ async def serve_run(
         pages=dashboard_routes(data, token),
     )
     return await stack.enter_async_context(serving)
-
-
-def load_rule(name: str) -> Any:
-    """The function of an AIR rule that is given by name. Raises AgentError."""
-    return load_object(function_spec(name, "AIR rule"), "AIR rule")
 
 
 def check_calls_of_policy(config: TrainConfig) -> None:

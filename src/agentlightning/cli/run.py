@@ -44,7 +44,7 @@ from agentlightning.util.json_values import dumps, loads
 
 if TYPE_CHECKING:
     from agentlightning.rollouts import AttemptedRollout, AttemptStatus
-    from agentlightning.runner.agents.reward import RewardFunction
+    from agentlightning.runner.agents.arguments import RewardFunction
     from agentlightning.server.app import Server
     from agentlightning.span import Span
     from agentlightning.store.base import LightningStoreBase
@@ -162,7 +162,7 @@ def _task(text: str | None, file: Path | None) -> Any:
 
 def _reward(text: str) -> float | RewardFunction:
     from agentlightning.runner.agents.agent import load_object
-    from agentlightning.runner.agents.reward import RewardFunction
+    from agentlightning.runner.agents.arguments import RewardFunction
     from agentlightning.runner.agents.spec import function_spec
     from agentlightning.tracing.rewards import check_reward
 

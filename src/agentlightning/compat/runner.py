@@ -102,7 +102,7 @@ class HookedAgent(LitAgent[Any]):
             with enter_scope(replace(inside, sink=trace)):
                 await self._call("on_trace_start", tracer=trace, **shared)
                 try:
-                    return await _result(load_agent(self.agent).start(Invocation(rollout, resources, task=task)))
+                    return await _result(load_agent(self.agent)(Invocation(rollout, resources, task=task))())
                 finally:
                     await self._call("on_trace_end", tracer=trace, **shared)
         finally:

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, Protocol, cast
 
 from agentlightning.errors import ConfigError, MissingExtraError
 from agentlightning.integrations.base import Address, Message, chat, client
-from agentlightning.runner.agents.loading import load_object
+from agentlightning.runner.agents.agent import load_object
 from agentlightning.runner.agents.spec import function_spec
 from agentlightning.tracing.emit import emit_reward, track_agent
 

@@ -12,7 +12,6 @@ import pytest
 from agentlightning.algorithms.lightning_rl import reward_metrics
 from agentlightning.algorithms.training import Collected
 from agentlightning.credit.rejection import Rejection
-from agentlightning.run import load_rule
 from agentlightning.span import (
     AIR_RULE,
     LOGPROBS,
@@ -68,10 +67,6 @@ async def test_the_event_loop_runs_while_trajectories_are_assembled_and_checked(
     assert [each.reward for each in trajectories] == [1.0]
 
 
-def rules_of(weights: dict[str, float]) -> AutomaticRewards | None:
-    return weighted_rules(weights, load_rule)
-
-
 async def finished_with_tool(store: InMemoryLightningStore, finish: Any, tools: int = 1, reward: float = 1.0) -> str:
     """A rollout with one call, tool calls after it, and a final reward."""
     rollout = await store.start_rollout({"n": 0})
@@ -90,7 +85,7 @@ async def test_automatic_rewards_are_recorded_once_however_often_a_rollout_is_re
     store: InMemoryLightningStore, finish: Any
 ) -> None:
     rollout_id = await finished_with_tool(store, finish)
-    reader = TrajectoryReader(store, air=rules_of({"tool_succeeded": 0.5}))
+    reader = TrajectoryReader(store, air=weighted_rules({"tool_succeeded": 0.5}))
     for _ in range(3):
         ((found,), _) = await reader.read([RolloutPlan(rollout_id, None, "g")])
         assert (found.reward, found.transitions[0].reward) == (1.0, 0.5)
@@ -104,7 +99,7 @@ async def test_automatic_rewards_are_recorded_once_however_often_a_rollout_is_re
 async def test_the_rules_of_today_replace_recorded_rewards(store: InMemoryLightningStore, finish: Any) -> None:
     rollout_id = await finished_with_tool(store, finish)
     for weight in (0.5, 0.25, 0.5):
-        ((found,), _) = await TrajectoryReader(store, air=rules_of({"tool_succeeded": weight})).read(
+        ((found,), _) = await TrajectoryReader(store, air=weighted_rules({"tool_succeeded": weight})).read(
             [RolloutPlan(rollout_id, None, "g")]
         )
         assert found.transitions[0].reward == weight
@@ -112,7 +107,7 @@ async def test_the_rules_of_today_replace_recorded_rewards(store: InMemoryLightn
 
 async def test_a_rule_that_fails_rejects_the_rollout_and_names_it(store: InMemoryLightningStore, finish: Any) -> None:
     rollout_id = await finished_with_tool(store, finish)
-    rules = weighted_rules({"mine:bad": 1.0}, lambda name: lambda span: float("nan"))
+    rules = AutomaticRewards({"mine:bad": (lambda span: float("nan"), 1.0)})
     found, rejected = await TrajectoryReader(store, air=rules).read([RolloutPlan(rollout_id, None, "g")])
     assert not found
     assert (rejected[0].reason, rollout_id in rejected[0].message) == ("bad_reward", True)
@@ -122,7 +117,7 @@ async def test_an_exploited_rule_raises_the_automatic_reward_and_not_the_true_on
     store: InMemoryLightningStore, finish: Any
 ) -> None:
     """An agent that calls a useless tool ever more often: the metrics tell both rewards apart."""
-    reader = TrajectoryReader(store, air=rules_of({"tool_succeeded": 0.1}))
+    reader = TrajectoryReader(store, air=weighted_rules({"tool_succeeded": 0.1}))
     lines: list[Any] = []
     for tools in (1, 5, 25):
         rollout_id = await finished_with_tool(store, finish, tools, reward=0.0)

@@ -20,8 +20,8 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
 from typing import Any, Final
 
 import orjson
@@ -113,8 +113,8 @@ class JobAgent:
         self._runner = secrets.token_hex(8)
         self._lock = threading.Lock()
 
-    def blocks(self, invocation: Invocation) -> bool:
-        return True
+    def __call__(self, invocation: Invocation) -> Callable[[], str]:
+        return partial(self.start, invocation)
 
     def start(self, invocation: Invocation) -> str:
         """Run the Job of an attempt and return its output. Raises JobError."""
@@ -131,8 +131,7 @@ class JobAgent:
             variables={**invocation.environment, **task},
             owner=_owner(),
         )
-        running = RunningJob(api, states, job, self._template.start_seconds)
-        invocation.program = running
+        running = invocation.program = RunningJob(api, states, job, self._template.start_seconds)
         if invocation.cancelled:  # cancelled before there was a Job
             running.terminate()
         return running.run()
@@ -209,13 +208,11 @@ class RunningJob:
         while True:
             self._raise_if_stopped()
             try:
-                self._api.create_job(self._job)
+                return self._api.create_job(self._job)
             except KubernetesError as error:
                 if not error.may_pass:
                     raise JobError(f"the API server rejects the Job {self._name}: {error}") from None
                 self._raise_if_late(str(error))
-            else:
-                return
             self._stopped.wait(POLL_SECONDS)
 
     def _wait(self) -> Pod:
@@ -247,8 +244,7 @@ class RunningJob:
             raise JobError(f"the Job {self._name} was stopped")
 
     def _raise_if_late(self, why: str) -> None:
-        seconds = time.monotonic() - self._since
-        if seconds > self._start_seconds:
+        if time.monotonic() - self._since > self._start_seconds:
             raise JobNotStartedError(f"the Job {self._name} did not start within {self._start_seconds:g} s: {why}")
 
     def _raise_if_lost(self, pod: Pod) -> None:
@@ -258,9 +254,10 @@ class RunningJob:
             return
         disrupted = _conditions(pod).get(LOST)
         if disrupted is not None or pod["metadata"].get("deletionTimestamp") is not None:
-            node = pod["spec"].get("nodeName", "no node")
             why = (disrupted or {}).get("message") or "it is being deleted"
-            raise JobLostError(f"the pod of the Job {self._name} on {node} is gone: {why}")
+            raise JobLostError(
+                f"the pod of the Job {self._name} on {pod['spec'].get('nodeName', 'no node')} is gone: {why}"
+            )
 
     def _failure(self, pod: Pod, condition: Mapping[str, Any]) -> JobError:
         states = [each.get("state", {}) for each in _statuses(pod) if each["name"] == self._container]

@@ -48,8 +48,7 @@ from agentlightning.rollouts import (
     RolloutMode,
     RolloutStatus,
 )
-from agentlightning.runner.agents.arguments import Invocation
-from agentlightning.runner.agents.reward import RewardFunction
+from agentlightning.runner.agents.arguments import Invocation, RewardFunction
 from agentlightning.span import AIR_RULE, Span
 from agentlightning.store.base import ROLLOUTS_PER_READ, LightningStoreBase
 from agentlightning.tracing.air import AutomaticRewards
