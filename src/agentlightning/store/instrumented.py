@@ -57,8 +57,8 @@ wait_time: ContextVar[WaitTime | None] = ContextVar("agentlightning_wait_time", 
 
 class Observer(Protocol):
     def on_start(self, method: str) -> None:
-        """A call has started."""
-        ...
+        """A call has started; by default nothing is done."""
+        return
 
     def on_end(self, call: CallRecord) -> None:
         """A call has ended, with a result, an error, or by being cancelled."""
