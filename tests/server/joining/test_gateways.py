@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from agentlightning.config import RunConfig, TrainConfig
+from agentlightning.engine.servers.clients.http import ModelServerError
 from agentlightning.engine.servers.joining import JoinRequest, JoinStatus
 from agentlightning.errors import ConfigError
 from agentlightning.policy.served import ServedPolicy
@@ -82,7 +83,7 @@ async def test_a_run_that_one_gateway_refuses_leaves_those_that_were_slower_to_t
     refusing, slow = joined._gateways
 
     async def refuse(path: str, content: dict[str, Any]) -> Any:
-        raise refusing._status_error(path, 422, b"another version")
+        raise ModelServerError("another version", retryable=False, status=422)
 
     async def take(path: str, content: dict[str, Any]) -> Any:
         await asyncio.sleep(0.05)
